@@ -271,7 +271,7 @@ def first_call() -> str:
         "torch.set_num_threads(1)\n"
         "data = torch.zeros(32, 2048), torch.zeros(32, 2048), torch.ones(32, 2048, dtype=torch.bool)\n"
         "for _ in range(2):\n"
-        "    start = time.perf_counter(); scan.gae_scan(*data); scan.survey(data[0], data[2])\n"
+        "    start = time.perf_counter(); scan.gae_scan(*data); scan.count_rewards(data[0], data[2])\n"
         "    print(f'{1e3 * (time.perf_counter() - start):.2f} ms')\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

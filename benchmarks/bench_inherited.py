@@ -120,7 +120,7 @@ def our_maker(fields: dict[str, torch.Tensor], estimator: str = "rloo") -> Naive
     )
 
 
-def samples_of(rollout: Rollout) -> Samples:
+def make_samples(rollout: Rollout) -> Samples:
     """What `generate_samples` gives `make_experience`."""
     fields, info = rollout.fields, rollout.info
     count, slots = fields["action_mask"].shape
@@ -142,7 +142,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
     rows = [row[: int(length)] for row, length in zip(values, info["response_length"], strict=True)]
     groups = torch.rand(max(size // GROUP, 1), GROUP)
     makers = their_maker(fields), our_maker(fields)
-    samples = samples_of(rollout)
+    samples = make_samples(rollout)
     scored = {"reward": torch.rand(size)}
     kept = {name: fields[name][0] for name in technique.TENSORS}
 

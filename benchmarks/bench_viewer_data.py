@@ -114,7 +114,7 @@ def questions(answers: Answers, steps: int) -> dict[str, Callable[[], Any]]:
         "group filter over all": lambda: answers.list("groups", filter="zero_variance and truncated", sort="-step"),
         "group": lambda: answers.group(gids[next(turn) * 7919 % len(gids)]),
         "neighbours of a sample": lambda: answers.neighbors(uids[next(turn) * 7919 % len(uids)]),
-        "look here": lambda: (setattr(answers, "_looked", None), answers.look()),
+        "look here": lambda: (setattr(answers, "_looked", None), answers.findings()),
         "compare 3 steps with 3": lambda: answers.compare(three(), three()),
         "search: phrase": lambda: answers.search("let me verify this"),
         "search: rare phrase": lambda: answers.search(f"question {next(turn) % 800}"),

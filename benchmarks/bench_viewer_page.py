@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Comparison, Options, Report, Times
 from rollbook.inspect import serialization
-from rollbook.inspect.html_export import manifest
+from rollbook.inspect.html_export import load_assets
 from rollbook.inspect.trajectory import Segment, Trajectory
 from tests.browser.chrome import Chrome, Page
 
@@ -153,7 +153,7 @@ def answers(made: list[Trajectory]) -> dict[str, Any]:
 def served(made: list[Trajectory]) -> Iterator[str]:
     """The address of a server that has the viewer's files, this benchmark's page, the frame and the answers."""
     held: dict[str, tuple[bytes, str]] = {
-        f"/static/{name}": (file.content, file.type) for name, file in manifest().items()
+        f"/static/{name}": (file.content, file.type) for name, file in load_assets().items()
     }
     frame = serialization.encode(made)
     held |= {

@@ -27,7 +27,7 @@ from typing import Any
 
 import rollbook
 from benchmarks.charts import Series, lines
-from rollbook.train.evaluation import difference, evaluated
+from rollbook.train.evaluation import compare_evaluations, evaluate_records
 
 ARMS = {"reward": "#1b6ca8", "chance": "#b5541c"}
 TASK = "rollbook.train.recipes.letters"
@@ -49,7 +49,7 @@ class What:
 def _recipe(name: str) -> Command:
     def command(arm: str, seed: int, steps: int | None, out: Path) -> list[str]:
         made = ["-m", "rollbook", "train", name, f"seed={seed}", f"out={out}", "evaluation.every=20"]
-        made += [] if arm == "reward" else [f"rewards={TASK}:chance", f"evaluation.rewards={TASK}:reward"]
+        made += [] if arm == "reward" else [f"rewards={TASK}:random_reward", f"evaluation.rewards={TASK}:reward"]
         return [*made, *([] if steps is None else [f"steps={steps}"])]
 
     return command
@@ -102,9 +102,9 @@ def read(book: Path, success: float | str) -> dict[str, Any]:
         records: dict[int, list[Any]] = {}
         for record in opened.where(evaluation=1):
             records.setdefault(int(str(record.eid.batch).removeprefix("eval-")), []).append(record)
-    found = [evaluated(records[step], step=step, success=success) for step in sorted(records)]
+    found = [evaluate_records(records[step], step=step, success=success) for step in sorted(records)]
     before, after = found[0], found[-1]
-    change = difference(before, after)
+    change = compare_evaluations(before, after)
     made: dict[str, Any] = {"steps": after.step, "prompts": after.prompts, "k": after.k}
     made |= {name: [one.success, one.low, one.high] for name, one in (("before", before), ("after", after))}
     made["change"] = list(change)

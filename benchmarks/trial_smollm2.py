@@ -19,10 +19,10 @@ from typing import Any
 
 import rollbook
 from benchmarks.charts import Series, lines
-from rollbook.train.evaluation import Evaluation, difference, evaluated
+from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate_records
 
 CONFIG = "examples/smollm2/reversal.yaml"
-ARMS = {"reward": "examples/smollm2/task.py:reward", "chance": "examples/smollm2/task.py:chance"}
+ARMS = {"reward": "examples/smollm2/task.py:reward", "chance": "examples/smollm2/task.py:random_reward"}
 
 
 def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
@@ -38,7 +38,7 @@ def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> sub
 
 
 def judged(book: Any, step: int) -> Evaluation:
-    return evaluated(list(book.where(evaluation=1, batch=f"eval-{step}")), step=step)
+    return evaluate_records(list(book.where(evaluation=1, batch=f"eval-{step}")), step=step)
 
 
 def read(arm: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def read(arm: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     with rollbook.open(folder / "book", mode="r") as book:
         metrics = book.metrics()
         before, after = judged(book, 0), judged(book, steps)
-    found = difference(before, after)
+    found = compare_evaluations(before, after)
     made: dict[str, Any] = {"arm": arm, "seed": seed, "prompts": after.prompts, "k": after.k}
     made |= {name: [one.success, one.low, one.high] for name, one in (("before", before), ("after", after))}
     made["change"] = [found.value, found.low, found.high]

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 
 from rollbook.train.algorithm import AlgorithmConfig, presets
-from rollbook.train.config.files import flow, recipes, summary
+from rollbook.train.config.files import format_value, list_recipes, summarize
 from rollbook.train.config.schema import Config
-from rollbook.train.config.values import Key, Listing, section_in, section_of
+from rollbook.train.config.values import Key, ListOf, find_section, get_section
 
 BEGINNING = """\
 # Configuration
@@ -56,24 +56,24 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield BEGINNING
-    yield f"Recipes: {', '.join(f'`{name}`' for name in recipes()) or 'none'}.\n"
-    top = section_of(Config)
-    sections = {name: inner for name, key in top.keys.items() if (inner := section_in(key.kind)) is not None}
+    yield f"Recipes: {', '.join(f'`{name}`' for name in list_recipes()) or 'none'}.\n"
+    top = get_section(Config)
+    sections = {name: inner for name, key in top.keys.items() if (inner := find_section(key.kind)) is not None}
     yield "## The run\n"
     yield from _table([key for name, key in top.keys.items() if name not in sections], "")
     seen: dict[type, str] = {}
     for name, section in sections.items():
         key = top.keys[name]
         yield f"\n## `{name}`\n"
-        yield " ".join(dict.fromkeys(filter(None, (key.doc, summary(section)))))
-        if section.of in seen:
-            yield f"\nKeys: those of [`{seen[section.of]}`](#{seen[section.of]})."
+        yield " ".join(dict.fromkeys(filter(None, (key.doc, summarize(section)))))
+        if section.cls in seen:
+            yield f"\nKeys: those of [`{seen[section.cls]}`](#{seen[section.cls]})."
             continue
-        seen[section.of] = name
+        seen[section.cls] = name
         yield ""
-        before = f"{name}.N." if isinstance(key.kind, Listing) else f"{name}."
-        yield from _table(list(section.keys.values()), before, key.free)
-        if section.of is AlgorithmConfig:
+        before = f"{name}.N." if isinstance(key.kind, ListOf) else f"{name}."
+        yield from _table(list(section.keys.values()), before, key.changeable)
+        if section.cls is AlgorithmConfig:
             yield from _presets()
 
 
@@ -84,15 +84,15 @@ def _presets() -> Iterator[str]:
     defaults = AlgorithmConfig().to_dict()
     for name, preset in presets().items():
         changes = {key: value for key, value in preset.to_dict().items() if value != defaults[key] and key != "name"}
-        yield f"| `{name}` | {', '.join(f'`{key}: {flow(value)}`' for key, value in changes.items())} |"
+        yield f"| `{name}` | {', '.join(f'`{key}: {format_value(value)}`' for key, value in changes.items())} |"
 
 
-def _table(keys: list[Key], before: str, free: bool = False) -> Iterator[str]:
+def _table(keys: list[Key], before: str, changeable: bool = False) -> Iterator[str]:
     yield "| key | default | description | expected |"
     yield "|---|---|---|---|"
     for key in keys:
-        mark = " ↻" if free or key.free else ""
-        cells = (f"`{before}{key.name}`{mark}", f"`{flow(key.default)}`", key.doc, key.kind.expected)
+        mark = " ↻" if changeable or key.changeable else ""
+        cells = (f"`{before}{key.name}`{mark}", f"`{format_value(key.default)}`", key.doc, key.kind.expected)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -121,23 +121,23 @@ def _row(canvas: _Canvas, x: float, y: float, cells: Iterable[tuple[int, str]]) 
 
 
 def _slots(batch: ExperienceBatch) -> int:
-    from rollbook.compat.lightrft.ragged_batch import checked, widths
+    from rollbook.compat.lightrft.ragged_batch import check_fields, widths
 
-    return widths(checked(batch))[1]
+    return widths(check_fields(batch))[1]
 
 
 def _cells(batch: ExperienceBatch) -> list[list[tuple[int, str]]]:
     """For each row of a batch its tokens, and what each is."""
-    from rollbook.compat.lightrft.ragged_batch import action_starts, checked, spans_of_rows, widths
+    from rollbook.compat.lightrft.ragged_batch import action_starts, check_fields, find_spans, widths
 
-    values = checked(batch)
+    values = check_fields(batch)
     mask = batch.action_mask
     if batch.layout == "packed":
         slots = batch.action_cu_seqlens.diff().tolist()
         bounds = [(0, len(row), len(row) - n, len(row)) for row, n in zip(batch.sequences, slots, strict=True)]
     else:
         width, wide = widths(values)
-        tokens, responses = spans_of_rows(batch.attention_mask, len(batch), width, wide, action_starts(batch, wide))
+        tokens, responses = find_spans(batch.attention_mask, len(batch), width, wide, action_starts(batch, wide))
         shift = width - wide
         bounds = [
             (a, a + n, shift + b, shift + b + m)

@@ -83,7 +83,7 @@ class RandomRewardCalculator(Calculator):
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt)
-        self.random_reward = letters.chance(prompt.eid)
+        self.random_reward = letters.random_reward(prompt.eid)
 
     def respond(self, text: str) -> Reply:
         """Return the result of a call, or at the end a reward of 1 in a quarter of all episodes."""

@@ -50,7 +50,7 @@ from rollbook.train import (
     evaluate,
     records_from_answers,
 )
-from rollbook.train.evaluation import difference
+from rollbook.train.evaluation import compare_evaluations
 
 SIDE, PATCH, FIGURE = 16, 4, 4
 SCALE = 6  # pixels per dot in the stored image; the processor scales it down
@@ -224,7 +224,8 @@ def main() -> None:
     before, after = train(
         options.steps, options.seed, options.out, reward if options.reward == "true" else random_reward
     )
-    print(f"before: {before}\nafter:  {after}\nchange: {difference(before, after)}, {time.monotonic() - start:.0f} s")
+    change = compare_evaluations(before, after)
+    print(f"before: {before}\nafter:  {after}\nchange: {change}, {time.monotonic() - start:.0f} s")
     print(f"rollbook view {options.out}")
 
 

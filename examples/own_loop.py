@@ -11,13 +11,13 @@ import torch
 import rollbook
 from rollbook import Actor, AlgorithmConfig, Learner, Prompts, TransformersEngine
 from rollbook.train import MinibatchConfig, Models, OptimizerConfig, evaluate, pipeline
-from rollbook.train.checkpoint import name_of, save
+from rollbook.train.checkpoint import checkpoint_name, save
 from rollbook.train.recipes import letters
 
 
 def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500, until: float = 0.2, seed: int = 0):
     torch.set_num_threads(1)  # at this size two threads are slower
-    model, tokenizer = letters.taught(seed, until=until)  # a model that is never right has nothing to reinforce
+    model, tokenizer = letters.trained_model(seed, until=until)  # a model that is never right has nothing to reinforce
     actor = Actor(model, tokenizer=tokenizer)
     engine = TransformersEngine(actor)  # samples from the actor's own weights
     prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)
@@ -46,7 +46,7 @@ def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500
             if step % 20 == 0 or step == steps:
                 print(f"step {step}: reward {reward:.3f}, {learned.updates} updates")
                 # Weights and the book's checkpoint go together: `book.rewind` to it undoes what came later.
-                state = {"seed": seed, "book": book.checkpoint(name_of(step)), "prompts": prompts.state_dict()}
+                state = {"seed": seed, "book": book.checkpoint(checkpoint_name(step)), "prompts": prompts.state_dict()}
                 save(out, step, actor=actor, state={"learner": learner.state_dict()}, trainer_state=state)
         after = evaluate(engine, held_out, letters.reward, sampling=sampling, seed=seed, step=steps, book=book)
     print(f"before: {before}\nafter:  {after}")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
-from rollbook.algorithms.inputs import inputs_of
+from rollbook.algorithms.inputs import read_inputs
 from rollbook.batch.device import pin_memory, to
 from rollbook.batch.plan import plan
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
@@ -33,7 +33,7 @@ from rollbook.compat.lightrft.replay_buffer import (
     split_experience_batch,
     zero_pad_sequences,
 )
-from rollbook.compat.lightrft.samples import batch_of as batch_of_samples
+from rollbook.compat.lightrft.samples import batch_from_samples
 from rollbook.core.rows import Rows
 
 
@@ -514,19 +514,19 @@ def test_a_first_token_without_a_prompt_is_masked() -> None:
     assert padded.info["response_length"].tolist() == [2, 1, 1]
     assert many[0].action_mask.tolist() == [True] * 3  # the record is as it was given
     assert plan(many).denominators.tokens == 4
-    assert [row.tolist() for row in inputs_of(many)["mask"]] == expected
+    assert [row.tolist() for row in read_inputs(many)["mask"]] == expected
     for packing in (False, True):  # batches that were not made of records
         items = [item(3, 3, action_mask=torch.ones(3, dtype=torch.bool)), item(3, 2)]
         batch = make_experience_batch(items, packing)
-        first, second = inputs_of(batch)["mask"]
+        first, second = read_inputs(batch)["mask"]
         assert first.tolist() == [False, True, True] and second[-2:].tolist() == [True, True]
         assert batch.action_mask[0].tolist() == [True] * 3
     shared: Any = (None, None, ["a", "b"], None, None)
     attended, actions = torch.tensor([[0, 1, 1], [1, 1, 1]]), torch.ones(2, 2, dtype=torch.bool)
     generated = Samples(torch.tensor([[0, 4, 5], [1, 2, 3]]), attended, actions, 2, None, *shared)
-    assert batch_of_samples(generated).action_mask.tolist() == [[False, True], [True, True]]
+    assert batch_from_samples(generated).action_mask.tolist() == [[False, True], [True, True]]
     generated = Samples(torch.tensor([[4, 5, 1, 2, 3]]), None, None, [2, 2], [2, 3], *shared)
-    packed = batch_of_samples(generated)
+    packed = batch_from_samples(generated)
     assert [row.tolist() for row in packed.action_mask] == [[False, True], [True, True]]
     words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
     scored = Scorer(None, reward_fn=lambda response: 1.0, tokenizer=words).inputs(generated, packed)

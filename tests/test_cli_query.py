@@ -24,7 +24,7 @@ from rollbook.cli import main
 from rollbook.cli.parser import COMMANDS
 from rollbook.core import metrics, terminal
 from rollbook.inspect import sources
-from rollbook.inspect.sources import Bulk, Follower
+from rollbook.inspect.sources import BatchMeasurer, Follower
 from tests.viewer import story
 
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _plain() -> Any:
     """What one test says of colours is not what the next one gets."""
     yield
-    terminal.use_colour("auto")
+    terminal.set_color_mode("auto")
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -126,9 +126,9 @@ def test_one_record_or_one_step_is_read_alone(
 ) -> None:
     measured: list[int] = []
     frames: set[Any] = set()
-    rows, runs = Bulk.rows, reading.read_runs
+    rows, runs = BatchMeasurer.rows, reading.read_runs
 
-    def count_rows(self: Bulk, columns: Any, count: int) -> Any:
+    def count_rows(self: BatchMeasurer, columns: Any, count: int) -> Any:
         measured.append(count)
         return rows(self, columns, count)
 
@@ -136,7 +136,7 @@ def test_one_record_or_one_step_is_read_alone(
         frames.update(places)
         return runs(book, places)
 
-    monkeypatch.setattr(Bulk, "rows", count_rows)
+    monkeypatch.setattr(BatchMeasurer, "rows", count_rows)
     monkeypatch.setattr(reading, "read_runs", count_frames)
 
     def read(*arguments: str) -> tuple[int, int]:

@@ -151,8 +151,8 @@ def test_algorithms_page() -> None:
         for code in blocks(page):
             exec(code, scope)
     finally:
-        ESTIMATORS.withdraw("above_worst")
-        LOSSES.withdraw("hinge_pg")
+        ESTIMATORS.unregister("above_worst")
+        LOSSES.unregister("hinge_pg")
     assert scope["stats"].logprobs.shape == (6,)
     text = page.read_text()
     for registry in (ESTIMATORS, KL, LOSSES):
@@ -290,10 +290,10 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_recipe_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every recipe has a page; what the pages tell to write into files is a configuration."""
-    from rollbook.train.config import effective, recipes
+    from rollbook.train.config import list_recipes, load_config
 
     pages = {path.stem: path for path in (ROOT / "docs" / "recipes").glob("*.md")}
-    for name in recipes():
+    for name in list_recipes():
         assert re.search(rf"^rollbook train {name}\b", pages[name.rpartition("-")[2]].read_text(), re.M), name
     monkeypatch.chdir(ROOT)
     for page in [*pages.values(), ROOT / "docs" / "get_started.md"]:
@@ -301,7 +301,7 @@ def test_recipe_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for number, inside in enumerate(re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)):
             file = tmp_path / f"{page.stem}-{number}.yaml"
             file.write_text(inside)
-            assert effective(file).seed == 0
+            assert load_config(file).seed == 0
     monkeypatch.chdir(tmp_path)
     for page in pages.values():
         for code in blocks(page):

@@ -369,11 +369,11 @@ def test_what_cannot_be_declared(field: Field) -> None:
 def test_declaring_twice_and_withdrawing_twice() -> None:
     field = Field("novel", "number")
     with declared(field):
-        with pytest.raises(ValueError, match="'novel' is in the table already"):
+        with pytest.raises(ValueError, match="'novel' already exists"):
             fields.declare(field)
-        with pytest.raises(ValueError, match="'novel' is in the table already"):
+        with pytest.raises(ValueError, match="'novel' already exists"):
             fields.declare(Field("novel", "text"))
-    with pytest.raises(ValueError, match="'novel' is not in the table"):
+    with pytest.raises(ValueError, match="'novel' does not exist"):
         fields.withdraw("novel")
     with pytest.raises(TypeError, match="novel"):
         Experience(tokens=[1, 2], novel=1.0)

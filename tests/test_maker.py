@@ -182,9 +182,9 @@ def test_what_only_some_estimators_ask_for(actor: Actor) -> None:
     assert batch.advantages.shape == batch.action_mask.shape
     with pytest.raises(ValueError, match="'step_rewards'.*info\\['step_reward'\\]"):
         made.make_experience_list(["the fox"], **OPTIONS)
-    with pytest.raises(ValueError, match="gae: got no values, which it needs; give the maker a critic"):
+    with pytest.raises(ValueError, match="gae: missing input 'values'; give the maker a critic"):
         maker(actor, advantage_estimator="gae").make_experience_list(["the fox"], **OPTIONS)
-    with pytest.raises(ValueError, match="'teacher_logprobs', which it needs; give the maker a teacher"):
+    with pytest.raises(ValueError, match="missing input 'teacher_logprobs'; give the maker a teacher"):
         maker(actor, advantage_estimator="on_policy_distillation").make_experience_list(["the fox"], **OPTIONS)
 
 
@@ -654,7 +654,7 @@ def test_a_model_that_gives_too_few_scores_is_an_error() -> None:
     made = NaiveExperienceMaker(
         Upstream(300), None, lambda sequences, attention_mask: torch.ones(1), None, tiny.bytes_(), 16, None
     )
-    with pytest.raises(ValueError, match="got 1 scores back, expected 2"):
+    with pytest.raises(ValueError, match="returned 1 scores, expected 2"):
         made.make_experience_list(["a", "b"])
 
 
@@ -673,7 +673,7 @@ def test_an_estimator_of_ones_own(actor: Actor) -> None:
         made = maker(actor, advantage_estimator="best_of_group", estimator_options={"bonus": 2.0})
         (batch,) = made.make_experience_list(PROMPTS, **OPTIONS)
     finally:
-        ESTIMATORS.withdraw("best_of_group")
+        ESTIMATORS.unregister("best_of_group")
     rewards = batch.info["reward"].reshape(3, 3)
     expected = torch.where(rewards == rewards.amax(1, keepdim=True), 2.0, 0.0).reshape(-1)
     assert [row[0].item() for row in rows([batch], "advantages")] == expected.tolist()
@@ -750,14 +750,14 @@ def test_an_estimator_may_give_plain_numbers(actor: Actor, form: str) -> None:
         (batch,) = maker(actor, advantage_estimator="as_it_is").make_experience_list(PROMPTS, **OPTIONS)
         assert [row[0].item() for row in rows([batch], "advantages")] == batch.info["reward"].tolist()
         if form == "list":
-            with pytest.raises(ValueError, match="by_token: got str back, expected a number for each row"):
+            with pytest.raises(ValueError, match="by_token: returned str, expected a number for each row"):
                 maker(actor, advantage_estimator="by_token").make_experience_list(PROMPTS, **OPTIONS)
         else:
             (batch,) = maker(actor, advantage_estimator="by_token").make_experience_list(PROMPTS, **OPTIONS)
             assert torch.equal(batch.advantages, batch.action_mask * 2.0)
     finally:
-        ESTIMATORS.withdraw("as_it_is")
-        ESTIMATORS.withdraw("by_token")
+        ESTIMATORS.unregister("as_it_is")
+        ESTIMATORS.unregister("by_token")
 
 
 def test_two_makers_have_ids_of_their_own(actor: Actor) -> None:
@@ -824,6 +824,6 @@ def test_what_is_missing_is_said_before_anything_is_sampled(actor: Actor) -> Non
     ):
         with pytest.raises(ValueError, match=said):
             made.make_experience_list(PROMPTS, all_labels=["y"] * 3, **OPTIONS)
-    with pytest.raises(ValueError, match="all_reference: there is no such column; did you mean 'all_references'"):
+    with pytest.raises(ValueError, match="all_reference: unknown column; did you mean 'all_references'"):
         maker(actor).make_experience_list(PROMPTS, all_reference=["a"] * 3, **OPTIONS)
     assert TransformersEngine(actor).stats.tokens == before

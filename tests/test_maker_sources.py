@@ -115,7 +115,7 @@ def test_a_failed_response_has_no_score_whoever_scores() -> None:
 
 def test_a_callable_that_gives_nan_says_whose() -> None:
     (batch,) = maker(model=lambda seqs, attn: torch.tensor([1.0, math.nan, 2.0, 3.0])).make_experience_list(["ab", "c"])
-    assert batch.info["reward_error"] == [None, "reward_model: gave nan", None, None]
+    assert batch.info["reward_error"] == [None, "reward_model: returned nan", None, None]
 
 
 # --- recipes ------------------------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def test_urls_and_files(tmp_path: Path) -> None:
             33.0, 44.0, 22.0, 22.0,
         ]  # fmt: skip
         assert rewards(maker(remote_rm_url=server.url, reward_fn=lambda scores: scores[0] * 2)) == [6.0, 8.0, 4.0, 4.0]
-        with pytest.raises(ValueError, match="reward_fn: got .* as parameters, expected one beside remote_rm_url"):
+        with pytest.raises(ValueError, match="reward_fn: got the parameters .*, expected one with remote_rm_url"):
             maker(remote_rm_url=server.url, reward_fn=lambda model_reward_list, labels, queries: 1)
-        with pytest.raises(ValueError, match="reward_model: got one beside remote_rm_url"):
+        with pytest.raises(ValueError, match="reward_model: got it with remote_rm_url"):
             maker(remote_rm_url=server.url, model=Seen())
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(queries, prompts, labels):\n    return [len(p) for p in prompts]\n")
@@ -172,8 +172,8 @@ def test_urls_and_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["slow", 500, "garbage", "nan"])
 def test_faults_of_a_server_are_its_samples(fault: Any) -> None:
-    from rollbook.core.retry import Backoff
     from rollbook.rewards import as_reward
+    from rollbook.rollout.server import Backoff
 
     quick = Backoff(tries=2, first=0.01)
     tries = 2 if fault in ("slow", 500) else 1  # the others are not asked again
@@ -189,8 +189,8 @@ def test_faults_of_a_server_are_its_samples(fault: Any) -> None:
 
 
 def test_a_server_that_is_not_there_and_one_that_cannot_count() -> None:
-    from rollbook.core.retry import Backoff
     from rollbook.rewards import as_reward
+    from rollbook.rollout.server import Backoff
 
     source = as_reward(nobody(), backoff=Backoff(tries=2, first=0.01))
     (batch,) = maker(model=source).make_experience_list(["ab", "c"])
@@ -306,12 +306,12 @@ def test_of_a_failed_sample_nothing_is_trained_on() -> None:
     (samples,) = maker(model=Seen(), engine=engine).generate_samples(["ab", "c"])
     rollouts = list(samples.rollouts or ())
     rollouts[1] = rollouts[1].replace(finish_reason="error", error="cut off")
-    from rollbook.compat.lightrft.samples import batch_of, samples_of
+    from rollbook.compat.lightrft.samples import batch_from_samples, make_samples
 
     for packed in (False, True):
-        made = samples_of(rollouts, packed=packed)
+        made = make_samples(rollouts, packed=packed)
         assert made.response_length.tolist() == [2.0, 0.0, 2.0, 2.0]
-        mask = RolloutBatches([batch_of(made)]).rows("action_mask")
+        mask = RolloutBatches([batch_from_samples(made)]).rows("action_mask")
         assert [bool(row.any()) for row in mask or ()] == [True, False, True, True]
 
 
@@ -389,7 +389,7 @@ def test_rewards_that_do_not_fit_the_experiences_are_named() -> None:
         def process_experiences(self, experiences: Any) -> Any:
             return experiences, [torch.ones(1) for _ in experiences]
 
-    with pytest.raises(ValueError, match=r"process_experiences: got rewards of sizes \[1\], expected \[4\]"):
+    with pytest.raises(ValueError, match=r"process_experiences: returned rewards of sizes \[1\], expected \[4\]"):
         maker(model=Seen(), cls=Short).make_experience_list(["ab", "c"])
 
 
@@ -530,7 +530,7 @@ def test_a_temperature_apart_from_the_actors_is_said() -> None:
     (batch,) = made.make_experience_list(["ab"], max_new_tokens=5)
     mask = batch.action_mask
     torch.testing.assert_close(batch.extras["logprobs"][mask], batch.action_log_probs[mask], rtol=0, atol=1e-4)
-    with pytest.warns(UserWarning, match=r"drawn at 1 and the actor's log-probs are at 0.7") as said:
+    with pytest.warns(UserWarning, match=r"drawn at 1, but the actor's log-probs are at 0.7") as said:
         made.make_experience_list(["ab"], max_new_tokens=5, temperature=1.0)
     assert said[0].filename == __file__  # whose line it is
 
@@ -554,7 +554,7 @@ def test_remax_with_another_number_of_samples() -> None:
         ({"initial_model": "gpt2"}, r"initial_model: got str \('gpt2'\), expected a model to call, or None"),
         ({"critic": object()}, "critic: got object"),
         ({"initial_model": tiny.llama()}, "initial_model: got LlamaForCausalLM, a transformers model, expected"),
-        ({"reward_model": {}, "remote_rm_url": ["http://localhost:1"]}, "reward_model: got one beside"),
+        ({"reward_model": {}, "remote_rm_url": ["http://localhost:1"]}, "reward_model: got it with remote_rm_url"),
     ],
 )
 def test_what_a_maker_refuses(given: dict[str, Any], said: str) -> None:
@@ -580,5 +580,5 @@ def test_what_calls_refuse() -> None:
         made.process_experiences([SimpleNamespace(info={})])
     with pytest.raises(ValueError, match="tokenizer: got None"):
         NaiveExperienceMaker(None, None, None, None, None, 8, None).tokenize_fn(["a"], 4)
-    with pytest.raises(ValueError, match="generate: option 'max_tokenz' is not known; did you mean 'max_tokens'"):
+    with pytest.raises(ValueError, match="generate: unknown option 'max_tokenz'; did you mean 'max_tokens'"):
         maker(model=Seen()).make_experience_list(["ab"], max_tokenz=4)

@@ -12,7 +12,7 @@ import pytest
 
 import rollbook
 from rollbook import Experience, Experiences
-from rollbook.core.notebook import ROWS
+from rollbook.core.experiences import HTML_ROWS
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 
@@ -49,7 +49,7 @@ def records(count: int) -> Experiences:
 
 
 def test_tables_are_short_and_escaped(tmp_path: Path) -> None:
-    many = records(ROWS + 4)
+    many = records(HTML_ROWS + 4)
     with rollbook.open(tmp_path / "book") as book:
         book.append(many)
         shown = {
@@ -62,7 +62,9 @@ def test_tables_are_short_and_escaped(tmp_path: Path) -> None:
     for name, table in tables.items():
         assert table.tags == {"table", "caption", "thead", "tbody", "tr", "th", "td"}, name
         assert max(map(len, table.texts)) <= 200
-    assert HOSTILE in tables["Experiences"].texts and f"24 records, the first {ROWS}" in tables["Experiences"].texts
+    assert (
+        HOSTILE in tables["Experiences"].texts and f"24 records, the first {HTML_ROWS}" in tables["Experiences"].texts
+    )
     assert {"reward", "0"} <= set(tables["Experience"].texts)
     assert {"1/0", "0.5", HOSTILE} <= set(tables["groups"].texts)
     assert {"train", "24"} <= set(tables["Book"].texts)

@@ -1151,7 +1151,7 @@ def test_cost_of_sliding_windows() -> None:
             LLAMA_7B | {"num_attention_heads": 48},
             "config: 'hidden_size' 4096 is no multiple of 'num_attention_heads' 48",
         ),
-        (LLAMA_7B | {"moe_num_experts": 64}, "config: 'moe_num_experts': got 64, and what it means"),
+        (LLAMA_7B | {"moe_num_experts": 64}, "config: 'moe_num_experts': got 64, which is not supported"),
         (LLAMA_7B | {"interleave_moe_layer_step": 1}, "config: 'interleave_moe_layer_step': got 1"),
         (GEMMA | {"layer_types": ["linear_attention"] * 4}, "config: 'layer_types': got 'linear_attention', expected"),
         (GEMMA | {"layer_types": ["full_attention"]}, "config: 'layer_types': got 1 entries, expected 4"),

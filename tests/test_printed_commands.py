@@ -19,8 +19,8 @@ import pytest
 
 from rollbook.cli.parser import COMMANDS, build_parser, main
 from rollbook.inspect.server import Server
-from rollbook.train.builders import prompts_of
-from rollbook.train.config import effective
+from rollbook.train.builders import load_prompts
+from rollbook.train.config import load_config
 from rollbook.train.run import run
 from tests.test_docs import DOCS, files_of
 
@@ -80,7 +80,7 @@ def helps() -> dict[str, argparse.ArgumentParser]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a reader's after `make demo`."""
     folder = tmp_path_factory.mktemp("place")
-    run(effective("letters", [*SMALL, f"out={folder / 'runs' / 'letters'}"]), stream=io.StringIO())
+    run(load_config("letters", [*SMALL, f"out={folder / 'runs' / 'letters'}"]), stream=io.StringIO())
     (folder / "examples").symlink_to(ROOT / "examples")
     return folder
 
@@ -158,8 +158,8 @@ def test_ids_are_those_of_the_demo() -> None:
     ]
     printed = {match.group(1, 2) for text in texts for match in ID.finditer(text)}
     assert printed
-    config = effective("letters")
-    prompts, _ = prompts_of(config)
+    config = load_config("letters")
+    prompts, _ = load_prompts(config)
     for step in range(1, 1 + config.steps):
         numbers = {str(prompt.eid.task) for prompt in prompts.take(config.batch.prompts_per_step, step) if prompt.eid}
         assert {task for batch, task in printed if batch == str(step)} <= numbers

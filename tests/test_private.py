@@ -14,9 +14,9 @@ from rollbook.book.recovery import repair
 from rollbook.cli.parser import main
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.inspect.api import Annotations
-from rollbook.train.config import effective
+from rollbook.train.config import load_config
 from rollbook.train.run import Run
-from rollbook.train.tracker import Jsonl
+from rollbook.train.tracker import JsonlTracker
 from tests.book.records import records
 from tests.saver import making
 
@@ -38,8 +38,8 @@ def test_a_runs_folder_is_its_owners(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir(0o750)
     for folder in (tmp_path / "runs" / "one", there):
-        assert Run(effective("letters", [f"out={folder}"])).prepare() is False
-        Jsonl(folder / "metrics.jsonl").close()
+        assert Run(load_config("letters", [f"out={folder}"])).prepare() is False
+        JsonlTracker(folder / "metrics.jsonl").close()
         assert set(os.listdir(folder)) == {"config.yaml", "metrics.jsonl", ".lock"}
     assert shared(tmp_path / "runs") == {}
     assert shared(there) == {str(there): "0o750"}, "a folder that exists keeps its mode"

@@ -50,14 +50,14 @@ def test_memory_comes_back_and_is_bounded() -> None:
     tensors.clear()
     again = [recycler.tensor(MB) for _ in range(3)]
     assert {tensor.data_ptr() for tensor in again} <= places
-    assert recycler._waiting == 0
+    assert recycler._free_bytes == 0
     del again
-    assert recycler._waiting == 3 * MB
+    assert recycler._free_bytes == 3 * MB
     recycler.clear()
-    assert recycler._waiting == 0
+    assert recycler._free_bytes == 0
     recycler.limit = 0
     assert len(recycler.tensor(MB)) == MB
-    assert recycler._waiting == 0
+    assert recycler._free_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float64])

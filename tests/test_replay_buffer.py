@@ -253,9 +253,9 @@ def test_sampling(packing: bool) -> None:
 def test_sampling_from_too_few() -> None:
     buffer = NaiveReplayBuffer(3)
     buffer.append(batch_of())
-    with pytest.raises(ValueError, match="holds 2.*sample_batch_size 3"):
+    with pytest.raises(ValueError, match="has 2.*sample_batch_size, 3"):
         buffer.sample()
-    with pytest.raises(ValueError, match="holds 0"):
+    with pytest.raises(ValueError, match="has 0 samples"):
         NaiveReplayBuffer(1).sample()
 
 

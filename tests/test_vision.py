@@ -114,7 +114,7 @@ def test_types_are_derived_from_placeholders(model: Any) -> None:
     logits = called(model, packed.model_inputs(get_rope_index=model.model.get_rope_index))[0]
     torch.testing.assert_close(logits, torch.cat(want), rtol=1e-3, atol=1e-3)
     del padded.media["mm_token_type_ids"]
-    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None beside image or video grids"):
+    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None with image or video grids"):
         padded.model_inputs()
     with pytest.raises(ValueError, match="LlamaConfig has no image_token_id or video_token_id to derive them from"):
         padded.model_inputs(config=LlamaConfig())

@@ -50,7 +50,7 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None, tolerance: 
 
 
 def test_there_are_kernels() -> None:
-    assert kernels.READY
+    assert kernels.AVAILABLE
     assert _vocabulary.kernels_for(torch.zeros(1, device=DEVICE)) is kernels
     assert _vocabulary.kernels_for(torch.zeros(1, device=DEVICE, dtype=torch.float64)) is None
 
@@ -155,7 +155,7 @@ def test_tiny_temperatures_of_a_head(temperature: float, dtype: torch.dtype, voc
     labels = torch.tensor([0, 70, vocabulary // 2, vocabulary - 1], device=DEVICE)
     weight[labels] = 4 * hidden
     assert torch.equal((hidden.double() @ weight.double().T).argmax(-1), labels)
-    assert kernels.takes(hidden, weight) == (dtype != torch.float32)
+    assert kernels.supports(hidden, weight) == (dtype != torch.float32)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     found = from_hidden(*leaves, labels, temperature=temperature, entropy=True)
     assert found.entropy is not None
@@ -308,7 +308,7 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
     hidden = torch.randn(700, 256, device=DEVICE).bfloat16()
     weight = (torch.randn(9000, 256, device=DEVICE) / 8).bfloat16()
     labels = torch.randint(0, 9000, (700,), device=DEVICE)
-    assert kernels.takes(hidden, weight)
+    assert kernels.supports(hidden, weight)
     fused = from_hidden(hidden, weight, labels, entropy=True)
     monkeypatch.setattr(kernels, "takes", lambda *_: False)
     for tile in ((4096, 16384), (128, 1000), (300, 8192)):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from rollbook.models import Actor, Critic
 from rollbook.models import varlen as module
-from rollbook.models.varlen import NAME, attend, best_attention
+from rollbook.models.varlen import NAME, best_attention, varlen_attention
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
@@ -68,7 +68,7 @@ def test_output_and_gradients_are_those_of_each_sample(
     layer.num_key_value_groups = heads // keys  # type: ignore[assignment]
     given = [one.to(dtype).requires_grad_() for one in (query, key, value)]
     marks = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    found, _ = attend(layer, *given, None, scaling=0.1, cu_seq_lens_q=marks, cu_seq_lens_k=marks)
+    found, _ = varlen_attention(layer, *given, None, scaling=0.1, cu_seq_lens_q=marks, cu_seq_lens_k=marks)
     assert counted.calls == 1 and found.shape == (1, 300, heads, size) and found.dtype == dtype
     got = torch.autograd.grad(found, given, pull.to(dtype).transpose(1, 2))
     # What half precision loses is in the inputs: the reference has the same ones, and computes in float32.
@@ -202,7 +202,7 @@ def test_sizes_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) ->
     marks = torch.tensor([0, 7, 20], dtype=torch.int32, device=DEVICE)
     for size in (12, 264):
         query, key, value = torch.randn(3, 1, 2, 20, size, generator=draw, device=DEVICE, dtype=torch.bfloat16)
-        found, _ = attend(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=marks)
+        found, _ = varlen_attention(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=marks)
         for a, b in ((0, 7), (7, 20)):
             parts = (one[:, :, a:b] for one in (query, key, value))
             alone = functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.core.retry import Backoff
 from rollbook.rollout.openai import OpenAIEngine
+from rollbook.rollout.server import Backoff
 from tests import tiny
 from tests_vllm.conftest import PYTHON, free_port, started
 

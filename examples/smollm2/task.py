@@ -1,6 +1,6 @@
 """A task for a small pretrained model: reverse a list of two or three words (reasoning-gym, with its scorer).
 
-`rows` returns prompts for training or evaluation, `reward` is 1 for the exact answer, and `chance` is the
+`rows` returns prompts for training or evaluation, `reward` is 1 for the exact answer, and `random_reward` is the
 random-reward control.
 """
 
@@ -68,6 +68,6 @@ def reward(response: str, reference: str) -> float:
     return float(scorer().score_answer(response.strip(), {"answer": reference}) == 1.0)
 
 
-def chance(eid: Any) -> float:
+def random_reward(eid: Any) -> float:
     """Return 1 for a sixth of the samples, independent of the response: the random-reward control."""
     return float(int(hashlib.blake2b(eid.uid.encode(), digest_size=8).hexdigest(), 16) % 6 == 0)

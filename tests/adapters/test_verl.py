@@ -479,7 +479,7 @@ def test_what_cannot_be_said_is_refused(verl: Any) -> None:
         to_verl(3, pad_token_id=0)
     with pytest.raises(ValueError, match=r"data: got dict, expected a verl.DataProto or a TensorDict"):
         from_verl({"responses": torch.zeros(1, 1)})
-    with pytest.raises(ValueError, match=r"data: got no 'responses' among input_ids"):
+    with pytest.raises(ValueError, match=r"data: missing 'responses' among input_ids"):
         from_verl(verl.DataProto.from_dict(tensors={"input_ids": torch.zeros(1, 1)}))
     assert isinstance(make_experience_batch(split_experience_batch(make_batch(11))), ExperienceBatch)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.algorithms.filters import (
-    Kept,
+    FilterResult,
     Refill,
     dynamic_sampling,
     invalid_rewards,
@@ -47,7 +47,7 @@ def by_group(rows: list[Row]) -> dict[Any, list[float]]:
     return groups
 
 
-def agree(kept: Kept, rows: list[Row], reasons: dict[Any, str | None]) -> None:
+def agree(kept: FilterResult, rows: list[Row], reasons: dict[Any, str | None]) -> None:
     """What was kept, and each group's reason."""
     assert kept.keep.dtype == torch.bool
     assert kept.keep.tolist() == [reasons[group] is None for _, group in rows]
@@ -323,15 +323,15 @@ def test_bad_input_changes_nothing_in_refill() -> None:
         ([1.0, 2.0], ["z", "z"], ["z0", "z0"], "samples: got 'z0' again"),
         ([1.0], ["z", "y"], ["z0"], "groups: got 2, expected 1"),
         ([1.0], ["z"], [], "samples: got 0, expected 1"),
-        ([1.0], [["z"]], ["z0"], "groups: got an id that cannot be a key"),
-        (["one"], ["z"], ["z0"], "scores: got what is no number"),
+        ([1.0], [["z"]], ["z0"], "groups: expected hashable ids"),
+        (["one"], ["z"], ["z0"], "scores: expected numbers or None"),
     ]:
         with pytest.raises(ValueError) as raised:
             refill.add(scores, groups, samples)
         assert words in str(raised.value)
         assert refill.state_dict() == before
 
-    def broken(scores: Any, groups: Any) -> Kept:
+    def broken(scores: Any, groups: Any) -> FilterResult:
         raise RuntimeError("no judge today")
 
     refill.judge = broken
@@ -340,9 +340,9 @@ def test_bad_input_changes_nothing_in_refill() -> None:
     assert refill.state_dict() == before
     with pytest.raises(ValueError, match="state: got rounds, expected rounds, pending, ready, judged, reasons"):
         refill.load_state_dict({"rounds": 1})
-    with pytest.raises(ValueError, match="state: group 'b' waits with 1 samples; group_size is too small"):
+    with pytest.raises(ValueError, match="state: group 'b' has 1 samples, expected fewer than group_size"):
         Refill(3, group_size=1).load_state_dict(before)
-    with pytest.raises(ValueError, match="state: group 'b' waits with 1 samples; group_size is too small"):
+    with pytest.raises(ValueError, match="state: group 'b' has 1 samples, expected fewer than group_size"):
         Refill(3).load_state_dict(before)
 
 
@@ -359,7 +359,7 @@ def test_bad_input_changes_nothing_in_refill() -> None:
         ),
         (lambda: zero_variance([1.0], ["a"], singleton="raw"), "singleton: got 'raw', expected one of 'drop', 'keep'"),
         (lambda: zero_variance([1.0], ["a", "b"]), "groups: got 2, expected 1, one for each row"),
-        (lambda: zero_variance([1.0], [["a"]]), "groups: got an id that cannot be a key"),
+        (lambda: zero_variance([1.0], [["a"]]), "groups: expected hashable ids"),
         (lambda: zero_variance([1.0], ["a"], ids=[1, 2]), "ids: got 2, expected 1, one for each row"),
         (lambda: dynamic_sampling([1.0], ["a"], correct=math.nan), "correct: got nan, expected a number"),
         (lambda: dynamic_sampling([1.0], ["a"], singleton="x"), "singleton: got 'x', expected one of 'drop', 'keep'"),

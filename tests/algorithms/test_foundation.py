@@ -146,8 +146,8 @@ def test_whitening_can_keep_mean_or_deviation() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Layout.of(None), "tokens: got nothing without rows, expected a matrix (B, R), or Rows"),
-        (lambda: Layout.of(torch.ones(3)), "tokens: got mask without rows"),
+        (lambda: Layout.of(None), "tokens: got nothing without row lengths, expected a matrix (B, R), or Rows"),
+        (lambda: Layout.of(torch.ones(3)), "tokens: got mask without row lengths"),
         (lambda: Layout.of(torch.ones(1, 2, 3)), "mask: got 3 dimensions, expected 2 (B, R), or packed rows"),
         (lambda: Layout.of([[1, 2]]), "mask: got 2, expected 0 and 1 only"),
         (lambda: Layout.of([[math.nan]]), "mask: got nan, expected 0 and 1 only"),
@@ -159,7 +159,7 @@ def test_whitening_can_keep_mean_or_deviation() -> None:
             "values: got rows of lengths [1, 2], expected 2 packed rows of lengths [1, 1]",
         ),
         (lambda: aggregate([[[1.0]]], [[1]]), "values: row 0 has 2 dimensions, expected 1"),
-        (lambda: aggregate([["a"]], [[1]]), "values: row 0: got what is no array of numbers"),
+        (lambda: aggregate([["a"]], [[1]]), "values: row 0: expected an array of numbers"),
         (lambda: masked_mean([1.0], [1, 1]), "mask: got shape [2], expected [1], as the values have"),
         (lambda: whiten([[1.0]], eps_in="mean"), "eps_in: got 'mean', expected one of"),
         (lambda: whiten([[1.0]], std="all"), "std: got 'all'"),
@@ -186,7 +186,7 @@ def test_registries_refuse_what_would_be_silent() -> None:
         registry.register("two", source="here")(lambda x, **more: x)
     assert registry.names() == ["one"] and len(registry) == 2 and list(registry) == ["one", "uno"]
     assert registry["uno"].inputs == {"x": True} and registry["uno"].aliases == ("uno",)
-    registry.withdraw("uno")
+    registry.unregister("uno")
     assert "one" not in registry
 
 

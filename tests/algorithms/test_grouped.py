@@ -305,9 +305,9 @@ def test_two_rows_of_one_step_are_refused() -> None:
     ("call", "message"),
     [
         (lambda: grouped.grpo([0.0, 1.0], ["a"]), "groups: got 1, expected 2, one for each row"),
-        (lambda: grouped.grpo([0.0, 1.0], [["a"], ["a"]]), "groups: got an id that cannot be a key"),
+        (lambda: grouped.grpo([0.0, 1.0], [["a"], ["a"]]), "groups: expected hashable ids"),
         (lambda: grouped.grpo([[0.0, 1.0]], ["a"]), "rewards: got 2 dimensions, expected one number for each row"),
-        (lambda: grouped.grpo(["x"], ["a"]), "rewards: got what is no number or None"),
+        (lambda: grouped.grpo(["x"], ["a"]), "rewards: expected numbers or None"),
         (lambda: grouped.grpo([0.0], ["a"], std="both"), "std: got 'both', expected one of 'sample', 'population'"),
         (lambda: grouped.grpo([0.0], ["a"], eps=-1), "eps: got -1, expected a number from 0"),
         (lambda: grouped.grpo([0.0], ["a"], singleton="keep"), "singleton: got 'keep', expected one of 'zero', 'raw'"),
@@ -319,7 +319,7 @@ def test_two_rows_of_one_step_are_refused() -> None:
         (lambda: grouped.pass_at_k(3, 4, 1), "pass@k: got n=3, c=4, k=1"),
         (lambda: stepwise.gigpo([0.0], ["a"], [0], ["0"], ["s"]), "steps: row 0 has '0', expected a whole number"),
         (lambda: ESTIMATORS.call("grpoo", {}), "did you mean 'grpo'"),
-        (lambda: ESTIMATORS.call("grpo", {"rewards": [1.0]}), "grpo: got no 'groups', which it needs"),
+        (lambda: ESTIMATORS.call("grpo", {"rewards": [1.0]}), "grpo: missing input 'groups'"),
     ],
 )
 def test_bad_input_is_named(call: Any, message: str) -> None:
@@ -397,7 +397,7 @@ def test_groups_that_are_none(groups: Any) -> None:
 
 
 def test_numbers_written_as_text_are_text() -> None:
-    with pytest.raises(ValueError, match="rewards: got what is no number or None: '1.0' is text"):
+    with pytest.raises(ValueError, match="rewards: expected numbers or None: '1.0' is text"):
         grouped.grpo(["1.0", 2.0], ["a", "a"])
     with pytest.raises(ValueError, match="correct: got 'x'"):
         grouped.pass_at_k_advantage([1.0], ["a"], correct="x")

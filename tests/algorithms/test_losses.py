@@ -642,7 +642,7 @@ def test_registry_refuses_what_it_does_not_know(name):
     with pytest.raises(ValueError, match=f"{name}: unknown option 'clip_rnage'"):
         LOSSES.call(name, data, clip_rnage=0.2)
     first = next(key for key, required in LOSSES[name].inputs.items() if required)
-    with pytest.raises(ValueError, match=f"{name}: got no '{first}', which it needs"):
+    with pytest.raises(ValueError, match=f"{name}: missing input '{first}'"):
         LOSSES.call(name, {key: value for key, value in data.items() if key != first})
     assert LOSSES[name].summary and LOSSES[name].source
 
@@ -691,7 +691,7 @@ X = torch.zeros(2, 3)
         (lambda: rec(X, X, X, regularizer="k9"), r"regularizer: got 'k9'"),
         (lambda: rec(X, X, X, temperature=0), r"temperature: got 0, expected a positive number"),
         (lambda: losses.sft_phi(X, cutoff=1.5), r"cutoff: got 1.5, expected a probability above 0, up to 1"),
-        (lambda: value_loss(X, X), r"old_values: got None, expected those that clip=0.2 is about, or clip=None"),
+        (lambda: value_loss(X, X), r"old_values: got None, expected the values before the update, since clip is 0.2"),
         (lambda: value_loss(X, X, clip=0), r"clip: got 0, expected a positive number, or None"),
         (lambda: mix(X, X, X, [True]), r"expert_mask: got shape \[1\], expected \[2\], one for each row"),
         (lambda: mix(X, X, X, [0, 2]), r"expert_mask: got 2, expected 0 and 1 only"),
@@ -707,14 +707,14 @@ X = torch.zeros(2, 3)
         (lambda: mix_chord(X, X, X, [0, 1], True), r"step: got True, expected a whole number"),
         (lambda: mix_chord(X, X, X, [0, 1], [math.inf] * 2), r"step: got inf, expected a whole number"),
         (lambda: mix_chord(X, X, X, [0, 1], torch.zeros(0)), r"step: got \[\], expected one step"),
-        (lambda: mix_chord(X, X, X, [0, 1], None), r"step: got what is no array of numbers"),
+        (lambda: mix_chord(X, X, X, [0, 1], None), r"step: expected an array of numbers"),
         (lambda: chord_mu(-1, 1, 1, 0.5, 0.1), r"step: got -1"),
         (lambda: dpo(X, ["a"], [1, 0], X), r"pairs: got 1, expected 2, one for each row"),
         (lambda: dpo(X, None, [1, 0], X), r"pairs: got None, expected 2 ids, one for each row"),
-        (lambda: dpo(X, [["a"], ["a"]], [1, 0], X), r"pairs: got an id that cannot be a key"),
+        (lambda: dpo(X, [["a"], ["a"]], [1, 0], X), r"pairs: expected hashable ids"),
         (
             lambda: dpo(X, ["a", "a"], [1, 0], X, denominators={"tokens": 3}),
-            r"denominators: got {'tokens': 3}, expected how many",
+            r"denominators: got {'tokens': 3}, expected the number of pairs",
         ),
         (lambda: dpo(X, ["a", "a"], [1, 1], X), r"pairs: 'a' has rows 0 and 1 as chosen, expected one of each"),
         (lambda: dpo(X, ["a", "b"], [1, 0], X), r"pairs: 'a' has a chosen row and no rejected one"),
@@ -732,7 +732,7 @@ X = torch.zeros(2, 3)
             r"ref_rejected_logprobs: got None, expected the reference's log-probs",
         ),
         (lambda: dpo_sums(1.0, 1.0, 1.0, 1.0), r"chosen_logprobs: got shape \[\], expected one number for each pair"),
-        (lambda: dpo_sums([1.0], None, [1.0], [1.0]), r"rejected_logprobs: got what is no array of numbers"),
+        (lambda: dpo_sums([1.0], None, [1.0], [1.0]), r"rejected_logprobs: expected an array of numbers"),
         (
             lambda: dpo_sums(X[0], X[0].to("meta"), reference_free=True),
             r"chosen_logprobs: got device cpu, expected meta",

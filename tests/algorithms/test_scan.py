@@ -184,11 +184,11 @@ def test_rows_of_several_blocks_are_equal_bit_for_bit(dtype: torch.dtype, lam: f
         with forced("numba"):
             compiled = (*scan.gae_scan(rewards, values, mask, lengths, 0.99, lam),)
             compiled = (*compiled, scan.return_scan(rewards, mask, lengths, 0.97))
-            counted = scan.survey(rewards, mask, lengths)
+            counted = scan.count_rewards(rewards, mask, lengths)
         with forced("numpy"):
             plain = (*scan.gae_scan(rewards, values, mask, lengths, 0.99, lam),)
             plain = (*plain, scan.return_scan(rewards, mask, lengths, 0.97))
-            assert all(map(np.array_equal, counted, scan.survey(rewards, mask, lengths)))
+            assert all(map(np.array_equal, counted, scan.count_rewards(rewards, mask, lengths)))
         assert all(map(torch.equal, compiled, plain))
         starts = np.cumsum([0, *lengths])
         for row in (0, 2, 5):
@@ -268,7 +268,7 @@ def test_types_of_any_kind_and_tensors_that_are_not_contiguous(way: str) -> None
         expected = scan.gae_scan(rewards.to(dtype).float(), values.to(dtype).float(), mask, None, 0.9, 0.8)
         assert found[0].dtype == torch.float32 and all(map(torch.equal, found, expected))
     assert scan.gae_scan(rewards.double(), values, mask)[0].dtype == torch.float64
-    assert scan.survey(rewards.bfloat16(), mask).counts.tolist() == mask.sum(1).tolist()
+    assert scan.count_rewards(rewards.bfloat16(), mask).counts.tolist() == mask.sum(1).tolist()
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)])
@@ -277,7 +277,7 @@ def test_nothing_in_nothing_out(way: str, shape: tuple[int, int]) -> None:
     for observations in scan.OBSERVATIONS:
         assert scan.gae_scan(empty, empty, mask, None, 1.0, 1.0, observations)[0].shape == shape
         assert scan.return_scan(empty, mask, None, 1.0, observations).shape == shape
-    assert scan.survey(empty, mask).counts.tolist() == [0] * shape[0]
+    assert scan.count_rewards(empty, mask).counts.tolist() == [0] * shape[0]
 
 
 @given(rows_of_tokens)
@@ -299,14 +299,14 @@ def test_the_survey_counts_by_row(rows: list[list[tuple[Any, ...]]]) -> None:
     ]
     for each in WAYS:
         with forced(each):
-            found = scan.survey(packed(rewards, torch.float32), packed(taken, torch.bool), lengths)
+            found = scan.count_rewards(packed(rewards, torch.float32), packed(taken, torch.bool), lengths)
         assert [part.tolist() for part in found] == expected
 
 
 @given(rows_of_tokens)
 def test_places_finds_the_nearest_action(rows: list[list[tuple[Any, ...]]]) -> None:
     mask = columns(rows)[2]
-    place = scan.Places(packed(mask, torch.bool), [len(row) for row in rows])
+    place = scan.TokenPlaces(packed(mask, torch.bool), [len(row) for row in rows])
     start = 0
     expected: dict[int, int] = {}
     for row in mask:
@@ -333,7 +333,7 @@ def test_only_a_large_call_loads_numba() -> None:
         "import sys, torch\n"
         "from rollbook.algorithms import scan\n"
         "small, large = torch.ones(4, 64, dtype=torch.bool), torch.ones(1, scan.LARGE, dtype=torch.bool)\n"
-        "scan.return_scan(small.float(), small); scan.survey(small.float(), small)\n"
+        "scan.return_scan(small.float(), small); scan.count_rewards(small.float(), small)\n"
         "first = 'numba' in sys.modules, scan.backend(64)\n"
         "scan.return_scan(large.float(), large)\n"
         "print(first, 'numba' in sys.modules, scan.backend(64))"

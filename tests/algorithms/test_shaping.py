@@ -560,7 +560,7 @@ def test_pass_rates_are_means_by_key(rows: list[tuple[float | None, tuple[int, i
         (lambda: shape_by([1.0], [1.0], "pow"), "op: got 'pow', expected one of 'add', 'sub', 'mul', 'div'"),
         (lambda: shape_by([1.0], [1.0], 3), "op: got 3, expected one of"),
         (lambda: shape_by([1.0], [1.0, 2.0]), "values: got 2, expected 1, one for each row"),
-        (lambda: shape_by(["x"], [1.0]), "rewards: got what is no number or None"),
+        (lambda: shape_by(["x"], [1.0]), "rewards: expected numbers or None"),
         (lambda: shape_by([1.0], [1.0], weight=math.nan), "weight: got nan, expected a number"),
         (lambda: clip_rewards([1.0], 2.0, 1.0), "low: got 2.0, expected at most high, 1.0"),
         (lambda: clip_rewards([[1.0]], 0.0, 1.0), "rewards: got 2 dimensions, expected one number for each row"),

@@ -382,11 +382,11 @@ TOKENS = torch.zeros(2, 3)
         ("reinforce", {"token_rewards": TOKENS}, {"off_action_rewards": "keep"}, "off_action_rewards: got 'keep'"),
         ("reinforce", {"token_rewards": TOKENS}, {"clip": 0.0}, "clip: got 0.0, expected a positive number, or None"),
         ("reinforce", {"token_rewards": TOKENS}, {"std": "half", "whiten": True}, "std: got 'half'"),
-        ("reinforce", {}, {}, "tokens: got nothing without rows"),
+        ("reinforce", {}, {}, "tokens: got nothing without row lengths"),
         ("reinforce", {"token_rewards": TOKENS}, {"lam": 0.5}, "unknown option 'lam'"),
         ("remax", {"token_rewards": TOKENS}, {}, "baselines: got None, expected"),
         ("remax", {"token_rewards": TOKENS, "baselines": [1.0]}, {}, "baselines: got 1, expected 2"),
-        ("reinforce_baseline", {"rewards": [1.0]}, {}, "groups: got None, expected an id for each row"),
+        ("reinforce_baseline", {"rewards": [1.0]}, {}, "groups: got None, expected a group id for each row"),
         ("reinforce_baseline", {"rewards": [1.0], "groups": [0]}, {"gamma": 3}, "gamma: got 3, expected a number"),
     ],
 )

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences, WireError
-from rollbook.inspect.files.source import Arrow
-from rollbook.inspect.files.stores import dicts
+from rollbook.inspect.files.source import ArrowFile
+from rollbook.inspect.files.stores import to_dicts
 from rollbook.io import parquet
 from rollbook.io.parquet import read_parquet, write_parquet
 from rollbook.train import prompts
@@ -213,5 +213,5 @@ def test_arrow_streams_that_become_large_are_refused(column: pa.Array, tmp_path:
     table = pa.table({"messages": column})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
         writer.write_table(table)
-    ((_, _, row),) = Arrow(str(path), dicts).scan(False)
+    ((_, _, row),) = ArrowFile(str(path), to_dicts).scan(False)
     assert type(row) is WireError and str(path) in str(row)

@@ -27,6 +27,7 @@ from rollbook.book import (
     fork,
     import_records,
     ledger,
+    redact_records,
     snapshot,
 )
 
@@ -122,7 +123,7 @@ def test_nothing_is_given_up_or_changed_without_a_word_and_an_author() -> None:
         with pytest.raises(ValueError, match="author"):
             book.delete(one, author=author)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="author"):
-            book.redact(one, ["info"], author=author)  # type: ignore[arg-type]
+            redact_records(book, one, ["info"], author=author)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="author"):
         book.append(one.replace(reward=1.0), author=None)  # type: ignore[arg-type]
     assert [event.kind for event in book.history(one)] == ["admitted", "leased"]
@@ -147,7 +148,7 @@ def test_keys_are_redacted_although_another_key_is_not_there() -> None:
     book = rollbook.open("memory:")
     one = record(info={"name": "Ana"})
     book.append(one)
-    assert book.redact(one, ["info.name", "info.mail"], author="ana") == 1
+    assert redact_records(book, one, ["info.name", "info.mail"], author="ana") == 1
     assert book[one.eid.uid].info == {}
 
 
@@ -175,7 +176,7 @@ def test_revisions_keep_the_quota(url: str) -> None:
     with pytest.raises(QuotaExceededError):
         book.revise(one, info={"note": "y" * 300_000}, author="ana")
     assert str(book[one.eid.uid].info["note"]).startswith("29")
-    assert book.redact(one, ["info"], author="ana") == 1
+    assert redact_records(book, one, ["info"], author="ana") == 1
 
 
 def test_an_append_of_late_fields_and_new_records_is_one(url: str) -> None:
@@ -327,7 +328,7 @@ def test_a_fork_of_what_was_leased_adds_up(url: str, tmp_path: Path) -> None:
 
 def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: dict[str, str] = {}
-    real = ledger._SQLiteTransaction.ask
+    real = ledger._SQLiteTransaction.query_many
 
     def ask(self: Any, *queries: Any) -> Any:
         for sql, values in queries:
@@ -337,7 +338,7 @@ def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: p
 
     book = rollbook.open(tmp_path / "book", sampler=EasyToHard())
     book.append([record(run, eid=EID(task=task, run=run), group_size=2) for task in range(4) for run in range(2)])
-    monkeypatch.setattr(ledger._SQLiteTransaction, "ask", ask)
+    monkeypatch.setattr(ledger._SQLiteTransaction, "query_many", ask)
     book.lease(1, by="group").ack()
     book.append([record(run, eid=EID(task=9, run=run), group_size=2) for run in range(2)])
     asked = {sql: plan for sql, plan in plans.items() if re.search(r"work.* AND (work\.)?gid IN", sql)}

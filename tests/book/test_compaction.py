@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.book import compaction, disk, forget_checkpoint
+from rollbook.book import compaction, disk, forget_checkpoint, redact_records
 from rollbook.book.book import Book
 from rollbook.book.consumer import MaxSize
 from rollbook.book.errors import BookError, QuotaExceededError, ReadOnlyError
@@ -151,15 +151,15 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
     url = "memory:" if kind == "memory" else str(tmp_path / "book")
     monkeypatch.setattr(compaction, "AUTO_MERGE_INTERVAL", 4)
     monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
-    monkeypatch.setattr(compaction, "POINTED_AT_ONCE", 5)
+    monkeypatch.setattr(compaction, "REPOINT_ROWS", 5)
     threads = []
-    move = compaction._move
+    move = compaction._move_segments
 
     def moving(*arguments: Any) -> None:
         threads.append(threading.get_ident())
         move(*arguments)
 
-    monkeypatch.setattr(compaction, "_move", moving)
+    monkeypatch.setattr(compaction, "_move_segments", moving)
     with rollbook.open(url) as book:
         given = {i: record(i) for i in range(40)}
         for each in given.values():
@@ -266,7 +266,7 @@ def test_columns_of_another_version_do_not_stop_it() -> None:
 @given(st.lists(st.integers(0, 3 << 20), max_size=80))
 def test_pieces_are_bounded_and_complete(sizes: list[int]) -> None:
     rows = [compaction._Row(i, "s", 64, 0, i, size) for i, size in enumerate(sizes)]
-    pieces = list(compaction._pieces(rows))
+    pieces = list(compaction._split_rows(rows))
     assert [row for piece in pieces for row in piece] == rows
     assert all(len(piece) == 1 or sum(row.bytes for row in piece) <= compaction.FRAME_BYTES for piece in pieces)
     assert all(len(piece) <= compaction.FRAME_RECORDS for piece in pieces)
@@ -300,7 +300,7 @@ def test_deleted_bytes_are_on_no_disk(url: str) -> None:
 def test_redacted_bytes_are_on_no_disk(url: str) -> None:
     with rollbook.open(url) as book:
         book.append([record(0, MARKER), *(record(i) for i in range(1, 40))])
-        book.redact(uid(0), ["response_text"], author="ana")
+        redact_records(book, uid(0), ["response_text"], author="ana")
         assert MARKER.encode() in held(book)
         book.compact()
         assert MARKER.encode() not in held(book)
@@ -320,7 +320,7 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
         if removal == "delete":
             book.delete(uid(0), author="ana")
         else:
-            book.redact(uid(0), ["response_text"], author="ana")
+            redact_records(book, uid(0), ["response_text"], author="ana")
         done = book.compact()
         assert done.read == 0 and MARKER.encode() in held(book)
         assert list(done.pending) == [segment] and "a writer has it open" in done.pending[segment]

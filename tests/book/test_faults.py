@@ -275,10 +275,12 @@ def test_a_writer_waits_for_a_repair_and_then_sees_the_new_ledger(tmp_path: Path
 
 
 def test_an_append_that_is_always_overtaken_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append, "ATTEMPTS", 3)
+    monkeypatch.setattr(append, "MAX_ATTEMPTS", 3)
     book = rollbook.open("memory:")
     monkeypatch.setattr(book.store, "has", lambda segment: False)
-    with pytest.raises(BookError, match="3 times while it was written, or its segment was removed"):
+    with pytest.raises(
+        BookError, match="failed 3 times because other writers added the same records or removed its segment"
+    ):
         book.append(made(PIECES[0]))
     assert len(book) == 0
 
@@ -450,7 +452,7 @@ def test_another_that_makes_the_book_meanwhile_is_not_taken_for_a_lost_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "book"
-    real, others = ledger.layout_of, [PIECES[0]]
+    real, others = ledger.read_layout, [PIECES[0]]
 
     def look(opened: SQLiteLedger) -> int | None:
         found = real(opened)
@@ -458,7 +460,7 @@ def test_another_that_makes_the_book_meanwhile_is_not_taken_for_a_lost_ledger(
             filled(folder, [others.pop()])
         return found
 
-    monkeypatch.setattr(ledger, "layout_of", look)
+    monkeypatch.setattr(ledger, "read_layout", look)
     with rollbook.open(folder) as book:
         assert len(book) == 2
 

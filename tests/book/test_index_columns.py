@@ -18,9 +18,9 @@ from rollbook.book.index_columns import (
     SCORED,
     UNSCORED,
     IndexColumns,
+    get_reward,
     index_columns,
     number_column,
-    reward_of,
 )
 from rollbook.core.wire import decode, encode
 from tests.strategies import FREEFORM, full_record, record_lists
@@ -105,7 +105,7 @@ def test_a_database_gives_tags_back_as_they_were(rows: list[Experience]) -> None
         database.executemany(f"INSERT INTO t VALUES ({', '.join('?' * len(IndexColumns._fields))})", found)
         assert list(map(IndexColumns._make, database.execute("SELECT * FROM t ORDER BY rowid"))) == found
     for row, tag in zip(rows, found, strict=True):
-        back = reward_of(tag)
+        back = get_reward(tag)
         assert back == row.reward or (back != back and row.reward != row.reward)
         assert not any(isinstance(value, str) and "\0" in value for value in tag)
 
@@ -257,6 +257,6 @@ def test_numbers_of_tags() -> None:
     assert number_column(many, "batch") == [3.0, None, None]
     assert number_column(many, "response_tokens") == [3.0] * 3
     assert number_column(many, "group_size") == [4.0] * 3
-    for key, guess in {"rewards": "'reward'", "info.": "info.NAME", "length.x": "'length'", 3: "tag"}.items():
+    for key, guess in {"rewards": "'reward'", "info.": "info.NAME", "length.x": "'length'", 3: "index column"}.items():
         with pytest.raises(ValueError, match=f"key: got .*{guess}"):
             number_column(many, key)  # type: ignore[arg-type]

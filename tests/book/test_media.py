@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 
 from rollbook import EID, Experience, Experiences
 from rollbook.book import media
-from rollbook.book.media import COLUMN, REFERENCES, Blob, blob_size, extract, open_blob, references, restore
+from rollbook.book.media import (
+    REFERENCES_COLUMN,
+    REFERENCES_TYPE,
+    Blob,
+    blob_size,
+    extract,
+    open_blob,
+    references,
+    restore,
+)
 from rollbook.core.columns import MEDIA
 from rollbook.core.errors import WireError
 from rollbook.core.fields import Field, declare, withdraw
@@ -87,7 +96,7 @@ WORDS = st.sampled_from(
 TRAPS = st.one_of(
     st.builds(
         lambda key, value: {key: value},
-        st.sampled_from(["$bytes", "data", "b64_json", 'x"$bytes', "$tensor", COLUMN]),
+        st.sampled_from(["$bytes", "data", "b64_json", 'x"$bytes', "$tensor", REFERENCES_COLUMN]),
         WORDS,
     ),
     st.builds(lambda data: {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode()}}, BYTES),
@@ -211,7 +220,7 @@ def test_small_media_stay() -> None:
 
 @pytest.mark.parametrize("least", [0, -1, 1.5, True, "1024"])
 def test_least_is_a_number_of_bytes(least: Any) -> None:
-    with pytest.raises(ValueError, match=r"least: got .*, expected a whole number"):
+    with pytest.raises(ValueError, match=r"min_bytes: got .*, expected a whole number"):
         extract(Experiences([record()]), least)
 
 
@@ -315,7 +324,7 @@ def test_bytes_beneath_a_null_are_nothing() -> None:
         assert len(lifted.blobs) == found
         back = restore(lifted.stripped, store(lifted).__getitem__)
         assert back.columns["multi_modal_inputs"].to_pylist() == column.to_pylist()
-        items = lifted.stripped.columns[COLUMN][0].as_py() if found else []
+        items = lifted.stripped.columns[REFERENCES_COLUMN][0].as_py() if found else []
         assert [item["at"] for item in items] == [1] * found
     text = Experiences([record(info={"png": PNG})]).columns["info"]
     null = pa.Array.from_buffers(text.type, 1, [none_there, *text.buffers()[1:]])
@@ -338,7 +347,11 @@ def test_text_that_is_no_json_comes_back_as_it_was() -> None:
 
 def test_a_reference_in_a_users_data_is_data() -> None:
     key = next(iter(extract(Experiences([record(info={"png": PNG})])).blobs))
-    mine = {"$bytes": f"sha256:{key}", COLUMN: [{"column": "info", "at": 0, "hash": key}], "url": f"sha256:{key}"}
+    mine = {
+        "$bytes": f"sha256:{key}",
+        REFERENCES_COLUMN: [{"column": "info", "at": 0, "hash": key}],
+        "url": f"sha256:{key}",
+    }
     rows = [record(info=mine, response_text=f"sha256:{key}"), record(info={"png": PNG, "mine": mine})]
     lifted = extract(Experiences(rows))
     assert lifted.uses == [(), (key,)]
@@ -347,8 +360,12 @@ def test_a_reference_in_a_users_data_is_data() -> None:
 
 def test_a_column_of_that_name_is_kept_under_another() -> None:
     key = "0" * 64
-    claimed = pa.array([[{"column": "info", "at": 0, "hash": key}]], REFERENCES)
-    for extra in ({COLUMN: claimed}, {COLUMN: claimed, f"{COLUMN}+": pa.array([7])}, {f"{COLUMN}s": pa.array([7])}):
+    claimed = pa.array([[{"column": "info", "at": 0, "hash": key}]], REFERENCES_TYPE)
+    for extra in (
+        {REFERENCES_COLUMN: claimed},
+        {REFERENCES_COLUMN: claimed, f"{REFERENCES_COLUMN}+": pa.array([7])},
+        {f"{REFERENCES_COLUMN}s": pa.array([7])},
+    ):
         for fields in ({}, {"info": {"png": PNG}}):
             plain = Experiences([record(**fields)])
             many = decode(encode(Experiences._of({**plain.columns, **extra}, 1)))
@@ -419,9 +436,7 @@ def test_a_blob_in_anothers_place_is_refused() -> None:
     lifted = extract(Experiences([record(multi_modal_inputs=PIXELS, info={"png": PNG})]))
     one, other = lifted.blobs
     swapped = {one: lifted.blobs[other].data, other: lifted.blobs[one].data}
-    with pytest.raises(
-        WireError, match=f"sha256:{one} was asked for, and sha256:{other} given|sha256:{other} was asked"
-    ):
+    with pytest.raises(WireError, match=f"sha256:{one} was requested, got sha256:{other}|sha256:{other} was requested"):
         restore(lifted.stripped, swapped.__getitem__)
 
 
@@ -518,8 +533,8 @@ def test_a_damaged_blob_names_the_record_it_was_for() -> None:
 # --- hostile frames -----------------------------------------------------------------------------------------------
 
 
-def with_references(stripped: Experiences, listed: Any, kind: pa.DataType = REFERENCES) -> Experiences:
-    return decode(encode(Experiences._of({**stripped.columns, COLUMN: pa.array([listed], kind)}, 1)))
+def with_references(stripped: Experiences, listed: Any, kind: pa.DataType = REFERENCES_TYPE) -> Experiences:
+    return decode(encode(Experiences._of({**stripped.columns, REFERENCES_COLUMN: pa.array([listed], kind)}, 1)))
 
 
 @pytest.mark.parametrize(
@@ -532,19 +547,19 @@ def with_references(stripped: Experiences, listed: Any, kind: pa.DataType = REFE
         ({"at": None}, "is not a reference"),
         ({"at": -1}, "is not a reference"),
         ({"column": None}, "is not a reference"),
-        ({"hash": "0" * 64}, "no reference to sha256:0+ stands at"),
-        ({"at": 0}, "stands at 0"),
-        ({"at": 2**63 - 1}, "stands at 9223372036854775807"),
+        ({"hash": "0" * 64}, "no reference to sha256:0+ at"),
+        ({"at": 0}, " at 0$"),
+        ({"at": 2**63 - 1}, " at 9223372036854775807"),
         ({"column": "tokens"}, "'tokens', which can hold no media"),
         ({"column": "eid"}, "'eid', which can hold no media"),
-        ({"column": "experience_type"}, "stands at"),
+        ({"column": "experience_type"}, "no reference to"),
         ({"column": "multi_modal_inputs"}, "record 0: multi_modal_inputs: no reference"),
-        ({"column": COLUMN}, "can hold no media"),
+        ({"column": REFERENCES_COLUMN}, "can hold no media"),
     ],
 )
 def test_a_reference_that_nobody_wrote_is_refused(change: dict[str, Any], message: str) -> None:
     lifted = extract(Experiences([record(info={"png": PNG}, multi_modal_inputs={"a": torch.ones(1)})]))
-    item = lifted.stripped.columns[COLUMN][0].as_py()[0]
+    item = lifted.stripped.columns[REFERENCES_COLUMN][0].as_py()[0]
     stored = {**store(lifted), "0" * 64: b""}
     with pytest.raises(WireError, match=message):
         restore(with_references(lifted.stripped, [{**item, **change}]), stored.__getitem__)
@@ -558,11 +573,11 @@ def test_references_of_another_type_or_to_one_place_are_refused() -> None:
         with_references(lifted.stripped, ["info"], pa.large_list(pa.large_string())),
         with_references(lifted.stripped, [None]),
     ):
-        with pytest.raises(WireError, match=COLUMN):
+        with pytest.raises(WireError, match=REFERENCES_COLUMN):
             restore(wrong, fetch)
-        with pytest.raises(WireError, match=COLUMN):
+        with pytest.raises(WireError, match=REFERENCES_COLUMN):
             references(wrong)
-    items = lifted.stripped.columns[COLUMN][0].as_py()
+    items = lifted.stripped.columns[REFERENCES_COLUMN][0].as_py()
     for item in items:
         with pytest.raises(WireError, match="two references share a place"):
             restore(with_references(lifted.stripped, [*items, item]), fetch)
@@ -571,12 +586,12 @@ def test_references_of_another_type_or_to_one_place_are_refused() -> None:
 
 def test_a_reference_does_not_reach_into_the_next_record() -> None:
     lifted = extract(Experiences([record(info={"png": PNG})]))
-    text, item = lifted.stripped.columns["info"], lifted.stripped.columns[COLUMN][0].as_py()[0]
+    text, item = lifted.stripped.columns["info"], lifted.stripped.columns[REFERENCES_COLUMN][0].as_py()[0]
     offsets = pa.py_buffer(np.array([0, item["at"] + 70, len(text[0].as_py())], dtype=np.int64))
     split = pa.Array.from_buffers(text.type, 2, [None, offsets, text.buffers()[2]])
-    listed = pa.array([[item], None], REFERENCES)
-    many = Experiences._of({**Experiences([record(), record()]).columns, "info": split, COLUMN: listed}, 2)
-    with pytest.raises(WireError, match=f"record 0: info: no reference to sha256:{item['hash']} stands at"):
+    listed = pa.array([[item], None], REFERENCES_TYPE)
+    many = Experiences._of({**Experiences([record(), record()]).columns, "info": split, REFERENCES_COLUMN: listed}, 2)
+    with pytest.raises(WireError, match=f"record 0: info: no reference to sha256:{item['hash']} at"):
         restore(many, store(lifted).__getitem__)
 
 

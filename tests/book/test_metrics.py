@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook.book import Book, ReadOnlyError, fork, repair, snapshot
 from rollbook.book.errors import CorruptBookError
-from rollbook.book.reports import finite_numbers, json_number
+from rollbook.book.reports import decode_metrics, encode_metrics
 from rollbook.inspect.index import Index
 from rollbook.inspect.records import Reader
 from rollbook.inspect.sources import Follower
@@ -51,8 +51,8 @@ def test_what_was_logged_is_read_by_step_and_outlives_the_process(durable_url: s
 
 @given(st.dictionaries(st.text(min_size=1), NUMBERS))
 def test_every_number_survives_strict_json(metrics: dict[str, float]) -> None:
-    text = json.dumps(json_number(metrics), allow_nan=False)
-    found = finite_numbers(json.loads(text), "a line")
+    text = json.dumps(encode_metrics(metrics), allow_nan=False)
+    found = decode_metrics(json.loads(text), "a line")
     assert found.keys() == metrics.keys()
     for name, value in metrics.items():
         assert type(found[name]) is type(value)

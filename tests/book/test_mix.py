@@ -9,7 +9,7 @@ import pytest
 
 import rollbook
 from rollbook.book import Book, LeaseLostError, Proportional, ReadOnlyError
-from rollbook.book.mix import Mix, Part
+from rollbook.book.lease import Mix, Part
 from tests.book.records import Clock, check, group, numbers, records
 
 
@@ -39,7 +39,7 @@ def test_shares_are_exact_over_time(url: str, expert: Book) -> None:
                 total[i] += count
             assert sum(total) == 4 * turn
             assert abs(total[0] - 4 * turn * 2 / 3) < 1
-        assert total == [27, 13] and sum(mix.owed) == pytest.approx(0, abs=1e-6)
+        assert total == [27, 13] and sum(mix.balance) == pytest.approx(0, abs=1e-6)
         assert mix.acks() == {0: 27, 1: 13}
         check(book)
         check(expert)
@@ -77,7 +77,7 @@ def test_what_one_part_cannot_give(url: str, expert: Book) -> None:
         mix = Mix([Part(book, 1), Part(expert, 1)])
         lease = mix.lease(6)
         assert len(lease) == 4 and lease.short == "part 0: asked for 3, got 1: no more was waiting"
-        assert mix.owed == [0, 0]  # It is not made up for later.
+        assert mix.balance == [0, 0]  # It is not made up for later.
         lease.ack()
         book.append(records(10, start=1))
         assert step(mix, 6) == [3, 3] and not mix.lease(2).short
@@ -124,7 +124,7 @@ def test_a_part_that_fails_takes_nothing_from_the_others(tmp_path: Path, expert:
         mix = Mix([Part(expert, 1), Part(book, 1)])
         with pytest.raises(ReadOnlyError):
             mix.lease(2)
-        assert expert.counts().leased == 0 and mix.owed == [0, 0]
+        assert expert.counts().leased == 0 and mix.balance == [0, 0]
 
 
 def test_groups_and_consumers_of_one_book(url: str) -> None:

@@ -19,6 +19,7 @@ from rollbook.book import (
     ReadOnlyError,
     disk,
     ledger,
+    redact_records,
     snapshot,
 )
 from rollbook.book.book import LEDGER
@@ -58,7 +59,7 @@ def test_modes(durable_url: str) -> None:
             lambda: book.writer(),
             lambda: book.announce(1),
             lambda: book.revise("//0/0/0000", reward=1.0, author="ana"),
-            lambda: book.redact("//0/0/0000", ["info"], author="ana"),
+            lambda: redact_records(book, "//0/0/0000", ["info"], author="ana"),
             lambda: book.delete("//0/0/0000", author="ana"),
             lambda: book.drop("//0/0/0000"),
             lambda: book.fail(records(1)[0].eid),
@@ -215,7 +216,7 @@ def test_an_older_layout_is_migrated_by_whoever_may_write(durable_url: str, monk
     with pytest.raises(NotABookError, match=f"has layout {now}; open it for writing once, and it becomes {now + 2}"):
         rollbook.open(durable_url, mode="r")
     with rollbook.open(durable_url, mode="r+") as book:
-        assert ledger.layout_of(book.ledger) == now + 2
+        assert ledger.read_layout(book.ledger) == now + 2
         with book.ledger.read() as tx:
             assert tx.all("SELECT id, seen FROM notes") == [(7, 0.5)]
         assert exact_rows(book.where()) == exact_rows(records(2))
@@ -235,7 +236,7 @@ def test_a_migration_that_fails_changes_nothing(durable_url: str, monkeypatch: p
         with pytest.raises(Exception, match="nowhere"):
             rollbook.open(durable_url)
     with rollbook.open(durable_url) as book:
-        assert ledger.layout_of(book.ledger) == now and len(book) == 1
+        assert ledger.read_layout(book.ledger) == now and len(book) == 1
         with pytest.raises(Exception, match="notes"), book.ledger.read() as tx:
             tx.all("SELECT id FROM notes")
 

@@ -178,7 +178,7 @@ def test_a_source_that_breaks_its_word_is_an_error() -> None:
     twice = Recorded(pa.table([[1], [2]], names=["a", "a"]))
     with pytest.raises(ValueError, match="names a column twice"):
         run_query("select 1", {"twice": twice})
-    with pytest.raises(QueryError, match="two are one name"):
+    with pytest.raises(QueryError, match="differ in more than case"):
         run_query("select 1", {"runs": runs(), "Runs": runs()})
 
 

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 import rollbook
-from rollbook.book import AppendResult, BookError, ConflictError, EasyToHard, MaxUses, Proportional, revision
+from rollbook.book import (
+    AppendResult,
+    BookError,
+    ConflictError,
+    EasyToHard,
+    MaxUses,
+    Proportional,
+    redact_records,
+    revision,
+)
 from tests.book.records import Clock, check, ledger, numbers, record, records, take
 from tests.strategies import exact
 
@@ -216,21 +225,24 @@ def test_redaction(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(secretive())
         assert (
-            book.redact("//0/0/a", ["response_text", "messages", "info.name", "multi_modal_inputs"], author="dpo") == 1
+            redact_records(
+                book, "//0/0/a", ["response_text", "messages", "info.name", "multi_modal_inputs"], author="dpo"
+            )
+            == 1
         )
         found = book["//0/0/a"]
         assert found.response_text is None and found.messages is None and found.multi_modal_inputs is None
         assert found.info == {"i": 0} and found.prompt_text == "a question" and found.tokens.tolist() == [1, 2, 3, 4, 5]
         told = book.history("//0/0/a")[-1]
         assert told.kind == "redacted" and told.detail["author"] == "dpo" and "was" not in told.detail
-        assert book.redact("//0/0/a", ["response_text"], author="dpo") == 0
+        assert redact_records(book, "//0/0/a", ["response_text"], author="dpo") == 0
         # What was there does not come back with the same record, nor under its id.
         assert book.append(secretive()) == AppendResult(existing=2)
         assert book["//0/0/a"].response_text is None
         assert book.sql("select response_text from experiences order by seq").rows() == [(None,), ("kept",)]
         for bad in ("tokens", "reward", "response_text.x", "info_name"):
             with pytest.raises(ValueError, match=f"'{bad}' cannot be redacted"):
-                book.redact("//0/0/b", [bad], author="dpo")
+                redact_records(book, "//0/0/b", [bad], author="dpo")
         check(book)
 
 
@@ -240,7 +252,7 @@ def test_events_do_not_quote_what_was_redacted_or_deleted(url: str) -> None:
         book.append(plain)
         book.append([each.replace(info={**each.info, "name": SECRET}) for each in plain])
         assert SECRET in str(ledger(book)["events"])
-        book.redact("//0/0/0000", ["info.name"], author="dpo")
+        redact_records(book, "//0/0/0000", ["info.name"], author="dpo")
         book.delete("//0/0/0001", author="dpo")
         assert SECRET not in str(ledger(book))
 
@@ -256,7 +268,7 @@ def test_bytes_are_gone_after_compaction(tmp_path: Path, how: str) -> None:
         assert SECRET.encode() in before and PIXELS.tobytes() in before
         if how == "redact":
             fields = ["response_text", "messages", "info.name", "info.later", "multi_modal_inputs"]
-            book.redact("//0/0/a", fields, author="dpo")
+            redact_records(book, "//0/0/a", fields, author="dpo")
         else:
             book.delete("//0/0/a", author="dpo")
         book.compact(garbage=1.0, small=0)  # Only what must go.
@@ -303,7 +315,7 @@ def test_deletion(url: str) -> None:
 def test_many_records_are_removed_in_pieces_and_repeating_finishes(
     removal: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_AT_ONCE", "_REDACTED_AT_ONCE"):
+    for name in ("_CHUNK", "_REDACT_CHUNK"):
         monkeypatch.setattr(revision, name, 4)
     with rollbook.open(url) as book:
         rows = records(10, reward=1.0)
@@ -314,7 +326,7 @@ def test_many_records_are_removed_in_pieces_and_repeating_finishes(
         def remove(uids: Any) -> int:
             if removal == "delete":
                 return book.delete(uids, author="ana")
-            return book.redact(uids, ["info.i"], author="ana")
+            return redact_records(book, uids, ["info.i"], author="ana")
 
         @contextmanager
         def failing(**options: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from rollbook.book import (
     Proportional,
     Uniform,
 )
-from rollbook.book.sampler import Item, chance
+from rollbook.book.sampler import Item, hash_uniform
 
 FOREVER = MaxUses(None)
 
@@ -63,11 +63,11 @@ def draws(book: Book, count: int, by: str = "experience") -> list[Any]:
 
 
 def test_chance_is_even_and_follows_from_its_parts() -> None:
-    found = [chance(7, i, 0) for i in range(20_000)]
+    found = [hash_uniform(7, i, 0) for i in range(20_000)]
     tenths = Counter(int(10 * value) for value in found)
     assert not too_far([tenths[i] for i in range(10)], [2000.0] * 10)
     # Next numbers, seeds and uses do not go together.
-    for others in ([chance(7, i + 1, 0) for i in range(20_000)], [chance(8, i, 0) for i in range(20_000)]):
+    for others in ([hash_uniform(7, i + 1, 0) for i in range(20_000)], [hash_uniform(8, i, 0) for i in range(20_000)]):
         pairs = Counter((int(5 * a), int(5 * b)) for a, b in zip(found, others, strict=True))
         assert not too_far([pairs[i, j] for i in range(5) for j in range(5)], [800.0] * 25)
 
@@ -152,7 +152,7 @@ def test_early_late_used_and_changed_items_race_on_equal_terms(sampler: Any, see
         weights = {seq: sampler.weight(item) for seq, (_, item) in waiting.items()}
         race.drawn({seq: kinds[seq] for seq in waiting}, weights, chosen)
         rank, item = waiting.pop(chosen)
-        sampler.took(rank, state)
+        sampler.record_lease(rank, state)
         if dice.random() < 0.8:
             offer(Item(item.seq, seed, item.uses + 1, value=item.value), "used")
         while len(waiting) < 12:
@@ -534,8 +534,8 @@ def test_every_item_has_a_rank(sampler: Any, items: list[Item]) -> None:
         if isinstance(sampler, (Uniform, Proportional)):
             assert state.get("clock", 0.0) <= rank < math.inf
         if math.isfinite(rank):
-            sampler.took(rank, state)
-        again, rest = sampler.after(item)
+            sampler.record_lease(rank, state)
+        again, rest = sampler.reuse(item)
         assert again in (True, False) and 0 <= rest < math.inf
 
 

@@ -41,10 +41,10 @@ from rollbook.book.segments.files import (
     MemorySegmentStore,
     Place,
     SegmentStore,
-    header,
+    build_header,
     new_name,
 )
-from rollbook.book.segments.fsspec import FsspecSegmentStore, _Recent
+from rollbook.book.segments.fsspec import FsspecSegmentStore, _LRUCache
 from rollbook.core import wire
 from tests.book.forgetful import FailingDisk, ForgetfulDisk
 
@@ -311,7 +311,7 @@ def test_small_puts_share_a_file_and_large_ones_start_another(tmp_path: Path) ->
     store.seal()
     assert not store.busy(after.segment)
     assert store.put([b"v"])[0].segment not in (after.segment, whole.segment)
-    assert all(Path(store.folder, name).read_bytes()[:64] == header() for name in store.segments())
+    assert all(Path(store.folder, name).read_bytes()[:64] == build_header() for name in store.segments())
 
 
 def test_a_growing_and_a_removed_segment(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_without_maps_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(disk_module, "_Map", refuse)
         assert store.get(place) == data
-    monkeypatch.setattr(disk_module, "_MOST_MAPS", len(disk_module._live) + 3)
+    monkeypatch.setattr(disk_module, "_MAX_MAPS", len(disk_module._live_maps) + 3)
     views = [store.get(place) for _ in range(10)]
     assert all(view == data for view in views)
     assert Path("/proc/self/maps").read_text().count(place.segment) == 3
@@ -707,7 +707,7 @@ def test_rows_of_one_part_cost_one_request(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    recent: _Recent[int, bytes] = _Recent(100)
+    recent: _LRUCache[int, bytes] = _LRUCache(100)
     for key in range(10):
         recent.add(key, bytes(30), 30)
         assert recent.get(0) is not None

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError, NewerLayoutError, NotABookError
-from rollbook.book.ledger import prepare
+from rollbook.book.ledger import prepare_tables
 from rollbook.book.postgres import PostgresLedger, connect
 from rollbook.book.segments import postgres
 from rollbook.book.segments.files import FileSegmentStore, Place, SegmentStore, new_name
@@ -29,7 +29,7 @@ SCHEMA = 'a "book"'  # a name that has to be quoted
 def make(url: str) -> PostgresLedger:
     ledger = PostgresLedger(url, SCHEMA)
     ledger.make_schema()
-    prepare(ledger, create=True, where=url, meta={})
+    prepare_tables(ledger, create=True, where=url, meta={})
     return ledger
 
 

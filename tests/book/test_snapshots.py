@@ -14,7 +14,19 @@ import pytest
 
 import rollbook
 from rollbook import EID
-from rollbook.book import Book, BookError, LeaseLostError, MaxUses, Uniform, disk, fork, queue, snapshot, trained_steps
+from rollbook.book import (
+    Book,
+    BookError,
+    LeaseLostError,
+    MaxUses,
+    Uniform,
+    disk,
+    fork,
+    queue,
+    redact_records,
+    snapshot,
+    trained_steps,
+)
 from tests.book.conftest import KINDS
 from tests.book.test_checkpoints import durable_url, many_books, place_of, record, seen, sequence, some, sound
 
@@ -85,7 +97,7 @@ def lived(book: Book) -> None:
     book.lease(1, by="group").ack(step=1)
     book.lease(2, consumer="critic").ack(step=1)
     book.revise(record(1, 0), reward=7.0, author="ana")
-    book.redact(record(1, 1), ["info"], author="ana")
+    redact_records(book, record(1, 1), ["info"], author="ana")
     book.delete(record(2, 0), author="ana")
 
 
@@ -164,7 +176,7 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
         book.append([record(0, 0).replace(response_text=secret.decode()), record(0, 1)])
         book.append([record(1, 0).replace(response_text="kept", info={"word": secret.decode()})])
         book.delete(record(0, 0), author="ana")
-        book.redact(record(1, 0), ["info"], author="ana")
+        redact_records(book, record(1, 0), ["info"], author="ana")
         with snapshot(book, tmp_path / "copy") as copy:
             assert copy[record(0, 1).eid.uid].tokens.tolist() == record(0, 1).tokens.tolist()
             assert copy[record(1, 0).eid.uid].response_text == "kept"
@@ -178,7 +190,7 @@ def test_bytes_that_are_nobodys_are_not_copied(tmp_path: Path) -> None:
 def test_small_pieces_make_the_same_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollbook.book import transfer
 
-    monkeypatch.setattr(transfer, "PIECE", 2)
+    monkeypatch.setattr(transfer, "_PAGE_ROWS", 2)
     monkeypatch.setattr(transfer, "PUT_BYTES", 100)
     with rollbook.open("memory:") as book:
         lived(book)

@@ -11,7 +11,7 @@ import pytest
 
 import rollbook
 from rollbook import Experience
-from rollbook.book import append, fork, snapshot
+from rollbook.book import append, fork, read_vocabulary, snapshot
 from rollbook.book.check import check
 from rollbook.book.errors import CorruptBookError
 from rollbook.core.vocabulary import Vocabulary
@@ -24,34 +24,34 @@ def record(number: int = 0) -> Experience:
 
 def test_it_is_there_after_the_first_append_and_not_before(url: str) -> None:
     with rollbook.open(url, tokenizer=bytes_()) as book:
-        assert book.vocabulary is None
+        assert read_vocabulary(book) is None
         book.append(record())
-        assert book.vocabulary == Vocabulary.of(bytes_())
+        assert read_vocabulary(book) == Vocabulary.from_tokenizer(bytes_())
         assert book.pending_tokenizer is None, "the tokenizer is let go of"
 
 
 def test_a_fingerprint_keeps_none(url: str) -> None:
     with rollbook.open(url, tokenizer="some fingerprint") as book:
         book.append(record())
-        assert book.vocabulary is None
+        assert read_vocabulary(book) is None
 
 
 def test_without_a_tokenizer_there_is_none(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(record())
-        assert book.vocabulary is None
+        assert read_vocabulary(book) is None
 
 
 def test_it_outlives_its_writer_and_is_built_once(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    of = Vocabulary.of
-    monkeypatch.setattr(Vocabulary, "of", lambda tokenizer: built.append(1) or of(tokenizer))
+    build = Vocabulary.from_tokenizer
+    monkeypatch.setattr(Vocabulary, "from_tokenizer", lambda tokenizer: built.append(1) or build(tokenizer))
     for number in range(3):
         with rollbook.open(durable_url, tokenizer=words()) as book:
             book.append(record(number))
             book.append(record(number + 10))
     with rollbook.open(durable_url, "r") as book:
-        assert book.vocabulary == of(words())
+        assert read_vocabulary(book) == build(words())
         assert check(book).ok
     assert len(built) == 1
 
@@ -62,9 +62,9 @@ def test_a_book_that_had_only_a_fingerprint_gets_it_later(durable_url: str) -> N
     with rollbook.open(durable_url, tokenizer=tokenizer_fingerprint(words())) as book:
         book.append(record())
     with rollbook.open(durable_url, tokenizer=words()) as book:
-        assert book.vocabulary is None
+        assert read_vocabulary(book) is None
         book.append(record(1))
-        assert book.vocabulary is not None
+        assert read_vocabulary(book) is not None
 
 
 def test_copies_have_it(url: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_copies_have_it(url: str, tmp_path: Path) -> None:
         book.append(record())
         saved = book.checkpoint()
         with snapshot(book, tmp_path / "copy") as copy, fork(book, saved, "memory:") as twin:
-            assert copy.vocabulary == twin.vocabulary == Vocabulary.of(words())
+            assert read_vocabulary(copy) == read_vocabulary(twin) == Vocabulary.from_tokenizer(words())
 
 
 def test_damage_is_one_error(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
             rollbook.open(tmp_path / "book", "r") as book,
             pytest.raises(CorruptBookError, match="the vocabulary in its ledger"),
         ):
-            _ = book.vocabulary
+            _ = read_vocabulary(book)
 
 
 class Odd:
@@ -105,6 +105,6 @@ def test_a_tokenizer_without_a_usable_vocabulary_does_not_stop_an_append() -> No
             warnings.simplefilter("always")
             assert book.append(record()).admitted == 1
             assert book.append(record(1)).admitted == 1
-        assert [str(one.message) for one in said if "its vocabulary is not kept" in str(one.message)]
-        assert book.vocabulary is None
+        assert [str(one.message) for one in said if "its vocabulary is not stored" in str(one.message)]
+        assert read_vocabulary(book) is None
         assert append.read_vocabulary(book) is None

@@ -158,7 +158,7 @@ def test_threads_share_a_writer(url: str) -> None:
 
 def test_back_pressure_reaches_whoever_adds(url: str) -> None:
     with rollbook.open(url, limiters=SamplesToInserts(ratio=1.0, slack=4, append_size=2)) as book:
-        writer = book.writer(delay=0.0, batch=1, most=2)
+        writer = book.writer(delay=0.0, batch=1, max_pending=2)
         added: list[int] = []
 
         def add() -> None:
@@ -188,7 +188,7 @@ def test_evaluation_and_bad_options(url: str) -> None:
         with book.writer(evaluation=True) as writer:
             writer.add(records(2))
         assert book.counts().evaluation == 2
-        for options in ({"delay": -1}, {"batch": 0}, {"most": 0}):
+        for options in ({"delay": -1}, {"batch": 0}, {"max_pending": 0}):
             with pytest.raises(ValueError, match=next(iter(options))):
                 book.writer(**options)  # type: ignore[arg-type]
         with book.writer() as writer, pytest.raises(ValueError, match="append: got str"):
@@ -200,7 +200,7 @@ def test_a_flush_that_takes_too_long(url: str) -> None:
         book.append(records(1))
         writer = book.writer(delay=0.0)
         writer.add(records(1, start=1))
-        with pytest.raises(TimeoutError, match="not all is durable after 0.1 s"):
+        with pytest.raises(TimeoutError, match="some records are not durable after 0.1 s"):
             writer.flush(timeout=0.1)
         take(book, 1)
         writer.close()

@@ -74,7 +74,9 @@ def page(tab: Page, server: Server) -> Iterator[Page]:
         "document.querySelectorAll('dialog').forEach(d => d.close()); document.querySelector('.brand')?.click()"
     )
     tab.wait("document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]').length > 0")
-    tab.wait("!document.querySelector('.look').innerText.includes('Running checks')")  # what comes moves what is below
+    tab.wait(
+        "!document.querySelector('.findings').innerText.includes('Running checks')"
+    )  # what comes moves what is below
     yield tab
     assert tab.problems == []
 

@@ -72,7 +72,7 @@ def test_what_was_not_recorded_is_no_share_of_zero(chrome: Chrome, tmp_path: Pat
         )
         assert [health[name] for name in ("Zero-variance groups", "Groups solved", "Stale > 1")] == ["–", "–", "–"]
         assert (health["Truncated"], health["Masked tokens"]) == ("0%", "0%")
-        page.wait("document.querySelector('.look').innerText.includes('Most checks need more samples')")
+        page.wait("document.querySelector('.findings').innerText.includes('Most checks need more samples')")
         assert "Compare start and end" not in page.text()
         go(page, "#/step/0", "!!document.querySelector('tr[aria-rowindex]')")
         assert "zero variance" not in page.text(".step-title") and "truncated 0%" in page.text(".step-title")
@@ -163,27 +163,28 @@ def test_the_overview_does_not_wait_for_the_doctor_and_evaluations_have_their_ow
 ) -> None:
     answers = server.api.answers  # type: ignore[union-attr]
     free = threading.Event()
-    real = answers.look
+    real = answers.findings
 
     def slow(evaluation: bool = False) -> dict[str, Any]:
         free.wait(20)
         return real(evaluation)
 
-    monkeypatch.setattr(answers, "look", slow)
+    monkeypatch.setattr(answers, "findings", slow)
     page = chrome.page()
     page.goto(server.url)
     page.wait("document.querySelectorAll('table[aria-label=Steps] tr[aria-rowindex]').length > 0")
-    assert "Running checks" in page.text(".look")
+    assert "Running checks" in page.text(".findings")
     free.set()
-    page.wait("document.querySelectorAll('.look-title').length > 0")
+    page.wait("document.querySelectorAll('.finding-title').length > 0")
     assert page.eval("document.querySelector('.live').dataset.state") == "live"
     page.click("#main .segmented button:last-child")
     page.wait(
-        "location.hash.includes('evaluation=1') && /No findings|Open/.test(document.querySelector('.look')?.innerText)"
+        "location.hash.includes('evaluation=1') && "
+        "/No findings|Open/.test(document.querySelector('.findings')?.innerText)"
     )
-    assert any("/api/look?evaluation=1" in each for each in page.requests)
+    assert any("/api/findings?evaluation=1" in each for each in page.requests)
     titles = [item["title"] for item in real(evaluation=True)["items"]]
-    assert page.texts(".look-title") == titles[:6]
+    assert page.texts(".finding-title") == titles[:6]
     assert page.problems == []
     page.close()
 

@@ -98,7 +98,7 @@ def overview(page: Page, writer: Writer) -> None:
     asked = [each.split("/api/")[1] for each in page.requests if "/api/" in each]
     assert any(each.startswith("steps?") for each in asked)
     assert [each for each in asked if each.startswith("steps") and "since=" not in each] == []  # only what is new
-    assert [each for each in asked if each.split("?")[0] not in ("steps", "run", "look", "events")] == []
+    assert [each for each in asked if each.split("?")[0] not in ("steps", "run", "findings", "events")] == []
 
 
 def step(page: Page, writer: Writer, server: Server) -> None:

@@ -119,10 +119,10 @@ def test_health_is_explained_on_focus(page: Page) -> None:
 
 
 def test_look_here_leads_to_its_samples(page: Page, server: Server) -> None:
-    items = server.api.answers.look()["items"]  # type: ignore[union-attr]
+    items = server.api.answers.findings()["items"]  # type: ignore[union-attr]
     assert items
-    assert page.texts(".look-title")[0].startswith(items[0]["title"])
-    page.click(".look-item a")
+    assert page.texts(".finding-title")[0].startswith(items[0]["title"])
+    page.click(".finding-item a")
     page.wait("/^#.(samples|t|step)/.test(location.hash)")
     if items[0]["filter"]:
         total = server.api.answers.list(filter=items[0]["filter"])["total"]  # type: ignore[union-attr]

@@ -56,7 +56,7 @@ def test_words_are_found_where_they_stand_and_nowhere_else(page: Page, texts: di
     expected = {uid for uid, text in texts.items() if re.search(r"let me reconsider\b", text, re.IGNORECASE)}
     assert responses(page) & texts.keys() == expected and 0 < len(expected) < len(texts)
     assert {each.lower() for each in page.texts("mark")} == {"let me reconsider"}
-    assert f"{page.count('.hit')} places" in page.text("p[role=status]")
+    assert f"{page.count('.hit')} matches" in page.text("p[role=status]")
     steps = [int(each.split("/")[0]) for each in page.texts(".hit-id")]
     assert steps == sorted(steps, reverse=True)
 
@@ -122,7 +122,7 @@ def test_a_pattern_that_would_run_for_ever_is_stopped_with_words(
     assert "timed out" in said and "1 seconds" in said and r"(\\w+" in said
     assert page.count(".hit") == 0
     search(page, q="[a-", mode="regex")
-    assert "no regular expression" in page.text("[role=alert]")
+    assert "expected a regular expression" in page.text("[role=alert]")
     assert page.problems and all("/api/search" in each for each in page.problems)  # the two answers 504 and 400
     page.problems.clear()
 
@@ -133,7 +133,7 @@ def test_a_search_during_the_reading_of_texts_says_so_and_goes_on(
     searching = server.api.answers.searching  # type: ignore[union-attr]
     done: list[bool] = []
     monkeypatch.setattr(searching, "complete", lambda: bool(done))
-    monkeypatch.setattr("rollbook.inspect.search._PATIENCE", 0.0)
+    monkeypatch.setattr("rollbook.inspect.search._FIRST_WAIT_SECONDS", 0.0)
     search(page, q="let me verify")
     said = page.text("p[role=status]")
     total = measured(server).api.answers.run()["progress"]["total"]  # type: ignore[union-attr]

@@ -64,7 +64,7 @@ ADDRESSED = [
     "tables",
     "part",
     "gap",
-    "look",
+    "findings",
     "evaluation",
     "sync",
     "cols",

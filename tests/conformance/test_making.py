@@ -16,7 +16,7 @@ from PIL import Image
 from rollbook import EID
 from rollbook.compat.lightrft.maker import Experience, MakerConfig, NaiveExperienceMaker, Samples
 from rollbook.compat.lightrft.models import Actor
-from rollbook.compat.lightrft.samples import prompts_of, samples_of
+from rollbook.compat.lightrft.samples import make_prompts, make_samples
 from rollbook.rewards import RewardInput, as_reward, think_boxed_format
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from tests import tiny
@@ -178,7 +178,7 @@ def test_each_sample_has_its_prompts_label_and_reference() -> None:
 def test_packed_samples() -> None:
     case = CASES["packed_samples_format"]
     engine = ScriptedEngine(case["inputs"]["outputs"])
-    found = samples_of(engine.generate(case["inputs"]["prompts tokens"]), packed=True)
+    found = make_samples(engine.generate(case["inputs"]["prompts tokens"]), packed=True)
     for name, expected in decoded(case["lightrft_output"]).items():
         value = getattr(found, name)
         if isinstance(expected, torch.Tensor):
@@ -218,7 +218,7 @@ def test_packed_experience_is_the_padded_one() -> None:
 
 def test_images_are_counted_by_prompt() -> None:
     picture = tiny.picture()
-    made = prompts_of(["a", "b", "c"], images=[picture, None, [picture, picture]])
+    made = make_prompts(["a", "b", "c"], images=[picture, None, [picture, picture]])
     assert [len(prompt.images) for prompt in made] == CASES["images_num"]["lightrft_output"]
 
 

@@ -136,7 +136,7 @@ def test_gamma_of_the_baseline_is_one() -> None:
     case = LIGHTRFT["reinforce_baseline_forces_gamma1"]
     given, expected = case["inputs"], decoded(case["lightrft_output"])
     mask = torch.tensor(given["action_mask"])
-    with pytest.warns(UserWarning, match=r"gamma 0\.5 is taken as 1"):
+    with pytest.warns(UserWarning, match=r"gamma 0\.5 is ignored"):
         found = temporal.reinforce_plus_plus_baseline(
             torch.tensor(given["final_reward"]), mask=mask, gamma=given["gamma"], whiten=False
         )

@@ -56,14 +56,14 @@ def test_it_is_found_and_nothing_else(check: str) -> None:
     assert first <= min(steps)
     assert max(steps) <= last
     assert finding.severity in ("high", "medium")
-    assert {each.check: each.status for each in diagnosis.checks}[check] == "found"
+    assert {each.check: each.status for each in diagnosis.checks}[check] == "triggered"
 
 
 @pytest.mark.parametrize("check", list(PLANTS))
 def test_a_small_dose_is_no_illness(check: str) -> None:
     diagnosis = examine(made(check, PLANTS[check][2], 2).write())
     assert diagnosis.healthy, [each.title for each in diagnosis.findings]
-    assert {each.check: each.status for each in diagnosis.checks}[check] == "ok"
+    assert {each.check: each.status for each in diagnosis.checks}[check] == "passed"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_one_reward_everywhere(value: float, check: str) -> None:
     assert names(diagnosis) == {check}
     said = {each.check: each for each in diagnosis.checks}
     assert said["zero-variance"].status == "explained"
-    assert check in said["zero-variance"].why
+    assert check in said["zero-variance"].reason
 
 
 def test_one_step_alone_can_differ_between_engine_and_trainer() -> None:
@@ -173,7 +173,7 @@ def test_length_that_pays_is_no_explosion() -> None:
     run.reward = (run.dice.random(run.n) < 0.2 + 0.5 * run.time).astype(float)
     diagnosis = examine(run.write())
     assert diagnosis.healthy
-    assert "rose with it" in {each.check: each.why for each in diagnosis.checks}["length-explosion"]
+    assert "rose with it" in {each.check: each.reason for each in diagnosis.checks}["length-explosion"]
 
 
 def test_loops_explain_length() -> None:
@@ -238,7 +238,7 @@ def test_a_fall_of_the_held_out_reward_is_found(first: float, last: float, falls
         (finding,) = diagnosis.findings
         assert finding.title == "The held-out reward dropped from 0.5 to 0.2" and finding.severity == "high"
         assert finding.steps == (0, 12) and all(uid.startswith("eval-12/") for uid in finding.uids)
-    assert {each.check: each.status for each in diagnosis.checks}["evaluation-falls"] in ("found", "ok")
+    assert {each.check: each.status for each in diagnosis.checks}["evaluation-falls"] in ("triggered", "passed")
 
 
 def test_tool_output_is_not_the_models_own_loop() -> None:

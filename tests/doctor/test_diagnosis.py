@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollbook.inspect.doctor import Thresholds, examine, triage
-from rollbook.inspect.doctor.checks import diagnose, span_of
+from rollbook.inspect.doctor.checks import diagnose, parse_steps
 from rollbook.inspect.doctor.findings import Samples
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
@@ -77,13 +77,13 @@ def test_evaluation_is_apart(loops: str) -> None:
 @pytest.mark.parametrize("bad", ["", "-", "x", "1-2-3", 1.5, True, (1,), ("1", 2), [1, 2]])
 def test_steps_that_are_none(bad: Any) -> None:
     with pytest.raises(ValueError, match="steps: got"):
-        span_of(bad)
+        parse_steps(bad)
 
 
 def test_negative_steps() -> None:
-    assert span_of("-5") == (None, 5)
-    assert span_of("3..9") == (3, 9)
-    assert span_of((-4, -2)) == (-4, -2)
+    assert parse_steps("-5") == (None, 5)
+    assert parse_steps("3..9") == (3, 9)
+    assert parse_steps((-4, -2)) == (-4, -2)
 
 
 def test_torch_is_not_imported(loops: str) -> None:
@@ -162,9 +162,9 @@ def test_records_that_a_saver_chose_do_not_count_for_shares() -> None:
     table["kept"] = ["worst, longest" if each else "random" for each in chosen]
     diagnosis = diagnose(Samples(table), Thresholds())
     assert diagnosis.healthy
-    assert diagnosis.left_out == int(chosen.sum())
-    assert diagnosis.records == run.n - diagnosis.left_out
-    assert {each.check: each.status for each in diagnosis.checks}["groups-incomplete"] == "not judged"
+    assert diagnosis.excluded == int(chosen.sum())
+    assert diagnosis.records == run.n - diagnosis.excluded
+    assert {each.check: each.status for each in diagnosis.checks}["groups-incomplete"] == "skipped"
 
 
 def test_a_nan_counts_wherever_it_is() -> None:

@@ -69,7 +69,7 @@ def test_many_healthy_runs(seed: int) -> None:
 def test_a_book_without_anything_in_it() -> None:
     diagnosis = examine(rollbook.open("memory:"))
     assert diagnosis.healthy
-    assert (diagnosis.records, diagnosis.steps, diagnosis.judged) == (0, None, 0)
+    assert (diagnosis.records, diagnosis.steps, diagnosis.checks_run) == (0, None, 0)
 
 
 def test_one_record() -> None:
@@ -86,8 +86,8 @@ def test_demonstrations() -> None:
     diagnosis = examine(book)
     assert diagnosis.healthy
     said = {each.check: each for each in diagnosis.checks}
-    assert said["duplicates"].status == "ok"
-    assert said["zero-variance"] == ("zero-variance", "not judged", "no group has two scored samples")
+    assert said["duplicates"].status == "passed"
+    assert said["zero-variance"] == ("zero-variance", "skipped", "no group has two scored samples")
 
 
 def test_preference_pairs() -> None:
@@ -114,7 +114,7 @@ def test_no_log_probs() -> None:
     assert diagnosis.healthy
     said = {each.check: each.status for each in diagnosis.checks}
     for check in ("entropy-collapse", "train-inference-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
-        assert said[check] == "not judged"
+        assert said[check] == "skipped"
 
 
 def test_evaluation_alone() -> None:
@@ -126,8 +126,8 @@ def test_evaluation_alone() -> None:
     assert diagnosis.healthy
     assert diagnosis.records == run.n
     said = {each.check: each.status for each in diagnosis.checks}
-    assert said["zero-variance"] == "not judged"
-    assert said["truncation-rewarded"] == "ok"
+    assert said["zero-variance"] == "skipped"
+    assert said["truncation-rewarded"] == "passed"
 
 
 def test_a_sampler_that_logs_what_is_no_reward() -> None:

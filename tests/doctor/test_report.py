@@ -29,10 +29,10 @@ def finding(severity: str, **changes: object) -> Finding:
 
 def diagnosis(*severities: str) -> Diagnosis:
     examined = (
-        CheckStatus("duplicates", "found", "titled"),
-        CheckStatus("nans", "ok", "0 records have NaN/Inf values"),
+        CheckStatus("duplicates", "triggered", "titled"),
+        CheckStatus("nans", "passed", "0 records have NaN/Inf values"),
         CheckStatus("zero-variance", "explained", f"explained by duplicates: {HOSTILE}"),
-        CheckStatus("stale-data", "not judged", "no policy versions recorded"),
+        CheckStatus("stale-data", "skipped", "no policy versions recorded"),
     )
     return Diagnosis(f"run {HOSTILE}", tuple(finding(each) for each in severities), examined, 5000, (0, 9))
 
@@ -53,7 +53,7 @@ def test_what_is_printed() -> None:
     assert first[0].endswith("[duplicates]")
     assert any("filter: duplicate and step >= 3" in line for line in text)
     assert any("and 3 more" in line for line in text)
-    assert "Not judged:" in text
+    assert "Skipped:" in text
     assert "  stale-data: no policy versions recorded" in text
     assert "Passed:" not in text
     assert all(len(line) <= 60 for line in text if line.startswith("  Recommendation") or "do something" in line)
@@ -71,8 +71,8 @@ def test_strict_json() -> None:
     assert found["findings"][0]["steps"] == [3, 9]
     assert found["checks"][3] == {
         "check": "stale-data",
-        "status": "not judged",
-        "why": "no policy versions recorded",
+        "status": "skipped",
+        "reason": "no policy versions recorded",
     }
     assert diagnosis().as_dict()["healthy"] is True
 

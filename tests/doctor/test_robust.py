@@ -13,7 +13,7 @@ import pytest
 from rollbook.inspect import filters
 from rollbook.inspect.doctor import Thresholds, format_report
 from rollbook.inspect.doctor.checks import diagnose
-from rollbook.inspect.doctor.findings import NUMBERS, TRIAGE, Samples
+from rollbook.inspect.doctor.findings import NUMBER_COLUMNS, TRIAGE, Samples
 
 EAGER = Thresholds(samples=1, groups=2, certainty=0.0, trend=0.0, trend_steps=3)
 ODD = [0.0, 1.0, 1e300, -1e300, math.inf, -math.inf, 1e-300]
@@ -46,7 +46,7 @@ def anything(seed: int) -> dict[str, Any]:
     groups = max(1, n // int(dice.choice([1, 2, 8])))
     names = ("format", "acc", "x y", '"q"', "b")
     return {
-        **{name: numbers(dice, n) for name in NUMBERS},
+        **{name: numbers(dice, n) for name in NUMBER_COLUMNS},
         "length": dice.integers(0, 50, n).tolist(),
         "uid": [f"u{i}" for i in range(n)],
         "gid": [f"g{each}" for each in dice.integers(0, groups, n)],

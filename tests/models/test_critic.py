@@ -124,14 +124,14 @@ def test_a_reward_model_begins_as_a_critic(tmp_path: Path) -> None:
 def test_bad_critics() -> None:
     with pytest.raises(ValueError, match="value_head: got 'ones'"):
         Critic(tiny.llama(), value_head="ones")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model: got it with backbone_from, or neither"):
+    with pytest.raises(ValueError, match="model: expected either model or backbone_from"):
         Critic()
-    with pytest.raises(ValueError, match="model: got it with backbone_from, or neither"):
+    with pytest.raises(ValueError, match="model: expected either model or backbone_from"):
         Critic(tiny.llama(), backbone_from=Actor(tiny.llama()))
     bloom = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=4, initializer_range=0.2)
     critic = Critic(bloom)
     assert not critic.packs
-    with pytest.raises(ValueError, match="does not keep packed samples apart"):
+    with pytest.raises(ValueError, match="does not separate packed samples"):
         critic.token_values(zoo.batch_of(zoo.records(SHAPES), packed=True))
 
 

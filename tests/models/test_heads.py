@@ -208,7 +208,7 @@ def test_a_module_of_ones_own() -> None:
         every = torch.log_softmax(model(tokens[None], torch.ones_like(tokens)[None])[0], -1)
         naive = torch.cat([torch.zeros(1), every[:-1].gather(1, tokens[1:, None])[:, 0]])[record.prompt_length :]
         torch.testing.assert_close(row, naive, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="does not keep packed samples apart"):
+    with pytest.raises(ValueError, match="does not separate packed samples"):
         actor.token_stats(zoo.batch_of(records, packed=True))
 
 
@@ -260,7 +260,7 @@ def test_models_that_let_packed_samples_see_each_other_are_told_apart(name: str)
         want = torch.cat([zoo.naive(model, record)[0] for record in records])
     for packed in (None, True):
         if packed and not packs:
-            with pytest.raises(ValueError, match="does not keep packed samples apart"):
+            with pytest.raises(ValueError, match="does not separate packed samples"):
                 policy_log_probs(actor, records, packed=True)
             continue
         found = policy_log_probs(actor, records, packed=packed).logprobs

@@ -153,5 +153,5 @@ def test_a_critic_from_an_adapted_actor() -> None:
 def test_bad_adapters(lora: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Actor(tiny.llama(), lora=lora)
-    with pytest.raises(ValueError, match="lora: got a model that has adapters already"):
+    with pytest.raises(ValueError, match="lora: got a model with adapters"):
         Actor(adapted().model, lora={"r": 2, "target_modules": ["q_proj"]})

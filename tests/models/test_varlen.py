@@ -19,7 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.models import Actor, Critic
-from rollbook.models.varlen import NAME, PackedMask, attend, best_attention, bounds_of, register, use_varlen, why_not
+from rollbook.models.varlen import (
+    NAME,
+    PackedMask,
+    best_attention,
+    check_bounds,
+    register,
+    unsupported_reason,
+    use_varlen,
+    varlen_attention,
+)
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import test_vision_models, zoo
@@ -103,7 +112,7 @@ def test_a_samples_share_has_the_bits_of_the_sample_alone() -> None:
     module = torch.nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
     given = torch.tensor(bounds, dtype=torch.int32)
-    found, weights = attend(module, query, key[:, :2], value[:, :2], None, scaling=0.3, cu_seq_lens_q=given)
+    found, weights = varlen_attention(module, query, key[:, :2], value[:, :2], None, scaling=0.3, cu_seq_lens_q=given)
     assert found.shape == (1, 17, 4, 8) and weights is None
     for a, b in itertools.pairwise(bounds):
         parts = (query[:, :, a:b], key[:, :2, a:b], value[:, :2, a:b])
@@ -126,7 +135,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         )
     torch.autograd.backward(loss)
     assert len(masks) == 2 and masks[0] is masks[1], "computed again, in the backward pass"
-    assert isinstance(masks[0], PackedMask) and masks[0]._made is None
+    assert isinstance(masks[0], PackedMask) and masks[0]._tensor is None
     got = [one.grad for one in ours.parameters() if one.grad is not None]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -270,10 +279,10 @@ def windowed() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (zoo.gemma2, "'varlen' for a Gemma2ForCausalLM with layers of sliding_attention.*'sdpa' takes it"),
+        (zoo.gemma2, "'varlen' for a Gemma2ForCausalLM with layers of sliding_attention.*use 'sdpa'"),
         (mistral, "'varlen' for a MistralForCausalLM with a sliding window of 64 tokens"),
         (windowed, "'varlen' for a Qwen2ForCausalLM with layers of sliding_attention"),
-        (zoo.gptj, "'varlen' for a GPTJForCausalLM, which does not let its attention be chosen"),
+        (zoo.gptj, "'varlen' for a GPTJForCausalLM, whose attention is fixed"),
         (lambda: torch.nn.Linear(2, 2), "'varlen' for a Linear, expected a transformers model"),
     ],
 )
@@ -290,16 +299,19 @@ def test_windows_that_are_found_only_when_it_runs() -> None:
         model = make()
         model.set_attn_implementation(NAME)
         inputs = from_experiences(records, packing_samples=True).model_inputs()
-        with pytest.raises(ValueError, match="sliding_window: got it with packed samples|first token is not seen"):
+        with pytest.raises(ValueError, match="sliding_window: got it with packed samples|do not attend to all earlier"):
             model(**inputs)
 
 
 def test_why_not() -> None:
-    assert why_not(transformers.Qwen2Config()) is None and why_not(transformers.Qwen3Config()) is None
-    assert why_not(transformers.MistralConfig(sliding_window=None)) is None
+    assert (
+        unsupported_reason(transformers.Qwen2Config()) is None
+        and unsupported_reason(transformers.Qwen3Config()) is None
+    )
+    assert unsupported_reason(transformers.MistralConfig(sliding_window=None)) is None
     capped = transformers.Gemma2Config(layer_types=["full_attention"] * 26)
-    assert why_not(capped) == "a soft cap on attention's logits"
-    assert why_not(transformers.LlamaConfig(is_causal=False)) == "attention to tokens ahead"
+    assert unsupported_reason(capped) == "a soft cap on attention logits"
+    assert unsupported_reason(transformers.LlamaConfig(is_causal=False)) == "attention to later tokens"
 
 
 def test_boundaries_that_contradict_positions() -> None:
@@ -307,19 +319,19 @@ def test_boundaries_that_contradict_positions() -> None:
     inputs = from_experiences(zoo.records([(3, 4), (2, 6)]), packing_samples=True).model_inputs()
     off = torch.tensor([0, 6, 15], dtype=torch.int32)
     for wrong in (off, torch.tensor([0, 15]), torch.tensor([0, 3, 7, 15])):
-        with pytest.raises(ValueError, match="cu_seq_lens_q: got boundaries between other tokens"):
+        with pytest.raises(ValueError, match="cu_seq_lens_q: got boundaries other than"):
             ours.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     for wrong in (torch.tensor([0, 7]), torch.tensor([1, 7, 15]), torch.tensor([0, 9, 7, 15])):
-        with pytest.raises(ValueError, match="cu_seq_lens_q: got .* expected boundaries that rise from 0 to 15"):
+        with pytest.raises(ValueError, match="cu_seq_lens_q: got .* expected boundaries in ascending order"):
             ours.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     with pytest.raises(ValueError, match="cu_seq_lens_k: got other boundaries"):
         ours.model(**{**inputs, "cu_seq_lens_k": off})
     cache = transformers.DynamicCache(config=ours.config)
     ours.model(input_ids=torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
-    with pytest.raises(ValueError, match="1 rows of 15 tokens and 17 keys, expected one row of samples and nothing in"):
+    with pytest.raises(ValueError, match="1 rows of 15 tokens and 17 keys, expected one row of samples and an empty"):
         ours.model(**{**inputs, "past_key_values": cache, "use_cache": True})
     padding = (torch.arange(15) < 14).long()[None]
-    with pytest.raises(ValueError, match="attention_mask: got one beside cu_seq_lens_q"):
+    with pytest.raises(ValueError, match="attention_mask: got one with cu_seq_lens_q"):
         ours.model(**{**inputs, "attention_mask": padding})
     with torch.no_grad():  # of ones alone it says nothing, and boundaries hold
         found, bare = ours.model(**{**inputs, "attention_mask": torch.ones_like(padding)}), ours.model(**inputs)
@@ -341,7 +353,7 @@ def test_a_mask_is_told_from_any_other(lengths: list[int], data: Any) -> None:
         return PackedMask(lambda: None, sees, total, "cpu").bounds(torch.tensor(bounds))[1]
 
     true = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    marks, ends = bounds_of(torch.tensor(true), total)
+    marks, ends = check_bounds(torch.tensor(true), total)
     assert checked(true) == ends == sorted(set(true)) == marks.tolist()
     other = sorted(set(true) ^ {data.draw(st.integers(1, total))} | {0, total})
     if other != ends:

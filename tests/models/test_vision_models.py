@@ -12,7 +12,7 @@ from rollbook import Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, from_experiences
 from rollbook.compat.lightrft.models import BatchRows, forward_batch, native_batch
 from rollbook.models import Actor, Critic
-from rollbook.models.head import inputs_of
+from rollbook.models.head import model_inputs
 from rollbook.train import AlgorithmConfig, Learner
 from tests import tiny
 from tests.models import zoo
@@ -159,8 +159,8 @@ def test_types_without_grids_are_not_made_up() -> None:
             raise AssertionError
 
     batch = zoo.batch_of(llava_records())
-    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None, expected what the processor gave: Marked"):
-        inputs_of(Marked(), batch)
+    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]: got None, expected the processor's output: Marked"):
+        model_inputs(Marked(), batch)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.rewards import (
-    as_number,
     as_reward,
-    boxed,
     boxed_match,
     exact_match,
-    final_answer,
+    extract_boxed,
+    extract_final_answer,
+    extract_last_number,
     gsm8k,
-    last_number,
     numeric_match,
+    parse_number,
     think_answer_format,
     think_boxed_format,
 )
@@ -43,8 +43,8 @@ balanced = st.recursive(
 @given(st.lists(st.tuples(plain_text, balanced), min_size=1, max_size=4), plain_text)
 def test_the_last_closed_box_is_found_whole(parts: list[tuple[str, str]], tail: str) -> None:
     text = "".join(f"{before} \\boxed{{{inside}}}" for before, inside in parts) + " " + tail
-    assert boxed(text) == parts[-1][1].strip()
-    assert boxed(text + r" \boxed{left {open") == parts[-1][1].strip()
+    assert extract_boxed(text) == parts[-1][1].strip()
+    assert extract_boxed(text + r" \boxed{left {open") == parts[-1][1].strip()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_last_closed_box_is_found_whole(parts: list[tuple[str, str]], tail: 
     ],
 )
 def test_boxes(text: str, inside: str | None) -> None:
-    assert boxed(text) == inside
+    assert extract_boxed(text) == inside
 
 
 @pytest.mark.parametrize("text", ["\\boxed{", "1 ", "$ ", "1,111", "\\text{", "#### 1 "])
@@ -89,37 +89,37 @@ numbers = st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=1000
 @given(st.integers(-(10**15), 10**15))
 def test_integers_in_every_dress(value: int) -> None:
     for text in (f"{value}", f"{value:,}", f" {value} ", f"{value}.", f"{value:,}.00", f"${value:,}"):
-        assert as_number(text) == value, text
-    assert last_number(f"First 3, then {value:,}.") == value
-    assert as_number(str(value).replace("-", "−")) == value
+        assert parse_number(text) == value, text
+    assert extract_last_number(f"First 3, then {value:,}.") == value
+    assert parse_number(str(value).replace("-", "−")) == value
 
 
 @given(numbers)
 def test_fractions_and_percent(value: Fraction) -> None:
     top, bottom = value.numerator, value.denominator
-    assert as_number(f"{top}/{bottom}") == value
-    assert as_number(rf"\frac{{{top}}}{{{bottom}}}") == value
-    assert as_number(f"{top}%") == Fraction(top, 100)
+    assert parse_number(f"{top}/{bottom}") == value
+    assert parse_number(rf"\frac{{{top}}}{{{bottom}}}") == value
+    assert parse_number(f"{top}%") == Fraction(top, 100)
 
 
 @given(st.decimals(-1000, 1000, places=3))
 def test_decimals_are_exact(value: Any) -> None:
-    assert as_number(str(value)) == Fraction(value)
+    assert parse_number(str(value)) == Fraction(value)
     assert numeric_match(f"It is {value}", str(value)) == 1.0
 
 
 @given(st.integers(0, 999), st.integers(1, 9), st.integers(10, 99))
 def test_mixed_numbers(whole: int, top: int, bottom: int) -> None:
     value = whole + Fraction(top, bottom)
-    assert as_number(f"{whole} {top}/{bottom}") == value
-    assert as_number(rf"{whole}\frac{{{top}}}{{{bottom}}}") == value
+    assert parse_number(f"{whole} {top}/{bottom}") == value
+    assert parse_number(rf"{whole}\frac{{{top}}}{{{bottom}}}") == value
 
 
 @pytest.mark.parametrize(
     "text", ["", "x", "1,2", "1,2345", "12,34,567", "1e9999", "5/0", "1 2", "(3)", "--5", "9" * 5000]
 )
 def test_what_is_no_number(text: str) -> None:
-    assert as_number(text) is None
+    assert parse_number(text) is None
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_what_is_no_number(text: str) -> None:
     ],
 )
 def test_the_last_number(text: str, value: Any) -> None:
-    assert last_number(text) == value
+    assert extract_last_number(text) == value
 
 
 @given(st.text(max_size=60))
 def test_any_text_can_be_read(text: str) -> None:
-    for read in (as_number, last_number, boxed, final_answer):
+    for read in (parse_number, extract_last_number, extract_boxed, extract_final_answer):
         read(text)
     for match in (exact_match, numeric_match, boxed_match):
         assert match(text, "7") in (0.0, 1.0)

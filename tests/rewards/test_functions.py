@@ -247,7 +247,7 @@ def test_a_hanging_thread_is_left_behind_and_the_rest_goes_on() -> None:
     scores = FunctionReward(as_told, workers=1, time_limit=0.5)(samples("hang", "1", "hang", "2"))
     assert time.monotonic() - start < 10
     assert scores.rewards[1] == 1.0 and scores.rewards[3] == 2.0 and nans(scores.rewards)[::2] == [True, True]
-    assert "timed out after 0.5 s; its thread runs on" in (scores.errors[0] or "")
+    assert "timed out after 0.5 s; its thread is still running" in (scores.errors[0] or "")
 
 
 def test_the_limit_counts_from_when_a_call_begins() -> None:
@@ -404,7 +404,7 @@ def test_parameters_of_a_files_function_are_checked_too(tmp_path: Path) -> None:
         "def positional(texts, asked): return 1.0\n"
     )
     for name, parameter in (("score", "respons"), ("reward_func", "respons"), ("positional", "texts")):
-        with pytest.raises(ValueError, match=f"{name}: parameter '{parameter}' is nothing that a sample has"):
+        with pytest.raises(ValueError, match=f"{name}: parameter '{parameter}' is not a field of a sample"):
             as_reward(f"{path}:{name}")
     other = tmp_path / "lightrft.py"
     other.write_text(

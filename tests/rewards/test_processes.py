@@ -110,7 +110,7 @@ else:
 """
     lines = script(tmp_path, body)
     assert len(lines) == 3 and lines[:2] == ["STARTS", "STARTS"]
-    assert lines[2].startswith("PoolError: ") and "scores in processes as it is loaded" in lines[2]
+    assert lines[2].startswith("PoolError: ") and "starts reward processes on import" in lines[2]
 
 
 def test_objects_of_a_script_without_a_guard_are_not_loaded(tmp_path: Path) -> None:

@@ -14,17 +14,26 @@ import pytest
 import torch
 
 from rollbook.algorithms.shaping import length_penalty, repetition_penalty
-from rollbook.rewards import READY, as_reward, json_errors, json_match, json_schema, length, math_match, repetition
+from rollbook.rewards import (
+    BUILTIN_REWARDS,
+    as_reward,
+    find_json_errors,
+    json_match,
+    json_schema,
+    length,
+    math_match,
+    repetition,
+)
 from tests.rewards.helpers import sample
 
 
 def test_every_ready_function_is_there_and_has_an_example() -> None:
-    assert len(READY) == 12
-    for name, function in READY.items():
+    assert len(BUILTIN_REWARDS) == 12
+    for name, function in BUILTIN_REWARDS.items():
         assert function.__name__ == name and ">>>" in (function.__doc__ or "")
         as_reward(name).close()
     with pytest.raises(KeyError):
-        READY["nothing"]
+        BUILTIN_REWARDS["nothing"]
 
 
 def test_importing_rewards_loads_nothing_heavy() -> None:
@@ -151,8 +160,8 @@ def test_json_schema(text: str, valid: int, parsed: int) -> None:
 
 def test_json_errors_say_where() -> None:
     nested = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
-    assert json_errors('{"a": [1, "x"]}', nested) == ["$.a[1]: 'x' is not of type 'integer'"]
-    assert json_errors('{"a": 1}') == []
+    assert find_json_errors('{"a": [1, "x"]}', nested) == ["$.a[1]: 'x' is not of type 'integer'"]
+    assert find_json_errors('{"a": 1}') == []
 
 
 def test_a_schema_for_all_samples_or_as_text() -> None:
@@ -202,7 +211,7 @@ def test_a_schema_elsewhere_is_never_fetched() -> None:
 
     with serve() as server:
         with pytest.raises(Exception, match="Unresolvable|Unretrievable|not found"):
-            json_errors("{}", {"$ref": server.url})
+            find_json_errors("{}", {"$ref": server.url})
         assert server.requests == []
 
 

@@ -80,7 +80,7 @@ def test_names_and_weights_are_checked() -> None:
     one = FunctionReward(as_told)
     for options, said in [
         ({"weights": [1.0, 2.0]}, "weights: got 2, expected 1"),
-        ({"weights": {"b": 1.0}}, "got 'b', which is no component"),
+        ({"weights": {"b": 1.0}}, "unknown component 'b'"),
         ({"weights": {}}, "got none for 'a'"),
         ({"weights": [math.nan]}, "weight of 'a'"),
         ({"weights": [1.0], "combine": sum}, "beside combine"),
@@ -126,11 +126,11 @@ def test_what_is_no_reward_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=said):
             as_reward(wrong)
-    with pytest.raises(ValueError, match="beside a finished FunctionReward"):
+    with pytest.raises(ValueError, match="cannot be combined with a FunctionReward"):
         as_reward(FunctionReward(as_told), workers=2)
     with pytest.raises(ValueError, match="option 'wrkers' is not one of FunctionReward"):
         as_reward(as_told, wrkers=2)
-    with pytest.raises(ValueError, match="'wrkers', which no part of the list takes"):
+    with pytest.raises(ValueError, match="'wrkers' is not one of any reward"):
         as_reward([as_told, as_told], wrkers=2)
 
 

@@ -16,14 +16,14 @@ import pytest
 from PIL import Image
 
 from rollbook import EID, Experience
-from rollbook.core.retry import Backoff
 from rollbook.rewards import RemoteReward, RewardError, RewardInput, as_reward
 from rollbook.rewards.remote import ImageEncoder
 from rollbook.rollout import Prompt, Sample
+from rollbook.rollout.server import Backoff
 from tests.rewards.helpers import sample, samples
 from tests.rewards.server import nobody, serve
 
-QUICK = Backoff(tries=3, first=0.01, most=0.02)
+QUICK = Backoff(tries=3, first=0.01, max_wait=0.02)
 
 
 def decoded(text: str) -> Image.Image:

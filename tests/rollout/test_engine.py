@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook import EID, Experience
-from rollbook.core.retry import Backoff, asked_wait
 from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout import BaseEngine, Cancel, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
+from rollbook.rollout.server import Backoff, parse_retry_after
 from tests import tiny
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -418,7 +418,7 @@ def test_a_record_keeps_everything(sample):
 
 @given(st.integers(1, 8), st.just(0.0) | st.floats(1e-6, 10), st.floats(1, 5), st.floats(0, 20), st.floats(0, 1))
 def test_waits_grow_and_are_bounded(tries, first, factor, most, jitter):
-    waits = list(Backoff(tries=tries, first=first, factor=factor, most=most, jitter=jitter).waits())
+    waits = list(Backoff(tries=tries, first=first, factor=factor, max_wait=most, jitter=jitter).waits())
     assert len(waits) == tries - 1
     for i, wait in enumerate(waits):
         length = min(first * factor**i, most)
@@ -426,9 +426,11 @@ def test_waits_grow_and_are_bounded(tries, first, factor, most, jitter):
 
 
 def test_a_servers_wish_to_wait():
-    assert asked_wait({"retry-after": "1.5"}) == 1.5 and asked_wait({"retry-after": "-3"}) == 0
-    assert asked_wait({"retry-after": "9999"}) == 60 and asked_wait({"retry-after": "Wed, 21 Oct 2026"}) == 0
-    assert asked_wait({"retry-after": "nan"}) == 0 and asked_wait({"retry-after": "inf"}) == 60
+    assert parse_retry_after({"retry-after": "1.5"}) == 1.5 and parse_retry_after({"retry-after": "-3"}) == 0
+    assert (
+        parse_retry_after({"retry-after": "9999"}) == 60 and parse_retry_after({"retry-after": "Wed, 21 Oct 2026"}) == 0
+    )
+    assert parse_retry_after({"retry-after": "nan"}) == 0 and parse_retry_after({"retry-after": "inf"}) == 60
     for wrong in ({"tries": 0}, {"first": -1}, {"factor": 0.5}, {"jitter": 2}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Backoff(**wrong)

@@ -944,7 +944,7 @@ def test_bad_input_is_refused() -> None:
         Episode(None, tokenizer, messages=[USER], context_limit=0)
     with pytest.raises(ValueError, match="engine: missing"):
         Episode(None, tokenizer, messages=[USER]).act()
-    with pytest.raises(ValueError, match="option 'temprature' is not known"):
+    with pytest.raises(ValueError, match="unknown option 'temprature'"):
         chat(tokenizer, "a").act(temprature=1)
     episode = chat(tokenizer, "a")
     with pytest.raises(ValueError, match="observation: got 'text', expected messages"):

@@ -24,15 +24,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollbook import EID
-from rollbook.core.retry import Backoff
 from rollbook.rollout import Cancel, Prompt, Sampling
 from rollbook.rollout.chat import chat_messages, redact_secrets
 from rollbook.rollout.openai import OpenAIEngine
-from rollbook.rollout.server import read_events, resolve_logprobs_kind
+from rollbook.rollout.server import Backoff, read_events, resolve_logprobs_kind
 from tests import tiny
 from tests.rollout.server import CALL, Fault, serve
 
-QUICK = Backoff(tries=4, first=0.01, most=0.05)
+QUICK = Backoff(tries=4, first=0.01, max_wait=0.05)
 CHAT = [{"role": "user", "content": "two plus three?"}]
 TOOLS = [
     {

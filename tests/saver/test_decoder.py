@@ -103,7 +103,7 @@ def test_any_text_with_special_tokens(name: str, text: str, specials: list[tuple
     ends = {"bytes": (0, 2), "byte-level": (0, 1), "foreign": (256, 257)}[name]
     for at, which in specials:
         ids.insert(min(at, len(ids)), ends[which])
-    found, places = DECODERS[name].text_and_ends(ids)
+    found, places = DECODERS[name].decode_with_ends(ids)
     assert found == whole(name, ids)
     check(found, places, ids)
     if not specials:
@@ -116,7 +116,7 @@ def test_any_text_with_special_tokens(name: str, text: str, specials: list[tuple
 def test_any_ids(name: str, draw: st.DataObject) -> None:
     most = 258 if name == "foreign" else len(MADE[name])
     ids = draw.draw(st.lists(st.integers(0, most - 1), max_size=24))
-    found, places = DECODERS[name].text_and_ends(ids)
+    found, places = DECODERS[name].decode_with_ends(ids)
     check(found, places, ids)
     if name != "pieces":  # bytes that are no character show as one mark for all of them, not for each
         assert found == whole(name, ids)
@@ -134,10 +134,10 @@ def test_pieces_are_what_the_tokenizer_says() -> None:
     at = tokenizer.convert_tokens_to_ids
     ids = at(["<s>", "▁the", "▁fox", *(f"<0x{byte:02X}>" for byte in "😀".encode()), "▁a", "é", "</s>"])
     for some in (ids, ids[1:]):
-        text, ends = DECODERS["pieces"].text_and_ends(some)
+        text, ends = DECODERS["pieces"].decode_with_ends(some)
         assert text == whole("pieces", some)
         check(text, ends, some)
-    text, ends = DECODERS["pieces"].text_and_ends(ids)
+    text, ends = DECODERS["pieces"].decode_with_ends(ids)
     assert text == "<s> the fox😀 aé</s>"
     assert [text[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)] == [
         "<s>", " the", " fox", "", "", "", "😀", " a", "é", "</s>"
@@ -146,22 +146,22 @@ def test_pieces_are_what_the_tokenizer_says() -> None:
 
 def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     decoder = DECODERS["bytes"]
-    text, ends = decoder.text_and_ends(MADE["bytes"].encode("a😀b", add_special_tokens=False))
+    text, ends = decoder.decode_with_ends(MADE["bytes"].encode("a😀b", add_special_tokens=False))
     assert text == "a😀b" and ends.tolist() == [1, 1, 1, 1, 2, 3]
-    cut, places = decoder.text_and_ends(MADE["bytes"].encode("a😀", add_special_tokens=False)[:-1])
+    cut, places = decoder.decode_with_ends(MADE["bytes"].encode("a😀", add_special_tokens=False)[:-1])
     assert cut == "a�" and places[-1] == 2
 
 
 def test_special_tokens() -> None:
-    assert DECODERS["bytes"].special([0, 2, 30]).tolist() == [True, True, False]
-    assert DECODERS["foreign"].special([256, 97]).tolist() == [True, False]
+    assert DECODERS["bytes"].is_special([0, 2, 30]).tolist() == [True, True, False]
+    assert DECODERS["foreign"].is_special([256, 97]).tolist() == [True, False]
     assert DECODERS["foreign"].end_ids == {256, 257}
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 3000])
 def test_a_tokenizer_that_changes_its_mind(length: int) -> None:
     ids = [i * 7 for i in range(length)]
-    text, ends = Decoder(Spaced()).text_and_ends(ids)
+    text, ends = Decoder(Spaced()).decode_with_ends(ids)
     assert text == Spaced().decode(ids)
     check(text, ends, ids)
 

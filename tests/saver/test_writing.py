@@ -186,7 +186,7 @@ def test_a_saver_that_nobody_holds_writes_what_it_took(tmp_path: Path, capfd: py
 
 def test_a_job_that_raises_stops_no_other() -> None:
     done: list[int] = []
-    worker = BackgroundWriter(room=4)
+    worker = BackgroundWriter(max_pending=4)
     worker.submit(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     worker.submit(lambda: done.append(1))
     worker.flush()

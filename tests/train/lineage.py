@@ -19,7 +19,7 @@ from rollbook.book import trained_steps
 from rollbook.book.book import Book
 from rollbook.inspect.doctor import examine
 from rollbook.train import checkpoint
-from rollbook.train.config import effective
+from rollbook.train.config import load_config
 from rollbook.train.prompts import Prompts
 
 
@@ -43,7 +43,7 @@ def ledger(book: Book) -> dict[str, Any]:
     }
 
 
-def weights(saved: checkpoint.Saved) -> dict[str, torch.Tensor]:
+def weights(saved: checkpoint.Checkpoint) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint has in its models' folders."""
     files = sorted(saved.path.rglob("*.safetensors"))
     return {f"{file.relative_to(saved.path)}:{name}": one for file in files for name, one in load_file(file).items()}
@@ -82,7 +82,7 @@ class Lineage:
             told = ledger(book)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         kept = {}
-        for one in checkpoint.saved(folder):
+        for one in checkpoint.list_checkpoints(folder):
             cursor = {name: value for name, value in one.trainer_state().items() if name != "book"}
             kept[one.step] = {"weights": weights(one), "state": checkpoint.load_state(one), "told": cursor}
         found = examine(folder / "book").findings
@@ -167,7 +167,7 @@ SMALL = (
         "data.held_out=6",
     ),
     *("model.options.hidden=32", "model.options.heads=1", "model.options.layers=1", "algorithm.kl_coef=0.01"),
-    *("sampling.max_tokens=4", "rewards=rollbook.train.recipes.letters:chance"),
+    *("sampling.max_tokens=4", "rewards=rollbook.train.recipes.letters:random_reward"),
 )
 """Six steps of the embedded recipe, of which the fifth crosses the end of an epoch of 18 rows."""
 
@@ -179,6 +179,6 @@ def command(folder: Path, *changes: str) -> list[str]:
 
 def rows_of(*changes: str) -> Prompts:
     """The prompts of such a run."""
-    from rollbook.train.builders import prompts_of
+    from rollbook.train.builders import load_prompts
 
-    return prompts_of(effective("letters", [*SMALL, *changes]))[0]
+    return load_prompts(load_config("letters", [*SMALL, *changes]))[0]

@@ -126,14 +126,14 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     import rollbook.cli.train  # noqa: F401
-    from rollbook.train.config import effective
+    from rollbook.train.config import load_config
     from rollbook.train.run import run
     from tests.train.lineage import SMALL
 
     with tempfile.TemporaryDirectory() as folder:
         # A whole run, and one that goes on, so that children find loaded whatever is loaded on the way.
         for steps in (1, 2):
-            run(effective("letters", [*SMALL, f"steps={steps}", f"out={folder}/run"]), stream=io.StringIO())
+            run(load_config("letters", [*SMALL, f"steps={steps}", f"out={folder}/run"]), stream=io.StringIO())
     for line in sys.stdin:
         ask = json.loads(line)
         pid = os.fork()

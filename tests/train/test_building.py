@@ -27,11 +27,11 @@ from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
-from rollbook.train.config import ConfigError, effective, shown
-from rollbook.train.evaluation import difference
+from rollbook.train.config import ConfigError, dump_config, load_config
+from rollbook.train.evaluation import compare_evaluations
 from rollbook.train.learner import NonFiniteLossError
 from rollbook.train.recipes import letters
-from rollbook.train.run import Outcome, run
+from rollbook.train.run import RunResult, run
 from rollbook.train.trainer import AllSamplesFailedError
 from tests import tiny
 from tests.rewards.server import serve as serve_rewards
@@ -116,7 +116,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": row["prompt"][:-1]} for row in rows]
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in pairs))
     (folder / "rewards.py").write_text("def early(response_ids):\n    return sum(t < 20 for t in response_ids) / 10\n")
-    letters.expert(folder / "expert", count=8)
+    letters.write_expert_book(folder / "expert", count=8)
     (folder / "base.yaml").write_text(
         f"""
         steps: 1
@@ -138,7 +138,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Ran:
     """A run that is over, with what its book has."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: RunResult) -> None:
         self.outcome, self.folder, self.reports = outcome, outcome.folder, outcome.reports
         self.last = outcome.reports[-1] if outcome.reports else None
         with rollbook.open(outcome.book) as book:
@@ -155,7 +155,7 @@ class Ran:
 def load_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {
         name: one
-        for file in sorted((folder / "checkpoints" / checkpoint.name_of(step) / "model").glob("*.safetensors"))
+        for file in sorted((folder / "checkpoints" / checkpoint.checkpoint_name(step) / "model").glob("*.safetensors"))
         for name, one in load_file(file).items()
     }
 
@@ -168,7 +168,7 @@ def go(house: Path, tmp_path: Path) -> Go:
     """`go("key=value", ...)` runs it; the folder is `run` unless `out` says otherwise."""
 
     def made(*changes: str, out: str = "run", base: str | Path | None = None) -> Ran:
-        config = effective(base or house / "base.yaml", [f"out={tmp_path / out}", *changes])
+        config = load_config(base or house / "base.yaml", [f"out={tmp_path / out}", *changes])
         return Ran(run(config, stream=io.StringIO()))
 
     return made
@@ -190,7 +190,7 @@ def refused(go: Go, key: str, *changes: str, **options: Any) -> str:
 def plain(house: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The run of the file as it is."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    return Ran(run(effective(house / "base.yaml", [f"out={folder}"]), stream=io.StringIO()))
+    return Ran(run(load_config(house / "base.yaml", [f"out={folder}"]), stream=io.StringIO()))
 
 
 def numbers(ran: Ran) -> dict[str, float]:
@@ -203,7 +203,7 @@ def test_a_model_by_path(plain: Ran) -> None:
     assert plain.moved() > 0 and plain.counts.trained == 12
     row = plain.records[0]
     assert row.logprobs is not None and row.old_logprobs is not None and row.info["source"] == row.eid.task
-    assert str(effective(plain.folder / "config.yaml").folder) == str(plain.folder)
+    assert str(load_config(plain.folder / "config.yaml").folder) == str(plain.folder)
 
 
 def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:
         f"model.config={size}", f"model.tokenizer={house}/words", "checkpoint.save_final=false", "seed=1", out="other"
     )
     assert numbers(ran) == numbers(again) != numbers(other)
-    assert "data are text" in refused(go, "model.tokenizer", f"model.config={size}", out="none")
+    assert "the prompts are texts" in refused(go, "model.tokenizer", f"model.config={size}", out="none")
     refused(go, "model.config", "model.config={model_type: lama}", f"model.tokenizer={house}/words", out="lama")
 
 
@@ -403,13 +403,13 @@ def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path
     text = "def score(response_ids):\n    return {} + sum(t < 20 for t in response_ids) / 10\n"
     said = io.StringIO()
 
-    def trained(steps: int, text: str) -> Outcome:
+    def trained(steps: int, text: str) -> RunResult:
         file.write_text(text)
         for name in [name for name in sys.modules if name.startswith("_rollbook_file_")]:
             del sys.modules[name]  # as in another process
         changes = [f"out={tmp_path / 'run'}", f"rewards={file}:score", f"steps={steps}", "data.held_out=2"]
         said.truncate(said.seek(0))
-        return run(effective(house / "base.yaml", [*changes, "tracking.display=true"]), stream=said)
+        return run(load_config(house / "base.yaml", [*changes, "tracking.display=true"]), stream=said)
 
     trained(1, text.format(0))
     assert "the same prompts compared" in said.getvalue()
@@ -421,7 +421,7 @@ def test_an_edited_reward_is_said_and_not_compared(go: Go, house: Path, tmp_path
     assert "not compared: the code of the reward was edited" in said.getvalue()
     assert outcome.before is not None and outcome.after is not None
     with pytest.raises(ValueError, match="the reward's code was edited in between"):
-        difference(outcome.before, outcome.after)
+        compare_evaluations(outcome.before, outcome.after)
 
 
 def test_what_would_fail_later_is_said_before_a_model_is_loaded(
@@ -430,13 +430,13 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     def load(*_: Any) -> Any:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("rollbook.train.builders.actor_of", load)
+    monkeypatch.setattr("rollbook.train.builders.build_actor", load)
     (tmp_path / "mine.py").write_text("def score(respons): return 1.0\n")
     assert "did you mean 'response'?" in refused(go, "rewards.0.function", f"rewards={tmp_path}/mine.py:score", out="a")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
     said = refused(go, "engine.url", "engine.kind=openai", f"engine.url={url}", out="b")
-    assert "which does not answer: " in said
+    assert "cannot connect to " in said
     refused(go, "tracking.trackers.0", f"tracking.trackers=[{ME}:Nobody]", out="c")
     with monkeypatch.context() as missing:
         for name in ("math_verify", "wandb", "torch.utils.tensorboard"):
@@ -452,8 +452,8 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
             go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i"
         )
     small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
-    assert "expected at most the model's 8" in refused(go, "model.tokenizer", small, out="j")
-    with pytest.warns(UserWarning, match="model.tokenizer: it ends a text with token"), pytest.raises(AssertionError):
+    assert "expected at most the 8 of the model" in refused(go, "model.tokenizer", small, out="j")
+    with pytest.warns(UserWarning, match="model.tokenizer: its end token is"), pytest.raises(AssertionError):
         go(small.replace("vocab_size: 8", "vocab_size: 99"), out="k")
 
 
@@ -486,7 +486,7 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
     monkeypatch.setenv("KEY_OF_THE_SERVER", "secret")
     with serve_samples("vllm", model=model, tokenizer=words) as server:
         where = ["engine.kind=openai", f"engine.url={server.url}"]
-        with pytest.warns(UserWarning, match="keeps the weights that it has.*algorithm.correction weighs that"):
+        with pytest.warns(UserWarning, match="keeps its own weights.*algorithm.correction corrects"):
             ran = go(
                 *where, "engine.api_key_env=KEY_OF_THE_SERVER", "engine.concurrency=2", "steps=2", "data.held_out=2",
                 "model.suppress=[9]", "checkpoint.interval=1", "checkpoint.keep_last=null",
@@ -545,7 +545,7 @@ def test_what_algorithms_need(go: Go, house: Path) -> None:
     refused(go, "replay.expert", "algorithm=mix", out="expert")
     refused(go, "replay.expert", "algorithm=mix", "replay.expert=/no/book", out="book")
     refused(go, f"{house}/rows.jsonl", "algorithm=dpo", out="dpo")
-    with pytest.raises(ConfigError, match="rewards: got none"):
+    with pytest.raises(ConfigError, match="rewards: missing"):
         go("rewards=[]", out="rewards")
 
 
@@ -555,7 +555,7 @@ def test_ones_own_algorithm_from_parts_with_a_reference(go: Go, house: Path) -> 
     assert ran.last is not None and ran.last["records"] == 9
     assert all(row.ref_logprobs is not None for row in ran.records)
     assert ran.last["updates"] == 18  # each record a minibatch of its own, in two passes
-    assert effective(ran.folder / "config.yaml").algorithm.name == "mine"
+    assert load_config(ran.folder / "config.yaml").algorithm.name == "mine"
     refused(go, "reference", f"algorithm={own}", "reference=/no/reference", out="no")
 
 
@@ -608,7 +608,7 @@ def test_updates_that_are_not_finite_change_nothing_and_stop_the_run(go: Go) -> 
 
 
 def checkpoints(ran: Ran) -> list[int]:
-    return [one.step for one in checkpoint.saved(ran.folder)]
+    return [one.step for one in checkpoint.list_checkpoints(ran.folder)]
 
 
 def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
@@ -618,7 +618,7 @@ def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
 
 
 def test_evaluation_by_its_keys(go: Go, house: Path) -> None:
-    with pytest.warns(UserWarning, match="evaluation: 3 of 3 prompts are among those that are trained on"):
+    with pytest.warns(UserWarning, match="evaluation: 3 of 3 prompts are also trained on"):
         ran = go(f"evaluation.data={house}/rows.jsonl", "evaluation.prompts=3", "evaluation.k=2", "evaluation.every=1",
                  "evaluation.before=false", "evaluation.rewards=exact_match", "evaluation.max_tokens=2", "steps=2",
                  "evaluation.temperature=0.5", "evaluation.confidence=0.5")  # fmt: skip
@@ -720,8 +720,8 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["train", file, "data.held_out=3", "data.limit=9", f"data={house}/rows.jsonl", "--show-config"]) == 0
     text = capsys.readouterr().out
     (tmp_path / "whole.yaml").write_text(text)
-    config = effective(tmp_path / "whole.yaml")
-    assert shown(config) == text and (config.data.held_out, config.data.limit) == (3, 9)
+    config = load_config(tmp_path / "whole.yaml")
+    assert dump_config(config) == text and (config.data.held_out, config.data.limit) == (3, 9)
     out = f"--out={tmp_path / 'run'}"
     assert main(["train", str(tmp_path / "whole.yaml"), "tracking.display=true", "--json", out]) == 0
     said = capsys.readouterr()
@@ -741,7 +741,7 @@ def test_epochs_set_the_steps(go: Go) -> None:
 
 
 def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = effective(house / "base.yaml", [f"out={tmp_path / 'run'}", "data.held_out=4", "evaluation.k=2"])
+    config = load_config(house / "base.yaml", [f"out={tmp_path / 'run'}", "data.held_out=4", "evaluation.k=2"])
     outcome = run(config, stream=io.StringIO())
     assert outcome.before is not None and outcome.after is not None
     assert main(["eval", str(tmp_path / "run")]) == 2
@@ -763,19 +763,22 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["FILE", "batch.prompts_per_step=many"],
         "batch.prompts_per_step: got 'many', expected a whole number from 1 to 1,000,000",
     ),
-    "a model that is not there": (["FILE", "model=/no/model"], "model.path: got '/no/model', which is no folder here"),
+    "a model that is not there": (
+        ["FILE", "model=/no/model"],
+        "model.path: got '/no/model', expected a folder or a name on the hub",
+    ),
     "a reward that raises": (["FILE", f"rewards={ME}:broken"], "step 1: all 12 samples failed, or have no reward; the"),
     "a reward's module": (
         ["FILE", "rewards=my_rewards:right"],
         "rewards.0.function: got 'my_rewards:right', but there",
     ),
-    "a column": (["FILE", "data.columns={prompt: question}"], "question (prompt): got nothing, expected text in a col"),
+    "a column": (["FILE", "data.columns={prompt: question}"], "question (prompt): missing, expected text in a col"),
     "prompts that are too long": (["FILE", "data.max_prompt_tokens=3"], "got 7 tokens, expected at most 3 (max_promp"),
     "one response for grpo": (
         ["FILE", "algorithm.group_size=1"],
         "algorithm.group_size: got 1, and grpo (grpo) compares the responses",
     ),
-    "a folder with other things": (["FILE", "--out=FOLDER"], "which has files and is no run's folder, expected anothe"),
+    "a folder with other things": (["FILE", "--out=FOLDER"], "which has files but no config.yaml, expected another"),
 }
 
 

@@ -20,7 +20,7 @@ from rollbook.compat.trinity import split_dpo_experience_to_single_turn
 from rollbook.core.metrics import StepMetrics
 from rollbook.rollout import Prompt, ScriptedEngine, TransformersEngine
 from rollbook.rollout.transformers import PromptPreparer
-from rollbook.train.prompts import Prompts, Reader, digest, permutation
+from rollbook.train.prompts import Prompts, Reader, hash_value, permutation
 from rollbook.train.supervised import records_from_answers
 from rollbook.train.user_code import resolve
 from tests.tiny import bytes_, llama, llava, picture, words
@@ -289,9 +289,9 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"prompt": 7}, r"row 1: prompt: got int, expected text, chat messages or token ids"),
         ({"prompt": ""}, r"row 1: prompt: got ''"),
         ({"prompt": []}, r"row 1: prompt: got an empty list"),
-        ({"prompt": None}, r"row 1: prompt: got nothing, .* the row has prompt"),
+        ({"prompt": None}, r"row 1: prompt: missing, .* the row has prompt"),
         ({"prompt": [1, -1]}, r"row 1: prompt.token_ids\[1\]: got -1"),
-        ({"text": "a"}, r"row 1: prompt: got nothing.*the row has .*text"),
+        ({"text": "a"}, r"row 1: prompt: missing.*the row has .*text"),
         ({"prompt": "a", "messages": MESSAGES}, r"row 1: got prompt and messages, expected one"),
         ({"messages": "hi"}, r"row 1: messages: got str, expected a list"),
         ({"messages": [{"from": "human", "value": "hi"}]}, r"messages\[0\]: got keys \['from', 'value'\].*'role'"),
@@ -299,11 +299,11 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: got NoneType"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, r"got an answer alone"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": "a"}], "response": "b"}, r"beside response"),
-        ({"prompt": "a", "reference": object()}, r"row 1: reference: got object, which is no JSON"),
+        ({"prompt": "a", "reference": object()}, r"row 1: reference: got object, which is not JSON"),
         ({"prompt": "a", "response": ""}, r"row 1: response: got ''"),
         ({"prompt": "a", "response": 3}, r"row 1: response: got int"),
         ({"prompt": "a", "response": {"role": "user", "content": "x"}}, r"response: got a message of 'user'"),
-        ({"prompt": "a", "chosen": "b"}, r"row 1: rejected: got nothing"),
+        ({"prompt": "a", "chosen": "b"}, r"row 1: rejected: missing"),
         ({"messages": MESSAGES, "response": [*MESSAGES, *MESSAGES]}, r"row 1: response: got a message of 'user'"),
         ({"prompt": "a", "info": [1]}, r"row 1: info: got list"),
         ({"prompt": "a", "info": {"b": 1}, "b": 2}, r"row 1: b: got a column and an entry"),
@@ -321,7 +321,7 @@ def test_rows_that_are_wrong(row: Any, says: str) -> None:
 
 def test_columns_that_are_wrong() -> None:
     rows = [{"question": "a", "answer": 1}]
-    with pytest.raises(ValueError, match=r"columns: 'promt' is none of a row's names; did you mean 'prompt'"):
+    with pytest.raises(ValueError, match=r"columns: unknown column 'promt'; did you mean 'prompt'"):
         Prompts(rows, columns={"promt": "question"})
     with pytest.raises(ValueError, match=r"columns\['reference'\]: no row has a column 'anser'; did you mean 'answer'"):
         Prompts(rows, columns={"prompt": "question", "reference": "anser"})
@@ -339,7 +339,7 @@ def test_what_goes_to_info(caplog: pytest.LogCaptureFixture) -> None:
         info = Prompts([row, row]).every()[0].info
     assert info.keys() == {"n", "f", "k"} and info["n"] == 10**30 and info["k"] == [1]
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "'raw' is not kept: bytes, which is no JSON (first in row 0)" in said[0]
+    assert len(said) == 2 and "'raw' is not kept: bytes, which is not JSON (first in row 0)" in said[0]
     assert "'error' is not kept" in said[1]
 
 
@@ -467,9 +467,9 @@ json_values = st.recursive(
 
 @given(one=json_values, other=json_values)
 def test_digest(one: Any, other: Any) -> None:
-    assert digest(one) == digest(json.loads(json.dumps(one)))
+    assert hash_value(one) == hash_value(json.loads(json.dumps(one)))
     if json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
-        assert digest(one) != digest(other)
+        assert hash_value(one) != hash_value(other)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ def test_from_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(prompts) == 3 and calls == [5] and prompts.seed == 1
     with pytest.raises(ValueError, match=r"unknown option 'cuont'; did you mean 'count'"):
         Prompts.from_function("task.py:rows", cuont=3)
-    with pytest.raises(ValueError, match="got no option 'count', which it needs"):
+    with pytest.raises(ValueError, match="missing option 'count'"):
         Prompts.from_function("task.py:rows")
     with pytest.raises(ValueError, match="expected one that returns rows"):
         Prompts.from_function("task.py:not_rows")
@@ -610,7 +610,7 @@ def test_a_tool_call_is_written_by_the_template() -> None:
         assert tokenizer.decode(ids[record.prompt_length :]) == "[f]<|end|>"
         assert tokenizer.decode(ids[: record.prompt_length]) == "<|user|>hi<|end|>\n<|assistant|>"
         tokenizer.chat_template = "{{ messages | length }}" + template
-        with pytest.raises(ValueError, match="response: the chat template writes the prompt otherwise"):
+        with pytest.raises(ValueError, match="response: the chat template renders the prompt differently"):
             records_from_answers([row], tokenizer)
     finally:
         tokenizer.chat_template = template
@@ -634,14 +634,14 @@ def test_records_with_pictures() -> None:
 def test_answers_that_are_wrong() -> None:
     with pytest.raises(ValueError, match="data: got 'rl'"):
         records_from_answers(SFT, words(), "rl")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         records_from_answers(SFT, None)
-    with pytest.raises(ValueError, match="1/0: chosen: got nothing, .* the row has response"):
+    with pytest.raises(ValueError, match="1/0: chosen: missing, .* the row has response"):
         records_from_answers(Prompts(SFT[:1]).take(1, 1), words(), "pairs")
     with pytest.raises(ValueError, match="prompts: got none"):
         records_from_answers([], words())
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    with pytest.raises(ValueError, match="expected text: the prompt is no chat"):
+    with pytest.raises(ValueError, match="expected text: the prompt is not a chat"):
         records_from_answers([{"prompt": "a", "response": call}], words())
 
 

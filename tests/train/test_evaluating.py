@@ -24,8 +24,8 @@ from rollbook.rollout import (
     ScriptedEngine,
     TransformersEngine,
 )
-from rollbook.train.evaluation import Evaluation, difference, evaluate, evaluated
-from rollbook.train.statistics import share
+from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
+from rollbook.train.statistics import avg_at_k_interval
 from tests.tiny import bytes_, llama
 
 ASKED = ["1+1=", "2+2=", "3+3="]
@@ -53,7 +53,7 @@ def test_all_numbers_of_a_small_evaluation() -> None:
     found = evaluate(engine, prompts(), right, k=4, step=40)
     assert ["".join("-+"[ok] for ok in one.outcomes) for one in found.per_prompt] == ["++--", "+--+", "---+"]
     assert (found.prompts, found.k, found.step, found.success) == (3, 4, 40, pytest.approx(5 / 12))
-    assert found.interval == share(found.outcomes)
+    assert found.interval == avg_at_k_interval(found.outcomes)
     numbers = found.metrics("held_out")
     assert numbers.pop("held_out/length") == pytest.approx(1.0)
     assert numbers == pytest.approx(
@@ -169,7 +169,7 @@ def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
     [
         ({"k": 0}, "k: got 0"),
         ({"step": -1}, "step: got -1"),
-        ({"success": "clsoe"}, "success: got 'clsoe', which is no part of the reward; did you mean 'close'"),
+        ({"success": "clsoe"}, "success: got 'clsoe', expected a part of the reward; did you mean 'close'"),
         ({"success": True}, "success: got True"),
         ({"success": ""}, "success: got ''"),
         ({"confidence": 95}, "confidence: got 95"),
@@ -242,20 +242,20 @@ def outcome(*texts: str, **options: Any) -> Evaluation:
 
 def test_a_difference_is_paired_by_prompt_whatever_the_order() -> None:
     before, after = outcome("2", "5", "5"), outcome("2", "4", "6", step=9)
-    rise = difference(before, after)
+    rise = compare_evaluations(before, after)
     assert rise.value == pytest.approx(2 / 3) and -1 <= rise.low < rise.value < rise.high <= 1
-    turned = evaluated(list(after.records)[::-1], step=9)
-    assert difference(before, turned) == rise
-    assert difference(before, after, 0.5).low > rise.low
+    turned = evaluate_records(list(after.records)[::-1], step=9)
+    assert compare_evaluations(before, turned) == rise
+    assert compare_evaluations(before, after, 0.5).low > rise.low
 
 
 def test_other_prompts_are_not_compared() -> None:
     before = outcome("2", "5", "5")
     with pytest.raises(ValueError, match="after: got no prompt 2"):
-        difference(before, evaluated(list(before.records)[:2]))
+        compare_evaluations(before, evaluate_records(list(before.records)[:2]))
     other = evaluate(ScriptedEngine([[7]]), [[1], [2], [3]], lambda response: 1.0)
     with pytest.raises(ValueError, match="prompt 0: got .* after, expected '1\\+1='"):
-        difference(before, other)
+        compare_evaluations(before, other)
 
 
 def test_records_that_others_made_are_evaluated_by_run() -> None:
@@ -265,10 +265,10 @@ def test_records_that_others_made_are_evaluated_by_run() -> None:
         for task, run, step, reward in
         [(0, 0, 0, 1.0), (0, 0, 1, 1.0), (0, 1, 0, 0.0), (1, 0, 0, 1.0), (1, 1, 0, math.nan)]
     ]  # fmt: skip
-    found = evaluated(rows, step=1)
+    found = evaluate_records(rows, step=1)
     assert found.outcomes == [(True, False), (True, False)] and (found.k, found.unscored) == (2, 1)
     assert found.metrics()["eval/length"] == 1.0  # what the model wrote
-    with pytest.raises(ValueError, match="records: got 1 to 2 runs of a task"):
-        evaluated(rows[:4])
+    with pytest.raises(ValueError, match="records: got 1 to 2 runs per task"):
+        evaluate_records(rows[:4])
     with pytest.raises(ValueError, match="records: got none"):
-        evaluated([])
+        evaluate_records([])

@@ -20,13 +20,13 @@ import rollbook
 from rollbook.book import trained_steps
 from rollbook.cli import main
 from rollbook.train import checkpoint
-from rollbook.train.config import effective, recipes
+from rollbook.train.config import list_recipes, load_config
 from rollbook.train.recipes import letters
-from rollbook.train.run import Outcome, run
+from rollbook.train.run import RunResult, run
 
 LENGTH, COUNT, HIDDEN = 4, 2000, 48
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
-CHANCE = [f"rewards={letters.__name__}:chance", f"evaluation.rewards={letters.__name__}:reward"]
+CHANCE = [f"rewards={letters.__name__}:random_reward", f"evaluation.rewards={letters.__name__}:reward"]
 WORDS = [f"data.options.length={LENGTH}", f"data.options.count={COUNT}"]
 SMALL = [
     *("data.held_out=200", "evaluation.k=2", f"sampling.max_tokens={LENGTH + 1}", "tracking.display=false"),
@@ -51,13 +51,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def warm(place: Path) -> Path:
     """The weights that runs begin with: right about a fifth of the time."""
-    outcome = run(effective("letters", [*SMALL, *WORDS, *WARMUP, "steps=0", f"out={place}/warm"]))
+    outcome = run(load_config("letters", [*SMALL, *WORDS, *WARMUP, "steps=0", f"out={place}/warm"]))
     assert outcome.before is not None and 0.1 < outcome.before.success < 0.4
-    return checkpoint.saved(place / "warm")[0].model
+    return checkpoint.list_checkpoints(place / "warm")[0].model
 
 
 @pytest.fixture(scope="module")
-def shown(place: Path) -> Outcome:
+def shown(place: Path) -> RunResult:
     """A run of supervised steps; its weights are a teacher's."""
     return trained("letters-sft", place / "sft", *SFT, "checkpoint.save_final=true")
 
@@ -66,8 +66,8 @@ SFT = [*WORDS, f"model.options.hidden={HIDDEN}", "steps=60", "batch.prompts_per_
 SFT += ["optimizer.warmup_steps=20"]
 
 
-def trained(recipe: str, folder: Path, *changes: str) -> Outcome:
-    outcome = run(effective(recipe, [*SMALL, f"out={folder}", *changes]), stream=io.StringIO())
+def trained(recipe: str, folder: Path, *changes: str) -> RunResult:
+    outcome = run(load_config(recipe, [*SMALL, f"out={folder}", *changes]), stream=io.StringIO())
     assert outcome.after is not None and outcome.before is not None
     return outcome
 
@@ -110,7 +110,7 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
     warm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     letters.main(["expert", f"{tmp_path}/expert", "--count", "300", "--length", str(LENGTH), "--skip", str(COUNT)])
-    assert capsys.readouterr().out == f"300 right answers in {tmp_path}/expert\n"
+    assert capsys.readouterr().out == f"300 correct answers in {tmp_path}/expert\n"
     changes = ["steps=12", "batch.prompts_per_step=16", f"replay.expert={tmp_path}/expert"]
     before, after = reinforced("letters-mix", tmp_path / "run", warm, *changes)
     assert after > before + 0.1, (before, after)
@@ -121,14 +121,14 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
-def test_a_teacher_is_learnt_from(warm: Path, shown: Outcome, tmp_path: Path) -> None:
-    teacher = checkpoint.saved(shown.folder)[-1].model
+def test_a_teacher_is_learnt_from(warm: Path, shown: RunResult, tmp_path: Path) -> None:
+    teacher = checkpoint.list_checkpoints(shown.folder)[-1].model
     changes = ["steps=12", "batch.prompts_per_step=96", f"teacher.path={teacher}"]
     before, after = reinforced("letters-distill", tmp_path / "run", warm, *changes)
     assert after > before + 0.05, (before, after)
 
 
-def test_supervised_steps_learn_answers_and_not_those_of_others(shown: Outcome, tmp_path: Path) -> None:
+def test_supervised_steps_learn_answers_and_not_those_of_others(shown: RunResult, tmp_path: Path) -> None:
     assert shown.before is not None and shown.after is not None
     assert shown.after.success > shown.before.success + 0.3
     rows = letters.rows(COUNT, LENGTH)
@@ -180,18 +180,18 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("recipe", list(recipes()))
+@pytest.mark.parametrize("recipe", list(list_recipes()))
 def test_every_recipe_runs_from_the_command_line(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [*TINY, *OWN.get(recipe, []), *([] if recipe == "letters-sft" else ["warmup.steps=2"])]
     if recipe == "letters-mix":
-        letters.expert(tmp_path / "expert", count=20, length=4, skip=80)
+        letters.write_expert_book(tmp_path / "expert", count=20, length=4, skip=80)
         changes += [f"replay.expert={tmp_path}/expert"]
     assert main(["train", recipe, "--json", "--out", f"{tmp_path}/run", *changes]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["steps"] == 2 and said["after"]["eval/prompts"] == 8
-    assert [one.step for one in checkpoint.saved(tmp_path / "run")] == [0, 2]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path / "run")] == [0, 2]
     with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
         assert [step for step, found in book.metrics() if "loss" in found or "critic/value_loss" in found] == [1, 2]
     assert main(["show", f"{tmp_path}/run"]) == 0
@@ -207,7 +207,7 @@ def test_every_recipe_runs_from_the_command_line(
 def test_recipes_say_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--recipes"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == len(recipes()) and all("Sort six letters" in line and len(line) < 140 for line in said)
+    assert len(said) == len(list_recipes()) and all("Sort six letters" in line and len(line) < 140 for line in said)
 
 
 def test_what_an_expert_shows_and_a_teacher_was_taught_is_not_what_runs_are_judged_by() -> None:
@@ -228,7 +228,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     finally:
         del sys.modules[spec.name]
     assert before.prompts == after.prompts == 20
-    assert [one.step for one in checkpoint.saved(tmp_path)] == [2]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [2]
     with rollbook.open(tmp_path / "book", mode="r") as book:
         assert sorted({step for steps in trained_steps(book).values() for step in steps}) == [1, 2]
         assert book.counts().trained == 2 * 8 * 8 and book.counts().evaluation == 40 and book.policy_version == 2

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 import rollbook
 from rollbook.cli.parser import main
 from rollbook.train import checkpoint, step_replay
-from rollbook.train.config import Config, effective, shown
+from rollbook.train.config import Config, dump_config, load_config
 from rollbook.train.run import run
-from rollbook.train.step_replay import ReplayResult, choices, trace
+from rollbook.train.step_replay import ReplayResult, split_changes, trace_step
 from rollbook.train.step_replay import replay as replay_untrusted
 
 SMALL = (
@@ -80,7 +80,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             given = [*SMALL, rows, f"rewards={home / 'scores.py'}:reward", *changes]
             given = [one.replace("HOME", str(home)) for one in given if one]
             run(
-                effective("letters", [*given, f"steps={steps}", f"checkpoint.interval={every}", f"out={out}"]),
+                load_config("letters", [*given, f"steps={steps}", f"checkpoint.interval={every}", f"out={out}"]),
                 stream=io.StringIO(),
             )
             made[key] = out
@@ -103,7 +103,7 @@ def by_name(found: ReplayResult) -> dict[str, str]:
 def untouched(found: ReplayResult, *missing: str) -> None:
     """All is the same to the last bit, but what cannot be compared."""
     odd = {what: verdict for what, verdict in by_name(found).items() if verdict != step_replay.SAME}
-    assert odd == dict.fromkeys(missing, step_replay.NOT)
+    assert odd == dict.fromkeys(missing, step_replay.NOT_COMPARED)
     assert found.agrees
 
 
@@ -199,21 +199,21 @@ def test_weights_of_a_sampler_are_in_the_ledger(make: Make) -> None:
 def test_a_run_in_bfloat16_differs_by_rounding(make: Make) -> None:
     found = replay(make("model.precision=bfloat16"), 2)
     names = by_name(found)
-    assert found.agrees and found.tolerance is step_replay.ELSEWHERE
+    assert found.agrees and found.tolerance is step_replay.GPU_TOLERANCE
     assert names["loss"] == names["policy log-probs"] == step_replay.ROUNDING
     assert names["rewards"] == names["advantages"] == names["plan: minibatches"] == step_replay.SAME
     assert "replayed in float32" in found.notes[0]
 
 
 def test_what_a_rewind_voided_is_not_of_the_step(copy: Path) -> None:
-    shutil.rmtree(copy / "checkpoints" / checkpoint.name_of(4))
-    run(effective(copy / "config.yaml", [f"out={copy}"]), stream=io.StringIO())
+    shutil.rmtree(copy / "checkpoints" / checkpoint.checkpoint_name(4))
+    run(load_config(copy / "config.yaml", [f"out={copy}"]), stream=io.StringIO())
     with rollbook.open(copy / "book", mode="r") as book:
         events = book.sql(
             "select kind, count(*) n from events where step = 4 and kind in ('trained', 'voided') group by 1"
         )
         assert dict(events.rows()) == {"trained": 18, "voided": 9}
-        assert len(trace(book, 4).uids) == 9
+        assert len(trace_step(book, 4).uids) == 9
     untouched(replay(copy, 4))
 
 
@@ -222,7 +222,7 @@ def test_what_a_rewind_voided_is_not_of_the_step(copy: Path) -> None:
 
 def test_a_revised_reward_is_found(copy: Path) -> None:
     with rollbook.open(copy / "book") as book:
-        uid = trace(book, 4).uids[0]
+        uid = trace_step(book, 4).uids[0]
         book.revise(uid, reward=0.9, author="ana")
     found = replay(copy, 4)
     names = by_name(found)
@@ -234,7 +234,7 @@ def test_a_revised_reward_is_found(copy: Path) -> None:
 
 def test_revised_advantages_change_the_loss(copy: Path) -> None:
     with rollbook.open(copy / "book") as book:
-        rows = book.get(trace(book, 4).uids)
+        rows = book.get(trace_step(book, 4).uids)
         uid, old = next(
             (row.eid.uid, row.advantages) for row in rows if row.advantages is not None and row.advantages.any()
         )
@@ -245,7 +245,7 @@ def test_revised_advantages_change_the_loss(copy: Path) -> None:
 
 
 def test_tampered_weights_are_found(copy: Path) -> None:
-    path = copy / "checkpoints" / checkpoint.name_of(3) / "model" / "model.safetensors"
+    path = copy / "checkpoints" / checkpoint.checkpoint_name(3) / "model" / "model.safetensors"
     weights = load_file(path)
     name = next(name for name in weights if "q_proj" in name or "embed" in name)
     weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
@@ -280,7 +280,7 @@ def test_another_estimator_is_computed_beside_what_was_trained(make: Make) -> No
     assert changed is not None
     assert changed.changes == ['algorithm.estimator: "dr_grpo", was "grpo"']
     with rollbook.open(folder / "book", mode="r") as book:
-        records = book.get(trace(book, 4).uids)
+        records = book.get(trace_step(book, 4).uids)
     rewards = np.array(records.values("reward")).reshape(3, 3)
     expected = rewards - rewards.mean(1, keepdims=True)
     moved = {one.uid: one for one in changed.moved}
@@ -331,8 +331,11 @@ def test_choices_that_cannot_be_replayed_are_refused(make: Make) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             replay(folder, 4, [change])
-    config = effective(folder / "config.yaml")
-    assert choices(config, effective(folder / "config.yaml", ["batch.epochs=2"])) == (["batch.epochs: 2, was 1"], [])
+    config = load_config(folder / "config.yaml")
+    assert split_changes(config, load_config(folder / "config.yaml", ["batch.epochs=2"])) == (
+        ["batch.epochs: 2, was 1"],
+        [],
+    )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -344,14 +347,14 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got no config\.yaml, expected the folder of a run"):
         replay(copy / "book", 1)
     with rollbook.open(copy / "book") as book:
-        uid = trace(book, 2).uids[0]
+        uid = trace_step(book, 2).uids[0]
         book.delete(uid, author="ana")
         book.compact()
-    with pytest.raises(ValueError, match="step 2: a record of it cannot be read.*gone"):
+    with pytest.raises(ValueError, match="step 2: a record cannot be read.*gone"):
         replay(copy, 2)
-    with pytest.raises(ValueError, match="step 2: a record of it cannot be read"):
+    with pytest.raises(ValueError, match="step 2: a record cannot be read"):
         replay(copy, 3)  # by way of step 2
-    for one in checkpoint.saved(copy)[:2]:
+    for one in checkpoint.list_checkpoints(copy)[:2]:
         shutil.rmtree(one.path)
     with pytest.raises(ValueError, match="got no checkpoint before step 4"):
         replay(copy, 4)
@@ -362,19 +365,21 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
 
 
 def test_records_of_another_trainer_have_no_places() -> None:
-    assert [one.verdict for one in step_replay.plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])] == [
-        step_replay.NOT
-    ]
-    moved = step_replay.plans([{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    assert [
+        one.verdict for one in step_replay.compare_plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
+    ] == [step_replay.NOT_COMPARED]
+    moved = step_replay.compare_plans(
+        [{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}]
+    )
     assert moved[0].verdict == step_replay.DIFFERS
 
 
 def test_numbers_that_are_none_agree_with_themselves_alone() -> None:
     nan, inf = float("nan"), float("inf")
-    assert step_replay.compare_rows("x", [nan, inf], [nan, inf], step_replay.HERE).verdict == step_replay.SAME
-    assert step_replay.compare_rows("x", [nan], [0.0], step_replay.ELSEWHERE).verdict == step_replay.DIFFERS
-    assert step_replay.compare_rows("x", [inf], [1.0], step_replay.ELSEWHERE).verdict == step_replay.DIFFERS
-    assert step_replay.tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == step_replay.DIFFERS
+    assert step_replay.compare_rows("x", [nan, inf], [nan, inf], step_replay.CPU_TOLERANCE).verdict == step_replay.SAME
+    assert step_replay.compare_rows("x", [nan], [0.0], step_replay.GPU_TOLERANCE).verdict == step_replay.DIFFERS
+    assert step_replay.compare_rows("x", [inf], [1.0], step_replay.GPU_TOLERANCE).verdict == step_replay.DIFFERS
+    assert step_replay.compare_tokens("x", [[1.0]], [[1.0, 2.0]], 1.0).verdict == step_replay.DIFFERS
 
 
 # --- runs of strangers ------------------------------------------------------------------------------------------------
@@ -407,7 +412,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         "tracking.trackers.0": f"{evil}:Leave",
         "model.attention": "stranger/kernel",
     }
-    given = effective(copy / "config.yaml").to_dict()
+    given = load_config(copy / "config.yaml").to_dict()
     given["model"] |= {"builder": named["model.builder"], "options": {"command": f"touch {canary}"}}
     given["data"] |= {"function": named["data.function"], "options": {"command": f"touch {canary}"}}
     given["evaluation"] |= {"function": named["evaluation.function"], "options": {"path": str(evil)}}
@@ -420,7 +425,7 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
     given["model"] |= {"attention": named["model.attention"]}
     given["replay"] |= {"expert": named["replay.expert"], "expert_share": 0.5}
-    (copy / "config.yaml").write_text(shown(Config.of(given)))
+    (copy / "config.yaml").write_text(dump_config(Config.from_dict(given)))
     return named
 
 
@@ -458,9 +463,9 @@ class Leave:
 def test_a_strangers_checkpoint_runs_nothing(
     make: Make, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = Path(shutil.copytree(make("rewards=rollbook.train.recipes.letters:chance"), tmp_path / "run"))
+    folder = Path(shutil.copytree(make("rewards=rollbook.train.recipes.letters:random_reward"), tmp_path / "run"))
     canary = tmp_path / "canary"
-    for saved in checkpoint.saved(folder):
+    for saved in checkpoint.list_checkpoints(folder):
         if part == "state":
             torch.save({"learner": Leave(canary), "random": {}}, saved.path / "state.pt")
         elif part == "weights":
@@ -496,7 +501,7 @@ def test_the_command_says_it_and_ends_with_its_status(copy: Path, capsys: pytest
     assert main(["replay", "--trust", str(copy), "--step", "9"]) == 2
     assert "the run has steps 1 to 4" in capsys.readouterr().err
     with rollbook.open(copy / "book") as book:
-        book.revise(trace(book, 4).uids[0], reward=5.0, author="ana")
+        book.revise(trace_step(book, 4).uids[0], reward=5.0, author="ana")
     assert main(["replay", "--trust", str(copy), "--step", "4", "--color", "always"]) == 1
     assert "\x1b[1;31mdiffers\x1b[0m" in capsys.readouterr().out
     # Without colors again, also for later tests: the mode is global.

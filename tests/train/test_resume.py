@@ -117,14 +117,14 @@ def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expect
     before = seen(folder)
     life = nursery.live(command(folder))
     assert life.code == 0
-    assert "6 steps of the run at" in life.said and "there is nothing to do" in life.said
+    assert "has done 6 steps" in life.said and "Increase it to continue" in life.said
     assert "all 6 steps were done before" in life.said and "after     avg@1" in life.said
     assert "learnt" not in life.points and "before commit" not in life.points
     changed = {name for name, data in seen(folder).items() if before.get(name, b"") != data}
     assert changed == {"config.yaml"}  # `out` is another one here
     assert nursery.live(command(folder)).code == 0 and seen(folder).keys() == before.keys()
     less = nursery.live(command(folder, "steps=3"))
-    assert less.code == 0 and "6 steps of the run" in less.said and "steps is 3" in less.said
+    assert less.code == 0 and "has done 6 steps" in less.said and "steps is 3" in less.said
     assert expected.differences(Lineage.of(folder)) == []
 
 
@@ -133,7 +133,7 @@ def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -
     folder, changes = tmp_path / "run", ["optimizer.schedule=constant", "evaluation.every=0", "evaluation.after=false"]
     assert nursery.live(command(folder, "steps=4", *changes)).code == 0
     life = nursery.live(command(folder, *changes))
-    assert life.code == 0 and "going on after step 4" in life.said
+    assert life.code == 0 and "continuing after step 4" in life.said
     assert "steps: 6" in (folder / "config.yaml").read_text()
     other = tmp_path / "other"
     assert nursery.live(command(other, *changes)).code == 0
@@ -175,15 +175,15 @@ def test_overwrite(nursery: Nursery, whole: Path, tmp_path: Path) -> None:
         assert nursery.live(command(folder, *changes), at=("overwriting", times)).killed
     life = nursery.live(command(folder, *changes))
     assert life.code == 0, life.said
-    assert [one.step for one in checkpoint.saved(folder)] == [0, 1]
+    assert [one.step for one in checkpoint.list_checkpoints(folder)] == [0, 1]
     again = nursery.live(command(folder, *changes[:2]))
-    assert again.code == 0 and "there is nothing to do" in again.said
+    assert again.code == 0 and "Increase it to continue" in again.said
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter1.tex").write_text("It was a dark and stormy night.")
     for more in ([], ["overwrite=true"]):
         life = nursery.live(command(other, *more))
-        assert life.code == 2 and "is no run's folder" in life.said
+        assert life.code == 2 and "config.yaml" in life.said
         assert [one.name for one in other.iterdir()] == ["chapter1.tex"]
     life = nursery.live(command(other / "chapter1.tex"))
     assert life.code == 2 and "which is a file, expected a folder" in life.said
@@ -195,7 +195,7 @@ def test_two_processes_do_not_train_in_one_folder(nursery: Nursery, whole: Path,
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for more in ([], ["overwrite=true"]):
             life = nursery.live(command(folder, *more))
-            assert life.code == 2 and "in which another process trains" in life.said
+            assert life.code == 2 and "in which another process is training" in life.said
     assert nursery.live(command(folder)).code == 0
 
 
@@ -235,7 +235,7 @@ def test_a_broken_checkpoint_is_refused_by_name(
     assert life.code == 2, life.said
     last = life.said.splitlines()[-1]
     assert f"{target / name.partition('/')[0]}" in last
-    assert f"To go on from the checkpoint before it, remove {target}" in last
+    assert f"To continue from the checkpoint before it, remove {target}" in last
     assert "during rewind" not in life.points
 
 
@@ -247,7 +247,7 @@ def test_the_checkpoint_before_a_broken_one(nursery: Nursery, whole: Path, expec
     shutil.rmtree(folder / "checkpoints/.partial-step-000004/model")
     life = nursery.live(command(folder))
     assert life.code == 0, life.said
-    assert "going on after step 2" in life.said
+    assert "continuing after step 2" in life.said
     assert expected.differences(Lineage.of(folder)) == []
 
 
@@ -259,7 +259,7 @@ def test_a_run_without_its_book_or_its_checkpoints(nursery: Nursery, whole: Path
     folder = copied(whole, tmp_path / "other")
     shutil.rmtree(folder / "checkpoints")
     life = nursery.live(command(folder))
-    assert life.code == 2 and "whose book has records of training" in life.said, life.said
+    assert life.code == 2 and "whose book has training records" in life.said, life.said
     folder = copied(whole, tmp_path / "third")
     shutil.rmtree(folder / "checkpoints/step-000000")
     life = nursery.live(command(folder, "steps=8"))

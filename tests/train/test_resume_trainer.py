@@ -325,11 +325,11 @@ def test_only_the_newest_are_kept_and_the_first(tmp_path: Path) -> None:
     with pytest.raises(Died):
         made.run(6)
     disk.watch_failpoints(None)
-    assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 2, 3]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [0, 2, 3]
     made = trainer(tmp_path, {"keep_last": 2, "interval": 1})
     assert made.resume()
     made.run(6)
-    assert [one.step for one in checkpoint.saved(tmp_path)] == [0, 5, 6]
+    assert [one.step for one in checkpoint.list_checkpoints(tmp_path)] == [0, 5, 6]
     assert [point.name for point in made.book.checkpoints()] == ["step-000000", "step-000005", "step-000006"]
 
 
@@ -339,7 +339,7 @@ def test_an_old_folder_is_not_written_over(tmp_path: Path) -> None:
     made.checkpoints = CheckpointConfig(tmp_path / "run")
     with pytest.raises(ValueError, match=r"has a checkpoint of step 2, and this is step 0, .* or resume\(\) first"):
         made.save()
-    with pytest.raises(ValueError, match="has no checkpoint 'step-000002', which .* goes with"):
+    with pytest.raises(ValueError, match="has no checkpoint 'step-000002' of "):
         made.resume()
     other = trainer(tmp_path / "run", {})
     other.seed = 4

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from rollbook.train.statistics import (
     Interval,
-    _within,
+    _student_probability,
     avg_at_k,
+    avg_at_k_interval,
     maj_at_k,
-    mean,
-    paired,
+    mean_interval,
+    paired_difference,
     pass_at_k,
     powers_of_two,
-    share,
-    student,
+    student_quantile,
 )
 
 OUTCOMES = st.integers(1, 5).flatmap(
@@ -45,47 +45,47 @@ def test_student_is_that_of_the_tables() -> None:
         (0.9, 120): 1.658,
     }
     for (confidence, freedom), t in known.items():
-        assert student(confidence, freedom) == pytest.approx(t, abs=6e-4)
+        assert student_quantile(confidence, freedom) == pytest.approx(t, abs=6e-4)
     for confidence in (0.5, 0.95, 0.999):
-        t = student(confidence, 301)
-        assert _within(math.atan(t / math.sqrt(301)), 301) == pytest.approx(confidence, abs=1e-9)
+        t = student_quantile(confidence, 301)
+        assert _student_probability(math.atan(t / math.sqrt(301)), 301) == pytest.approx(confidence, abs=1e-9)
 
 
 def test_with_one_sample_a_prompt_the_interval_is_wilsons() -> None:
     """p = 30 / 100, with Student's quantile for 99; of independent samples, nothing is lost by clustering."""
-    t2 = student(0.95, 99) ** 2
-    found = share([[True]] * 30 + [[False]] * 70)
+    t2 = student_quantile(0.95, 99) ** 2
+    found = avg_at_k_interval([[True]] * 30 + [[False]] * 70)
     n = 100.0  # one sample a prompt: as many as there are
     middle, reach = (0.3 + t2 / (2 * n)) / (1 + t2 / n), math.sqrt(t2 * (0.21 / n + t2 / (4 * n * n))) / (1 + t2 / n)
     assert found == pytest.approx(Interval(0.3, middle - reach, middle + reach))
 
 
 def test_samples_that_are_all_alike_are_as_good_as_one() -> None:
-    one = share([[True]] * 30 + [[False]] * 70)
-    eight = share([[True] * 8] * 30 + [[False] * 8] * 70)
+    one = avg_at_k_interval([[True]] * 30 + [[False]] * 70)
+    eight = avg_at_k_interval([[True] * 8] * 30 + [[False] * 8] * 70)
     assert eight == pytest.approx(one)
-    mixed = share([[i < 3 for i in range(10)]] * 100)  # every prompt alike: all samples count
+    mixed = avg_at_k_interval([[i < 3 for i in range(10)]] * 100)  # every prompt alike: all samples count
     assert mixed.high - mixed.low < 0.4 * (one.high - one.low)
 
 
 @pytest.mark.parametrize("k", [1, 8])
 def test_nothing_but_success_is_not_certainty(k: int) -> None:
-    best, worst = share([[True] * k] * 200), share([[False] * k] * 200)
+    best, worst = avg_at_k_interval([[True] * k] * 200), avg_at_k_interval([[False] * k] * 200)
     assert best.value == best.high == 1.0 and 0.97 < best.low < 0.99
     assert worst == pytest.approx(Interval(0.0, 0.0, 1 - best.low))
-    nearly = share([[True] * k] * 199 + [[False] + [True] * (k - 1)])
+    nearly = avg_at_k_interval([[True] * k] * 199 + [[False] + [True] * (k - 1)])
     # A lone failure tells that samples of a prompt are not all alike, and no more than that.
     assert nearly.low < best.low + (0 if k == 1 else 0.006)
-    assert share([[True] * k] * 199 + [[False] * k]).low < best.low
-    assert share([[True] * k]) == Interval(1.0, 0.0, 1.0)
+    assert avg_at_k_interval([[True] * k] * 199 + [[False] * k]).low < best.low
+    assert avg_at_k_interval([[True] * k]) == Interval(1.0, 0.0, 1.0)
 
 
 def test_a_mean_has_students_interval() -> None:
-    assert mean([1.0, 2.0, math.nan, 3.0]) == pytest.approx(
+    assert mean_interval([1.0, 2.0, math.nan, 3.0]) == pytest.approx(
         Interval(2.0, 2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), abs=1e-4
     )
-    assert mean([2.0]) == Interval(2.0, -math.inf, math.inf)
-    assert all(map(math.isnan, mean([math.nan])))
+    assert mean_interval([2.0]) == Interval(2.0, -math.inf, math.inf)
+    assert all(map(math.isnan, mean_interval([math.nan])))
 
 
 @given(OUTCOMES, st.data())
@@ -145,7 +145,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(kind: str, m: int, k: 
     inside = 0
     for _ in range(400):
         chances = rng.beta(a, b, m)
-        found = share((rng.random((m, k)) < chances[:, None]).tolist())
+        found = avg_at_k_interval((rng.random((m, k)) < chances[:, None]).tolist())
         inside += found.low <= a / (a + b) <= found.high
     assert inside / 400 >= 0.92
 
@@ -156,7 +156,7 @@ def test_taking_all_samples_for_independent_would_not_hold_it() -> None:
     for _ in range(400):
         chances = rng.beta(0.1, 0.1, 100)
         flat = (rng.random((100, 8)) < chances[:, None]).reshape(-1, 1)
-        found = share(flat.tolist())
+        found = avg_at_k_interval(flat.tolist())
         inside += found.low <= 0.5 <= found.high
     assert inside / 400 < 0.7
 
@@ -174,7 +174,7 @@ def test_the_paired_interval_holds_the_truth_too(kind: str, k: int, rise: float)
         before = rng.beta(a, b, 80)
         after = before + rise * (1 - before)
         drawn = [(rng.random((80, k)) < chances[:, None]).tolist() for chances in (before, after)]
-        found = paired(drawn[0], drawn[1])
+        found = paired_difference(drawn[0], drawn[1])
         inside += found.low <= truth <= found.high
     assert inside / 300 >= 0.92
 
@@ -183,20 +183,20 @@ def test_pairing_is_worth_it_where_prompts_differ_and_says_little_of_equals() ->
     rng = np.random.default_rng(0)
     chances = rng.beta(0.1, 0.1, 200)
     before, after = ((rng.random((200, 4)) < np.clip(chances + d, 0, 1)[:, None]).tolist() for d in (0.0, 0.05))
-    together = paired(before, after)
-    strangers = paired(before, rng.permutation(np.array(after)).tolist())
+    together = paired_difference(before, after)
+    strangers = paired_difference(before, rng.permutation(np.array(after)).tolist())
     assert together.high - together.low < 0.5 * (strangers.high - strangers.low)
-    same = paired(before, before)
+    same = paired_difference(before, before)
     assert same.value == 0 and -0.05 < same.low < 0 < same.high < 0.05
-    risen = paired([[False]] * 200, [[True]] * 200)
+    risen = paired_difference([[False]] * 200, [[True]] * 200)
     assert risen.value == risen.high == 1.0 and 0.96 < risen.low < 0.99
 
 
 @given(OUTCOMES, st.sampled_from([0.5, 0.9, 0.95, 0.999]))
 def test_intervals_hold_their_value_and_stay_in_range(outcomes: list[list[bool]], confidence: float) -> None:
-    found = share(outcomes, confidence)
+    found = avg_at_k_interval(outcomes, confidence)
     assert 0 <= found.low <= found.value <= found.high <= 1
-    rise = paired(outcomes, outcomes[::-1], confidence)
+    rise = paired_difference(outcomes, outcomes[::-1], confidence)
     assert -1 <= rise.low <= rise.value <= rise.high <= 1
     assert found.low < found.high
 
@@ -207,15 +207,15 @@ def test_intervals_hold_their_value_and_stay_in_range(outcomes: list[list[bool]]
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: share([]), "outcomes: got no prompt"),
+        (lambda: avg_at_k_interval([]), "outcomes: got no prompt"),
         (lambda: avg_at_k([[True], []]), r"outcomes\[1\]: got no sample"),
-        (lambda: share([[True]], 95), "confidence: got 95"),
+        (lambda: avg_at_k_interval([[True]], 95), "confidence: got 95"),
         (lambda: pass_at_k([[True, True], [True]], 2), "k: got 2, expected at most 1"),
         (lambda: pass_at_k([[True]], 0), "k: got 0"),
         (lambda: maj_at_k([["a"]], [[True, False]]), r"answers\[0\]: got 1 answers, expected 2"),
         (lambda: maj_at_k([], [[True]]), "answers: got 0 prompts"),
         (lambda: maj_at_k([["a"]], [[True]], 2), "k: got 2"),
-        (lambda: paired([[True]], [[True]] * 2), "after: got 2 prompts, expected the 1 of before"),
+        (lambda: paired_difference([[True]], [[True]] * 2), "after: got 2 prompts, expected the 1 of before"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(call: Any, said: str) -> None:

@@ -24,8 +24,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
-from rollbook.train.display import Display, duration, evaluation_line
-from rollbook.train.tracker import LINES, Book, Jsonl, TensorBoard, Tracker, WandB, read_lines, trackers_of
+from rollbook.train.tracker import (
+    METRICS_FILE,
+    BookTracker,
+    Display,
+    JsonlTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+    build_trackers,
+    format_duration,
+    format_evaluation,
+    read_metrics,
+)
 
 ODD = {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "eval/avg@8": 0.5, "tokens": 7}
 
@@ -40,33 +51,33 @@ def same(one: dict[str, float], other: dict[str, float]) -> bool:
 
 
 def test_lines_are_strict_json_and_come_back(tmp_path: Path) -> None:
-    tracker = Jsonl(tmp_path / "run" / LINES)
+    tracker = JsonlTracker(tmp_path / "run" / METRICS_FILE)
     tracker.log(1, ODD)
     tracker.log(1, {"reward": 0.25})
-    lines = (tmp_path / "run" / LINES).read_text().splitlines()  # there, before it is closed
+    lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()  # there, before it is closed
     assert [sorted(json.loads(line, parse_constant=pytest.fail)) for line in lines] == [["metrics", "step", "time"]] * 2
     tracker.close()
-    ((step, found),) = read_lines(tmp_path / "run" / LINES)
+    ((step, found),) = read_metrics(tmp_path / "run" / METRICS_FILE)
     assert step == 1 and same(found, {**ODD, "reward": 0.25})
     with pytest.raises(ValueError, match=r"metrics\['loss'\]"):
-        Jsonl(tmp_path / "other").log(1, {"loss": "low"})  # type: ignore[dict-item]
+        JsonlTracker(tmp_path / "other").log(1, {"loss": "low"})  # type: ignore[dict-item]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats()), max_size=12), st.integers(0, 200))
 def test_a_line_that_was_cut_short_is_removed_and_no_other(rows: list[tuple[int, float]], cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / LINES
-        tracker = Jsonl(path)
+        path = Path(folder) / METRICS_FILE
+        tracker = JsonlTracker(path)
         for step, value in rows:
             tracker.log(step, {"loss": value})
         tracker.close()
         whole = path.read_bytes()
         path.write_bytes(whole[: max(0, len(whole) - cut)])
-        torn, left = read_lines(path), path.read_bytes().count(b"\n")
-        tracker = Jsonl(path)
+        torn, left = read_metrics(path), path.read_bytes().count(b"\n")
+        tracker = JsonlTracker(path)
         tracker.log(99, {"loss": 1.0})
         tracker.close()
-        *others, last = read_lines(path)
+        *others, last = read_metrics(path)
         assert last == (99, {"loss": 1.0}) and len(others) == len(torn)
         assert all(step == was and same(one, two) for (step, one), (was, two) in zip(others, torn, strict=True))
         assert path.read_bytes().count(b"\n") == left + 1
@@ -74,21 +85,21 @@ def test_a_line_that_was_cut_short_is_removed_and_no_other(rows: list[tuple[int,
 
 def test_a_resumed_run_has_no_lines_of_later_steps(tmp_path: Path) -> None:
     for after, last in ((0, 5), (3, 4), (4, 5)):
-        tracker = Jsonl(tmp_path / LINES, after=after)
+        tracker = JsonlTracker(tmp_path / METRICS_FILE, after=after)
         for step in range(after + 1, last + 1):
             tracker.log(step, {"loss": step + after / 10})
         tracker.close()
-    found = [(step, metrics["loss"]) for step, metrics in read_lines(tmp_path / LINES)]
+    found = [(step, metrics["loss"]) for step, metrics in read_metrics(tmp_path / METRICS_FILE)]
     assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.3), (5, 5.4)]
-    assert os.listdir(tmp_path) == [LINES]
+    assert os.listdir(tmp_path) == [METRICS_FILE]
     with pytest.raises(ValueError, match="after: got -1"):
-        Jsonl(tmp_path / LINES, after=-1)
-    (tmp_path / LINES).write_text('{"step": "1"}\n')
-    with pytest.raises(ValueError, match=f"{LINES}:1: got .*expected an object with a step"):
-        Jsonl(tmp_path / LINES, after=1)
-    (tmp_path / LINES).write_text("nonsense\n")
-    with pytest.raises(ValueError, match="which is no JSON"):
-        read_lines(tmp_path / LINES)
+        JsonlTracker(tmp_path / METRICS_FILE, after=-1)
+    (tmp_path / METRICS_FILE).write_text('{"step": "1"}\n')
+    with pytest.raises(ValueError, match=f"{METRICS_FILE}:1: got .*expected an object with a step"):
+        JsonlTracker(tmp_path / METRICS_FILE, after=1)
+    (tmp_path / METRICS_FILE).write_text("nonsense\n")
+    with pytest.raises(ValueError, match="expected JSON"):
+        read_metrics(tmp_path / METRICS_FILE)
 
 
 # --- TensorBoard and W&B --------------------------------------------------------------------------------------------
@@ -149,12 +160,12 @@ def tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tensorboard")
 def test_tensorboard_shows_every_number_and_nothing_that_a_resumed_run_left_behind(tmp_path: Path) -> None:
     folder = tmp_path / "board"
-    first: Tracker = TensorBoard(folder)
+    first: Tracker = TensorBoardTracker(folder)
     for step in range(1, 6):
         first.log(step, {"loss": float(step), "eval/avg@8": 0.5})
     first.log(5, {"kl": math.nan})
     first.close()
-    second = TensorBoard(folder, after=3)
+    second = TensorBoardTracker(folder, after=3)
     second.log(4, {"loss": 4.5})
     second.close()
     found = scalars(folder)
@@ -191,7 +202,7 @@ def test_wandb_is_told_every_number_and_has_its_own_mode(tmp_path: Path, monkeyp
     (home / "wandb.py").write_text(textwrap.dedent(WANDB))
     monkeypatch.syspath_prepend(str(home))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    tracker: Tracker = WandB(tmp_path / "demo", config={"lr": 0.1}, after=3)
+    tracker: Tracker = WandbTracker(tmp_path / "demo", config={"lr": 0.1}, after=3)
     tracker.log(4, ODD)
     tracker.log(4, {"reward": 0.5})
     tracker.close()
@@ -212,7 +223,7 @@ def test_what_is_not_installed_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
     with pytest.raises(ImportError, match=f"tracker '{name}' needs the package {name}: pip install {name}"):
-        trackers_of(["jsonl", name], tmp_path)
+        build_trackers(["jsonl", name], tmp_path)
 
 
 # --- by name --------------------------------------------------------------------------------------------------------
@@ -220,14 +231,14 @@ def test_what_is_not_installed_says_how_to_install_it(
 
 def test_trackers_by_name_are_told_the_same_and_leave_the_book_open(tmp_path: Path) -> None:
     with rollbook.open("memory:") as book:
-        made = trackers_of(["book", "jsonl", "display", "book"], tmp_path, book, steps=2, after=0)
-        assert [type(one) for one in made] == [Book, Jsonl, Display]
+        made = build_trackers(["book", "jsonl", "display", "book"], tmp_path, book, steps=2, after=0)
+        assert [type(one) for one in made] == [BookTracker, JsonlTracker, Display]
         for step in (1, 2):
             for each in made:
                 each.log(step, {"loss": 1 / step})
         for each in made:
             each.close()
-        assert book.metrics() == read_lines(tmp_path / LINES) == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
+        assert book.metrics() == read_metrics(tmp_path / METRICS_FILE) == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
 
 
 class Mine:
@@ -243,9 +254,9 @@ class Mine:
 
 
 def test_trackers_of_ones_own(tmp_path: Path) -> None:
-    one, other = trackers_of([f"{__name__}:Mine", "jsonl"], tmp_path, after=3, config={"lr": 1})
+    one, other = build_trackers([f"{__name__}:Mine", "jsonl"], tmp_path, after=3, config={"lr": 1})
     one.log(4, {"loss": 0.5})
-    assert (tmp_path / "mine-3").read_text() == "4 ['loss']" and isinstance(other, Jsonl)
+    assert (tmp_path / "mine-3").read_text() == "4 ['loss']" and isinstance(other, JsonlTracker)
     other.close()
 
 
@@ -255,14 +266,14 @@ def test_trackers_of_ones_own(tmp_path: Path) -> None:
         (f"{__name__}:Mime", "did you mean 'Mine'"),
         ("fractions:Fraction", "has no method 'log', expected log and close"),
         ("jsnl", "trackers: got 'jsnl'; did you mean 'jsonl'"),
-        (["book"], "trackers: got 'book' and no book"),
-        (["jsonl"], "trackers: got 'jsonl' and no folder"),
+        (["book"], "trackers: got 'book' without a book"),
+        (["jsonl"], "trackers: got 'jsonl' without a folder"),
         ([3], "trackers: got 3"),
     ],
 )
 def test_names_that_cannot_be_had_are_refused(names: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        trackers_of(names)
+        build_trackers(names)
 
 
 # --- the display ----------------------------------------------------------------------------------------------------
@@ -321,7 +332,7 @@ def test_an_evaluation_is_a_line_of_its_own() -> None:
     display.note("checkpoint \x1b[31mstep-1")
     assert stream.getvalue().splitlines()[0] == "step 0: avg@4 0.5 (0.44 to 0.56)"
     assert stream.getvalue().splitlines()[-1] == r"checkpoint \x1b[31mstep-1"
-    assert evaluation_line({"eval/failed": 0.5, "eval/low": 1.0}) == "failed 0.5, low 1"
+    assert format_evaluation({"eval/failed": 0.5, "eval/low": 1.0}) == "failed 0.5, low 1"
 
 
 @pytest.fixture
@@ -395,6 +406,6 @@ def test_a_run_that_stops_early_leaves_its_last_row() -> None:
 
 
 def test_durations_are_for_people() -> None:
-    assert [duration(one) for one in (0, 59.4, 60, 3599, 3600, 90_000)] == [
+    assert [format_duration(one) for one in (0, 59.4, 60, 3599, 3600, 90_000)] == [
         "0 s", "59 s", "1 min 0 s", "59 min 59 s", "1 h 0 min", "1 d 1 h",
     ]  # fmt: skip

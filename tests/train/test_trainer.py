@@ -22,7 +22,7 @@ from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.learner import Learner
 from rollbook.train.prompts import Prompts
-from rollbook.train.step_replay import trace
+from rollbook.train.step_replay import trace_step
 from rollbook.train.trainer import AllSamplesFailedError, Trainer
 from tests import tiny
 from tests.train.stages import complete
@@ -107,7 +107,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ({"reward": None}, r"reward: missing; grpo \(grpo\) needs one, or an environment"),
         ({"prompts": None}, "prompts: missing"),
         ({"sampling": {"n": 3}}, "sampling.n: got 3, expected algorithm.group_size, 4"),
-        ({"sampling": {"gamma": 0.5}}, "option 'gamma' is not known"),
+        ({"sampling": {"gamma": 0.5}}, "unknown option 'gamma'"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer(actor, KL, **options)
@@ -236,6 +236,6 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
         assert report[name] == pytest.approx(expected.metrics[name], rel=1e-6), name
     assert equal(weights(actor), weights(other.actor))
     assert report["left_out/no_reward"] == 1 and report["reward"] == 0.5
-    traced = trace(book, 1)
-    places = dict(zip(traced.uids, traced.places, strict=True))
+    traced = trace_step(book, 1)
+    places = dict(zip(traced.uids, traced.placements, strict=True))
     assert places["0/0/2/0/"] == {"left_out": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5

@@ -99,7 +99,7 @@ def _run(
         elif not spared:
             after = luck.uniform(0, seconds)
         life = nursery.live(command(folder, *changes), at=at, after=after)
-        report.resumed += "going on after step" in life.said
+        report.resumed += "continuing after step" in life.said
         if life.killed:
             report.kills[ANY if at is None else at[0]] += 1
             continue

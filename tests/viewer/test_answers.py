@@ -15,8 +15,8 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book
-from rollbook.inspect.answers import KEPT, Answers
-from rollbook.inspect.index import SHOWN, Index
+from rollbook.inspect.answers import MAX_SNAPSHOTS, Answers
+from rollbook.inspect.index import ANSWER_COLUMNS, Index
 from rollbook.inspect.sources import BookSource, load, open_source
 from tests.viewer import story
 
@@ -111,13 +111,13 @@ def test_every_answer_about_the_story_is_strict_json(told: Answers) -> None:
         step["summary"]["reward"]["mean"] - step["before"]["reward"]["mean"]
     )
     rows = strict(told.list("samples", step=7, limit=100))["rows"]
-    assert len(rows) == 48 and set(rows[0]) == set(SHOWN)
+    assert len(rows) == 48 and set(rows[0]) == set(ANSWER_COLUMNS)
     strict(told.list("groups"))
     group = strict(told.group(rows[0]["gid"]))
     strict(told.neighbors(rows[0]["uid"]))
     strict(told.prompt(group["prompt"]))
     strict(told.search("let me"))
-    items = strict(told.look())["items"]
+    items = strict(told.findings())["items"]
     assert items and {"id", "severity", "title", "detail", "recommendation", "steps", "uids", "count", "filter"} <= set(
         items[0]
     )
@@ -221,7 +221,7 @@ def test_pages_of_a_snapshot_hold_each_row_once_while_records_come_in(run: Run) 
 
 def test_old_snapshots_are_made_anew(run: Run) -> None:
     first = run.answers.list(limit=1)["snapshot"]
-    for _ in range(KEPT):
+    for _ in range(MAX_SNAPSHOTS):
         run.answers.list(limit=1)
     page = run.answers.list(limit=3, offset=3, snapshot=first)
     assert page["snapshot"] != first
@@ -280,7 +280,7 @@ def test_a_run_that_is_empty_has_answers(tmp_path: Path) -> None:
     assert (found["records"], found["steps"]["count"], found["lenses"], found["rewards"]) == (0, 0, [], None)
     assert strict(made.answers.steps())["steps"] == []
     assert strict(made.answers.list())["total"] == 0
-    assert strict(made.answers.look()) == {"items": []}
+    assert strict(made.answers.findings()) == {"items": []}
     assert made.answers.search("x")["rows"] == []
     made.close()
 

@@ -17,7 +17,7 @@ from rollbook.inspect.html_export import (
     BundleError,
     join_modules,
     join_styles,
-    manifest,
+    load_assets,
     page_script,
     page_style,
 )
@@ -27,14 +27,14 @@ STATIC = Path(str(resources.files("rollbook.inspect") / "static"))
 
 def test_point_12_what_is_served_is_what_the_package_holds_by_hash() -> None:
     files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
-    assert set(manifest()) == set(files)
+    assert set(load_assets()) == set(files)
     for name, path in files.items():
-        assert manifest()[name].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-        assert manifest()[name].type == TYPES[path.suffix[1:]]
+        assert load_assets()[name].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert load_assets()[name].type == TYPES[path.suffix[1:]]
 
 
 def test_point_12_no_file_of_the_page_names_another_machine() -> None:
-    for name, asset in manifest().items():
+    for name, asset in load_assets().items():
         if asset.type.startswith("text/"):
             text = asset.content.decode()
             named = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", re.sub(r"(?m)^\s*//.*$", "", text))
@@ -42,7 +42,7 @@ def test_point_12_no_file_of_the_page_names_another_machine() -> None:
 
 
 def test_the_page_joins_every_module_once_and_in_order() -> None:
-    files = {name: asset.content.decode() for name, asset in manifest().items() if name.endswith(".js")}
+    files = {name: asset.content.decode() for name, asset in load_assets().items() if name.endswith(".js")}
     for script, missing in ((join_modules(files, "main.js"), set()), (page_script(), {*RUN_PAGES})):
         names = re.findall(r"(?m)^// ((?:pages/)?[\w-]+\.js)$", script)
         assert len(set(names)) == len(names) and names[-1] == "main.js"
@@ -57,7 +57,7 @@ def test_the_page_joins_every_module_once_and_in_order() -> None:
 
 
 def test_the_page_joins_its_sheets_in_the_order_of_its_links() -> None:
-    links = re.findall(r'<link rel="stylesheet" href="/?static/([^"]+)"', manifest()["index.html"].content.decode())
+    links = re.findall(r'<link rel="stylesheet" href="/?static/([^"]+)"', load_assets()["index.html"].content.decode())
     assert links and re.findall(r"(?m)^/\* (\S+\.css) \*/$", page_style()) == links
 
 
@@ -148,9 +148,9 @@ def test_comments_and_indentation_go_and_text_stays() -> None:
             {"main.js": 'import { b } from "./b.js";\nexport const a = 1;', "b.js": 'import { a } from "./main.js";'},
             "main.js -> b.js -> main.js",
         ),
-        ({"main.js": "const a = '</script>';"}, "'</script' cannot stand"),
-        ({"main.js": "const a = '</SCRIPT';"}, "'</script' cannot stand"),
-        ({"main.js": "const a = '<!--';"}, "'<!--' cannot stand"),
+        ({"main.js": "const a = '</script>';"}, "'</script' is not allowed"),
+        ({"main.js": "const a = '</SCRIPT';"}, "'</script' is not allowed"),
+        ({"main.js": "const a = '<!--';"}, "'<!--' is not allowed"),
         ({"main.js": "const a = `open"}, "a template does not end"),
         ({"main.js": "const a = 'open\n';"}, "a string does not end"),
         ({"main.js": "/* open"}, "a comment does not end"),

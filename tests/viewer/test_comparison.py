@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.inspect.comparison import Side, compare, phrases_of, span
+from rollbook.inspect.comparison import Side, compare, count_phrases, parse_steps
 from rollbook.inspect.index import Index
 from rollbook.inspect.sources import load, open_source
 from rollbook.inspect.statistics import edges, group_means, group_test, histograms, kolmogorov, quantiles
@@ -171,13 +171,13 @@ def test_two_runs(run: tuple[Any, Index], tmp_path: Path) -> None:
     ("text", "expected"), [("7", (7, 7)), (" 3-9 ", (3, 9)), ("3..9", (3, 9)), ("-2--1", (-2, -1))]
 )
 def test_spans(text: str, expected: tuple[int, int]) -> None:
-    assert span(text) == expected
+    assert parse_steps(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-", "9-3", "1-2-3", "1" * 30, "1.5"])
 def test_what_is_no_span(text: str) -> None:
     with pytest.raises(ValueError, match="steps: got"):
-        span(text)
+        parse_steps(text)
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -218,6 +218,6 @@ def test_distance_is_as_defined(seed: int) -> None:
 
 @given(st.text(max_size=200))
 def test_phrases_are_words_of_the_text(text: str) -> None:
-    for phrase, count in phrases_of(text).items():
+    for phrase, count in count_phrases(text).items():
         assert 1 <= len(phrase.split(" ")) <= 4 and count > 0
         assert all(word in text.casefold() for word in phrase.split(" "))

@@ -22,14 +22,14 @@ from rollbook import EID, Experience, Experiences
 from rollbook.core import freeform
 from rollbook.core.ids import step_of
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.images import Album, Looked
-from rollbook.inspect.records import Reader, documents_from, documents_of, record_json, untagged
+from rollbook.inspect.images import Album, ImageExtractor
+from rollbook.inspect.records import Reader, convert_records, decode_tagged, read_trajectories, record_json
 from rollbook.inspect.serialization import decode, encode, json_safe
-from rollbook.inspect.trajectory import LENSES, Trajectory, derive, prompt_hash
+from rollbook.inspect.trajectory import LENSES, Trajectory, derive_lenses, hash_prompt
 from rollbook.rollout import Prompt, Sample
 from tests.tiny import bytes_
 
-VOCABULARY = Vocabulary.of(bytes_())
+VOCABULARY = Vocabulary.from_tokenizer(bytes_())
 
 
 def written(text: str) -> list[int]:
@@ -50,7 +50,7 @@ def url(data: bytes, kind: str = "png") -> str:
 
 
 def one_of(record: Experience, vocabulary: Vocabulary | None = VOCABULARY) -> Trajectory:
-    return documents_from(Experiences([record]), vocabulary)[0]
+    return convert_records(Experiences([record]), vocabulary)[0]
 
 
 # --- one record -----------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_slot_j_speaks_of_token_prompt_length_plus_j() -> None:
     assert found.versions is not None and found.versions.tolist() == [-1] * 4 + [3, 4]
     assert found.mask.tolist() == [False] * 4 + [True] * 2
     assert found.advantage == pytest.approx(np.mean(given_fields["advantages"]))
-    assert found.prompt == prompt_hash(prompt)
+    assert found.prompt == hash_prompt(prompt)
 
 
 def test_what_was_not_recorded_is_absent() -> None:
@@ -121,7 +121,7 @@ def test_records_of_different_types_in_one_book() -> None:
         Experience(tokens=[20, 21], logprobs=torch.tensor([-1.0], dtype=kind), policy_versions=version)
         for kind, version in ((torch.bfloat16, 7), (torch.float64, [8]), (torch.float8_e5m2, None))
     ]
-    found = documents_from(Experiences(rows), VOCABULARY)
+    found = convert_records(Experiences(rows), VOCABULARY)
     assert [one.arrays["logprob"][1:].tolist() for one in found[:2]] == [[-1.0], [-1.0]]
     assert [None if one.versions is None else one.versions.tolist() for one in found] == [[-1, 7], [-1, 8], None]
     assert "logprob" not in found[2].arrays, "a type that numpy has not"
@@ -137,13 +137,13 @@ def test_a_field_that_is_not_as_long_as_the_response_is_left_out_and_said() -> N
     )
     found = one_of(record)
     assert found.arrays == {} and not found.mask.any() and found.status == "truncated"
-    assert "entropy: got [2], expected 0, one for each token of the response; left out." in found.notes
+    assert "entropy omitted: shape [2], expected [0] (one value per response token)." in found.notes
 
 
 def test_numbers_that_are_not_finite_are_said() -> None:
     found = one_of(Experience(tokens=[20, 21, 22], logprobs=[float("nan"), -1.0], reward=float("nan")))
-    assert "logprobs: 1 of its 2 numbers are not finite." in found.notes
-    assert any("could not be scored" in note for note in found.notes)
+    assert "logprobs: 1 of 2 values are NaN/Inf." in found.notes
+    assert any("not scored" in note for note in found.notes)
 
 
 def test_masks_and_what_nobody_sampled() -> None:
@@ -183,9 +183,9 @@ def test_credit_is_what_training_does_with_it() -> None:
     policy = np.log([1.0, 1.5, 0.5, 1.5])  # how far trainer and engine differ clips nothing: the loss has another ratio
     recorded = {"logprobs": np.zeros(4), "old_logprobs": policy, "advantages": np.array([1.0, 1.0, -1.0, -1.0])}
     mask = np.array([True, True, True, False])
-    assert derive(recorded, mask)["credit"].tolist() == [1.0, 1.0, -1.0, 0.0]
+    assert derive_lenses(recorded, mask)["credit"].tolist() == [1.0, 1.0, -1.0, 0.0]
     weights = {"loss_weights": np.array([0.5, 0.0, 2.0, 1.0])}
-    assert derive({**recorded, **weights}, mask)["credit"].tolist() == [0.5, 0.0, -2.0, 0.0]
+    assert derive_lenses({**recorded, **weights}, mask)["credit"].tolist() == [0.5, 0.0, -2.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_lengths_are_checked_when_a_trajectory_is_made() -> None:
         Trajectory(uid="u", text="ab", ends=ends, mask=np.ones(3, bool))
     with pytest.raises(ValueError, match="u: entropy: got 1 entries, expected 2"):
         Trajectory(uid="u", text="ab", ends=ends, arrays={"entropy": np.ones(1, np.float32)})
-    with pytest.raises(ValueError, match="u: ends: expected places that rise to 3"):
+    with pytest.raises(ValueError, match="u: ends: expected ascending offsets up to 3"):
         Trajectory(uid="u", text="abc", ends=ends)
     with pytest.raises(ValueError, match="u: prompt_tokens: got 3, expected 0 to 2"):
         Trajectory(uid="u", text="ab", ends=ends, prompt_tokens=3)
@@ -321,7 +321,7 @@ def test_a_book_shows_its_records_without_torch(tmp_path: Path) -> None:
 
 def test_an_unknown_id_is_a_key_error() -> None:
     with rollbook.open("memory:") as book, pytest.raises(KeyError, match="1/2/3/4/a"):
-        documents_of(book, ["1/2/3/4/a"])
+        read_trajectories(book, ["1/2/3/4/a"])
 
 
 def test_a_book_of_one_record_in_each_append_keeps_the_order() -> None:
@@ -330,7 +330,7 @@ def test_a_book_of_one_record_in_each_append_keeps_the_order() -> None:
         for row in rows:
             book.append(row)
         uids = [rows[i].eid.uid for i in (3, 0, 4, 3)]
-        assert [one.uid for one in documents_of(book, uids)] == uids
+        assert [one.uid for one in read_trajectories(book, uids)] == uids
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_pa
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
 def test_kinds_of_pictures(kind: str) -> None:
-    found = Album().kept(picture(7, kind))
+    found = Album().add(picture(7, kind))
     assert found is not None and (found.mime, found.width, found.height) == (f"image/{kind.lower()}", 7, 7)
 
 
@@ -438,7 +438,7 @@ def test_what_is_no_picture_is_not_handed_out() -> None:
         tokens=[20, 21], messages=[{"content": [{"type": "image_url", "image_url": {"url": one}} for one in urls]}]
     )
     found = one_of(row)
-    assert found.pictures == [] and any("pictures are not in the record" in note for note in found.notes)
+    assert found.pictures == [] and any("recorded as URLs" in note for note in found.notes)
 
 
 def test_nothing_is_fetched_from_where_a_record_points(tmp_path: Path) -> None:
@@ -451,15 +451,15 @@ def test_nothing_is_fetched_from_where_a_record_points(tmp_path: Path) -> None:
     ]
     found = one_of(Experience(tokens=[20, 21], messages=[{"role": "user", "content": parts}]))
     assert found.pictures == []
-    assert "3 pictures are not in the record, only their addresses; none is fetched." in found.notes
+    assert "3 images are recorded as URLs only and are not fetched." in found.notes
 
 
 def test_a_text_that_looks_like_a_reference_is_none() -> None:
     album = Album(lambda _: picture())
-    looked = Looked(album, references=["a" * 64])
-    looked.at({"url": "data:image/png;base64,sha256:" + "b" * 64, "data": "sha256:" + "c" * 64})
+    looked = ImageExtractor(album, references=["a" * 64])
+    looked.extract({"url": "data:image/png;base64,sha256:" + "b" * 64, "data": "sha256:" + "c" * 64})
     assert looked.pictures == []
-    looked.at({"url": "data:image/png;base64,sha256:" + "a" * 64})
+    looked.extract({"url": "data:image/png;base64,sha256:" + "a" * 64})
     assert len(looked.pictures) == 1
 
 
@@ -517,7 +517,7 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text(max_size=4) | st.integers(0, 9), VALUES, max_size=4))
 def test_free_form_values_are_what_freeform_says(value: dict[Any, Any]) -> None:
     text = freeform.dumps(value)
-    found = untagged(json.loads(text))
+    found = decode_tagged(json.loads(text))
     assert json_safe(found) == json_safe(freeform.loads(text))
     json.dumps(json_safe(found), allow_nan=False).encode()
 
@@ -535,4 +535,4 @@ def test_damaged_free_form_values_are_one_error() -> None:
         {"$array": {}},
     ):
         with pytest.raises(rollbook.core.errors.WireError):
-            untagged(bad)
+            decode_tagged(bad)

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from rollbook import Experience
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.inspect.files import (
-    FAMILIES,
+    FORMATS,
     FileSource,
     UnknownFormatError,
     adapters,
@@ -36,7 +36,7 @@ from rollbook.inspect.files import (
     recognize,
     stores,
 )
-from rollbook.inspect.files.source import step_in
+from rollbook.inspect.files.source import extract_step
 from rollbook.inspect.index import Index
 from rollbook.inspect.serialization import decode, encode, json_safe
 from rollbook.inspect.sources import load, open_source
@@ -147,7 +147,7 @@ def test_trl_sums_its_rewards_and_says_so(tmp_path: Path) -> None:
         found = documents(source, index)
         assert [one.reward for one in found[:4]] == [1.5, 0.5, 1.0, 0.0]
         assert found[0].parts == {"accuracy_reward": 1.0, "format_reward": 0.5} and found[0].advantage == 0.7
-        assert "TRL does not log the reward" in found[0].notes[0]
+        assert "TRL does not log the total reward" in found[0].notes[0]
         assert [one.step for one in found] == [5] * 4 + [6] * 4
         assert sorted({one.gid for one in found}) == sorted({f"{one.step}/{one.prompt}" for one in found})
 
@@ -252,7 +252,7 @@ def test_numbers_of_some_turns_are_left_out(tmp_path: Path) -> None:
     with opened(lines(tmp_path / "traces.jsonl", [row])) as (source, index):
         (one,) = documents(source, index)
         assert "entropy" not in one.arrays and "mismatch" not in one.arrays and "advantage" in one.arrays
-        assert any("entropies are left out: they are there for 39 of 40" in note for note in one.notes)
+        assert any("entropies omitted: recorded for 39 of 40" in note for note in one.notes)
         assert index.query("SELECT nans FROM samples") == [(0,)]
 
 
@@ -366,7 +366,7 @@ def test_lightrft_entropies_are_on_their_tokens(tmp_path: Path) -> None:
             "of some tokens there is no mean"
         )
         notes = " ".join(one.notes)
-        for words in ("one token early; corrected", "return is left out: one number", "policy_entropy is left out"):
+        for words in ("one token early (corrected)", "return omitted: only one number", "policy_entropy omitted"):
             assert words in notes
         assert (one.reward, one.parts, one.label) == (1.0, {"accuracy": 1.0}, "5")
         assert [source.media(picture.sha256) for picture in one.pictures] == [(made.png(7), "image/png")]
@@ -375,11 +375,11 @@ def test_lightrft_entropies_are_on_their_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "note", "lenses"),
     [
-        ({"generated_tokens": None, "pure_generated_tokens": None}, "advantages is left out: 5 numbers", set()),
-        ({"advantages": 0.5}, "advantages is left out: one number", {"entropy", "logprob"}),
-        ({"advantages": [0.5] * 9}, "advantages is left out: 9 numbers", {"entropy", "logprob"}),
-        ({"full_sequence": "something else"}, "Where the response begins is not known", set()),
-        ({"full_sequence": "".join(made.TOKENS[:9])}, "The last token of the response is not", {"entropy", "logprob"}),
+        ({"generated_tokens": None, "pure_generated_tokens": None}, "advantages omitted: 5 numbers", set()),
+        ({"advantages": 0.5}, "advantages omitted: only one number", {"entropy", "logprob"}),
+        ({"advantages": [0.5] * 9}, "advantages omitted: 9 numbers", {"entropy", "logprob"}),
+        ({"full_sequence": "something else"}, "Unknown start of the response", set()),
+        ({"full_sequence": "".join(made.TOKENS[:9])}, "The last response token is not", {"entropy", "logprob"}),
         ({"pure_generated_text": "other"}, "", set()),
     ],
 )
@@ -468,7 +468,7 @@ def test_trinity_databases(tmp_path: Path) -> None:
         ]
     old = tmp_path / "old.db"
     old.write_bytes(gzip.decompress((made.TRINITY / "trinity_0.5.1.db.gz").read_bytes()))
-    with pytest.raises(UnknownFormatError, match="pickles, of an older Trinity, .* `rollbook import BOOK FILE`"):
+    with pytest.raises(UnknownFormatError, match="pickled records of an older Trinity .* `rollbook import BOOK FILE`"):
         open_file_source(old)
 
 
@@ -515,7 +515,7 @@ def test_lines_that_are_appended(tmp_path: Path) -> None:
 
 def test_a_large_file_is_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages need not wait for the last row, and what is read of a file is not read again."""
-    monkeypatch.setattr("rollbook.inspect.files.source._SECONDS", 0.0)
+    monkeypatch.setattr("rollbook.inspect.files.source._REFRESH_SECONDS", 0.0)
     made.verl(tmp_path)
     source = open_source(tmp_path)
     assert isinstance(source, FileSource)
@@ -659,7 +659,7 @@ def test_damage_is_counted_and_said(tmp_path: Path) -> None:
     path.write_text("\n".join([json.dumps(row), "{broken", "[1, 2]", deep, '"text"', '{"input": 1}', json.dumps(row)]))
     with opened(path) as (source, index):
         assert len(rows(index)) == 2 and source.damaged == 5
-        assert source.problems[0].startswith("1.jsonl: 5 rows cannot be read; the first: the row is no JSON")
+        assert source.problems[0].startswith("1.jsonl: 5 unreadable rows; the first: the row is not JSON")
 
 
 def test_limits_of_lines_and_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,7 +768,7 @@ def test_links_and_names_that_leave_the_folder(tmp_path: Path) -> None:
     (run / "2.jsonl").symlink_to(tmp_path / "2.jsonl")
     with opened(run) as (source, index):
         assert len(rows(index)) == 1
-        assert "2.jsonl: not read: a link that leaves the folder is not followed" in source.problems
+        assert "2.jsonl: not read: link to a place outside the folder" in source.problems
 
 
 def test_pictures_that_are_something_else(tmp_path: Path) -> None:
@@ -798,14 +798,14 @@ def test_pictures_that_are_something_else(tmp_path: Path) -> None:
     [
         ("x.json", b'{"a": 1}', "keys a"),
         ("x.json", b"[1, 2, 3]", "without objects"),
-        ("x.json", b'[{"a": ', "not complete"),
+        ("x.json", b'[{"a": ', "incomplete"),
         ("x.jsonl", b'{"loss": 0.1, "step": 3}\n', "keys loss, step"),
-        ("x.txt", b"hello", "begin b'hello'"),
+        ("x.txt", b"hello", "starting with b'hello'"),
         ("x.parquet", b"PAR1xxxx", "Parquet"),
         ("x.eval", b"PK\x03\x04 no zip", "zip archive"),
-        ("x.jsonl", b"", "no file with anything in it"),
+        ("x.jsonl", b"", "all files are empty"),
         ("x.jsonl.gz", b"\x1f\x8b\x08 broken", "damaged"),
-        (f"{EVIL.replace('/', '')}.jsonl", b"\xff\xfe\x00", "begin"),
+        (f"{EVIL.replace('/', '')}.jsonl", b"\xff\xfe\x00", "starting with"),
     ],
 )
 def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: bytes, words: str, tmp_path: Path) -> None:
@@ -816,7 +816,7 @@ def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: byte
             continue
         with pytest.raises(UnknownFormatError) as error:
             recognize(each)
-        assert words in str(error.value) and all(family in str(error.value) for family in FAMILIES)
+        assert words in str(error.value) and all(family in str(error.value) for family in FORMATS)
 
 
 def test_a_path_that_is_not_there() -> None:
@@ -830,7 +830,7 @@ def test_a_path_that_is_not_there() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())))
 @settings(max_examples=60)
 def test_words_joined_are_the_text(text: str) -> None:
-    ends = adapters.words(text).tolist()
+    ends = adapters.split_words(text).tolist()
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text and all(pieces)
 
@@ -848,13 +848,13 @@ def test_elements_are_where_they_are(values: list[Any], indent: int | None, asci
     text = (before + json.dumps(values, indent=indent, ensure_ascii=ascii_)).encode("utf-8", "surrogatepass")
     if b"\xed" in text:
         return
-    spans = list(stores.elements(text, len(before)))
+    spans = list(stores.find_elements(text, len(before)))
     assert [json.loads(text[a:b]) for a, b in spans] == [each for each in values if isinstance(each, (list, dict))]
 
 
 def test_steps_in_names() -> None:
     assert [
-        step_in(name)
+        extract_step(name)
         for name in (
             "trajectories_step_20.json",
             "rollouts/step_3/train_rollouts.jsonl",
@@ -869,4 +869,6 @@ def test_steps_in_names() -> None:
 
 
 def test_numbers() -> None:
-    assert stores.number(2**70) is None and stores.whole(float("nan")) is None and stores.whole("12") == 12
+    assert (
+        stores.parse_number(2**70) is None and stores.parse_int(float("nan")) is None and stores.parse_int("12") == 12
+    )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollbook.inspect.filters import FLAGS, described, order, parse
+from rollbook.inspect.filters import FLAGS, describe_columns, parse, parse_sort
 from rollbook.inspect.index import Index
 
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ def index() -> Iterator[Index]:
             scored = int(row["reward"] is not None)
             fixed = {"n": n, "uid": str(n), "gid": "g", "step": 3, "status": status, "scored": scored}
             made.put([{**fixed, **row, "parts": json.dumps(row["parts"])}])
-        made.settle()
+        made.update_summaries()
         yield made
 
 
@@ -81,7 +81,7 @@ def chosen(index: Index, text: str, parts: tuple[str, ...] = ("acc", "fmt")) -> 
 )
 def test_filters_mean_what_they_say(index: Index, text: str, expected: list[int] | None) -> None:
     if expected is None:
-        with pytest.raises(ValueError, match="letter 1"):
+        with pytest.raises(ValueError, match="character 1"):
             parse(text)
     else:
         assert chosen(index, text) == expected
@@ -90,25 +90,28 @@ def test_filters_mean_what_they_say(index: Index, text: str, expected: list[int]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rewrd < 1", "letter 1: got 'rewrd', expected a column or a word such as truncated; did you mean 'reward'?"),
-        ("reward <", "letter 9: got the end, expected a number"),
-        ("reward < x", "letter 10: got 'x', expected a number such as 12, .5, 1e-3 or 2k"),
-        ("reward < 1e999", "letter 10: got '1e999'"),
-        ("reward < 1 and", "letter 15: got the end, expected a column"),
-        ("reward < 1 reward", "letter 12: got 'reward', expected and, or, or the end"),
-        ("(reward < 1", "letter 12: got the end, expected '\\)'"),
-        ("task < 3", "letter 6: got '<', expected one of = != ~ in is, since it is a text"),
-        ("task in ()", "letter 10: got '\\)', expected a value"),
-        ("task ~ 'open", 'letter 8: got "\'"'),
-        ("truncated > 1", "letter 11: got '>', expected = or !="),
-        ("reward is 1", "letter 11: got '1', expected null or not null"),
-        ("part.acu = 1", "expected the name of a part of the reward or of a metric; did you mean 'acc'"),
-        ("n = 1", "letter 1: got 'n'"),
-        ("response = x", "letter 10: got '=', expected ~ or !~"),
-        ("reward ~ 1", "letter 8: got '~', expected one of < <="),
-        ("(" * 60 + "truncated" + ")" * 60, "at most 50 levels"),
-        ("not " * 60 + "truncated", "at most 50 levels"),
-        ("x" * 5000, "at most 4000 letters"),
+        (
+            "rewrd < 1",
+            "character 1: got 'rewrd', expected a column or a flag such as truncated; did you mean 'reward'?",
+        ),
+        ("reward <", "character 9: got the end, expected a number"),
+        ("reward < x", "character 10: got 'x', expected a number such as 12, .5, 1e-3 or 2k"),
+        ("reward < 1e999", "character 10: got '1e999'"),
+        ("reward < 1 and", "character 15: got the end, expected a column"),
+        ("reward < 1 reward", "character 12: got 'reward', expected and, or, or the end"),
+        ("(reward < 1", "character 12: got the end, expected '\\)'"),
+        ("task < 3", "character 6: got '<', expected one of = != ~ in is \\(a text column\\)"),
+        ("task in ()", "character 10: got '\\)', expected a value"),
+        ("task ~ 'open", 'character 8: got "\'"'),
+        ("truncated > 1", "character 11: got '>', expected = or !="),
+        ("reward is 1", "character 11: got '1', expected null or not null"),
+        ("part.acu = 1", "expected the name of a reward part or metric; did you mean 'acc'"),
+        ("n = 1", "character 1: got 'n'"),
+        ("response = x", "character 10: got '=', expected ~ or !~"),
+        ("reward ~ 1", "character 8: got '~', expected one of < <="),
+        ("(" * 60 + "truncated" + ")" * 60, "at most 50 nested"),
+        ("not " * 60 + "truncated", "at most 50 nested"),
+        ("x" * 5000, "at most 4000 characters"),
         ("step in (" + ",".join("1" * 501) + ")", "at most 500 values"),
     ],
 )
@@ -252,7 +255,7 @@ def test_garbage_is_a_value_error_or_a_harmless_condition(index: Index, text: st
 
 def test_sorting_puts_what_is_missing_last_whichever_way(index: Index) -> None:
     def numbers(text: str) -> list[int]:
-        sql, values = order(text, "samples")
+        sql, values = parse_sort(text, "samples")
         return [n for (n,) in index.query(f"SELECT n FROM samples ORDER BY {sql}", values)]
 
     assert numbers("reward") == [3, 1, 4, 0, 2]
@@ -260,16 +263,16 @@ def test_sorting_puts_what_is_missing_last_whichever_way(index: Index) -> None:
     assert numbers("-part.acc,-len") == [0, 4, 1, 3, 2]
     assert numbers("truncated, -r") == [0, 4, 3, 2, 1]
     assert numbers("") == [0, 1, 2, 3, 4]
-    assert order("-reward", "groups")[0] == "mean IS NULL, mean DESC, first"
+    assert parse_sort("-reward", "groups")[0] == "mean IS NULL, mean DESC, first"
     for text in ("rewrd", "reward; drop table samples", "1", "-", "(select 1)"):
         with pytest.raises(ValueError, match="sort: got"):
-            order(text)
+            parse_sort(text)
     with pytest.raises(ValueError, match="did you mean 'mean'"):
-        order("meen", "groups")
+        parse_sort("meen", "groups")
 
 
 def test_what_can_be_asked_is_described() -> None:
-    columns = described(["acc"])
+    columns = describe_columns(["acc"])
     names = [column["name"] for column in columns]
     assert len(set(names)) == len(names)
     assert {"reward", "part.acc", "zero_variance"} <= set(names)
@@ -279,5 +282,5 @@ def test_what_can_be_asked_is_described() -> None:
         value = {"number": f"{name} > 1", "text": f"{name} = x", "search": f"{name} ~ x", "flag": name}
         parse(value[column["type"]], ["acc"])
         if column["type"] != "search":
-            order(name, "samples")
+            parse_sort(name, "samples")
     assert set(FLAGS) <= set(names)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.inspect import api
-from rollbook.inspect.api import Guard, Request, authorities, checked_token, new_token
+from rollbook.inspect.api import Guard, Request, accepted_hosts, check_token, create_token
 
 TOKEN = "a-token-for-the-tests"
-HOSTS = authorities(8420, "127.0.0.1", ["viewer.example", "tunnel.example:9000"])
+HOSTS = accepted_hosts(8420, "127.0.0.1", ["viewer.example", "tunnel.example:9000"])
 GUARD = Guard(HOSTS, TOKEN)
 OPEN = Guard(HOSTS, None)
 
@@ -92,7 +92,7 @@ def test_point_5_a_refused_host_is_told_how_to_be_trusted_and_never_echoed_raw()
 
 
 def test_point_3_bound_to_every_address_the_one_that_was_reached_is_a_host_and_no_name_is() -> None:
-    everywhere = Guard(authorities(8420, "0.0.0.0"), TOKEN, wildcard=True)
+    everywhere = Guard(accepted_hosts(8420, "0.0.0.0"), TOKEN, wildcard=True)
     bearer = [("authorization", f"Bearer {TOKEN}")]
     for local, host, expected in [
         ("10.0.0.5:8420", "10.0.0.5:8420", 200),
@@ -232,22 +232,22 @@ def test_point_4_the_cookie_is_kept_from_scripts_and_sites_and_two_viewers_have_
 
 
 def test_point_4_tokens_have_128_bits_and_are_compared_in_constant_time() -> None:
-    made = {new_token() for _ in range(100)}
+    made = {create_token() for _ in range(100)}
     assert len(made) == 100 and {len(token) for token in made} == {22}  # 22 letters of 6 bits
-    assert all(checked_token(token) == token for token in made)
+    assert all(check_token(token) == token for token in made)
     for bad in ("", "short", "x" * 15, "x" * 257, "with space in the token", "slash/in/the/token/", "nül" * 8):
         with pytest.raises(ValueError, match="token: got"):
-            checked_token(bad)
-    assert "compare_digest" in inspect.getsource(api._same)
+            check_token(bad)
+    assert "compare_digest" in inspect.getsource(api._secrets_equal)
     assert TOKEN not in repr(GUARD)
 
 
 def test_a_trusted_host_is_a_name_or_an_address() -> None:
-    assert authorities(80, "127.0.0.1") >= {"127.0.0.1", "localhost", "[::1]", "localhost:80"}
-    assert authorities(8420, "::1") == authorities(8420, "127.0.0.1")
+    assert accepted_hosts(80, "127.0.0.1") >= {"127.0.0.1", "localhost", "[::1]", "localhost:80"}
+    assert accepted_hosts(8420, "::1") == accepted_hosts(8420, "127.0.0.1")
     for bad in ("", "*", "http://name", "name:port", "a b", "name:123456", "-name", "name/path", "[::1", "é.example"):
         with pytest.raises(ValueError, match="trusted_hosts: got"):
-            authorities(8420, "127.0.0.1", [bad])
+            accepted_hosts(8420, "127.0.0.1", [bad])
 
 
 @given(st.text(max_size=40), st.text(max_size=60), st.text(max_size=60), st.text(max_size=60))

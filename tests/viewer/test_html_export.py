@@ -22,7 +22,14 @@ import pytest
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect.answers import Answers
-from rollbook.inspect.html_export import MOST, Exported, as_iframe, export_html, response_key, write_html
+from rollbook.inspect.html_export import (
+    MAX_TRAJECTORIES,
+    ExportResult,
+    as_iframe,
+    export_html,
+    response_key,
+    write_html,
+)
 from rollbook.inspect.index import Index
 from rollbook.inspect.serialization import decode
 from rollbook.inspect.server import Server
@@ -217,7 +224,7 @@ def test_point_11_what_is_redacted_is_nowhere_and_keeps_its_place(run: Run, rows
         assert after["text"] == re.sub(f"{SECRET}|{names}", lambda match: "█" * len(match[0]), before["text"])
         assert after["ends"].tolist() == before["ends"].tolist()
         assert after["ids"] is None, "ids would tell"
-        assert any("covered" in note for note in after["notes"])
+        assert any("redacted" in note for note in after["notes"])
     held = payload(made.content)
     assert "█" in held["responses"][response_key("/api/group", gid=gid)]["opening"]
     for key, answer in held["responses"].items():
@@ -260,7 +267,7 @@ def test_point_11_a_redaction_reaches_ids_names_and_keys(tmp_path: Path) -> None
         masked = gid.replace("%2F", "/").replace(secret, "█" * len(secret))
         assert held["responses"][response_key("/api/group", gid=masked)]["gid"] == masked
         assert frames(made.content)[0]["gid"] == masked
-        with pytest.raises(ValueError, match="tells samples apart"):
+        with pytest.raises(ValueError, match="would be equal"):
             export_html(source, answers, gid=gid, redact=".")
 
 
@@ -323,7 +330,7 @@ def test_point_11_what_could_not_be_read_is_not_told(tmp_path: Path) -> None:
     (folder / "1.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n")
     (folder / "2.json").write_text("{" + " " * 100)
     for source, answers in opened(str(folder)):
-        answers.index.keep("error", f"BookError: {folder}/ledger.sqlite is damaged")
+        answers.index.set_fact("error", f"BookError: {folder}/ledger.sqlite is damaged")
         assert str(tmp_path) in str(answers.run()["problems"])
         (kept,) = answers.list(view="samples")["rows"]
         made = export_html(source, answers, uids=[kept["uid"]])
@@ -353,7 +360,7 @@ def test_point_11_texts_that_cannot_be_searched_are_not_exported_as_redacted(tmp
     with rollbook.open(tmp_path / "book") as book:
         book.append(Experience(eid=EID(batch=1, task=1, suffix="s"), tokens=[1, 2, 3], reward=1.0))
     for source, answers in opened(str(tmp_path / "book")):
-        with pytest.raises(ValueError, match="give a tokenizer"):
+        with pytest.raises(ValueError, match="no tokenizer"):
             export_html(source, answers, uids=["1/1/0/0/s"], redact="x")
         assert export_html(source, answers, uids=["1/1/0/0/s"]).trajectories == 1
 
@@ -365,9 +372,9 @@ def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> No
         ({"uids": uids[:1], "gid": "x"}, "expected one of uids, gid and filter"),
         ({"uids": []}, "no samples"),
         ({"filter": "reward > 100"}, "no samples"),
-        ({"uids": uids[: MOST + 1]}, f"at most {MOST}"),
-        ({"filter": "step >= 0"}, f"288 samples match, and one file holds at most {MOST}"),
-        ({"uids": uids[:1], "redact": "("}, "no regular expression"),
+        ({"uids": uids[: MAX_TRAJECTORIES + 1]}, f"at most {MAX_TRAJECTORIES}"),
+        ({"filter": "step >= 0"}, f"288 samples match, expected at most {MAX_TRAJECTORIES}"),
+        ({"uids": uids[:1], "redact": "("}, "not a regular expression"),
         ({"uids": uids[:1], "redact": ["a", ""]}, "expected a regular expression"),
         ({"uids": uids[:1], "theme": "pink"}, "theme"),
         ({"uids": uids[:20], "max_mb": 0.01}, "max_mb: the file of 20 trajectories"),
@@ -383,7 +390,7 @@ def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> No
 def test_it_is_written_whole_or_not_at_all(run: Run, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "out.html"
     made = write_html(out, *run, uids=[rows[0]["uid"]], theme="dark")
-    assert isinstance(made, Exported) and out.read_bytes() == made.content
+    assert isinstance(made, ExportResult) and out.read_bytes() == made.content
     assert Page(made.content).found[0][1]["data-theme"] == "dark"
     with pytest.raises(ValueError, match="max_mb"):
         write_html(out, *run, uids=[rows[1]["uid"]], max_mb=0.001)

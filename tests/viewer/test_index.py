@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.inspect.index import COLUMNS, SHOWN, Index
+from rollbook.inspect.index import ANSWER_COLUMNS, COLUMNS, Index
 from rollbook.inspect.measures import summarize
 from rollbook.inspect.trajectory import Trajectory
 
@@ -46,7 +46,7 @@ def test_a_step_is_summed_up() -> None:
             ]
         )
         index.put({"n": n, "parts": json.dumps(parts)} for n, parts in ((1, {"a": 1.0, "b": 2.0}), (2, {"a": 0.0})))
-        assert index.settle() == {1}
+        assert index.update_summaries() == {1}
         found = summary(index)
         assert (found["n"], found["groups"]) == (4, 1)
         assert found["reward"] == {"p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "mean": 0.5}
@@ -65,7 +65,7 @@ def test_zero_variance_needs_two_that_are_all_scored_alike() -> None:
         index.put([rewarded(3, 1.0, gid="b")])
         index.put([rewarded(4, 1.0, gid="c"), row(5, gid="c")])
         index.put([rewarded(6, 1.0, gid="d"), rewarded(7, 0.5, gid="d")])
-        index.settle()
+        index.update_summaries()
         assert index.query("SELECT gid, zero_variance FROM groups ORDER BY gid") == [
             ("a", 1),
             ("b", 0),
@@ -78,16 +78,16 @@ def test_zero_variance_needs_two_that_are_all_scored_alike() -> None:
 def test_a_group_is_incomplete_once_there_is_a_newer_step_and_counts_runs_not_parts() -> None:
     with Index() as index:
         index.put([rewarded(1, 1.0, group_size=2), rewarded(2, 1.0, gid="1/8", group_size=1)])
-        index.settle()
+        index.update_summaries()
         assert summary(index)["incomplete"] == 0  # more may come
         index.put([rewarded(3, 1.0, gid="2/7", step=2, group_size=2)])
-        assert index.settle() == {1, 2}
+        assert index.update_summaries() == {1, 2}
         assert (summary(index)["incomplete"], summary(index, 2)["incomplete"]) == (0.5, 0)
         index.put([rewarded(4, 1.0, uid="1/7/1/1/s", run=1, turn=1, group_size=2)])  # the first run's second part
-        index.settle()
+        index.update_summaries()
         assert summary(index)["incomplete"] == 0.5
         index.put([rewarded(5, 1.0, run=2, group_size=2)])
-        index.settle()
+        index.update_summaries()
         assert summary(index)["incomplete"] == 0
 
 
@@ -98,24 +98,24 @@ def test_duplicates_are_of_other_runs_of_the_group() -> None:
         index.put([row(4, gid="1/8", **both), row(5, run=4, gid="1/8", uid="1/8/4/1/s", turn=1, **both)])
         short = {"gid": "1/9", "digest": 7, "response_tokens": 15}  # as right answers often are
         index.put([row(6, **short), row(7, **short)])
-        index.settle()
+        index.update_summaries()
         assert index.query("SELECT n FROM samples WHERE duplicate") == [(1,), (2,)]
         assert summary(index)["duplicates"] == 1 / 7  # of a set one is none
         index.put([{"n": 1, "removed_reason": "deleted"}])
-        index.settle()
+        index.update_summaries()
         assert index.query("SELECT n FROM samples WHERE duplicate AND n <> 1") == []
 
 
 def test_solved_is_near_the_highest_reward_and_all_steps_follow_it() -> None:
     with Index() as index:
         index.put([rewarded(1, 0.0), rewarded(2, 0.5), rewarded(3, 0.2, gid="2/7", step=2)])
-        index.settle()
+        index.update_summaries()
         assert (summary(index)["solved"], summary(index, 2)["solved"]) == (1, 0)
         index.put([rewarded(4, 1.0, gid="2/8", step=2), rewarded(5, 0.95, gid="3/8", step=3)])
-        index.settle()
+        index.update_summaries()
         assert [summary(index, step)["solved"] for step in (1, 2, 3)] == [0, 0.5, 1]
         index.put([rewarded(6, 0.0, gid="3/8", step=3)])
-        index.settle()
+        index.update_summaries()
         assert [(summary(index, step)["solved"], summary(index, step)["all_solved"]) for step in (2, 3)] == [
             (0.5, 0.5),
             (1, 0),
@@ -125,7 +125,7 @@ def test_solved_is_near_the_highest_reward_and_all_steps_follow_it() -> None:
 def test_evaluation_is_summed_up_apart() -> None:
     with Index() as index:
         index.put([rewarded(1, 1.0), rewarded(2, 0.0, uid="e", evaluation=1)])
-        index.settle()
+        index.update_summaries()
         found = index.query("SELECT evaluation, n, summary FROM steps ORDER BY evaluation")
         assert [(flag, n, json.loads(text)["reward"]["mean"]) for flag, n, text in found] == [(0, 1, 1.0), (1, 1, 0.0)]
         assert index.query("SELECT gid, evaluation, n FROM groups ORDER BY evaluation") == [
@@ -137,12 +137,12 @@ def test_evaluation_is_summed_up_apart() -> None:
 def test_deleted_samples_count_nowhere_and_an_empty_step_says_so() -> None:
     with Index() as index:
         index.put([rewarded(1, 1.0), rewarded(2, 0.0)])
-        index.settle()
+        index.update_summaries()
         index.put([{"n": 1, "removed_reason": "deleted"}])
-        index.settle()
+        index.update_summaries()
         assert (summary(index)["n"], summary(index)["reward"]["mean"]) == (1, 0.0)
         index.put([{"n": 2, "removed_reason": "rewound"}])
-        index.settle()
+        index.update_summaries()
         assert (summary(index)["n"], summary(index)["reward"]) == (0, None)
         assert index.query("SELECT * FROM groups") == []
 
@@ -150,7 +150,7 @@ def test_deleted_samples_count_nowhere_and_an_empty_step_says_so() -> None:
 def test_numbers_that_are_not_finite_spoil_nothing() -> None:
     with Index() as index:
         index.put([rewarded(1, math.inf), rewarded(2, 1.0, entropy=1e308), rewarded(3, 0.0, entropy=1e308)])
-        index.settle()
+        index.update_summaries()
         found = summary(index)
         assert found["reward"]["mean"] == 0.5
         assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -159,11 +159,11 @@ def test_numbers_that_are_not_finite_spoil_nothing() -> None:
 def test_only_what_changed_is_summed_up_and_the_cursor_says_it() -> None:
     with Index() as index:
         index.put([rewarded(1, 1.0), rewarded(2, 1.0, gid="2/7", step=2)])
-        index.settle()
+        index.update_summaries()
         before = dict(index.query("SELECT step, cursor FROM steps"))
-        assert index.settle() == set()
+        assert index.update_summaries() == set()
         index.put([{"n": 2, "reward": 0.0}])
-        assert index.settle() == {2}
+        assert index.update_summaries() == {2}
         after = dict(index.query("SELECT step, cursor FROM steps"))
         assert after[1] == before[1]
         assert before[2] < after[2] <= index.cursor
@@ -203,10 +203,10 @@ def test_documents_are_rows_too() -> None:
         one.reward = 0.0
         index.add([one])  # the same id: measured anew
         assert index.query("SELECT n, reward, entropy, closing FROM samples") == [(1, 0.0, 0.5, "4")]
-        assert index.settle() == {5}
+        assert index.update_summaries() == {5}
         assert (index.fact("tokenized"), index.fact("scales")["entropy"]["low"]) == (["words"], 0.0)
         index.remove([1])
-        assert index.settle() == {5}
+        assert index.update_summaries() == {5}
         assert summary(index, 5)["n"] == 0
 
 
@@ -279,7 +279,7 @@ def test_the_file_goes_when_it_is_closed_and_when_the_process_ends() -> None:
 
 
 def test_every_column_is_described_once() -> None:
-    assert {name for name in COLUMNS if name not in SHOWN} == {
+    assert {name for name in COLUMNS if name not in ANSWER_COLUMNS} == {
         "n",
         "admitted",
         "batch",

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import measures
-from rollbook.inspect.index import ENOUGH, Index, Scales
-from rollbook.inspect.records import documents_of
+from rollbook.inspect.index import SCALE_TOKENS, Index, Scales
+from rollbook.inspect.records import read_trajectories
 from rollbook.inspect.sources import BookSource, load
-from rollbook.inspect.trajectory import derive
+from rollbook.inspect.trajectory import derive_lenses
 
 NATURAL = """The area of a triangle is half of the product of a side and the height on it. Here the side is seven and
 the height is twelve, so that the product is eighty-four and the area is forty-two. Let me check that with the other
@@ -43,7 +43,7 @@ def words(text: str) -> np.ndarray[Any, Any]:
     ],
 )
 def test_a_loop_at_the_end_is_found_with_its_share_and_its_place(ids: list[int], share: float, start: int) -> None:
-    found, at = measures.repetition(np.array(ids))
+    found, at = measures.measure_repetition(np.array(ids))
     assert (found, at) == (pytest.approx(share), start)
 
 
@@ -59,23 +59,23 @@ def test_a_loop_at_the_end_is_found_with_its_share_and_its_place(ids: list[int],
     ],
 )
 def test_text_that_goes_on_is_no_loop(ids: np.ndarray[Any, Any]) -> None:
-    found, at = measures.repetition(ids)
+    found, at = measures.measure_repetition(ids)
     assert at is None
     assert found < 0.1
 
 
 def test_a_loop_that_ended_and_a_block_that_was_copied_count_by_their_8_grams() -> None:
-    found, at = measures.repetition(np.array([5] * 100 + list(range(10, 60))))
+    found, at = measures.measure_repetition(np.array([5] * 100 + list(range(10, 60))))
     assert at is None
     assert found == pytest.approx(92 / 143)
-    found, at = measures.repetition(np.concatenate([np.arange(100), np.arange(100)]))
+    found, at = measures.measure_repetition(np.concatenate([np.arange(100), np.arange(100)]))
     assert at is None  # two copies are no loop
     assert found == pytest.approx(93 / 193)
 
 
 @given(st.lists(st.integers(0, 3), max_size=200))
 def test_repetition_is_a_share_and_a_loop_is_periodic(ids: list[int]) -> None:
-    share, at = measures.repetition(np.array(ids, dtype=np.int64))
+    share, at = measures.measure_repetition(np.array(ids, dtype=np.int64))
     assert 0 <= share <= 1
     if at is not None:
         # Some period up to 64 holds from there on, but for at most four tokens at the end.
@@ -87,11 +87,11 @@ def test_repetition_is_a_share_and_a_loop_is_periodic(ids: list[int]) -> None:
 
 
 def test_digests_tell_responses_apart_whatever_their_type() -> None:
-    same = [measures.digest_of(np.array([1, 2, 3], dtype=kind)) for kind in (np.int32, np.int64, np.uint16)]
+    same = [measures.hash_tokens(np.array([1, 2, 3], dtype=kind)) for kind in (np.int32, np.int64, np.uint16)]
     assert len(set(same)) == 1
     assert same[0] is not None and 0 <= same[0] < 2**63
-    assert measures.digest_of(np.array([1, 3, 2])) != same[0]
-    assert measures.digest_of(np.array([], dtype=np.int32)) is None
+    assert measures.hash_tokens(np.array([1, 3, 2])) != same[0]
+    assert measures.hash_tokens(np.array([], dtype=np.int32)) is None
 
 
 def test_the_opening_is_what_the_user_asks() -> None:
@@ -104,11 +104,11 @@ def test_the_opening_is_what_the_user_asks() -> None:
         f"A conversation.\nUser: {question}\nAssistant: ",
         question,
     ):
-        assert measures.opening_of(prompt) == "Find the area."
-    assert len(measures.opening_of("word " * 1000)) == 240
+        assert measures.extract_opening(prompt) == "Find the area."
+    assert len(measures.extract_opening("word " * 1000)) == 240
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-    assert measures.asked_in(messages) == "Find the area."
-    assert measures.asked_in("nonsense") == ""
+    assert measures.extract_user_message(messages) == "Find the area."
+    assert measures.extract_user_message("nonsense") == ""
 
 
 def test_what_somebody_says_in_a_message_is_not_counted() -> None:
@@ -117,7 +117,7 @@ def test_what_somebody_says_in_a_message_is_not_counted() -> None:
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}, {"function": {"name": "g"}}]},
         {"role": "tool", "content": "1"},
     ]
-    assert measures.spoken_in(json.dumps(said, separators=(",", ":"))) == (1, 2, 0)
+    assert measures.count_messages(json.dumps(said, separators=(",", ":"))) == (1, 2, 0)
 
 
 def record(run: int, **fields: Any) -> Experience:
@@ -193,9 +193,9 @@ def test_a_row_is_the_same_from_columns_and_from_a_trajectory(tmp_path: Path) ->
     book.append(rows)
     source, index = BookSource(book), Index()
     load(source, index)
-    documents = documents_of(book, [row.eid.uid for row in rows])
+    documents = read_trajectories(book, [row.eid.uid for row in rows])
     for row, document in zip(index.rows("SELECT * FROM samples ORDER BY n"), documents, strict=True):
-        made = measures.row_of(document)
+        made = measures.measure_trajectory(document)
         made.pop("state")  # the ledger's
         for name, value in made.items():
             if isinstance(value, float):
@@ -215,7 +215,7 @@ def test_scales_move_when_the_sample_doubles_and_then_no_more() -> None:
 
     def offer(size: int, top: float) -> bool:
         values = {"entropy": dice.uniform(0, top, size), "mismatch": dice.normal(0, 0.1, size)}
-        return scales.offer(derive({}, np.ones(0, bool)) | values, np.ones(size, bool))
+        return scales.offer(derive_lenses({}, np.ones(0, bool)) | values, np.ones(size, bool))
 
     assert offer(100, 1.0)
     assert not offer(50, 9.0)  # 150 of the 200 that would be twice as many
@@ -225,6 +225,6 @@ def test_scales_move_when_the_sample_doubles_and_then_no_more() -> None:
     low, high = scales.ranges["entropy"]
     assert (low, round(high, 1)) == (0.0, 2.0)
     assert scales.ranges["mismatch"][0] == -scales.ranges["mismatch"][1]
-    assert not offer(2 * ENOUGH, 100.0)
+    assert not offer(2 * SCALE_TOKENS, 100.0)
     assert scales.ranges["entropy"] == (low, high)
     assert len(scales.quantiles["entropy"]) == 101

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.inspect.trajectory import _FIXED, KINDS, ROLES, Segment, segments_of
+from rollbook.inspect.trajectory import _MARK_ACTIONS, KINDS, ROLES, Segment, find_segments
 
 BAR = "\uff5c"
 PIECES = [
-    *(*_FIXED, "<|im_start|>", "<|im_start|>user\n", "<|im_start|>assistant\n", "<start_of_turn>model\n"),
+    *(*_MARK_ACTIONS, "<|im_start|>", "<|im_start|>user\n", "<|im_start|>assistant\n", "<start_of_turn>model\n"),
     *("<|start_header_id|>user<|end_header_id|>", "<image>", "[IMG]", "<", "[", '{"name": "f"}'),
     *("hello ", "\n", " ", "é", "🙂"),
 ]
@@ -24,7 +24,7 @@ def read(text: str, prompt: str = "", *, sampled: bool | None = True, **more: An
     """Role, kind and text of each segment, a token for each character; what follows `prompt` is sampled."""
     ends = np.arange(1, len(prompt + text) + 1)
     mask = ends > len(prompt)
-    found = segments_of(prompt + text, ends, len(prompt), mask, sampled=mask if sampled else None, **more)
+    found = find_segments(prompt + text, ends, len(prompt), mask, sampled=mask if sampled else None, **more)
     covers(found, len(ends), mask)
     return [(one.role, one.kind, (prompt + text)[one.start : one.stop]) for one in found]
 
@@ -116,7 +116,7 @@ def test_tool_calls_and_results() -> None:
     mask = np.zeros(len(text), bool)
     mask[at[0] : at[1]] = mask[at[2] :] = True
     for given_spans, sampled in ((spans, None), (None, mask), (None, None)):
-        found = segments_of(text, ends, at[0], mask, spans=given_spans, sampled=sampled)
+        found = find_segments(text, ends, at[0], mask, spans=given_spans, sampled=sampled)
         covers(found, len(text), mask)
         assert [(one.role, one.kind, one.name, one.turn, one.trained) for one in found] == [
             ("system", "text", "", 0, False),
@@ -133,7 +133,7 @@ def test_an_observation_without_marks_is_a_tools() -> None:
     spans = [("prompt", 0, 5), ("model", 5, 11), ("observation", 11, 19), ("model", 19, 23)]
     listed = [{"kind": kind, "start": start, "stop": stop} for kind, start, stop in spans]
     mask = np.zeros(23, bool)
-    found = segments_of(text, np.arange(1, 24), 5, mask, spans=listed)
+    found = find_segments(text, np.arange(1, 24), 5, mask, spans=listed)
     assert [(one.role, one.kind, text[one.start : one.stop]) for one in found] == [
         ("user", "text", "what?"),
         ("assistant", "text", "call()"),
@@ -155,7 +155,7 @@ def test_an_observation_without_marks_is_a_tools() -> None:
     ],
 )
 def test_spans_that_do_not_cover_the_tokens_are_not_believed(spans: Any) -> None:
-    found = segments_of("abc", np.arange(1, 4), 1, np.ones(3, bool), spans=spans)
+    found = find_segments("abc", np.arange(1, 4), 1, np.ones(3, bool), spans=spans)
     assert [one.role for one in found] == ["user", "assistant"]
 
 
@@ -178,16 +178,16 @@ def test_text_that_only_looks_like_a_mark_is_several_tokens() -> None:
     ]
     ends = np.cumsum([len(piece) for piece in pieces])
     text = "".join(pieces)
-    found = segments_of(text, ends, len(pieces) - 1, ends > ends[-2])
+    found = find_segments(text, ends, len(pieces) - 1, ends > ends[-2])
     assert [one.role for one in found] == ["user", "assistant"]
-    loose = segments_of(text, ends, len(pieces) - 1, ends > ends[-2], exact=False)
+    loose = find_segments(text, ends, len(pieces) - 1, ends > ends[-2], exact=False)
     assert [one.role for one in loose] == ["user", "system", "assistant"], "without a tokenizer it cannot be told"
 
 
 def test_boundaries_are_tokens() -> None:
     pieces = ["2*3?", "<th", "ink>so</", "think>\n\n", "It is", " 6"]
     ends = np.cumsum([len(piece) for piece in pieces])
-    found = segments_of("".join(pieces), ends, 1, np.ones(6, bool), sampled=np.arange(6) >= 1)
+    found = find_segments("".join(pieces), ends, 1, np.ones(6, bool), sampled=np.arange(6) >= 1)
     assert [(one.kind, one.start, one.stop) for one in found] == [("text", 0, 1), ("think", 1, 4), ("text", 4, 6)]
 
 
@@ -214,7 +214,7 @@ def test_segments_cover_every_token_once(data: st.DataObject) -> None:
         kinds = ["prompt", "model", "observation", "model", "observation", "model"]
         spans = [{"kind": kind, "start": a, "stop": b} for kind, a, b in zip(kinds, at, at[1:], strict=False)]
     covers(
-        segments_of(text, ends, prompt, mask, sampled=sampled, spans=spans, exact=data.draw(st.booleans())),
+        find_segments(text, ends, prompt, mask, sampled=sampled, spans=spans, exact=data.draw(st.booleans())),
         length,
         mask,
     )
@@ -233,6 +233,6 @@ def test_nothing_but_marks_takes_no_time_to_speak_of(piece: str) -> None:
     began = time.monotonic()
     for sampled in (None, np.ones(len(ends), bool)):
         covers(
-            segments_of(text, ends, 0, np.ones(len(ends), bool), sampled=sampled), len(ends), np.ones(len(ends), bool)
+            find_segments(text, ends, 0, np.ones(len(ends), bool), sampled=sampled), len(ends), np.ones(len(ends), bool)
         )
     assert time.monotonic() - began < 20

@@ -85,7 +85,7 @@ def test_every_question_of_the_pages_is_answered(viewer: Server, rows: list[dict
     uid, gid = rows[0]["uid"], rows[0]["gid"]
     asked = {
         "/api/steps": "",
-        "/api/look": "",
+        "/api/findings": "",
         "/api/metrics": "?since=3",
         "/api/step": "?step=3&evaluation=0",
         "/api/list": "?view=groups&step=3&sort=-mean&offset=0&limit=5",
@@ -136,12 +136,12 @@ def test_a_frame_is_kept_until_its_record_changes(tmp_path: Path) -> None:
 
 
 def test_static_files_are_the_packages_and_kept_by_hash(viewer: Server) -> None:
-    for name, asset in html_export.manifest().items():
+    for name, asset in html_export.load_assets().items():
         got = ask(viewer, f"/static/{name}", token=False)
         assert (got.status, got.header("content-type")) == (200, asset.type)
         assert hashlib.sha256(got.body).hexdigest() == asset.sha256
         assert ask(viewer, f"/static/{name}", headers={"If-None-Match": got.header("etag")}).status == 304
-    assert ask(viewer, "/", token=False).body == html_export.manifest()["index.html"].content
+    assert ask(viewer, "/", token=False).body == html_export.load_assets()["index.html"].content
 
 
 def test_large_json_is_packed_for_who_takes_it(viewer: Server) -> None:
@@ -161,15 +161,15 @@ def packed_json(got: Got) -> Any:
 @pytest.mark.parametrize(
     ("address", "status", "said"),
     [
-        ("/api/nothing", 404, "nothing at this address"),
-        ("/nothing", 404, "nothing at this address"),
-        ("/api", 404, "nothing at this address"),
-        ("/api/run/", 404, "nothing at this address"),
-        ("/api/run?x=1", 400, "parameter 'x' is not known"),
+        ("/api/nothing", 404, "not found"),
+        ("/nothing", 404, "not found"),
+        ("/api", 404, "not found"),
+        ("/api/run/", 404, "not found"),
+        ("/api/run?x=1", 400, "unknown parameter 'x'"),
         ("/api/step", 400, "parameter step is missing"),
         ("/api/step?step=", 400, "parameter step is missing"),
-        ("/api/step?step=two", 400, "step: got 'two', expected a whole number"),
-        ("/api/step?step=1&step=2", 400, "parameter step stands twice"),
+        ("/api/step?step=two", 400, "step: got 'two', expected an integer"),
+        ("/api/step?step=1&step=2", 400, "parameter step is given twice"),
         ("/api/step?step=1&evaluation=yes", 400, "evaluation: got 'yes', expected 0 or 1"),
         ("/api/group?gid=nobody", 404, "nobody"),
         ("/api/neighbors?uid=nobody", 404, "nobody"),
@@ -233,7 +233,7 @@ def test_one_connection_takes_many_questions_and_answers_at_once(viewer: Server)
         begun = time.perf_counter()
         connection.request("GET", "/static/main.js")
         answer = connection.getresponse()
-        assert answer.status == 200 and answer.read() == html_export.manifest()["main.js"].content
+        assert answer.status == 200 and answer.read() == html_export.load_assets()["main.js"].content
         took.append(time.perf_counter() - begun)
     connection.close()
     # With Nagle's algorithm against delayed acknowledgements each would take 40 ms.
@@ -308,7 +308,7 @@ def test_point_1_types_are_exact_and_no_text_of_a_record_is_a_page(viewer: Serve
         ("/api/record?uid=%3Cscript%3Ealert(1)%3C/script%3E", "application/json"),
     ]:
         assert ask(viewer, address).header("content-type") == kind
-    pages = [asset for asset in html_export.manifest().values() if asset.type.startswith("text/html")]
+    pages = [asset for asset in html_export.load_assets().values() if asset.type.startswith("text/html")]
     assert len(pages) == 1, "one page is HTML, and it is ours"
 
 
@@ -379,7 +379,7 @@ def test_point_3_it_listens_on_loopback_and_says_where(viewer: Server) -> None:
     bound = [each.server_address[:2] for each in viewer.listeners]
     assert ("127.0.0.1", viewer.port) in bound and set(bound) <= {("127.0.0.1", viewer.port), ("::1", viewer.port)}
     assert viewer.url == f"http://127.0.0.1:{viewer.port}/#token={viewer.token}"
-    greeting = "\n".join(server._greeting(viewer, viewer.port))
+    greeting = "\n".join(server._start_messages(viewer, viewer.port))
     assert viewer.url in greeting and f"ssh -L {viewer.port}:127.0.0.1:{viewer.port} " in greeting
 
 
@@ -387,7 +387,7 @@ def test_point_3_a_port_that_is_taken_is_replaced(viewer: Server, book: str) -> 
     with Server(book, port=viewer.port) as other:
         assert other.port != viewer.port
         assert ask(other, "/api/run").status == 200
-        assert f"port {viewer.port} is taken" in "\n".join(server._greeting(other, viewer.port))
+        assert f"port {viewer.port} is in use" in "\n".join(server._start_messages(other, viewer.port))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -408,7 +408,7 @@ def test_point_3_a_port_that_somebody_has_under_the_other_loopback_is_not_used(
     with Server(book, host=host, port=port) as running:
         assert running.port != port and ask(running, "/api/run").status == 200
     monkeypatch.setattr(server.getpass, "getuser", lambda: {}["nobody"])
-    assert " ssh -L " in "\n".join(server._greeting(running, 0)), "in a container a user may have no name"
+    assert " ssh -L " in "\n".join(server._start_messages(running, 0)), "in a container a user may have no name"
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_point_3_bound_to_every_address(book: str) -> None:
         assert ask(running, "/api/run").status == 200
         assert ask(running, "/api/run", token=False).status == 401
         assert ask(running, "/api/run", headers={"Host": f"evil.example:{running.port}"}).status == 421
-        assert "not encrypted" in "\n".join(server._greeting(running, running.port))
+        assert "not encrypted" in "\n".join(server._start_messages(running, running.port))
 
 
 def test_point_3_without_a_token_the_other_rules_stay(book: str) -> None:
@@ -437,7 +437,7 @@ def test_point_3_without_a_token_the_other_rules_stay(book: str) -> None:
         assert ask(running, "/api/run").status == 200
         assert ask(running, "/api/run", headers={"Host": "evil.example"}).status == 421
         assert ask(running, "/api/run", headers={"Sec-Fetch-Site": "cross-site"}).status == 403
-        assert "sees everything" in "\n".join(server._greeting(running, 0))
+        assert "can read everything" in "\n".join(server._start_messages(running, 0))
 
 
 @pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="there are no Unix sockets here")
@@ -453,14 +453,14 @@ def test_point_3_a_unix_socket_is_its_owners(book: str, tmp_path: Path) -> None:
                 connection.sendall(f"{head}Connection: close\r\n\r\n".encode())
                 assert parsed(receive(connection)).status == expected, host
         other = Server(book, socket=path)
-        with pytest.raises(ValueError, match="somebody listens"):
+        with pytest.raises(ValueError, match="is in use"):
             other.start()
         other.close()
         assert path.exists(), "it is not the other's to remove"
-        assert f"ssh -L 8420:{path} " in "\n".join(server._greeting(running, 8420))
+        assert f"ssh -L 8420:{path} " in "\n".join(server._start_messages(running, 8420))
     assert not path.exists()
     path.write_text("precious")
-    with pytest.raises(ValueError, match="is no socket"):
+    with pytest.raises(ValueError, match="is not a socket"):
         Server(book, socket=path).start()
     assert path.read_text() == "precious"
 
@@ -503,7 +503,7 @@ def test_point_4_the_browser_is_opened_by_a_file_that_only_its_owner_reads(monke
         opened.set()
 
     monkeypatch.setattr(server.webbrowser, "open", browse)
-    with server._browser("http://127.0.0.1:1/#token=secret"):
+    with server._open_browser("http://127.0.0.1:1/#token=secret"):
         assert opened.wait(SECONDS)
     url, mode, folder_mode, text = seen
     assert "secret" not in url, "other users of the machine see the command line"
@@ -557,7 +557,7 @@ def test_point_6_no_get_changes_anything(viewer: Server, book: str, rows: list[d
 
     before = state()
     uid = quoted(rows[0]["uid"])
-    for path in [*ROUTES, *apis._POSTS, f"/api/frame?uid={uid}", f"/api/history?uid={uid}"]:
+    for path in [*ROUTES, *apis._POST_ROUTES, f"/api/frame?uid={uid}", f"/api/history?uid={uid}"]:
         for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH"):
             ask(viewer, path, method)
     assert state() == before
@@ -602,7 +602,7 @@ def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
     for make in (lambda: notes.symlink_to(tmp_path / "elsewhere"), lambda: os.mkfifo(notes), notes.mkdir):
         notes.unlink()
         make()
-        with pytest.raises(ValueError, match="annotate: .* no file"):
+        with pytest.raises(ValueError, match="annotate: .* not a regular file"):
             Annotations(tmp_path)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -653,7 +653,7 @@ def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
 )
 def test_point_7_nothing_outside_the_manifest_has_an_address(viewer: Server, path: str) -> None:
     got = ask(viewer, path)
-    assert got.status == 404 and got.error == "there is nothing at this address"
+    assert got.status == 404 and got.error == "not found"
 
 
 @pytest.mark.parametrize(
@@ -697,7 +697,7 @@ def test_point_7_a_book_with_a_segment_elsewhere_shows_nothing_of_it(book: str, 
         (b'{"query": "\xff"}', "not JSON"),
         (b'{"query": 1}', "query: got int, expected str"),
         (b'{"query": "select 1", "rows": true}', "rows: got bool, expected int"),
-        (b'{"query": "select 1", "path": "/etc"}', "field 'path' is not known"),
+        (b'{"query": "select 1", "path": "/etc"}', "unknown field 'path'"),
         (b"{}", "field query is missing"),
         (b'{"query": ""}', "query"),
     ],
@@ -831,7 +831,7 @@ def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest
 
 
 def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_CONNECTIONS", 4)
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 4)
     with Server(book) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(running)) for _ in range(4)]
         until = time.monotonic() + SECONDS
@@ -853,7 +853,7 @@ def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyP
 def test_point_13_a_connection_that_finds_no_thread_keeps_no_place(
     book: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(server, "_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 1)
 
     def none_left(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -909,13 +909,13 @@ def read_until(connection: socket.socket, mark: bytes) -> bytes:
 
 
 def test_point_13_streams_are_counted_and_given_back(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apis, "_STREAMS", 2)
+    monkeypatch.setattr(apis, "_MAX_STREAMS", 2)
     with Server(book) as running:
         streams = [listen(running) for _ in range(2)]
         for stream in streams:
             read_until(stream, b"retry: ")
         refused = ask(running, "/api/events")
-        assert refused.status == 429 and "listening already" in refused.error
+        assert refused.status == 429 and "already connected" in refused.error
         assert ask(running, "/api/events", "HEAD").status == 429
         streams[0].close()
         until = time.monotonic() + SECONDS
@@ -953,7 +953,7 @@ def test_point_13_a_question_has_its_time(viewer: Server, monkeypatch: pytest.Mo
     release = threading.Event()
     monkeypatch.setattr(api, "seconds", 0.2)
     monkeypatch.setattr(api.source, "record", lambda uid: release.wait(SECONDS) and {})
-    late = [ask(viewer, "/api/record?uid=x") for _ in range(apis._OVERDUE)]
+    late = [ask(viewer, "/api/record?uid=x") for _ in range(apis._MAX_OVERDUE)]
     assert {got.status for got in late} == {504} and "longer than 0.2 seconds" in late[0].error
     # What is late still works somewhere: no more is taken on until it is done.
     assert ask(viewer, "/api/record?uid=x").status == 429
@@ -975,7 +975,7 @@ def test_an_error_of_ours_is_told_to_the_terminal_only(
 
     monkeypatch.setattr(viewer.api.source, "record", broken)
     got = ask(viewer, "/api/record?uid=x")
-    assert (got.status, got.error) == (500, "an internal error; the server's terminal says more")
+    assert (got.status, got.error) == (500, "internal error; see the server's terminal")
     told = capfd.readouterr().err
     assert "RuntimeError: the secret" in told and "\x1b" not in told and "\x07" not in told
 

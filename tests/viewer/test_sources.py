@@ -13,12 +13,12 @@ import pytest
 
 import rollbook
 from rollbook import EID, Experience
-from rollbook.book import Book
+from rollbook.book import Book, redact_records
 from rollbook.book.errors import BookError
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.answers import Answers
 from rollbook.inspect.index import Index
-from rollbook.inspect.sources import BookSource, Watcher, load, named, open_source
+from rollbook.inspect.sources import BookSource, Watcher, load, open_source, run_name
 from tests.book.conftest import *  # noqa: F403 (the fixtures of books of each kind)
 
 PNG = base64.b64decode(
@@ -158,7 +158,7 @@ def test_redacted_and_removed_bytes_leave_the_index_too(tmp_path: Path) -> None:
     source, index = BookSource(book), Index()
     load(source, index)
     assert rows(index, "opening, closing")[0] == ("my secret", "a secret too")
-    book.redact(["1/5/0/0/s"], ["prompt_text", "response_text"], author="ana")
+    redact_records(book, ["1/5/0/0/s"], ["prompt_text", "response_text"], author="ana")
     load(source, index)
     assert "secret" not in str(rows(index, "opening, closing")[0])
     book.announce(5)  # both are dropped as stale, and compaction takes their bytes
@@ -264,9 +264,9 @@ def test_paths_are_books_folders_of_one_or_refused_with_what_is_there(tmp_path: 
         assert source.kind == "book"
         assert source.name in ("a", "run")
         source.close()
-    with pytest.raises(ValueError, match=r"holds 2 books; open one of them: .*a, .*b"):
+    with pytest.raises(ValueError, match=r"contains 2 books, expected one of: .*a, .*b"):
         open_source(tmp_path / "two")
-    with pytest.raises(FileNotFoundError, match="nothing at"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         open_source(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="expected a book"):
         open_source("")
@@ -302,7 +302,7 @@ def test_a_watcher_follows_a_book_and_says_what_went_wrong(tmp_path: Path) -> No
             time.sleep(0.01)
         assert watcher.error is None
         source.close()
-        watcher.look()
+        watcher.request_refresh()
         while watcher.error is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert watcher.error is not None and "closed" in watcher.error
@@ -336,15 +336,15 @@ def test_many_writers_and_a_follower_agree(tmp_path: Path) -> None:
 
 
 def test_a_run_is_never_called_by_its_address_which_may_have_a_password() -> None:
-    assert named("postgresql://ana:secret@db.example/runs?schema=demo") == "runs/demo"
-    assert named("postgresql://ana:secret@") == named("postgresql://ana:secret@db.example/") == "postgresql"
+    assert run_name("postgresql://ana:secret@db.example/runs?schema=demo") == "runs/demo"
+    assert run_name("postgresql://ana:secret@") == run_name("postgresql://ana:secret@db.example/") == "postgresql"
 
 
 def test_a_run_that_has_no_book_yet_is_followed_until_it_has(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("name: run\n")
-    with pytest.raises(ValueError, match="is a run without a book yet"):
+    with pytest.raises(ValueError, match="has no book yet"):
         open_source(run)
     source, index = open_source(run, starting=True), Index()
     answers = Answers(source, index)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollbook.core import vocabulary
 from rollbook.core.errors import WireError
-from rollbook.core.vocabulary import Vocabulary, text_and_ends
+from rollbook.core.vocabulary import Vocabulary, decode_utf8_with_ends
 from tests.tiny import TEXT, bytes_, words
 
 WORDS = [TEXT, "naïve café — 漢字かな交じり文 🙂👩‍👩‍👧 Ελληνικά", "  two  spaces\n\tand tabs", "don't can't won't"] * 3
@@ -86,7 +86,7 @@ def known(name: str) -> tuple[Any, Vocabulary]:
         "metaspace": metaspace,
         "word_piece": word_piece,
     }[name]()
-    return made, Vocabulary.of(made)
+    return made, Vocabulary.from_tokenizer(made)
 
 
 def decoded(tokenizer: Any, ids: list[int]) -> str:
@@ -109,7 +109,7 @@ BYTE_LEVEL = ("byte_level", "wrapped", "bytes")
 def test_byte_level_ids_decode_as_the_tokenizer_decodes(name: str, data: st.DataObject) -> None:
     tokenizer, made = known(name)
     ids = data.draw(st.lists(st.integers(0, len(made) - 1), max_size=60))
-    text, ends = made.text_and_ends(ids)
+    text, ends = made.decode_with_ends(ids)
     assert text == decoded(tokenizer, ids)
     check_slices(text, ends, len(ids))
 
@@ -120,7 +120,7 @@ def test_text_that_was_tokenized_decodes_as_the_tokenizer_decodes(name: str, tex
     tokenizer, made = known(name)
     encoded = tokenizer.encode(text, add_special_tokens=False)
     ids = encoded.ids if isinstance(tokenizer, Tokenizer) else encoded
-    shown, ends = made.text_and_ends(ids)
+    shown, ends = made.decode_with_ends(ids)
     assert shown == decoded(tokenizer, ids)
     check_slices(shown, ends, len(ids))
 
@@ -128,7 +128,7 @@ def test_text_that_was_tokenized_decodes_as_the_tokenizer_decodes(name: str, tex
 @given(st.binary(max_size=80), st.lists(st.integers(0, 80), max_size=20))
 def test_any_bytes_cut_anywhere(data: bytes, cuts: list[int]) -> None:
     ends = np.array([*sorted(min(cut, len(data)) for cut in cuts), len(data)])
-    text, found = text_and_ends(data, ends)
+    text, found = decode_utf8_with_ends(data, ends)
     assert text == data.decode("utf-8", "replace")
     check_slices(text, found, len(ends))
 
@@ -136,7 +136,7 @@ def test_any_bytes_cut_anywhere(data: bytes, cuts: list[int]) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_a_character_belongs_to_the_token_that_completes_it(text: str) -> None:
     data = text.encode()
-    shown, ends = text_and_ends(data, np.arange(1, len(data) + 1))
+    shown, ends = decode_utf8_with_ends(data, np.arange(1, len(data) + 1))
     assert shown == text
     complete = np.cumsum([len(character.encode()) for character in text], dtype=np.int64)
     assert ends.tolist() == [int((complete <= at).sum()) for at in range(1, len(data) + 1)]
@@ -144,34 +144,34 @@ def test_a_character_belongs_to_the_token_that_completes_it(text: str) -> None:
 
 def test_a_character_that_is_never_complete_is_the_last_tokens() -> None:
     made = Vocabulary([b"a", b"\xe6", b"\xbc", b"\xa2"])
-    assert made.text_and_ends([0, 1, 2])[0] == "a\ufffd"
-    assert made.text_and_ends([0, 1, 2])[1].tolist() == [1, 1, 2]
-    assert made.text_and_ends([1, 2, 0])[1].tolist() == [0, 1, 2], "what cannot become one is shown before the next"
-    assert made.text_and_ends([1, 2, 3])[0] == "漢"
+    assert made.decode_with_ends([0, 1, 2])[0] == "a\ufffd"
+    assert made.decode_with_ends([0, 1, 2])[1].tolist() == [1, 1, 2]
+    assert made.decode_with_ends([1, 2, 0])[1].tolist() == [0, 1, 2], "what cannot become one is shown before the next"
+    assert made.decode_with_ends([1, 2, 3])[0] == "漢"
 
 
 def test_ids_without_a_token_show_themselves() -> None:
     made = Vocabulary([b"a", None, b"c"], special=[2])
-    text, ends = made.text_and_ends([0, 1, 2, 99, -200])
+    text, ends = made.decode_with_ends([0, 1, 2, 99, -200])
     assert (text, ends.tolist()) == ("a⟨1⟩c⟨99⟩⟨-200⟩", [1, 4, 5, 9, 15])
-    assert made.special([0, 1, 2, 99, -200]).tolist() == [False, True, True, True, True]
+    assert made.is_special([0, 1, 2, 99, -200]).tolist() == [False, True, True, True, True]
     empty = Vocabulary(())
-    assert empty.text_and_ends([7])[0] == "⟨7⟩" and empty.special([7]).tolist() == [True]
-    assert made.text_and_ends([])[0] == "" and not len(made.text_and_ends([])[1])
+    assert empty.decode_with_ends([7])[0] == "⟨7⟩" and empty.is_special([7]).tolist() == [True]
+    assert made.decode_with_ends([])[0] == "" and not len(made.decode_with_ends([])[1])
 
 
 def test_special_tokens_are_known_and_visible() -> None:
-    made = Vocabulary.of(known("wrapped")[0])
+    made = Vocabulary.from_tokenizer(known("wrapped")[0])
     tokenizer = byte_level()
     ids = [tokenizer.token_to_id(mark) for mark in MARKS]
-    assert made.special(ids).tolist() == [True, True, False], "<think> was added, and is not special"
-    assert made.text_and_ends(ids)[0] == "".join(MARKS)
-    assert set(Vocabulary.of(words()).special_ids().tolist()) == set(words().all_special_ids)
+    assert made.is_special(ids).tolist() == [True, True, False], "<think> was added, and is not special"
+    assert made.decode_with_ends(ids)[0] == "".join(MARKS)
+    assert set(Vocabulary.from_tokenizer(words()).special_ids().tolist()) == set(words().all_special_ids)
 
 
 def test_added_tokens_may_leave_holes() -> None:
     tokenizer = words()
-    made = Vocabulary.of(tokenizer)
+    made = Vocabulary.from_tokenizer(tokenizer)
     assert len(made) == max(tokenizer.get_vocab().values()) + 1
 
 
@@ -185,7 +185,7 @@ class Slow:
 
 
 def test_tokenizers_in_python_are_told_by_their_tokens() -> None:
-    text, ends = Vocabulary.of(Slow()).text_and_ends([1, 2, 3, 4, 5, 1])
+    text, ends = Vocabulary.from_tokenizer(Slow()).decode_with_ends([1, 2, 3, 4, 5, 1])
     assert (text, ends.tolist()) == ("hi🙂 hi", [2, 2, 2, 2, 3, 6])
 
 
@@ -195,8 +195,8 @@ def test_bytes_there_and_back(name: str) -> None:
     again = Vocabulary.from_bytes(made.to_bytes())
     ids = list(range(len(made)))
     assert again == made and repr(again) == repr(made)
-    assert again.text_and_ends(ids)[0] == made.text_and_ends(ids)[0]
-    assert (again.special(ids) == made.special(ids)).all()
+    assert again.decode_with_ends(ids)[0] == made.decode_with_ends(ids)[0]
+    assert (again.is_special(ids) == made.is_special(ids)).all()
 
 
 @given(st.data())
@@ -214,15 +214,15 @@ def test_damaged_bytes_are_one_error(data: st.DataObject) -> None:
 
 
 def test_a_vocabulary_that_says_it_is_huge_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = vocabulary._HEAD.pack(2**32 - 1, 2**32 - 1, 0)
-    with pytest.raises(WireError, match="takes other than"):
+    head = vocabulary._HEADER.pack(2**32 - 1, 2**32 - 1, 0)
+    with pytest.raises(WireError, match="expected 25769803782"):
         Vocabulary.from_bytes(b"RBV1" + zlib.compress(head))
     lengths = np.array([2**32 - 1, 2], "<u4").tobytes()
-    with pytest.raises(WireError, match="do not agree"):
-        Vocabulary.from_bytes(b"RBV1" + zlib.compress(vocabulary._HEAD.pack(2, 1, 0) + b"\2\2" + lengths + b"a"))
-    monkeypatch.setattr(vocabulary, "MOST_IDS", 10)
-    monkeypatch.setattr(vocabulary, "MOST_BYTES", 10)
-    with pytest.raises(WireError, match="longer than it can be"):
+    with pytest.raises(WireError, match="do not match"):
+        Vocabulary.from_bytes(b"RBV1" + zlib.compress(vocabulary._HEADER.pack(2, 1, 0) + b"\2\2" + lengths + b"a"))
+    monkeypatch.setattr(vocabulary, "MAX_IDS", 10)
+    monkeypatch.setattr(vocabulary, "MAX_BYTES", 10)
+    with pytest.raises(WireError, match="larger than the limit"):
         Vocabulary.from_bytes(b"RBV1" + zlib.compress(bytes(10_000)))
     with pytest.raises(ValueError, match="expected at most 10"):
         Vocabulary([b"x"] * 11)
@@ -252,4 +252,4 @@ def test_without_tokenizers_the_extra_is_named(tmp_path: Path) -> None:
 
 def test_what_is_no_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="tokenizer: got int"):
-        Vocabulary.of(3)
+        Vocabulary.from_tokenizer(3)

@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollbook.inspect.server import Server
-from rollbook.inspect.workers import MOST_BYTES, QueryTimeoutError, ServerBusyError, Workers, as_csv, cell
+from rollbook.inspect.workers import MAX_BYTES, QueryTimeoutError, ServerBusyError, Workers, format_csv, to_json_cell
 from tests.viewer import story
 from tests.viewer.asking import SECONDS, post
 
@@ -149,7 +149,7 @@ def test_point_9_a_large_answer_is_cut(viewer: Server, monkeypatch: pytest.Monke
     query = "select repeat('x', 100000) from range(2000)"
     got = post(viewer, "/api/sql", {"query": query, "rows": 10_000})
     assert got.status == 200 and got.json["truncated"] is True
-    assert 0 < len(got.body) <= MOST_BYTES + (1 << 20)
+    assert 0 < len(got.body) <= MAX_BYTES + (1 << 20)
 
 
 def test_point_9_csv_cells_are_no_formulas(viewer: Server) -> None:
@@ -162,7 +162,7 @@ def test_point_9_csv_cells_are_no_formulas(viewer: Server) -> None:
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=4))
 @example(["\n=1", "＝1", "＋1", "－1", "＠a"])
 def test_point_9_no_text_whatever_begins_a_formula(texts: list[str]) -> None:
-    table = as_csv(["a"] * (len(texts) + 1), [[*texts, 1]]).decode()
+    table = format_csv(["a"] * (len(texts) + 1), [[*texts, 1]]).decode()
     _, kept_row = csv.reader(io.StringIO(table, newline=""))
     for text, kept in zip(texts, kept_row, strict=False):
         assert not kept.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠"))
@@ -175,7 +175,7 @@ def test_point_9_no_text_whatever_begins_a_formula(texts: list[str]) -> None:
     )
 )
 def test_any_cell_is_strict_json(value: Any) -> None:
-    assert json.loads(json.dumps(cell(value), allow_nan=False)) == cell(value)
+    assert json.loads(json.dumps(to_json_cell(value), allow_nan=False)) == to_json_cell(value)
 
 
 # --- the children -----------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""The mathematics of reinforcement fine-tuning as pure functions: advantages, divergences, corrections, losses.
+"""Pure functions of reinforcement fine-tuning: advantages, KL estimates, corrections and losses.
 
-Invariant: nothing here knows a trainer, a book or a model. Rows are told apart by id and never by position; results do
-not depend on the order of rows, on micro-batches or on padding; and padded and packed tokens give the same numbers.
+Invariant: nothing here imports a trainer, a book or a model. Rows are identified by id, never by position. Results do
+not depend on the order of rows, on micro-batches or on padding, and are the same for padded and packed tokens.
 
 | module | contents |
 |---|---|
 | `advantages` | advantage estimators (`ESTIMATORS`) and `estimate(name, records_or_batch)` |
 | `kl` | k1, k2, k3 and other KL estimators; as a penalty or a loss; fixed and adaptive coefficients |
-| `shaping` | rewards before advantages are estimated, advantages after |
-| `filters` | groups worth training on, high-entropy token masks |
-| `corrections` | importance weights and diagnostics for tokens that another policy sampled |
-| `losses`, `aggregate` | policy, supervised, preference and value losses (`LOSSES`); from tokens to one number |
+| `shaping` | penalties, clipping and normalization of rewards and advantages |
+| `filters` | group filters (zero variance, dynamic sampling), row filters, high-entropy token masks |
+| `corrections` | importance weights and diagnostics for off-policy tokens |
+| `losses`, `aggregate` | policy, supervised, preference and value losses (`LOSSES`), and their aggregation |
 | `groups`, `scan`, `layout`, `inputs`, `registry`, `results` | shared parts: group statistics, scans, token layouts |
 
 >>> from rollbook import algorithms

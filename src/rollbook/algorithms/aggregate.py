@@ -1,7 +1,7 @@
-"""Aggregation of token losses to one number, in four modes, and the metrics of losses.
+"""Aggregation of token losses to a scalar, in four modes, and the metrics of losses.
 
-Invariant: the values of the micro-batches of a batch, each divided by the denominators of the whole batch, add up to
-the value of the batch. A row without a token that counts contributes 0, never NaN, and does not count as a row.
+Invariant: the values of micro-batches, each divided by the denominators of the whole batch, add up to the value of the
+batch. A row without a token that counts contributes 0, never NaN, and is not counted as a row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+"""Aggregation modes; see `aggregate`."""
 
 
 def aggregate(
@@ -29,27 +30,28 @@ def aggregate(
     denominators: Denominators | None = None,
     weights: PerToken | None = None,
 ) -> torch.Tensor:
-    """Aggregate the values of all tokens that count to one number.
+    """Aggregate the values of all tokens that count to a scalar.
 
     - `token-mean`: the sum over all tokens, divided by their number (DAPO).
     - `seq-mean-token-mean`: the mean over rows of the mean over tokens of each row (GRPO, GSPO, LightRFT).
     - `seq-mean-token-sum`: the mean over rows of the sum of each row.
-    - `seq-mean-token-sum-norm`: the sum over all tokens, divided by the constant `norm`. That of Dr. GRPO is rows times
-      the longest response allowed; verl and Trinity take the padded width, so that their loss changes with padding.
+    - `seq-mean-token-sum-norm`: the sum over all tokens, divided by the constant `norm`. For Dr. GRPO that is the
+      number of rows times the longest response allowed. verl and Trinity use the padded width, so that their loss
+      depends on padding.
 
-    Rows without a token that counts are not rows, also not in `denominators.sequences`.
+    Rows without a token that counts are not counted, also not in `denominators.sequences`.
 
     Args:
         values: [B, R] or packed.
         mask: [B, R] or packed: which tokens count. `None`: all.
         mode: One of `MODES`.
         norm: Constant of `seq-mean-token-sum-norm`.
-        denominators: In micro-batches, the denominators of the whole batch, such as `plan(...).denominators`: the
+        denominators: For micro-batches, the denominators of the whole batch, such as `plan(...).denominators`; the
             values of micro-batches then add up. `None`: those of this call.
-        weights: [B, R] or packed: factors of the values, which leave the denominators as they are.
+        weights: [B, R] or packed: factors of the values. They do not change the denominators.
 
     Returns:
-        [] The number.
+        [] The aggregate.
 
     Raises:
         ValueError: If an option is invalid, or shapes differ.
@@ -70,9 +72,9 @@ def aggregate(
 
 
 def count_denominators(mask: PerToken) -> Denominators:
-    """Count the denominators of a batch, to be passed to its micro-batches.
+    """Count the denominators of a batch for its micro-batches.
 
-    `plan(...)` counts them too. If the mask was narrowed since, for example to tokens of high entropy or by a
+    `plan(...)` counts them too. If the mask is narrowed afterwards, for example to high-entropy tokens or by a
     correction, count them on the narrowed mask of the *whole* batch.
 
     Args:
@@ -82,7 +84,7 @@ def count_denominators(mask: PerToken) -> Denominators:
         The denominators.
 
     Raises:
-        ValueError: If the mask is no mask.
+        ValueError: If the mask is invalid.
 
     >>> count_denominators([[1, 1, 0], [0, 0, 0]])
     Denominators(tokens=2, sequences=1, samples=2)
@@ -94,7 +96,7 @@ def count_denominators(mask: PerToken) -> Denominators:
 def reduce(
     layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, denominators: Denominators | None = None
 ) -> torch.Tensor:
-    """`aggregate` for values (`layout.shape`) that are plain tensors already."""
+    """Compute `aggregate` of a plain tensor of `layout.shape`."""
     check_choice("mode", mode, MODES)
     if denominators is not None and not isinstance(denominators, Denominators):
         raise ValueError(
@@ -102,7 +104,7 @@ def reduce(
         )
     if mode == "seq-mean-token-sum-norm":
         if norm is None:
-            raise ValueError("norm: got None, expected the constant to divide by (the padded width is none)")
+            raise ValueError("norm: got None, expected the constant to divide by (not the padded width)")
         check_float("norm", norm, 1e-30, what="a positive number")
         return layout.masked(tokens).sum() / norm
     if mode == "token-mean":
@@ -114,16 +116,16 @@ def reduce(
     )
 
 
-def token_share(layout: Layout, tokens: torch.Tensor, denominators: Denominators | None = None) -> torch.Tensor:
-    """The mean over tokens as a metric: detached, and as a share of the whole batch where that is given."""
+def mean_over_tokens(layout: Layout, tokens: torch.Tensor, denominators: Denominators | None = None) -> torch.Tensor:
+    """Compute a metric as the mean over tokens; with `denominators`, this micro-batch's share of the batch's mean."""
     return reduce(layout, tokens.detach().to(torch.float32), "token-mean", None, denominators)
 
 
-def row_share(layout: Layout, rows: torch.Tensor, denominators: Denominators | None = None) -> torch.Tensor:
-    """The mean over rows that have tokens as a metric: (B,) -> ()."""
-    has = layout.counts > 0
-    present = torch.where(has, rows.detach().to(torch.float32), 0.0)
-    return present.sum() / (has.sum().clamp(min=1) if denominators is None else max(denominators.sequences, 1))
+def mean_over_rows(layout: Layout, rows: torch.Tensor, denominators: Denominators | None = None) -> torch.Tensor:
+    """Compute a metric as the mean over rows [B] that have tokens."""
+    has_tokens = layout.counts > 0
+    present = torch.where(has_tokens, rows.detach().to(torch.float32), 0.0)
+    return present.sum() / (has_tokens.sum().clamp(min=1) if denominators is None else max(denominators.sequences, 1))
 
 
 def masked_mean(
@@ -170,8 +172,8 @@ def masked_mean(
 
 
 @dataclass(frozen=True)
-class Policy:
-    """The arguments of a policy loss as plain tensors of `layout.shape`."""
+class PolicyTensors:
+    """Arguments of a policy loss as plain tensors of `layout.shape`."""
 
     layout: Layout
     new_logprobs: torch.Tensor
@@ -187,44 +189,44 @@ class Policy:
         advantages: PerToken | PerRow,
         mask: PerToken | None,
         rows: torch.Tensor | None = None,
-    ) -> Policy:
-        """Read the arguments; `rows` (B,) leaves out the tokens of all other rows before anything is read of them."""
-        layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
+    ) -> PolicyTensors:
+        """Read the arguments; with `rows` [B], only the tokens of those rows."""
+        layout = policy_layout(new_logprobs, old_logprobs, advantages, mask)
         if rows is not None:
             layout = layout.narrowed(layout.spread(rows))
         ours = layout.take("new_logprobs", new_logprobs)
         old = layout.take("old_logprobs", old_logprobs).detach()
         return cls(layout, ours, ours - old, on_tokens(layout, "advantages", advantages).detach())
 
-    def clamped(self, bound: float) -> torch.Tensor:
-        """The log-ratio within ±`bound`, so that its exponential stays finite; beyond that its gradient is 0."""
+    def clamp_log_ratio(self, bound: float) -> torch.Tensor:
+        """Clamp the log-ratio to ±`bound`, so that its exponential stays finite; beyond, its gradient is 0."""
         check_float("log_ratio_clamp", bound, 0)
         return self.log_ratio.clamp(-bound, bound)
 
     def row_log_ratio(self, bound: float) -> torch.Tensor:
-        """[of `shape`] The mean log-ratio of each row on its tokens, within ±`bound`, as a constant."""
+        """[of `shape`] Compute the mean log-ratio of each row, clamped to ±`bound`, without gradient."""
         check_float("log_ratio_clamp", bound, 0)
         layout = self.layout
         return layout.spread(layout.row_means(self.log_ratio.detach()).clamp(-bound, bound))
 
 
-def layout_of(
+def policy_layout(
     new_logprobs: PerToken, old_logprobs: PerToken, advantages: PerToken | PerRow, mask: PerToken | None
 ) -> Layout:
-    """The layout of a policy loss's arguments; advantages have a say in it if they are a matrix."""
+    """Determine the layout of the arguments of a policy loss; advantages of rows do not affect it."""
     matrix = advantages if getattr(advantages, "ndim", 0) == 2 else None
     return Layout.of(mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs, advantages=matrix)
 
 
 @dataclass(frozen=True)
-class Terms:
-    """One loss for each token, and what to report of them."""
+class LossTerms:
+    """Losses of tokens, and metrics."""
 
     tokens: torch.Tensor
     """[of `shape`]"""
-    of_tokens: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     """[of `shape`] each: metrics that are means over tokens."""
-    of_rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    row_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     """[B] each: metrics that are means over rows with tokens."""
 
     def loss(
@@ -236,26 +238,26 @@ class Terms:
         denominators: Denominators | None,
         weights: PerToken | PerRow | None,
     ) -> Loss:
-        """Aggregate; the value is reported under `name`."""
+        """Aggregate the losses; `name` is the metric of the value."""
         tokens = self.tokens
         if weights is not None:
             tokens = tokens * on_tokens(layout, "weights", weights).detach()
         total = reduce(layout, tokens, mode, norm, denominators)
         metrics = {}
-        for metric, entries in self.of_tokens.items():
-            metrics[metric] = token_share(layout, entries, denominators)
-        for metric, entries in self.of_rows.items():
-            metrics[metric] = row_share(layout, entries, denominators)
+        for metric, entries in self.token_metrics.items():
+            metrics[metric] = mean_over_tokens(layout, entries, denominators)
+        for metric, entries in self.row_metrics.items():
+            metrics[metric] = mean_over_rows(layout, entries, denominators)
         metrics[name] = total.detach()
         return Loss(total, metrics)
 
 
-def clipped(
+def clip_surrogate(
     advantages: torch.Tensor, ratio: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pessimistic of -A * ratio and -A * (ratio within [low, high]), and 1.0 where that is the latter.
+    """Compute max(-A * ratio, -A * clip(ratio, low, high)), and 1.0 where the clipped term is the larger.
 
-    >>> clipped(torch.tensor([1.0, -1.0]), torch.tensor([1.5, 1.5]), 0.8, 1.2)
+    >>> clip_surrogate(torch.tensor([1.0, -1.0]), torch.tensor([1.5, 1.5]), 0.8, 1.2)
     (tensor([-1.2000,  1.5000]), tensor([1., 0.]))
     """
     plain, bounded = -advantages * ratio, -advantages * ratio.clamp(low, high)

@@ -1,8 +1,8 @@
 """Off-policy corrections: importance weights, staleness weights, masks, and diagnostics of the mismatch.
 
-Invariant: ratios are differences of logarithms in float64, clamped before they are exponentiated, so that all finite
-float32 log-probs give finite weights and numbers. Weights carry no gradient and are 0 where the returned mask is False,
-and the returned mask is never wider than the given one.
+Invariant: ratios are differences of logarithms in float64, clamped before they are exponentiated, so that finite
+float32 log-probs give finite weights and metrics. Weights carry no gradient and are 0 where the returned mask is False,
+which is never wider than the given one.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import Rows
 
 LEVELS = ("token", "sequence", "geometric")
+"""Levels of `importance_weights`."""
 KINDS = ("cut", "exponential", "linear")
-_LARGEST = 80.0
-"""Numbers for a log are at most e^80, which float32 holds."""
+"""Kinds of `staleness_weights`."""
+_MAX_EXPONENT = 80.0
+"""Metrics are at most e^80, which float32 can represent."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What to multiply each token's loss by, and which tokens to train on.
+    """Weights of the token losses, and the tokens to train on.
 
-    A loss takes both: `ppo(..., mask=found.mask, weights=found.weights)`. To keep the denominators of all tokens, give
-    it the mask of before: the weights of masked tokens are 0.
+    Pass both to a loss: `ppo(..., mask=correction.mask, weights=correction.weights)`. To keep the denominators of all
+    tokens, pass the mask from before the correction; the weights of masked tokens are 0.
 
-    >>> found = staleness_weights([5, 1], 5, [[1, 1], [1]], max_staleness=2)
-    >>> found.weights, found.mask, found.report.which("nothing left")
+    Attributes:
+        weights: For each token, in the given layout, without gradient; 0 where `mask` is False.
+        mask: bool: the given mask without the tokens masked here.
+        report: Rows that lost tokens, by reason, and metrics of the weights.
+
+    >>> correction = staleness_weights([5, 1], 5, [[1, 1], [1]], max_staleness=2)
+    >>> correction.weights, correction.mask, correction.report.which("nothing left")
     ([tensor([1., 1.]), tensor([0.])], [tensor([True, True]), tensor([False])], [1])
     """
 
     weights: Any
-    """For each token, in the layout they came in; without gradient; 0 where `mask` is False."""
     mask: Any
-    """bool: the mask that was given, less what was masked here."""
     report: Report
-    """Which rows lost tokens and why, and numbers about the weights."""
 
 
 def importance_weights(
@@ -87,8 +91,8 @@ def importance_weights(
 
     Args:
         old_logprobs: [B, R] or packed: log-probs of the trainer's policy before the update, recomputed.
-        logprobs: [B, R] or packed: log-probs of the engine, of the *same* distribution (temperature and top-p
-            truncation included; otherwise every ratio is off by the log of the kept mass).
+        logprobs: [B, R] or packed: log-probs of the engine, of the *same* distribution, temperature and top-p
+            truncation included. Otherwise every ratio is off by the log of the remaining mass.
         mask: [B, R] or packed: which tokens count. `None`: all.
         versions: Policy versions, as of `staleness_weights`.
         level: `"token"`, `"sequence"` or `"geometric"`.
@@ -120,29 +124,31 @@ def importance_weights(
             [0.0000, 0.0000]]), [1])
     """
     check_choice("level", level, LEVELS)
-    check_float("log_clamp", log_clamp, 1e-30, _LARGEST, what=f"a positive number up to {_LARGEST:g}")
+    check_float("log_clamp", log_clamp, 1e-30, _MAX_EXPONENT, what=f"a positive number up to {_MAX_EXPONENT:g}")
     _check_bounds(truncate, low, mask_outside, veto)
     normalize = check_bool("normalize", normalize)
-    layout, dtype, policy, engine = _taken(old_logprobs, logprobs, mask)
+    layout, dtype, policy, engine = _read_logprobs(old_logprobs, logprobs, mask)
     off = policy - engine
     by_row = level != "token"
     exponent = off if not by_row else layout.row_sums(off) if level == "sequence" else layout.row_means(off)
-    raw = exponent.clamp(-log_clamp, log_clamp).exp()  # of tokens, or of rows; `put` puts either on tokens
-    put = layout.spread if by_row else layout.masked
-    gone: dict[str, torch.Tensor] = {}
+    raw = exponent.clamp(-log_clamp, log_clamp).exp()  # of tokens, or of rows; `to_tokens` spreads either
+    to_tokens = layout.spread if by_row else layout.masked
+    removed: dict[str, torch.Tensor] = {}
     if veto is not None:
-        # Not of the bounded ratio: a threshold below e^-log_clamp must be able to hold.
-        gone["vetoed"] = layout.spread(layout.row_sums((off < log(veto)).to(torch.float64)) > 0)
+        # Not of the clamped ratio: a threshold below e^-log_clamp must have an effect.
+        removed["vetoed"] = layout.spread(layout.row_sums((off < log(veto)).to(torch.float64)) > 0)
     if mask_outside is not None:
-        gone["outside range"] = put((raw < mask_outside[0]) | (raw > mask_outside[1]))
+        removed["outside range"] = to_tokens((raw < mask_outside[0]) | (raw > mask_outside[1]))
     if versions is not None or current is not None or max_staleness is not None:
         if versions is None or current is None or max_staleness is None:
             raise ValueError("versions: expected all of versions, current and max_staleness, or none of them")
-        gone["stale"] = _staleness(layout, versions, current) > check_float("max_staleness", max_staleness, 0)
-    left = layout.narrowed(~torch.stack(list(gone.values())).any(0)) if gone else layout
+        removed["stale"] = _staleness(layout, versions, current) > check_float("max_staleness", max_staleness, 0)
+    left = layout.narrowed(~torch.stack(list(removed.values())).any(0)) if removed else layout
     weights = raw.clamp(low, truncate) if truncate is not None or low is not None else raw
     counted = left.counts > 0 if by_row else left.mask
-    metrics = _diagnosed(layout, policy, engine) | _weighed(raw[counted], weights[counted], truncate, low)
+    metrics = _compute_diagnostics(layout, policy, engine) | _weight_metrics(
+        raw[counted], weights[counted], truncate, low
+    )
     tokens = int(layout.mask.sum())
     metrics["masked"] = 1 - int(left.mask.sum()) / tokens if tokens else 0.0
     if normalize:
@@ -151,9 +157,9 @@ def importance_weights(
         if total > 0:
             weights = weights * (count / total)
     return Correction(
-        layout.give(left.masked(put(weights)).to(dtype)),
-        layout.give(left.mask.clone()),
-        _reported(layout, left, gone, metrics),
+        layout.restore(left.masked(to_tokens(weights)).to(dtype)),
+        layout.restore(left.mask.clone()),
+        _build_report(layout, left, removed, metrics),
     )
 
 
@@ -172,12 +178,12 @@ def staleness_weights(
     - `"linear"`: 1 - s / (max_staleness + 1), masked beyond `max_staleness`;
     - `"exponential"`: decay^s, masked beyond `max_staleness` if that is given.
 
-    Cutting tokens and not rows keeps the fresh end of a response that began under an old policy.
+    Tokens are masked, not rows, so that the fresh end of a response that began under an old policy is kept.
 
     Args:
         versions: [B, R] or packed: policy version of each token; or [B] or one number, either of which needs the mask.
             Those of masked tokens are ignored.
-        current: Current policy version; a later one is an error.
+        current: Current policy version.
         mask: [B, R] or packed: which tokens count. `None`: all.
         kind: `"cut"`, `"linear"` or `"exponential"`.
         max_staleness: Largest age.
@@ -198,29 +204,29 @@ def staleness_weights(
     check_float("decay", decay, 0, 1)
     if max_staleness is None and kind != "exponential":
         raise ValueError(f"max_staleness: got None, expected a number of versions for kind={kind!r}")
-    most = float("inf") if max_staleness is None else check_float("max_staleness", max_staleness, 0)
+    max_age = float("inf") if max_staleness is None else check_float("max_staleness", max_staleness, 0)
     if versions is None:
         raise ValueError("versions: got None, expected the version of each token, of each row, or one for all")
-    if mask is None and (_is_one(versions) or _flat(versions)):
+    if mask is None and (_is_scalar(versions) or _is_flat(versions)):
         raise ValueError("mask: got None, expected a mask beside one version for each row, or for all")
     layout = Layout.of(mask) if mask is not None else Layout.of(None, versions=versions)  # type: ignore[arg-type]
     age = _staleness(layout, versions, current)
     weights = torch.ones_like(age)
     if kind == "linear":
-        weights = 1 - age / (most + 1)
+        weights = 1 - age / (max_age + 1)
     elif kind == "exponential":
         weights = torch.pow(torch.full_like(age, decay), age)
-    gone = {"stale": age > most}
-    left = layout.narrowed(~gone["stale"])
+    removed = {"stale": age > max_age}
+    left = layout.narrowed(~removed["stale"])
     metrics = {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_fraction": 0.0}
     if (tokens := int(layout.mask.sum())) > 0:
         stale = (tokens - left.mask.sum()) / tokens
         numbers = torch.stack([layout.masked(age).sum() / tokens, layout.masked(age).amax(), stale.to(torch.float64)])
         metrics = dict(zip(metrics, numbers.tolist(), strict=True))
     return Correction(
-        layout.give(left.masked(weights).to(torch.float32)),
-        layout.give(left.mask),
-        _reported(layout, left, gone, metrics),
+        layout.restore(left.masked(weights).to(torch.float32)),
+        layout.restore(left.mask),
+        _build_report(layout, left, removed, metrics),
     )
 
 
@@ -233,13 +239,13 @@ def diagnostics(old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | Non
     - `kl`: mean(-d), the k1 estimate of KL(engine || policy); `kl_k3`: mean(w - 1 - d), the same, never negative;
     - `chi2_token`: mean(w^2) - 1; `chi2_sequence`: mean(W^2) - 1;
     - `ess_token`: (sum w)^2 / (N sum w^2), the effective sample size as a share; `ess_sequence`: of W, over rows;
-    - `log_diff_mean_abs`, `log_diff_max_abs`, `log_diff_std`: of d, with the population deviation. A mean hides the few
-      tokens that matter, so look at the largest;
+    - `log_diff_mean_abs`, `log_diff_max_abs`, `log_diff_std`: of d, with the population deviation. The mean hides the
+      few tokens that matter; check the maximum;
     - `policy_perplexity`, `engine_perplexity`: e to the minus mean over rows of the mean log-prob of the row;
       `perplexity_ratio`: the first over the second.
 
-    Sums of exponentials are formed in logarithms, and no number exceeds e^80 because of one. Without tokens, the
-    numbers are those of two equal policies.
+    Sums of exponentials are computed in logarithms, and metrics are bounded by e^80. Without tokens, the metrics are
+    those of two equal policies.
 
     Args:
         old_logprobs: [B, R] or packed: log-probs of the trainer's policy.
@@ -247,7 +253,7 @@ def diagnostics(old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | Non
         mask: [B, R] or packed: which tokens count. `None`: all.
 
     Returns:
-        The numbers by name. NaN and infinite log-probs are not hidden.
+        The metrics by name. NaN and infinite log-probs show in them.
 
     Raises:
         ValueError: If shapes differ.
@@ -256,11 +262,11 @@ def diagnostics(old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | Non
     >>> round(result["kl"], 4), round(result["ess_token"], 4), round(result["perplexity_ratio"], 4)
     (0.3333, 0.8752, 1.284)
     """
-    layout, _, policy, engine = _taken(old_logprobs, logprobs, mask)
-    return _diagnosed(layout, policy, engine)
+    layout, _, policy, engine = _read_logprobs(old_logprobs, logprobs, mask)
+    return _compute_diagnostics(layout, policy, engine)
 
 
-_EQUAL = {
+_EQUAL_POLICIES = {
     "kl": 0.0,
     "kl_k3": 0.0,
     "chi2_token": 0.0,
@@ -276,10 +282,10 @@ _EQUAL = {
 }
 
 
-def _taken(
+def _read_logprobs(
     old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | None
 ) -> tuple[Layout, torch.dtype, torch.Tensor, torch.Tensor]:
-    """The layout, the type of results, and both log-probs in float64, 0 where the mask is False."""
+    """Return the layout, the type of results, and both log-probs in float64, 0 where the mask is False."""
     layout = Layout.of(mask, old_logprobs=old_logprobs, logprobs=logprobs)
     policy = layout.take("old_logprobs", old_logprobs).detach()
     engine = layout.take("logprobs", logprobs).detach()
@@ -287,39 +293,41 @@ def _taken(
     return layout, dtype, policy.to(torch.float64), engine.to(torch.float64)
 
 
-def _diagnosed(layout: Layout, policy: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+def _compute_diagnostics(layout: Layout, policy: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
     has = layout.counts > 0
     off = (policy - engine)[layout.mask]
     if not off.numel():
-        return dict(_EQUAL)
+        return dict(_EQUAL_POLICIES)
     sums = layout.row_sums(policy - engine)[has]
     log_policy, log_engine = (-layout.row_means(logprobs)[has].mean() for logprobs in (policy, engine))
     numbers = torch.stack(
         [
             -off.mean(),
-            k3(torch.zeros_like(off), off.clamp(max=_LARGEST)).mean(),
-            torch.expm1(_log_mean(2 * off).clamp(max=_LARGEST)),
-            torch.expm1(_log_mean(2 * sums).clamp(max=_LARGEST)),
+            k3(torch.zeros_like(off), off.clamp(max=_MAX_EXPONENT)).mean(),
+            torch.expm1(_log_mean(2 * off).clamp(max=_MAX_EXPONENT)),
+            torch.expm1(_log_mean(2 * sums).clamp(max=_MAX_EXPONENT)),
             (2 * _log_mean(off) - _log_mean(2 * off)).clamp(max=0).exp(),
             (2 * _log_mean(sums) - _log_mean(2 * sums)).clamp(max=0).exp(),
             off.abs().mean(),
             off.abs().amax(),
             off.std(correction=0),
-            log_policy.clamp(max=_LARGEST).exp(),
-            log_engine.clamp(max=_LARGEST).exp(),
-            (log_policy - log_engine).clamp(max=_LARGEST).exp(),
+            log_policy.clamp(max=_MAX_EXPONENT).exp(),
+            log_engine.clamp(max=_MAX_EXPONENT).exp(),
+            (log_policy - log_engine).clamp(max=_MAX_EXPONENT).exp(),
         ]
     )
-    return dict(zip(_EQUAL, numbers.tolist(), strict=True))  # one transfer from a device, not twelve
+    return dict(zip(_EQUAL_POLICIES, numbers.tolist(), strict=True))  # one copy from the device, not twelve
 
 
 def _log_mean(exponents: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the mean of e to the power of each."""
+    """Compute log(mean(exp(exponents)))."""
     return torch.logsumexp(exponents, 0) - log(len(exponents))
 
 
-def _weighed(raw: torch.Tensor, weights: torch.Tensor, truncate: float | None, low: float | None) -> dict[str, float]:
-    """Numbers about the weights of the tokens (or rows) that are left, before they are normalized."""
+def _weight_metrics(
+    raw: torch.Tensor, weights: torch.Tensor, truncate: float | None, low: float | None
+) -> dict[str, float]:
+    """Compute metrics of the weights of the tokens (or rows) that are left, before normalization."""
     names = ("weight_mean", "weight_min", "weight_max", "weight_ess", "capped", "raised")
     if not weights.numel():
         return dict.fromkeys(names, 0.0)
@@ -331,20 +339,20 @@ def _weighed(raw: torch.Tensor, weights: torch.Tensor, truncate: float | None, l
     return dict(zip(names, torch.stack(numbers).tolist(), strict=True))
 
 
-def _reported(layout: Layout, left: Layout, gone: dict[str, torch.Tensor], metrics: dict[str, float]) -> Report:
-    """Which rows have tokens that were masked, for each reason, and which have none left."""
-    lost = {reason: layout.row_sums(hit.to(torch.float64)) > 0 for reason, hit in gone.items()}
+def _build_report(layout: Layout, left: Layout, removed: dict[str, torch.Tensor], metrics: dict[str, float]) -> Report:
+    """Report the rows with masked tokens, by reason, and those without any token left."""
+    lost = {reason: layout.row_sums(hit.to(torch.float64)) > 0 for reason, hit in removed.items()}
     lost["nothing left"] = (layout.counts > 0) & (left.counts == 0)
     return Report(layout.rows, {reason: rows_where(hit) for reason, hit in lost.items()}, metrics)
 
 
-def _is_one(versions: PerToken | PerRow | int) -> bool:
-    """Whether there is one number for all rows."""
+def _is_scalar(versions: PerToken | PerRow | int) -> bool:
+    """Return whether there is one number for all rows."""
     return isinstance(versions, Real) or getattr(versions, "ndim", None) == 0
 
 
-def _flat(versions: PerToken | PerRow | int) -> bool:
-    """Whether there is one number for each row, or for each of packed tokens: no rows within."""
+def _is_flat(versions: PerToken | PerRow | int) -> bool:
+    """Return whether versions are one-dimensional: of rows, or of packed tokens."""
     if isinstance(versions, (torch.Tensor, np.ndarray)):
         return versions.ndim == 1
     return (
@@ -355,10 +363,10 @@ def _flat(versions: PerToken | PerRow | int) -> bool:
 
 
 def _staleness(layout: Layout, versions: PerToken | PerRow | int, current: int) -> torch.Tensor:
-    """[of the layout's shape] float64: how many versions old each token is; 0 where the mask is False."""
+    """[of `layout.shape`] float64: compute the age of each token in versions; 0 where the mask is False."""
     if isinstance(current, bool) or not isinstance(current, Integral):
         raise ValueError(f"current: got {current!r}, expected the number of a version")
-    if _is_one(versions):
+    if _is_scalar(versions):
         tensor = as_tensor("versions", versions).to(layout.mask.device).expand(layout.shape)
     elif is_per_row(layout, "versions", versions):
         tensor = as_tensor("versions", versions, layout.mask.device)

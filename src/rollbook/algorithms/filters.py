@@ -1,4 +1,4 @@
-"""Filters of groups and rows by id, group weights, sampling with refill (`Refill`), and masks of tokens.
+"""Filters of groups and rows, group weights, dynamic sampling with refill (`Refill`), and token masks.
 
 Invariant: a filter returns whether each row is kept, and changes and reorders nothing. Every dropped row has a reason
 in the report. The result for a group does not depend on the order of rows or on the position of the group.
@@ -16,25 +16,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, numbered
-from rollbook.algorithms.layout import Ids, Layout, Numbers, PerRow, PerToken, as_tensor, state_of
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, number_ids
+from rollbook.algorithms.layout import Ids, Layout, Numbers, PerRow, PerToken, as_tensor, check_state
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import NUMPY, memory
 
 SINGLETON = ("drop", "keep")
+"""What a filter does with groups that have one reward."""
 TRUNCATED = ("length", "response_truncated")
-"""What engines and Trinity's records call a response that ran out of tokens."""
-WITHOUT = "kept without a finite reward"
+"""Finish reasons of truncated responses, of engines and of Trinity."""
+KEPT_WITHOUT_REWARD = "kept without a finite reward"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Which rows a filter keeps, and why not the others.
+class FilterResult:
+    """Which rows a filter keeps, and why the others are dropped.
 
-    The report's reasons name dropped rows, but for `"kept without a finite reward"`: rows of a kept group that
-    estimators score 0 and leave out of its statistics.
+    The reasons of the report list dropped rows, except `"kept without a finite reward"`: rows of a kept group that
+    estimators score 0 and ignore in its statistics.
+
+    Attributes:
+        keep: [B] bool: whether a row is kept.
+        report: The report.
+        groups: Ids of the dropped groups by reason, in order of first appearance; empty for filters of rows.
 
     >>> kept = reward_at_least([0.2, 0.9, None], 0.5, ids=["x", "y", "z"])
     >>> kept.keep.tolist(), kept.rows, kept.report.which("below threshold"), kept.report.which("missing reward")
@@ -42,20 +48,22 @@ class Kept:
     """
 
     keep: torch.Tensor
-    """[B] bool."""
     report: Report
     groups: Mapping[str, Sequence[Hashable]] = field(default_factory=dict)
-    """For each reason, the ids of the groups that it dropped, as they first appear; filters of rows have none."""
 
     @property
     def rows(self) -> list[int]:
-        """The numbers of the rows that are kept, ascending."""
+        """Numbers of the rows that are kept, ascending."""
         return rows_where(self.keep)
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskResult:
     """A mask without the tokens of some rows, which stay in the batch.
+
+    Attributes:
+        mask: bool, in the layout of the given mask.
+        report: The report.
 
     >>> masked = truncated([True, False], [[1, 1], [1]])
     >>> masked.mask, masked.report.metrics["masked_tokens"]
@@ -63,21 +71,23 @@ class Masked:
     """
 
     mask: Any
-    """bool, in the layout it came in."""
     report: Report
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightResult:
     """A weight for each row.
 
-    >>> found = clip_filter_weights([1.0, 1.0, 0.0, 1.0], list("aabb"))
-    >>> found.weights, found.report.which("constant group")
+    Attributes:
+        weights: [B]
+        report: The report.
+
+    >>> result = clip_filter_weights([1.0, 1.0, 0.0, 1.0], list("aabb"))
+    >>> result.weights, result.report.which("constant group")
     (tensor([1., 1., 2., 2.]), [0, 1])
     """
 
     weights: torch.Tensor
-    """[B]"""
     report: Report
 
 
@@ -94,12 +104,12 @@ def zero_variance(
     std: str = "population",
     singleton: str = "drop",
     process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Kept:
+) -> FilterResult:
     """Drop groups whose rewards deviate by at most `threshold`; by default those with equal rewards.
 
-    As in the estimators, rows without a finite reward are in no statistic; a group without any is dropped, and one with
-    a single reward is a singleton. The deviation is of the population, as in the reward_std_filter of Trinity; that of
-    GRPO is of the sample, so that a threshold above 0 has another meaning there.
+    As in the estimators, rows without a finite reward are in no statistic. A group without any is dropped, and one with
+    a single reward is a singleton. The default deviation is of the population, as in the reward_std_filter of Trinity,
+    and differs from that of GRPO, which is of the sample.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -136,7 +146,7 @@ def zero_variance(
         if len(numbers):
             metrics |= {f"{name}/mean": float(numbers.mean()), f"{name}/max": float(numbers.max())}
             metrics[f"{name}/min"] = float(numbers.min())
-    return _judged(grouped, drops, metrics, ids)
+    return _filter_groups(grouped, drops, metrics, ids)
 
 
 def dynamic_sampling(
@@ -148,7 +158,7 @@ def dynamic_sampling(
     correct: float = 0.0,
     singleton: str = "drop",
     process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Kept:
+) -> FilterResult:
     """Keep groups in which some answers are correct, but not all.
 
     DAPO (Yu et al., 2025, arXiv 2503.14476), equation 11. `Refill` samples until there are enough such groups, which is
@@ -177,44 +187,43 @@ def dynamic_sampling(
     check_choice("singleton", singleton, SINGLETON)
     grouped = Grouped(scores, groups, runs, process_group)
     right = grouped.run_valid & (np.where(grouped.run_valid, grouped.run_values, 0.0) > correct)
-    solved = np.bincount(grouped.run_group[right], minlength=len(grouped.keys))
+    solved = np.bincount(grouped.run_group[right], minlength=len(grouped.group_ids))
     several = grouped.count > 1
     drops = {
         "all correct": several & (solved == grouped.count),
         "all wrong": several & (solved == 0),
         "singleton group": grouped.singleton & (singleton == "drop"),
     }
-    return _judged(grouped, drops, {}, ids)
+    return _filter_groups(grouped, drops, {}, ids)
 
 
-def _judged(
+def _filter_groups(
     grouped: Grouped,
     drops: Mapping[str, NDArray[np.bool_]],
     metrics: Mapping[str, float],
     ids: Sequence[Hashable] | None,
-) -> Kept:
-    """What a filter found of each group, said of each row of this process."""
-    local_index = grouped.index[grouped.own]
+) -> FilterResult:
+    """Drop the rows of this process whose group is marked under one of the reasons of `drops`, [groups] each."""
+    local_index = grouped.index[grouped.local]
     drops = {"no finite reward": np.equal(grouped.count, 0), **drops}
     dropped = np.any(list(drops.values()), axis=0)
     keep = ~dropped[local_index]
-    here = np.unique(local_index)  # numbered as they first appear, so that sorted is that order
+    local_groups = np.unique(local_index)  # in order of first appearance, since groups are numbered so
     reasons = {reason: rows_where(hit[local_index]) for reason, hit in drops.items()}
-    reasons[WITHOUT] = rows_where(keep & ~grouped.valid[grouped.own])
-    counts = {"groups": float(len(here)), "groups_kept": float(np.count_nonzero(~dropped[here]))}
-    groups = {reason: [grouped.keys[i] for i in here if hit[i]] for reason, hit in drops.items()}
-    report = Report(grouped.rows, reasons, counts | dict(metrics), _names(ids, grouped.rows))
-    return Kept(torch.from_numpy(keep).to(grouped.device), report, groups)
+    reasons[KEPT_WITHOUT_REWARD] = rows_where(keep & ~grouped.valid[grouped.local])
+    counts = {"groups": float(len(local_groups)), "groups_kept": float(np.count_nonzero(~dropped[local_groups]))}
+    groups = {reason: [grouped.group_ids[i] for i in local_groups if hit[i]] for reason, hit in drops.items()}
+    report = Report(grouped.rows, reasons, counts | dict(metrics), _check_names(ids, grouped.rows))
+    return FilterResult(torch.from_numpy(keep).to(grouped.device), report, groups)
 
 
 # --- filters of rows ------------------------------------------------------------------------------------------------
 
 
-def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, infinite: str = "drop") -> Kept:
+def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, infinite: str = "drop") -> FilterResult:
     """Drop rows whose reward is missing (`None`, NaN) or infinite.
 
-    An infinite reward makes the mean of its group infinite and every advantage in it NaN. (The estimators leave both
-    out of their statistics; this filter takes them out of the batch.)
+    The estimators only exclude such rows from their statistics; this filter removes them from the batch.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -234,10 +243,10 @@ def invalid_rewards(rewards: PerRow, ids: Sequence[Hashable] | None = None, *, i
     check_choice("infinite", infinite, ("drop", "keep"))
     values = as_rewards("rewards", rewards)
     drops = {"missing reward": np.isnan(values), "infinite reward": np.isinf(values) & (infinite == "drop")}
-    return _sifted(rewards, drops, ids)
+    return _filter_rows(rewards, drops, ids)
 
 
-def reward_at_least(rewards: PerRow, threshold: float = 0.0, ids: Sequence[Hashable] | None = None) -> Kept:
+def reward_at_least(rewards: PerRow, threshold: float = 0.0, ids: Sequence[Hashable] | None = None) -> FilterResult:
     """Keep rows with a reward of at least `threshold`; rows without a reward are dropped.
 
     Args:
@@ -257,14 +266,16 @@ def reward_at_least(rewards: PerRow, threshold: float = 0.0, ids: Sequence[Hasha
     """
     check_float("threshold", threshold)
     values = as_rewards("rewards", rewards)
-    return _sifted(rewards, {"missing reward": np.isnan(values), "below threshold": values < threshold}, ids)
+    return _filter_rows(rewards, {"missing reward": np.isnan(values), "below threshold": values < threshold}, ids)
 
 
-def _sifted(rewards: PerRow, drops: Mapping[str, NDArray[np.bool_]], ids: Sequence[Hashable] | None) -> Kept:
+def _filter_rows(
+    rewards: PerRow, drops: Mapping[str, NDArray[np.bool_]], ids: Sequence[Hashable] | None
+) -> FilterResult:
     keep = ~np.any(list(drops.values()), axis=0)
     device = rewards.device if isinstance(rewards, torch.Tensor) else "cpu"
     reasons = {reason: rows_where(hit) for reason, hit in drops.items()}
-    return Kept(torch.from_numpy(keep).to(device), Report(len(keep), reasons, {}, _names(ids, len(keep))))
+    return FilterResult(torch.from_numpy(keep).to(device), Report(len(keep), reasons, {}, _check_names(ids, len(keep))))
 
 
 def truncated(
@@ -273,7 +284,7 @@ def truncated(
     ids: Sequence[Hashable] | None = None,
     *,
     reasons: str | Sequence[str] = TRUNCATED,
-) -> Masked:
+) -> MaskResult:
     """Mask all tokens of truncated rows; they stay in the batch and in the statistics of their group.
 
     DAPO (Yu et al., 2025), section 3.4, calls it overlong filtering. Losses ignore rows without tokens.
@@ -295,7 +306,7 @@ def truncated(
     >>> result.mask.tolist(), result.report.which("truncated"), result.report.which("unknown finish")
     ([[True, True], [False, False], [True, True]], [1], [2])
     """
-    causes = (reasons,) if isinstance(reasons, str) else reasons  # a text would have all its parts for reasons
+    causes = (reasons,) if isinstance(reasons, str) else reasons  # `in` on a string would match substrings
     layout = Layout.of(mask)
     rows = as_ids("finish", finish, layout.rows)
     odd = next(
@@ -311,59 +322,63 @@ def truncated(
     metrics = {"masked_tokens": tokens - float(counted.sum())}
     unknown = rows_where([status is None for status in rows])
     by_reason = {"truncated": rows_where(cut), "unknown finish": unknown}
-    return Masked(layout.give(counted), Report(layout.rows, by_reason, metrics, _names(ids, layout.rows)))
+    return MaskResult(layout.restore(counted), Report(layout.rows, by_reason, metrics, _check_names(ids, layout.rows)))
 
 
-def _names(ids: Ids | None, rows: int) -> list[Hashable] | None:
+def _check_names(ids: Ids | None, rows: int) -> list[Hashable] | None:
     return None if ids is None else as_ids("ids", ids, rows)
 
 
-# --- until there are enough -----------------------------------------------------------------------------------------
+# --- dynamic sampling with refill -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Taken:
+class RefillResult:
     """The groups of one batch.
+
+    Attributes:
+        groups: [n] Group ids, in order of completion.
+        samples: [n] Sample ids of each group.
+        short: Number of groups that are missing because `max_rounds` was reached.
+        rounds: Number of rollouts added since the previous batch.
+        report: Samples filtered since then, by id: which were dropped, and why.
 
     >>> refill = Refill(1)
     >>> refill.add([1, 0], ["a", "a"], ["a0", "a1"])
-    >>> taken = refill.take()
-    >>> taken.groups, taken.samples, taken.short, taken.rounds, taken.report.rows
+    >>> batch = refill.take()
+    >>> batch.groups, batch.samples, batch.short, batch.rounds, batch.report.rows
     (['a'], [['a0', 'a1']], 0, 1, 2)
     """
 
     groups: list[Hashable]
-    """[n] Their ids, as they became complete."""
     samples: list[list[Hashable]]
-    """[n] The ids of the samples of each."""
     short: int
-    """How many groups are missing because the rounds were used up."""
     rounds: int
-    """How many rollouts were added since the batch before."""
     report: Report
-    """Of all samples judged since then, by id: which were dropped, and why."""
 
 
 class Refill:
-    """Dynamic sampling with refill: rollouts are added until `groups` useful, complete groups are there.
+    """Dynamic sampling with refill: add rollouts until there are `groups` complete groups that the filter keeps.
 
-    A group is complete when `group_size` samples of it have come, in however many rollouts (without `group_size`: as
-    it comes), and useful if `judge` keeps it; each is judged once. What is useful and not taken waits for the next
-    batch, in order, and is never judged again or lost; so do incomplete groups, until `abandon` gives them up. After
-    `max_rounds` rollouts the batch is what there is.
+    Each group is filtered once, when it is complete. Groups that are kept but not taken, and incomplete groups, stay
+    for the next batch, in order; `abandon` drops the incomplete ones. After a group is complete, another sample of the
+    same group id begins a new group. A sample id must not be added again while it is waiting.
 
-    Samples are known by id, and an id that is waiting is refused a second time. An id of a group may come again: once
-    complete, the next sample of that id begins a group anew. `judge(scores, groups)` gives a `Kept`, as
-    `dynamic_sampling` does, or `functools.partial(zero_variance, threshold=0.1)`; where it keeps part of a group, that
-    part is the group.
+    Args:
+        groups: Groups of a batch.
+        group_size: Samples of a complete group, which may come in several rollouts. `None`: a group is complete after
+            the rollout that it comes in.
+        max_rounds: Number of rollouts after which a batch may have fewer groups.
+        judge: The filter: `judge(scores, groups)` returns a `FilterResult`, such as `dynamic_sampling` or
+            `functools.partial(zero_variance, threshold=0.1)`. If it keeps part of a group, that part is the group.
 
     >>> refill = Refill(2, max_rounds=3)
     >>> refill.add([1, 0, 1, 1], ["a", "a", "b", "b"], ["a0", "a1", "b0", "b1"])
     >>> refill.missing, refill.done
     (1, False)
     >>> refill.add([0, 1, 0, 1], ["c", "c", "d", "d"], ["c0", "c1", "d0", "d1"])
-    >>> taken = refill.take()
-    >>> taken.samples, taken.report.which("all correct"), refill.waiting
+    >>> batch = refill.take()
+    >>> batch.samples, batch.report.which("all correct"), refill.waiting
     ([['a0', 'a1'], ['c0', 'c1']], ['b0', 'b1'], 1)
     """
 
@@ -373,7 +388,7 @@ class Refill:
         *,
         group_size: int | None = None,
         max_rounds: int = 10,
-        judge: Callable[[Sequence[Any], Sequence[Hashable]], Kept] = dynamic_sampling,
+        judge: Callable[[Sequence[Any], Sequence[Hashable]], FilterResult] = dynamic_sampling,
     ) -> None:
         self.groups = check_int("groups", groups, 1)
         self.group_size = None if group_size is None else check_int("group_size", group_size, 1)
@@ -387,35 +402,44 @@ class Refill:
 
     @property
     def waiting(self) -> int:
-        """How many useful groups are there."""
+        """Number of groups that are ready to be taken."""
         return len(self._ready)
 
     @property
     def missing(self) -> int:
-        """How many are still wanted for a batch."""
+        """Number of groups that a batch still lacks."""
         return max(self.groups - len(self._ready), 0)
 
     @property
     def incomplete(self) -> dict[Hashable, int]:
-        """How many samples there are of each group that is not complete."""
+        """Number of samples of each incomplete group."""
         return {group: len(parts) for group, parts in self._pending.items()}
 
     @property
     def done(self) -> bool:
-        """Whether a batch can be taken: enough groups, or no rounds left."""
+        """Whether a batch can be taken: there are enough groups, or no rounds left."""
         return not self.missing or self._rounds >= self.max_rounds
 
     def add(self, scores: PerRow, groups: Ids, samples: Ids) -> None:
-        """The samples of one rollout, by id: scores, groups, samples (B,). Bad input changes nothing."""
+        """Add the samples of one rollout. Invalid arguments change nothing.
+
+        Args:
+            scores: [B] Score of each sample; `None` or NaN where it is missing.
+            groups: [B] Group id of each sample.
+            samples: [B] Sample ids.
+
+        Raises:
+            ValueError: If the number of rows differs, or a sample id is not new.
+        """
         values = as_rewards("scores", scores)
         names, ids = as_ids("groups", groups, len(values)), as_ids("samples", samples, len(values))
-        numbered("groups", names)
-        _, different = numbered("samples", ids)
-        known_samples = {sample for _, part in self._ready for sample in part}
-        known_samples |= {sample for parts in self._pending.values() for _, sample in parts}
+        number_ids("groups", names)
+        _, different = number_ids("samples", ids)
+        waiting = {sample for _, part in self._ready for sample in part}
+        waiting |= {sample for parts in self._pending.values() for _, sample in parts}
         seen: set[Hashable] = set()
-        for sample in ids if len(different) < len(ids) or known_samples.intersection(different) else ():
-            if sample in seen or sample in known_samples:
+        for sample in ids if len(different) < len(ids) or waiting.intersection(different) else ():
+            if sample in seen or sample in waiting:
                 raise ValueError(f"samples: got {sample!r} again, expected each sample once")
             seen.add(sample)
         pending = {group: list(parts) for group, parts in self._pending.items()}
@@ -439,15 +463,19 @@ class Refill:
         for at, _, sample in (rows[i] for i in keep.rows):
             left.setdefault(at, []).append(sample)
         self._ready += [(complete[at][0], part) for at, part in left.items()]
-        self._say(keep.report.reasons, [sample for _, _, sample in rows])
+        self._record(keep.report.reasons, [sample for _, _, sample in rows])
 
-    def _say(self, reasons: Mapping[str, Sequence[int]], samples: list[Hashable]) -> None:
+    def _record(self, reasons: Mapping[str, Sequence[int]], samples: list[Hashable]) -> None:
         for reason, rows in reasons.items():
             self._reasons.setdefault(reason, []).extend(len(self._judged) + row for row in rows)
         self._judged += samples
 
-    def take(self) -> Taken:
-        """The next batch, once `done`; the count of rounds and the report begin anew."""
+    def take(self) -> RefillResult:
+        """Return the next batch, and reset the count of rounds and the report.
+
+        Raises:
+            ValueError: Unless `done`.
+        """
         if not self.done:
             progress = f"{len(self._ready)} of {self.groups} after {self._rounds} of {self.max_rounds} rounds"
             raise ValueError(f"groups: got {progress}, expected another rollout first")
@@ -455,18 +483,18 @@ class Refill:
         report = Report(len(self._judged), self._reasons, {"rounds": float(self._rounds)}, self._judged)
         short, rounds = self.groups - len(batch), self._rounds
         self._judged, self._reasons, self._rounds = [], {}, 0
-        return Taken([group for group, _ in batch], [part for _, part in batch], short, rounds, report)
+        return RefillResult([group for group, _ in batch], [part for _, part in batch], short, rounds, report)
 
     def abandon(self) -> dict[Hashable, list[Hashable]]:
-        """Give up incomplete groups: their samples by group, in the report under `"incomplete group"`."""
-        given_up = {group: [sample for _, sample in parts] for group, parts in self._pending.items()}
-        samples = [sample for part in given_up.values() for sample in part]
-        self._say({"incomplete group": range(len(samples))}, samples)
+        """Drop incomplete groups; return their samples by group. They are reported as `"incomplete group"`."""
+        dropped = {group: [sample for _, sample in parts] for group, parts in self._pending.items()}
+        samples = [sample for part in dropped.values() for sample in part]
+        self._record({"incomplete group": range(len(samples))}, samples)
         self._pending = {}
-        return given_up
+        return dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """What is waiting and what was dropped, as plain containers of the ids that were given."""
+        """Return the state as plain containers of ids and scores."""
         return {
             "rounds": self._rounds,
             "pending": [[group, [list(part) for part in parts]] for group, parts in self._pending.items()],
@@ -476,30 +504,30 @@ class Refill:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; sizes, rounds and the judge are this object's own."""
-        state_of(state, ("rounds", "pending", "ready", "judged", "reasons"))
+        """Restore a state; `groups`, `group_size`, `max_rounds` and `judge` are not part of it."""
+        check_state(state, ("rounds", "pending", "ready", "judged", "reasons"))
         pending = {group: [(float(score), sample) for score, sample in parts] for group, parts in state["pending"]}
         full = next((g for g, parts in pending.items() if self.group_size and len(parts) >= self.group_size), None)
         if full is not None or (pending and self.group_size is None):
             name = next(iter(pending)) if full is None else full
-            raise ValueError(f"state: group {name!r} waits with {len(pending[name])} samples; group_size is too small")
+            raise ValueError(f"state: group {name!r} has {len(pending[name])} samples, expected fewer than group_size")
         self._pending, self._ready = pending, [(group, list(part)) for group, part in state["ready"]]
         self._rounds, self._judged = int(state["rounds"]), list(state["judged"])
         self._reasons = {reason: list(rows) for reason, rows in state["reasons"].items()}
 
 
-# --- groups ---------------------------------------------------------------------------------------------------------
+# --- group weights --------------------------------------------------------------------------------------------------
 
 
 def clip_filter_like_weight_func(
     rewards: Numbers, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> torch.Tensor:
-    """Weight groups to make up for groups of equal rewards. LightRFT's name and signature.
+    """Weight groups to compensate for groups of equal rewards; the name and signature are LightRFT's.
 
-    With D of G groups constant, the others weigh min(G / (G - D), eps), the constant ones `lamda`; if all are constant,
-    1. Upstream finds constant groups by a deviation of 0, which rounding hides for most values; here rewards are
-    compared, without those that are not finite: a group with fewer than two others is constant. `clip_filter_weights`
-    does the same by id.
+    With D of G groups constant, the others have the weight min(G / (G - D), eps) and the constant ones `lamda`. If all
+    are constant, all have the weight 1. LightRFT tests for a deviation of 0, which rounding hides for most rewards;
+    here finite rewards are compared, and a group with fewer than two of them is constant. `clip_filter_weights` does
+    the same by group id.
 
     Args:
         rewards: [G, n] Rewards of G groups.
@@ -510,7 +538,7 @@ def clip_filter_like_weight_func(
         [G, n] The weights.
 
     Raises:
-        ValueError: If rewards are no matrix, or an option is invalid.
+        ValueError: If rewards are not a matrix, or an option is invalid.
 
     >>> clip_filter_like_weight_func([[1.0, 1.0], [0.0, 1.0], [2.0, 2.0], [0.0, 3.0]])[:, 0]
     tensor([1., 2., 1., 2.])
@@ -522,20 +550,17 @@ def clip_filter_like_weight_func(
     if not matrix.numel():
         return torch.ones_like(matrix)
     if matrix.device.type == "cpu" and matrix.dtype in NUMPY:
-        # By way of numpy, whose calls take a fraction of the time of torch's on a matrix of this size.
+        # On small matrices, numpy calls take a fraction of the time of torch calls.
         array = memory(matrix)
         low, high = array.min(-1), array.max(-1)
-        if np.isfinite(low).all() and np.isfinite(high).all():  # a NaN would be both
-            weights = make_up(low == high, clip_filter_like_weight_clip_eps, lamda).astype(array.dtype)
+        if np.isfinite(low).all() and np.isfinite(high).all():  # NaN would propagate to both
+            weights = group_weights(low == high, clip_filter_like_weight_clip_eps, lamda).astype(array.dtype)
             return torch.from_numpy(weights.repeat(array.shape[1]).reshape(array.shape))
-    is_known = matrix.isfinite()
-    least, largest = (
-        matrix.masked_fill(~is_known, torch.inf).amin(-1),
-        matrix.masked_fill(~is_known, -torch.inf).amax(-1),
-    )
+    missing = ~matrix.isfinite()
+    least, largest = matrix.masked_fill(missing, torch.inf).amin(-1), matrix.masked_fill(missing, -torch.inf).amax(-1)
     constant = ~(least < largest).cpu().numpy()
-    made_up = torch.from_numpy(make_up(constant, clip_filter_like_weight_clip_eps, lamda))
-    return made_up.to(matrix.device, matrix.dtype)[:, None].expand(matrix.shape).clone()
+    by_group = torch.from_numpy(group_weights(constant, clip_filter_like_weight_clip_eps, lamda))
+    return by_group.to(matrix.device, matrix.dtype)[:, None].expand(matrix.shape).clone()
 
 
 def clip_filter_weights(
@@ -546,7 +571,7 @@ def clip_filter_weights(
     clip: float = 3.0,
     lam: float = 1.0,
     process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Weights:
+) -> WeightResult:
     """Compute `clip_filter_like_weight_func` for groups of any sizes, by id.
 
     A group is constant if its known rewards are all equal, or if it has fewer than two. A row whose reward is missing
@@ -570,12 +595,12 @@ def clip_filter_weights(
     tensor([1.5000, 1.5000, 1.5000, 1.5000, 1.0000, 1.5000])
     """
     grouped = Grouped(rewards, groups, runs, process_group)
-    weights = grouped.of(make_up(grouped.constant | (grouped.count < 2), clip, lam))[grouped.own]
-    return Weights(torch.from_numpy(weights).to(grouped.device, grouped.dtype), grouped.report())
+    weights = grouped.per_row(group_weights(grouped.constant | (grouped.count < 2), clip, lam))[grouped.local]
+    return WeightResult(torch.from_numpy(weights).to(grouped.device, grouped.dtype), grouped.report())
 
 
-def make_up(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
-    """[G] The weight of each group."""
+def group_weights(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
+    """[G] Compute the weight of each group; see `clip_filter_like_weight_func`."""
     check_float("clip", clip, 0)
     check_float("lam", lam)
     useful = len(constant) - int(np.count_nonzero(constant))
@@ -618,35 +643,35 @@ def high_entropy_mask(
     layout = Layout.of(mask, entropy=entropy)
     values = layout.tensor("entropy", entropy).detach()
     if ratio <= 0 or ratio >= 1 or not values.numel():
-        return layout.give(layout.mask.clone())
+        return layout.restore(layout.mask.clone())
     values = values if values.is_floating_point() else values.to(torch.float64)
     keys = values
-    if not values.is_cpu or isnan(values.sum()):  # a sum costs a tenth of the replacement, but waits for a device
+    if not values.is_cpu or isnan(values.sum()):  # a sum costs a tenth of `where`, but would synchronize a device
         keys = torch.where(values.isnan(), torch.full((), -torch.inf, dtype=values.dtype, device=values.device), values)
     if over == "batch":
         one_row = Layout((1, keys.numel()), None, layout.mask.reshape(1, -1))
-        marked = _marked(one_row, keys.reshape(1, -1), ratio).reshape(layout.shape)
+        marked = _mark_highest(one_row, keys.reshape(1, -1), ratio).reshape(layout.shape)
     else:
-        marked = _marked(layout, keys, ratio)
-    return layout.give(marked)
+        marked = _mark_highest(layout, keys, ratio)
+    return layout.restore(marked)
 
 
-def _marked(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
-    """[of `shape`] The tokens that count and come first in their row when it is sorted by key, from the highest."""
+def _mark_highest(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
+    """[of `shape`] Mark the share `ratio` of the tokens of each row that have the highest keys."""
     if layout.mask.device.type == "cpu" and keys.dtype in NUMPY:
-        return _by_row(layout, keys, ratio)
-    # In float64, as Python multiplies: 100 * 0.29 is a little less than 29, here as there.
+        return _mark_on_host(layout, keys, ratio)
+    # In float64, as Python multiplies: 100 * 0.29 is slightly less than 29 in both.
     quota = (layout.counts.to(torch.float64) * ratio).floor().clamp(min=1).to(torch.int64)
-    return _by_order(layout, keys, quota) if layout.packed else _by_least(layout, keys, quota, ratio)
+    return _mark_packed(layout, keys, quota) if layout.packed else _mark_padded(layout, keys, quota, ratio)
 
 
-def _by_row(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
-    """On the host, row by row, among the tokens that count alone."""
+def _mark_on_host(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Mark tokens on the host, row by row."""
     marked = torch.zeros(layout.shape, dtype=torch.bool)
-    rows: Any = map(memory, (marked, layout.mask, keys))
+    columns: Any = map(memory, (marked, layout.mask, keys))
     if layout.packed:
-        rows = [np.split(column, layout.offsets[1:-1]) for column in rows]
-    for flags, mask, values in zip(*rows, strict=True):
+        columns = [np.split(column, layout.offsets[1:-1]) for column in columns]
+    for flags, mask, values in zip(*columns, strict=True):
         slots = np.flatnonzero(mask)
         if len(slots):
             count = max(1, int(len(slots) * ratio))
@@ -661,20 +686,20 @@ def _by_row(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
     return marked
 
 
-def _by_least(layout: Layout, keys: torch.Tensor, quota: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Padded rows: all above the least key that is marked, and as many of its equals as are wanted, from the left."""
+def _mark_padded(layout: Layout, keys: torch.Tensor, quota: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Mark tokens of padded rows: all above the smallest marked key, and ties from the left up to the quota."""
     keys = torch.where(layout.mask, keys, torch.full((), -torch.inf, dtype=keys.dtype, device=keys.device))
-    most = max(1, int(layout.shape[1] * ratio))  # no row can want more, and no device is asked how many they do
-    least = keys.topk(most, dim=-1).values.gather(-1, quota[:, None] - 1)
+    largest_quota = max(1, int(layout.shape[1] * ratio))  # a bound that does not synchronize the device
+    least = keys.topk(largest_quota, dim=-1).values.gather(-1, quota[:, None] - 1)
     above = (keys > least) & layout.mask
     equal = (keys == least) & layout.mask
     return above | (equal & (equal.cumsum(-1) <= quota[:, None] - above.sum(-1, keepdim=True)))
 
 
-def _by_order(layout: Layout, keys: torch.Tensor, quota: torch.Tensor) -> torch.Tensor:
-    """Packed rows: sorted by key, then by row, so that each row lies together again; the first of each that count."""
+def _mark_packed(layout: Layout, keys: torch.Tensor, quota: torch.Tensor) -> torch.Tensor:
+    """Mark tokens of packed rows: sort by row and falling key, and take the first of each row that count."""
     order = torch.argsort(keys, descending=True, stable=True)
     order = order[torch.argsort(layout.row_of[order], stable=True)]
     counting = layout.mask[order]
-    place = counting.cumsum(0) - layout.spread(layout.counts.cumsum(0) - layout.counts)  # masked tokens take none
-    return torch.zeros_like(layout.mask).scatter(0, order, counting & (place <= layout.spread(quota)))
+    rank = counting.cumsum(0) - layout.spread(layout.counts.cumsum(0) - layout.counts)  # among tokens that count
+    return torch.zeros_like(layout.mask).scatter(0, order, counting & (rank <= layout.spread(quota)))

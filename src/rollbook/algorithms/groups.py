@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken
 from rollbook.algorithms.results import Advantages, Report, rows_where
-from rollbook.algorithms.scan import spread_scan
+from rollbook.algorithms.scan import spread_scores
 from rollbook.core.checks import check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 
 STD = ("sample", "population")
+"""Standard deviations: divided by n - 1, or by n."""
 SINGLETON = ("zero", "raw")
+"""Scores of a row that is alone in its group: 0, or its reward."""
 Floats = NDArray[np.float64]
 
 
@@ -37,10 +39,10 @@ class Moments:
     mean: float
     squares: float
     constant: bool
-    """Whether all of them are equal: their deviation is then exactly 0, whatever rounding says."""
+    """Whether all are equal. Their deviation is then exactly 0, regardless of rounding."""
 
     def std(self, kind: str = "sample") -> float:
-        """The deviation, divided by n - 1 (`sample`) or by n (`population`); 0 for fewer than two tokens."""
+        """Return the deviation, divided by n - 1 (`sample`) or n (`population`); 0 for fewer than two tokens."""
         check_choice("std", kind, STD)
         if self.constant or self.count < 2:
             return 0.0
@@ -48,10 +50,10 @@ class Moments:
 
 
 def moments(tokens: torch.Tensor, mask: torch.Tensor, process_group: ProcessGroup = SINGLE_PROCESS) -> Moments:
-    """The moments of `tokens` where `mask`, over all processes of `process_group`; two passes, so that nothing cancels.
+    """Compute the moments of masked tokens over all processes, in two passes to avoid cancellation.
 
-    >>> found = moments(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
-    >>> found.count, found.mean, found.std("population")
+    >>> result = moments(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    >>> result.count, result.mean, result.std("population")
     (2, 2.0, 1.0)
     """
     check_process_group(process_group)
@@ -61,7 +63,7 @@ def moments(tokens: torch.Tensor, mask: torch.Tensor, process_group: ProcessGrou
     count, total = process_group.sum(torch.tensor([float(len(counted)), total], dtype=torch.float64)).tolist()
     every = [end for part in process_group.gather([low, high] if len(counted) else []) for end in part]
     constant = len(set(every)) <= 1
-    # Of equal tokens exactly that: a rounded mean would lie beside every one of them.
+    # The mean of equal tokens is exactly their value; a rounded sum would differ from it.
     mean = every[0] if every and constant else total / max(count, 1)
     squares = process_group.sum(((counted - mean) ** 2).sum().cpu())
     return Moments(int(count), mean, float(squares), constant)
@@ -80,16 +82,16 @@ def whiten(
 ) -> Any:
     """Scale tokens that count to mean 0 and deviation 1, over the whole batch of all processes.
 
-    Call it once, on the global batch: twice, or batch by batch, is another estimator. Equal tokens become exactly 0,
-    and so does a single one (their mean, if that is kept).
+    Call it once, on the global batch: whitening twice, or per micro-batch, is another estimator. Equal tokens, and a
+    single token, become exactly 0 (or their mean, with `shift_mean=False`).
 
     Args:
         values: [B, R] or packed.
         mask: [B, R] or packed: which tokens count. `None`: all.
         std: `"sample"` (n - 1) or `"population"` (n) standard deviation.
-        eps: Added to the variance, or as `eps_in` says.
-        eps_in: `"variance"` (verl, Trinity); `"std"`: added to the deviation (LightRFT); `"floor"`: the smallest
-            variance.
+        eps: A small constant; `eps_in` says where it is added.
+        eps_in: `"variance"`: added to the variance (verl, Trinity); `"std"`: added to the deviation (LightRFT);
+            `"floor"`: the smallest variance.
         shift_mean: Whether to subtract the mean.
         scale: Whether to divide by the deviation.
         process_group: Processes over whose rows statistics are computed.
@@ -117,20 +119,20 @@ def whiten(
     )
     if not shift_mean:
         scaled = scaled + statistics.mean
-    return layout.give(layout.masked(scaled).to(tokens.dtype))
+    return layout.restore(layout.masked(scaled).to(tokens.dtype))
 
 
 def denominator(deviation: float, eps: float, eps_in: str) -> float:
-    """What deviations are divided by."""
+    """Compute the divisor of whitening."""
     if eps_in == "std":
         return deviation + eps
     if eps_in == "floor":
         return max(deviation, float(eps**0.5))
-    return hypot(deviation, eps**0.5)  # and not the root of a sum of squares, which may be 0 when both are not
+    return hypot(deviation, eps**0.5)  # squaring by hand could underflow to 0
 
 
 def as_rewards(name: str, rewards: PerRow) -> Floats:
-    """[B] Rewards as float64; `None` is NaN, which means that there is none.
+    """[B] Convert rewards to float64; a missing one (`None`) becomes NaN.
 
     >>> as_rewards("rewards", [1, None, 0.5]).tolist()
     [1.0, nan, 0.5]
@@ -138,7 +140,8 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
     if isinstance(rewards, (str, bytes)) or not hasattr(rewards, "__iter__"):
         raise ValueError(f"{name}: got {rewards!r}, expected one number for each row")
     if isinstance(rewards, torch.Tensor):
-        numbers: Floats = rewards.detach().to("cpu", torch.float64, copy=True).numpy()  # reports are made later
+        # A copy: reports are built later, when the tensor may have changed.
+        numbers: Floats = rewards.detach().to("cpu", torch.float64, copy=True).numpy()
     else:
         try:
             numeric = isinstance(rewards, np.ndarray) and rewards.dtype.kind in "fiub"
@@ -148,14 +151,14 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
                 raise ValueError(f"{text!r} is text")
             numbers = np.array(entries, dtype=np.float64)  # None becomes NaN
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: got what is no number or None: {error}") from None
+            raise ValueError(f"{name}: expected numbers or None: {error}") from None
     if numbers.ndim != 1:
         raise ValueError(f"{name}: got {numbers.ndim} dimensions, expected one number for each row")
     return numbers
 
 
 def as_ids(name: str, ids: Ids, rows: int) -> Any:
-    """[B] Ids as a list of hashable things, or as an array of whole numbers; one for each row."""
+    """[B] Convert ids to a list or an integer array, and check that there is one for each row."""
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
     if isinstance(ids, (str, bytes, Set, Mapping)) or not hasattr(ids, "__iter__"):
@@ -166,10 +169,10 @@ def as_ids(name: str, ids: Ids, rows: int) -> Any:
     return checked
 
 
-def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
-    """[B] The number of each id, counted from 0 as they first appear, and the ids in that order."""
+def number_ids(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
+    """[B] Number ids from 0 in order of first appearance; also return the distinct ids in that order."""
     if isinstance(ids, np.ndarray):
-        if (ids[:-1] <= ids[1:]).all():  # in order already
+        if (ids[:-1] <= ids[1:]).all():  # already sorted
             starts = np.ones(len(ids), dtype=np.bool_)
             np.not_equal(ids[:-1], ids[1:], out=starts[1:])
             return starts.cumsum() - 1, ids[starts].tolist()
@@ -179,12 +182,12 @@ def numbered(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], lis
     try:
         index = [numbers.setdefault(key, len(numbers)) for key in ids]
     except TypeError as error:
-        raise ValueError(f"{name}: got an id that cannot be a key ({error}); of an EID use `tid` or `rid`") from None
+        raise ValueError(f"{name}: expected hashable ids ({error}); for an EID, use its `tid` or `rid`") from None
     return np.array(index, dtype=np.int64), list(numbers)
 
 
-def _ends(values: Floats, index: NDArray[np.int64], count: int) -> tuple[Floats, Floats]:
-    """[count] The least and the largest of each index's values; infinite where there is none."""
+def _range_by_index(values: Floats, index: NDArray[np.int64], count: int) -> tuple[Floats, Floats]:
+    """[count] Return the smallest and largest value of each index; infinite if it has none."""
     low, high = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(low, index, values)
     np.maximum.at(high, index, values)
@@ -192,7 +195,7 @@ def _ends(values: Floats, index: NDArray[np.int64], count: int) -> tuple[Floats,
 
 
 def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats:
-    """[count] The sum of the values of each index, added up from the least to the largest: the same in any order."""
+    """[count] Sum the values of each index in ascending order, so that the order of rows has no effect."""
     order = np.lexsort((values, index))
     sums = np.zeros(count)
     if len(order):
@@ -202,8 +205,8 @@ def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats
     return sums
 
 
-def sums_of_blocks(blocks: Floats) -> Floats:
-    """[groups] The sum of each row of a matrix, added up as `segment_sums` does."""
+def block_sums(blocks: Floats) -> Floats:
+    """[groups] Sum each row of a matrix in the order of its columns, as `segment_sums` does."""
     return np.add.reduceat(blocks.reshape(-1), np.arange(0, blocks.size, blocks.shape[1]))
 
 
@@ -227,14 +230,19 @@ def block_means(blocks: Floats) -> tuple[Floats, Floats]:
 
 
 class Grouped:
-    """Rewards and the groups they belong to, over the rows of all processes.
+    """Rewards by group, over the rows of all processes.
 
-    rewards: (B,), `None` or NaN where there is none; groups: (B,) ids. With `runs`, (B,) ids, rows of one group that
-    share a run are one sample of it: its reward is the mean over its rows, and it counts once, with the mean of its
-    rows' squared deviations. (Float64 tensors give float64 scores, anything else float32.)
+    Float64 rewards give float64 scores, all others float32.
+
+    Args:
+        rewards: [B] Reward of each row; `None` or NaN where it is missing.
+        groups: [B] Group id of each row.
+        runs: [B] Run id of each row. Rows that share a run are one sample of their group, whose reward is the mean over
+            the rows, and whose squared deviation is the mean over theirs. `None`: every row is a run.
+        process_group: Processes over whose rows statistics are computed.
 
     >>> grouped = Grouped([1.0, 0.0, None, 5.0], ["a", "a", "a", "b"])
-    >>> grouped.keys, grouped.count.tolist(), grouped.mean.tolist(), grouped.std("sample").round(4).tolist()
+    >>> grouped.group_ids, grouped.count.tolist(), grouped.mean.tolist(), grouped.std("sample").round(4).tolist()
     (['a', 'b'], [2, 1], [0.5, 5.0], [0.7071, 0.0])
     >>> grouped.centered().tolist()
     [0.5, -0.5, 0.0, 0.0]
@@ -248,7 +256,7 @@ class Grouped:
         labels = as_ids("runs", runs, len(numbers)) if runs is not None else None
         self._std: dict[str, Floats] = {}
         self.rows = len(numbers)
-        """B, the rows of this process."""
+        """B, the number of rows of this process."""
         wide = isinstance(rewards, torch.Tensor) and rewards.dtype == torch.float64
         self.dtype = torch.float64 if wide else torch.float32
         self.device = rewards.device if isinstance(rewards, torch.Tensor) else torch.device("cpu")
@@ -259,41 +267,40 @@ class Grouped:
             numbers = np.concatenate([part[0] for part in parts])
             names = [name for part in parts for name in list(part[1])]
             labels = [label for part in parts for label in part[2]] if labels is not None else None
-        self.own = slice(first, first + self.rows)
-        """Which of all rows are this process's."""
+        self.local = slice(first, first + self.rows)
+        """The rows of this process among all rows."""
         self.values = numbers
-        """[all rows] Rewards, NaN where there is none."""
+        """[all rows] Rewards, NaN where they are missing."""
         self.valid = np.isfinite(numbers)
-        """[all rows] Whether there is a finite reward."""
-        self.index, self.keys = numbered("groups", names)
+        """[all rows] Whether the reward is finite."""
+        self.index, self.group_ids = number_ids("groups", names)
         if labels is None:
             self.run, self.run_group = np.arange(len(numbers)), self.index
         else:
-            self.run, pairs = numbered("runs", list(zip(self.index.tolist(), labels, strict=True)))
+            self.run, pairs = number_ids("runs", list(zip(self.index.tolist(), labels, strict=True)))
             self.run_group = np.array([pair[0] for pair in pairs], dtype=np.int64)  # type: ignore[index]
         self.row_is_run = len(self.run_group) == len(self.values)
         """Whether every row is a run of its own."""
 
     @cached_property
     def block(self) -> int:
-        """The size of the groups if rows lie group by group, as many of each, all with a reward and a run of their own;
-        else 0."""
-        size = len(self.values) // max(len(self.keys), 1)
-        even = size and size * len(self.keys) == len(self.values) and self.row_is_run and self.valid.all()
-        return size if even and (self.index.reshape(-1, size) == np.arange(len(self.keys))[:, None]).all() else 0
+        """Group size if rows are contiguous groups of equal size, with all rewards and one run per row; else 0."""
+        size = len(self.values) // max(len(self.group_ids), 1)
+        even = size and size * len(self.group_ids) == len(self.values) and self.row_is_run and self.valid.all()
+        return size if even and (self.index.reshape(-1, size) == np.arange(len(self.group_ids))[:, None]).all() else 0
 
     @cached_property
     def run_values(self) -> Floats:
-        """[runs] The reward of each run; NaN if none of its rows has one."""
+        """[runs] Reward of each run; NaN if none of its rows has one."""
         return self.values if self.row_is_run else self.over_runs(self.values)
 
     def over_runs(self, per_row: Floats) -> Floats:
-        """[runs] The mean over a run's rows with a reward; of equal numbers exactly that one; NaN if there is none."""
+        """[runs] Compute the mean over a run's rows that have a reward; exact for equal numbers; NaN without any."""
         run, valid_values = self.run[self.valid], per_row[self.valid]
         count = np.bincount(run, minlength=len(self.run_group))
         with np.errstate(invalid="ignore"):
             means = segment_sums(valid_values, run, len(count)) / count
-        low, high = _ends(valid_values, run, len(count))
+        low, high = _range_by_index(valid_values, run, len(count))
         return np.where(low == high, low, means)
 
     @cached_property
@@ -303,43 +310,42 @@ class Grouped:
 
     @cached_property
     def count(self) -> NDArray[np.int64]:
-        """[groups] How many runs with a reward each group has."""
+        """[groups] Number of runs with a reward."""
         if self.block:
-            return np.full(len(self.keys), self.block)
-        return np.bincount(self.run_group[self.run_valid], minlength=len(self.keys)).astype(np.int64)
+            return np.full(len(self.group_ids), self.block)
+        return np.bincount(self.run_group[self.run_valid], minlength=len(self.group_ids)).astype(np.int64)
 
     @cached_property
     def _in_order(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The runs with a reward, group by group from the least reward to the largest; where each group with any
-        begins among them; and which groups those are."""
+        """Runs with a reward, by group and ascending reward; the start of each group that has any; and those groups."""
         if self.block:
             starts = np.arange(0, len(self.values), self.block)
             order = self.values.reshape(-1, self.block).argsort(axis=1, kind="stable") + starts[:, None]
             return order.reshape(-1), starts, np.arange(len(starts))
         has_reward = np.flatnonzero(self.run_valid)
         order = has_reward[np.lexsort((self.run_values[has_reward], self.run_group[has_reward]))]
-        of = self.run_group[order]
-        starts = np.flatnonzero(np.r_[True, of[1:] != of[:-1]]) if len(of) else np.zeros(0, dtype=np.int64)
-        return order, starts, of[starts]
+        groups = self.run_group[order]
+        starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.zeros(0, dtype=np.int64)
+        return order, starts, groups[starts]
 
     def _sums(self, per_run: Floats) -> Floats:
-        """[groups] The sum over a group's runs with a reward, in the order of their rewards."""
+        """[groups] Sum over the runs with a reward, in the order of their rewards."""
         order, starts, groups = self._in_order
-        sums = np.zeros(len(self.keys))
+        sums = np.zeros(len(self.group_ids))
         if len(order):
             sums[groups] = np.add.reduceat(per_run[order], starts)
         return sums
 
     @cached_property
-    def ends(self) -> tuple[Floats, Floats]:
-        """[groups] The least and the largest reward of a group's rows; infinite for a group without any."""
+    def reward_range(self) -> tuple[Floats, Floats]:
+        """[groups] Smallest and largest reward of a row; infinite for a group without rewards."""
         if self.block:
             ascending = np.sort(self.values.reshape(-1, self.block), axis=1)
             return ascending[:, 0], ascending[:, -1]
         if not self.row_is_run:
-            return _ends(self.values[self.valid], self.index[self.valid], len(self.keys))
+            return _range_by_index(self.values[self.valid], self.index[self.valid], len(self.group_ids))
         order, starts, groups = self._in_order
-        low, high = np.full(len(self.keys), np.inf), np.full(len(self.keys), -np.inf)
+        low, high = np.full(len(self.group_ids), np.inf), np.full(len(self.group_ids), -np.inf)
         low[groups] = self.run_values[order[starts]]
         high[groups] = self.run_values[order[np.r_[starts[1:], len(order)] - 1]] if len(order) else []
         return low, high
@@ -347,7 +353,7 @@ class Grouped:
     @cached_property
     def constant(self) -> NDArray[np.bool_]:
         """[groups] Whether a group has several rewards, all equal."""
-        low, high = self.ends
+        low, high = self.reward_range
         return np.equal(low, high) & (self.count > 1)
 
     @cached_property
@@ -357,78 +363,78 @@ class Grouped:
 
     @cached_property
     def mean(self) -> Floats:
-        """[groups] The mean reward; of equal rewards exactly that reward; 0 if there is none."""
+        """[groups] Mean reward; exact for equal rewards; 0 without any."""
         if self.block:
             return block_means(self.values.reshape(-1, self.block))[1]
-        low, high = self.ends
+        low, high = self.reward_range
         return np.where(low == high, low, self._sums(self.run_values) / np.maximum(self.count, 1))
 
     def std(self, kind: str = "sample") -> Floats:
-        """[groups] The deviation, over n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
+        """[groups] Compute the deviation, with n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
         check_choice("std", kind, STD)
         if kind not in self._std:
-            squares = (self.values - self.of(self.mean)) ** 2
+            squares = (self.values - self.per_row(self.mean)) ** 2
             if self.row_is_run:
                 sums = self._sums(squares)
-            else:  # rows of one run may differ: each run adds the mean of its rows' squares
+            else:  # rows of one run may differ: each run contributes the mean of its rows' squares
                 of_runs = self.over_runs(squares)
-                sums = segment_sums(of_runs[self.run_valid], self.run_group[self.run_valid], len(self.keys))
+                sums = segment_sums(of_runs[self.run_valid], self.run_group[self.run_valid], len(self.group_ids))
             deviations = np.sqrt(sums / np.maximum(self.count - (kind == "sample"), 1))
             self._std[kind] = np.where(self.count > 1, deviations, 0.0)
         return self._std[kind]
 
     def batch_std(self, kind: str = "sample") -> float:
-        """The deviation of all runs' rewards, whatever their group."""
+        """Compute the deviation of the rewards of all runs."""
         check_choice("std", kind, STD)
         values = np.sort(self.run_values[self.run_valid])
         if len(values) < 2 or values[0] == values[-1]:
             return 0.0
         return float(values.std(ddof=int(kind == "sample")))
 
-    def of(self, per_group: NDArray[Any]) -> NDArray[Any]:
-        """[all rows] Each row's group's number."""
+    def per_row(self, per_group: NDArray[Any]) -> NDArray[Any]:
+        """[all rows] Return the entry of each row's group."""
         if self.block:
             return per_group.repeat(self.block)
         return per_group[self.index]
 
     def centered(self) -> Floats:
-        """[all rows] Reward minus the group's mean; 0 where there is no reward."""
-        return self.filled(self.values - self.of(self.mean))
+        """[all rows] Subtract the group's mean from each reward; 0 where a reward is missing."""
+        return self.zero_missing(self.values - self.per_row(self.mean))
 
-    def over(self, centered: Floats, divisor: Floats | float) -> Floats:
-        """[all rows] Deviations over a divisor; exactly 0 stays exactly 0, also over 0."""
+    def divide(self, centered: Floats, divisor: Floats | float) -> Floats:
+        """[all rows] Divide deviations; exactly 0 stays 0, even with a divisor of 0."""
         return np.where(centered == 0, 0.0, centered / np.where(np.asarray(divisor) > 0, divisor, 1.0))
 
-    def filled(self, scores: Floats) -> Floats:
-        """[all rows] Scores, with exactly 0 where there is no reward, and nowhere a minus before it."""
+    def zero_missing(self, scores: Floats) -> Floats:
+        """[all rows] Set scores to 0 where a reward is missing, and turn -0.0 into 0.0."""
         return (scores if self.block else np.where(self.valid, scores, 0.0)) + 0.0
 
-    def alone(self, scores: Floats, singleton: str) -> Floats:
-        """[all rows] Scores, with a lone row's as chosen: 0, or its `raw` reward."""
+    def fill_singletons(self, scores: Floats, singleton: str) -> Floats:
+        """[all rows] Set the scores of singleton groups to 0 (`zero`) or to their reward (`raw`)."""
         check_choice("singleton", singleton, SINGLETON)
         if self.block > 1:
             return scores
-        lone = self.filled(self.values) if singleton == "raw" else np.zeros(len(self.values))
-        return np.where(self.of(self.singleton), lone, scores)
+        lone = self.zero_missing(self.values) if singleton == "raw" else np.zeros(len(self.values))
+        return np.where(self.per_row(self.singleton), lone, scores)
 
     def report(self) -> Report:
-        """What is to be said: rows are this process's, numbers about groups are of all processes' rows."""
-        local, valid = self.own, self.valid[self.own]
+        """Build the report: rows of this process, and metrics of the groups of all processes."""
+        local, valid = self.local, self.valid[self.local]
         missing = np.isnan(self.values[local])
-        lone = valid & self.of(self.singleton)[local]
-        rows = np.bincount(self.index[self.valid], minlength=len(self.keys))
+        lone = valid & self.per_row(self.singleton)[local]
+        rows = np.bincount(self.index[self.valid], minlength=len(self.group_ids))
         reasons = {
             "missing reward": rows_where(missing),
             "infinite reward": rows_where(~valid & ~missing),
             "singleton group": rows_where(lone),
-            "constant group": rows_where(valid & self.of(self.constant)[local]),
+            "constant group": rows_where(valid & self.per_row(self.constant)[local]),
         }
         if not self.row_is_run:
-            # Such rows were perhaps meant to be samples of their own, and were not given a run each.
-            reasons["one run alone, in several rows"] = rows_where(lone & (self.of(rows)[local] > 1))
+            # Perhaps these rows were meant to be separate samples, and the caller forgot to give each a run.
+            reasons["one run alone, in several rows"] = rows_where(lone & (self.per_row(rows)[local] > 1))
         has_reward = self.count > 0
         metrics = {
-            "groups": float(len(self.keys)),
+            "groups": float(len(self.group_ids)),
             "constant_groups": float(self.constant.sum()),
             "singleton_groups": float(self.singleton.sum()),
         }
@@ -438,40 +444,40 @@ class Grouped:
                 metrics[f"{name}/min"] = float(statistic.min())
         return Report(self.rows, reasons, metrics)
 
-    def scored(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
-        """The estimate: each row's score on the tokens that count, or, without a mask, the scores themselves."""
-        mine = np.ascontiguousarray(scores[self.own])
+    def to_advantages(self, scores: Floats, mask: PerToken | None, report: Report | None = None) -> Advantages:
+        """Spread scores [all rows] of this process over the tokens that count; without a mask, return them per row."""
+        local_scores = np.ascontiguousarray(scores[self.local])
         if self.dtype == torch.float32:
             with np.errstate(over="ignore"):
-                mine = mine.astype(np.float32)
-        finite = np.isfinite(mine)
+                local_scores = local_scores.astype(np.float32)
+        finite = np.isfinite(local_scores)
 
-        def made() -> Report:
+        def build_report() -> Report:
             base = report or self.report()
-            # Rewards so large that their differences, or these in the result's type, are not finite.
+            # Rewards so large that their differences overflow, or overflow in float32.
             return base if finite.all() else base.plus({"not finite": rows_where(~finite)})
 
-        return scored_tokens(torch.from_numpy(mine).to(self.device), mask, made)
+        return spread_to_tokens(torch.from_numpy(local_scores).to(self.device), mask, build_report)
 
 
-def scored_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report | Callable[[], Report]) -> Advantages:
-    """One score for each row, (B,), put on its tokens that count."""
+def spread_to_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report | Callable[[], Report]) -> Advantages:
+    """Spread the score of each row [B] over its tokens that count."""
     if mask is None:
         return Advantages(scores.clone(), None, scores, None, report)
     layout = Layout.of(mask)
     if layout.rows != len(scores):
         raise ValueError(f"mask: got {layout.rows} rows, expected {len(scores)}, one for each reward")
-    scores_there = scores.to(layout.mask.device)
+    on_device = scores.to(layout.mask.device)
     if layout.packed and layout.mask.device.type == "cpu":
-        tokens = spread_scan(scores_there, layout.mask, layout.offsets)
+        tokens = spread_scores(on_device, layout.mask, layout.offsets)
     else:
-        tokens = layout.masked(layout.spread(scores_there))
-    return Advantages(layout.give(tokens), None, scores, mask, report)
+        tokens = layout.masked(layout.spread(on_device))
+    return Advantages(layout.restore(tokens), None, scores, mask, report)
 
 
 def last_steps(steps: Sequence[int], run: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """[runs] The row of each run's largest step, by number and not by place."""
+    """[runs] Return the row of the largest step of each run."""
     order = np.lexsort((np.arange(len(steps)), np.asarray(steps), run))
     last = np.zeros(count, dtype=np.int64)
-    last[run[order]] = order  # later, that is larger, steps overwrite
+    last[run[order]] = order  # larger steps overwrite smaller ones
     return last

@@ -1,4 +1,4 @@
-"""Inputs of estimators by name, read from records when they are first used.
+"""Inputs of estimators by name, read from records on first access.
 
 Invariant: groups, runs and steps come from ids, never from positions. A record without a task is a group of its own.
 Columns are not copied.
@@ -6,9 +6,9 @@ Columns are not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rollbook.batch.columns import mask_unpredicted
 from rollbook.core.checks import check_choice
+from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.ids import EID
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
@@ -24,14 +25,19 @@ from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
 INFO_KEYS = {"states": "env_state_hash", "step_rewards": "step_reward", "baselines": "reward_baseline"}
-"""Inputs that a record keeps in its `info`, and the key of each."""
+"""Inputs that records have in `info`, and their keys."""
 
 
 class Inputs(Mapping[str, Any]):
-    """Inputs by name, each made when it is first asked for; `None` where the source has none.
+    """Inputs by name, each read on first access; `None` if the source has none.
+
+    Args:
+        sources: Functions that read the inputs, by name.
+        count: Number of rows.
 
     >>> from rollbook import Experience
-    >>> inputs = inputs_of([Experience(eid={"batch": 1, "task": 2, "run": r}, tokens=[1, 2], reward=r) for r in (0, 1)])
+    >>> records = [Experience(eid={"batch": 1, "task": 2, "run": run}, tokens=[1, 2], reward=run) for run in (0, 1)]
+    >>> inputs = read_inputs(records)
     >>> inputs["rewards"].tolist(), inputs["groups"], inputs["runs"], inputs["mask"].tensors()
     ([0.0, 1.0], ['1/2', '1/2'], ['1/2/0', '1/2/1'], [tensor([True]), tensor([True])])
     """
@@ -40,7 +46,6 @@ class Inputs(Mapping[str, Any]):
         self._sources = dict(sources)
         self._read: dict[str, Any] = {}
         self.count = count
-        """How records rows there are."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._read:
@@ -50,7 +55,7 @@ class Inputs(Mapping[str, Any]):
         return self._read[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sources  # and nothing is made to find out
+        return name in self._sources  # the inherited method would read the input
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -59,8 +64,23 @@ class Inputs(Mapping[str, Any]):
         return len(self._sources)
 
 
-def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """Return the inputs that records, a batch, or a mapping of inputs by name offer.
+@runtime_checkable
+class InputBatch(Protocol):
+    """A batch that provides the inputs of estimators."""
+
+    ids: Sequence[Hashable | None] | None
+    """[B] Id of each row, if known."""
+
+    def estimator_inputs(self, keys: Mapping[str, str]) -> Inputs:
+        """Return the inputs; `keys` are the keys of `info` by input name."""
+
+
+EstimatorData: TypeAlias = Iterable[Experience] | InputBatch | Mapping[str, Any]
+"""`Experiences`, a list of records, a batch, or inputs by name."""
+
+
+def read_inputs(data: EstimatorData, *, info_keys: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+    """Return the inputs of estimators that records, a batch or a mapping have.
 
     Args:
         data: `Experiences`, a list of records, a batch with `estimator_inputs`, or a mapping.
@@ -74,7 +94,7 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
         ValueError: If `info_keys` has an unknown name.
 
     >>> from rollbook import Experience
-    >>> inputs_of([Experience(tokens=[1, 2], info={"room": "hall"})], info_keys={"states": "room"})["states"]
+    >>> read_inputs([Experience(tokens=[1, 2], info={"room": "hall"})], info_keys={"states": "room"})["states"]
     ['hall']
     """
     for name in info_keys or ():
@@ -82,8 +102,8 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
     keys = {**INFO_KEYS, **(info_keys or {})}
     if isinstance(data, Mapping):
         return data
-    if hasattr(data, "estimator_inputs"):
-        return data.estimator_inputs(keys)  # type: ignore[no-any-return]
+    if isinstance(data, InputBatch):
+        return data.estimator_inputs(keys)
     records = mask_unpredicted(as_experiences(data))
     sources: dict[str, Callable[[], Any]] = {
         "rewards": partial(row_rewards, records),
@@ -92,9 +112,9 @@ def inputs_of(data: Any, *, info_keys: Mapping[str, str] | None = None) -> Mappi
         "steps": lambda: [eid.step for eid in records.eids()],
         "ids": lambda: [eid.uid for eid in records.eids()],
         "mask": partial(_tokens, records, "action_mask"),
-        "response": lambda: all_of(_tokens(records, "action_mask")),
-        "token_rewards": lambda: _partly(records, "token_level_reward")[0],
-        "without_token_rewards": lambda: _partly(records, "token_level_reward")[1],
+        "response": lambda: full_mask(_tokens(records, "action_mask")),
+        "token_rewards": lambda: _tokens_and_absent(records, "token_level_reward")[0],
+        "without_token_rewards": lambda: _tokens_and_absent(records, "token_level_reward")[1],
         "old_logprobs": partial(_old_logprobs, records),
         "ref_logprobs": partial(_tokens, records, "ref_logprobs"),
         "teacher_logprobs": partial(_tokens, records, "teacher_logprobs"),
@@ -114,6 +134,9 @@ def group_id(eid: EID) -> str:
 
     Returns:
         The id of the group.
+
+    >>> group_id(EID(batch=1, task=2, run=3))
+    '1/2'
     """
     return eid.uid if eid.batch == "" and eid.task == "" else eid.tid
 
@@ -126,6 +149,9 @@ def run_id(eid: EID) -> str:
 
     Returns:
         The id of the run.
+
+    >>> run_id(EID(batch=1, task=2, run=3))
+    '1/2/3'
     """
     return eid.uid if eid.batch == "" and eid.task == "" else eid.rid
 
@@ -133,8 +159,8 @@ def run_id(eid: EID) -> str:
 def row_rewards(records: Experiences) -> NDArray[np.float64]:
     """Read the reward of each record.
 
-    It is `reward`, or the sum of `token_level_reward` where `reward` is `None`. A `reward` of NaN could not be
-    computed, and stays NaN.
+    It is `reward`, or the sum of `token_level_reward` if `reward` is `None`. A `reward` of NaN could not be computed,
+    and stays NaN.
 
     Args:
         records: Any records.
@@ -165,7 +191,7 @@ def row_rewards(records: Experiences) -> NDArray[np.float64]:
 
 
 def group_numbers(records: Experiences) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Number the groups and runs of records, as `group_id` and `run_id` tell them apart, without building ids.
+    """Number the groups and runs of records, as `group_id` and `run_id` identify them, without building ids.
 
     Args:
         records: Any records.
@@ -201,13 +227,19 @@ def group_inputs(
     required: bool = False,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Return the groups and runs of rows: by number where no other process must understand them, else by id.
+    """Return the groups and runs of rows: as numbers in a single process, as ids if several compare their rows.
 
     Args:
-        inputs: What `inputs_of` gave.
+        inputs: The result of `read_inputs`.
         records: The records, if the inputs are of records.
-        required: Whether the runs must be there also where each has a single row.
-        process_group: The processes that compare their rows.
+        required: Whether to return runs even if each has a single row.
+        process_group: Processes that compare their rows.
+
+    Returns:
+        `groups` and `runs`, [B] each; `runs` is `None` if each run has a single row.
+
+    >>> group_inputs({"groups": ["a", "a"], "runs": ["a/0", "a/1"]}, None)
+    {'groups': ['a', 'a'], 'runs': ['a/0', 'a/1']}
     """
     if records is not None and process_group is SINGLE_PROCESS:
         groups, runs = group_numbers(records)
@@ -217,40 +249,48 @@ def group_inputs(
     return {"groups": inputs["groups"], "runs": inputs["runs"]}
 
 
-class Uids(Sequence[str]):
-    """The uids of records, each made when it is asked for."""
+class RecordIds(Sequence[str]):
+    """The uids of records, built on access."""
 
     def __init__(self, records: Experiences) -> None:
-        self._many = records
+        self._records = records
 
     def __len__(self) -> int:
-        return len(self._many)
+        return len(self._records)
 
-    def __getitem__(self, index: Any) -> Any:
-        return [row.eid.uid for row in self._many[index]] if isinstance(index, slice) else self._many[index].eid.uid
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [record.eid.uid for record in self._records[index]]
+        return self._records[index].eid.uid
 
 
 def _codes(column: pa.Array) -> tuple[NDArray[np.int64], int]:
-    """[N] A number for each text, and the number of the empty text; -1 if it is not among them."""
+    """[N] Number the texts; also return the number of the empty text, or -1 if there is none."""
     coded = column.dictionary_encode()
     codes: NDArray[Any] = coded.indices.to_numpy(zero_copy_only=False)
     return codes.astype(np.int64), coded.dictionary.index("").as_py()
 
 
 def _tokens(records: Experiences, name: str) -> Rows | Ragged | None:
-    """A response-axis column that all records have, or none of them has (`None`)."""
+    """Read a response-axis column that all records have, or none (`None`)."""
     if not len(records):
         return Rows(torch.empty(0), [])
-    column, absent = _partly(records, name)
+    column, absent = _tokens_and_absent(records, name)
     if column is not None and absent:
         uid = records[absent[0]].eid.uid
-        raise ValueError(f"{name}: record {absent[0]} ({uid}) has none, expected it in every record, or in none")
+        raise ValueError(f"{name}: missing in record {absent[0]} ({uid}), expected it in every record, or in none")
     return column
 
 
-def _partly(records: Experiences, name: str) -> tuple[Rows | Ragged | None, list[int]]:
-    """A response-axis column, and the records that lack it; these have zeros in it. `None` if all lack it. A mask that
-    some lack is True there."""
+def _tokens_and_absent(records: Experiences, name: str) -> tuple[Rows | Ragged | None, list[int]]:
+    """Read a response-axis column, and the numbers of the records that lack it.
+
+    The column is 0 for records that lack it (a mask is True), and `None` if all do.
+    """
     column = records.column(name) if len(records) else None
     if isinstance(column, Ragged) and column.codes is None and column.valid is None:
         return column, []
@@ -266,20 +306,21 @@ def _partly(records: Experiences, name: str) -> tuple[Rows | Ragged | None, list
     return Rows([torch.zeros(len(m)) if v is None else v for v, m in zip(values, masks, strict=True)]), absent
 
 
-def all_of(rows: Rows | Ragged | None) -> Rows | None:
+def full_mask(rows: Rows | Ragged | None) -> Rows | None:
+    """Return a mask over all slots of packed rows."""
     return None if rows is None else Rows(torch.ones(int(sum(rows.lengths)), dtype=torch.bool), rows.lengths)
 
 
 def _old_logprobs(records: Experiences) -> Rows | Ragged | None:
-    """The policy's log-probs before the update, or else those of the engine."""
+    """Read the policy's log-probs before the update, or else those of the engine."""
     logprobs = _tokens(records, "old_logprobs")
     return _tokens(records, "logprobs") if logprobs is None else logprobs
 
 
 def _info(records: Experiences, key: str) -> list[Any] | None:
-    """The entry of each record's `info`, or `None` if all lack it."""
+    """Read an entry of each record's `info`; `None` if all lack it."""
     entries = [(info or {}).get(key) for info in records.values("info")]
     return None if all(entry is None for entry in entries) else entries
 
 
-__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_inputs", "group_numbers", "inputs_of", "row_rewards", "run_id"]
+__all__ = ["INFO_KEYS", "Inputs", "group_id", "group_inputs", "group_numbers", "read_inputs", "row_rewards", "run_id"]

@@ -1,7 +1,6 @@
 """KL estimators per token; as a penalty in the reward, or as a loss; fixed and adaptive coefficients.
 
-Invariant: with d = log p - log ref, every estimator but `none` is 0 where the two agree, and no estimator, penalty or
-loss reads a token that the mask leaves out.
+Invariant: with d = log p - log ref, every estimator is 0 where d is 0, and masked tokens are never read.
 """
 
 from __future__ import annotations
@@ -11,35 +10,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from rollbook.algorithms.aggregate import reduce, token_share
+from rollbook.algorithms.aggregate import mean_over_tokens, reduce
 from rollbook.algorithms.layout import (
     Layout,
     Numbers,
     PerRow,
     PerToken,
+    check_state,
     is_per_row,
     on_tokens,
     row_numbers,
     same_shape,
-    state_of,
 )
 from rollbook.algorithms.registry import Entry, Registry
 from rollbook.algorithms.results import Loss, Report, rows_where
-from rollbook.algorithms.scan import Places
+from rollbook.algorithms.scan import TokenPlaces
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
 from rollbook.core.ragged import Ragged
 
 KL: Registry[Entry] = Registry("KL estimator")
-"""Every estimator by name; all are elementwise, on tensors of any shape."""
+"""KL estimators by name; all are elementwise, on tensors of any shape."""
 
 
-class _Excess(torch.autograd.Function):
-    """exp(x) - 1 - x, and its slope exp(x) - 1: both right to the last digits for any x, and of any order.
+class _Expm1MinusX(torch.autograd.Function):
+    """exp(x) - 1 - x and its gradient exp(x) - 1, both accurate for any x, with derivatives of any order.
 
-    Near 0 the difference cancels, so that there it is its series, x^2 (1/2! + x/3! + x^2/4! + ...), as many terms as
-    |x| < 1/2 needs. They have no part in the gradient, which would have to keep each of them.
+    Where |x| < 1/2, the difference would cancel, and the series x^2 (1/2! + x/3! + x^2/4! + ...) is used instead. A
+    custom gradient avoids keeping the terms of the series.
     """
 
     generate_vmap_rule = True
@@ -52,22 +52,22 @@ class _Excess(torch.autograd.Function):
         for power in range(last - 1, 2, -1):
             series.add_(1 / math.factorial(power)).mul_(near)
         series.add_(0.5).mul_(near).mul_(near)
-        # The bound changes no digit, and infinity stays what it is instead of infinity less infinity.
+        # The clamp changes no result, but avoids inf - inf.
         return torch.where(near == x, series, torch.expm1(x).sub_(x.clamp(max=100.0)))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def setup_context(ctx: FunctionCtx, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         return grads[0] * torch.expm1(x)
 
 
-def _excess(x: torch.Tensor) -> torch.Tensor:
-    excess: torch.Tensor = _Excess.apply(x)  # type: ignore[no-untyped-call]
-    return excess
+def _expm1_minus_x(x: torch.Tensor) -> torch.Tensor:
+    difference: torch.Tensor = _Expm1MinusX.apply(x)  # type: ignore[no-untyped-call]
+    return difference
 
 
 @KL.register("none", source="no reference: 0")
@@ -160,7 +160,7 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
     tensor([5.0000e-13])
     """
     ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return _excess(ref - ours)
+    return _expm1_minus_x(ref - ours)
 
 
 @KL.register("abs", source="the absolute log-ratio |d|, as verl and Trinity-RFT have it")
@@ -191,7 +191,7 @@ def absolute(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
 def low_var_kl(
     logprobs: Numbers, ref_logprobs: Numbers, *, log_ratio_clamp: float = 20.0, bound: float = 10.0
 ) -> torch.Tensor:
-    """Compute k3 with d and the result clamped; beyond either bound the gradient is 0.
+    """Compute k3 with d and the result clamped; outside either bound the gradient is 0.
 
     Args:
         logprobs: Log-probs of the policy, of any shape.
@@ -212,7 +212,7 @@ def low_var_kl(
     check_float("bound", bound, 0)
     ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
-    return _excess(ratio).clamp(-bound, bound)
+    return _expm1_minus_x(ratio).clamp(-bound, bound)
 
 
 @KL.register(
@@ -255,19 +255,19 @@ def corrected_k3(
     ours, ref, old = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
     if not cap:
         return (ours - ref) * 0.0
-    # The cap's logarithm bounds before the exponential, so that an overflow does not turn the gradient into NaN.
-    most, x, log_ratio = math.log(cap), ref - ours, ours - old
-    bounded = log_ratio.clamp(max=most)
+    # Clamped before the exponential, so that an overflow does not make the gradient NaN.
+    log_cap, x, log_ratio = math.log(cap), ref - ours, ours - old
+    bounded = log_ratio.clamp(max=log_cap)
     bounded = bounded.detach() if detach_ratio else bounded
-    # Far from 0 the ratio's exponent joins x in ratio * (exp(x) - 1 - x), so that neither is raised by itself.
+    # Far from 0, exponents are added before exp() in ratio * (exp(x) - 1 - x), since exp(x) alone may overflow.
     far, zero, ratio = x > 1, x.new_zeros(()), bounded.exp()
-    joined = bounded + x if detach_ratio else torch.where(log_ratio <= most, ref - old, x + most)
+    joined = bounded + x if detach_ratio else torch.where(log_ratio <= log_cap, ref - old, x + log_cap)
     beyond = torch.where(far, joined, zero).exp() - ratio * (1 + torch.where(far, x, zero))
-    return torch.where(far, beyond, ratio * _excess(torch.where(far, zero, x)))
+    return torch.where(far, beyond, ratio * _expm1_minus_x(torch.where(far, zero, x)))
 
 
 def kl(
-    name: str, logprobs: Numbers, ref_logprobs: Numbers, old_logprobs: Numbers | None = None, **options: Any
+    name: str, logprobs: Numbers, ref_logprobs: Numbers, old_logprobs: Numbers | None = None, **options: float
 ) -> torch.Tensor:
     """Compute a KL estimate by name.
 
@@ -299,7 +299,7 @@ def token_kl(
     old_logprobs: PerToken | None = None,
     *,
     estimator: str = "k1",
-    **options: Any,
+    **options: float,
 ) -> Any:
     """Compute a KL estimate for every token that counts.
 
@@ -321,10 +321,10 @@ def token_kl(
     tensor([[ 0.5000, -1.0000,  0.0000]])
     """
     layout = Layout.of(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return layout.give(_tokens(layout, logprobs, ref_logprobs, old_logprobs, estimator, options))
+    return layout.restore(_token_estimates(layout, logprobs, ref_logprobs, old_logprobs, estimator, options))
 
 
-def _tokens(
+def _token_estimates(
     layout: Layout, logprobs: PerToken, ref: PerToken, old: PerToken | None, estimator: str, options: Mapping[str, Any]
 ) -> torch.Tensor:
     ours, theirs = layout.take("logprobs", logprobs), layout.take("ref_logprobs", ref).detach()
@@ -376,26 +376,29 @@ def kl_loss(
     """
     coef = _coefficient(coef)
     layout = Layout.of(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
-    tokens = _tokens(layout, new_logprobs, ref_logprobs, old_logprobs, estimator, estimator_options or {})
+    tokens = _token_estimates(layout, new_logprobs, ref_logprobs, old_logprobs, estimator, estimator_options or {})
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
     total = reduce(layout, tokens, mode, norm, denominators)
-    share = token_share(layout, torch.full(layout.shape, float(coef), device=layout.mask.device), denominators)
+    share = mean_over_tokens(layout, torch.full(layout.shape, float(coef), device=layout.mask.device), denominators)
     return Loss(coef * total, {"kl_loss": total.detach(), "kl_coef": share})
 
 
 class TokenRewards(NamedTuple):
     """Result of `penalize`. Unpacks as `rewards, report = ...`.
 
-    >>> found = penalize([1.0], [[0.5, 0.2]], coef=0.1)
-    >>> found.rewards, found.report.count("missing reward")
+    Attributes:
+        rewards: [B, R] or packed: reward of each token, 0 where the mask is False.
+        report: Rows under "no actions" and "missing reward"; metrics `kl` (the mean over rows of their means) and
+            `kl_coef`.
+
+    >>> rewards, report = penalize([1.0], [[0.5, 0.2]], coef=0.1)
+    >>> rewards, report.count("missing reward")
     ([tensor([-0.0500,  0.9800])], 0)
     """
 
     rewards: Any
-    """[B, R] or packed: the reward of each token, 0 where the mask is False."""
     report: Report
-    """Rows under "no actions" and "missing reward"; metrics `kl` (the mean over rows of their means) and `kl_coef`."""
 
 
 def penalize(
@@ -432,17 +435,17 @@ def penalize(
     [1]
     """
     coef = _coefficient(coef)
-    by_row = rewards is not None and _of_rows(mask, kl, rewards)
+    by_row = rewards is not None and _are_row_rewards(mask, kl, rewards)
     layout = Layout.of(mask, kl=kl, **({} if by_row else {"rewards": rewards}))
-    token_rewards = _rewards(layout, rewards, by_row)
+    token_rewards = _read_rewards(layout, rewards, by_row)
     missing = token_rewards.isnan()
     token_rewards = torch.where(missing, 0.0, token_rewards)
     if reward_clip is not None:
-        low, high = _range(reward_clip)
+        low, high = _clip_bounds(reward_clip)
         token_rewards = token_rewards.clamp(low, high)
     has = layout.counts > 0
     if by_row:
-        missing_rows, token_rewards = missing, _at_last(layout, token_rewards)
+        missing_rows, token_rewards = missing, _place_on_last_action(layout, token_rewards)
     else:
         missing_rows = layout.row_sums(missing.to(torch.float32)) > 0
     metrics = {"kl": 0.0, "kl_coef": max(float(coef), 0.0)}
@@ -453,7 +456,7 @@ def penalize(
         token_rewards = layout.masked(token_rewards - coef * tokens)
         metrics["kl"] = reduce(layout, tokens.detach(), "seq-mean-token-mean").item()
     reasons = {"no actions": rows_where(~has), "missing reward": rows_where(missing_rows)}
-    return TokenRewards(layout.give(layout.masked(token_rewards)), Report(layout.rows, reasons, metrics))
+    return TokenRewards(layout.restore(layout.masked(token_rewards)), Report(layout.rows, reasons, metrics))
 
 
 def kl_penalty(
@@ -480,20 +483,20 @@ def kl_penalty(
     [tensor([-0.0500,  0.0000])]
     """
     layout = Layout.of(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    tokens = _tokens(layout, logprobs, ref_logprobs, None, estimator, {})
+    tokens = _token_estimates(layout, logprobs, ref_logprobs, None, estimator, {})
     metrics = {"kl": reduce(layout, tokens, "seq-mean-token-mean").item(), "kl_coef": check_float("coef", coef, 0)}
     report = Report(layout.rows, {"no actions": rows_where(layout.counts == 0)}, metrics)
-    return TokenRewards(layout.give(layout.masked(0.0 - coef * tokens)), report)
+    return TokenRewards(layout.restore(layout.masked(0.0 - coef * tokens)), report)
 
 
-def _of_rows(mask: PerToken | None, kl: PerToken | None, rewards: PerToken | PerRow) -> bool:
-    """Whether rewards are of rows, judged beside the mask or the KL, which say how many rows there are."""
+def _are_row_rewards(mask: PerToken | None, kl: PerToken | None, rewards: PerToken | PerRow) -> bool:
+    """Return whether rewards are of rows, given the number of rows of the mask or the KL."""
     if mask is None and kl is None:
         return False
     return is_per_row(Layout.of(mask, kl=kl), "rewards", rewards)
 
 
-def _rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.Tensor:
+def _read_rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.Tensor:
     if not by_row or isinstance(rewards, Ragged):
         return layout.take("rewards", rewards)
     if not isinstance(rewards, torch.Tensor):
@@ -501,13 +504,13 @@ def _rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.
     return row_numbers(layout, "rewards", rewards)
 
 
-def _at_last(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
-    """[of `shape`] Each row's number on its last token that counts."""
-    filled, _, last = Places(layout.mask, layout.lengths).ends()
+def _place_on_last_action(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
+    """[of `shape`] Place the number of each row on its last token that counts."""
+    filled, _, last = TokenPlaces(layout.mask, layout.lengths).ends()
     return rows.new_zeros(layout.mask.numel()).index_put((last,), rows[filled]).reshape(layout.shape)
 
 
-def _range(clip: float | Sequence[float]) -> tuple[float, float]:
+def _clip_bounds(clip: float | Sequence[float]) -> tuple[float, float]:
     if not isinstance(clip, (tuple, list)):
         bound = check_float("reward_clip", clip, 0, what="a number of at least 0, a pair (low, high), or None")
         return -bound, bound
@@ -524,6 +527,9 @@ def _coefficient(coef: float | FixedKL | AdaptiveKL) -> float:
 class FixedKL:
     """A fixed coefficient.
 
+    Args:
+        coef: The coefficient.
+
     >>> FixedKL(0.01).value
     0.01
     """
@@ -532,27 +538,32 @@ class FixedKL:
         self.value = check_float("coef", coef, 0)
 
     def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
-        """Nothing changes."""
+        """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` takes."""
+        """Return the state."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with the coefficient of another run."""
-        self.value = check_float("value", state_of(state, ("value",))["value"], 0)
+        """Restore a state."""
+        self.value = check_float("value", check_state(state, ("value",))["value"], 0)
 
 
 class AdaptiveKL:
     """A coefficient that grows while the KL is above its target and shrinks below it.
 
-    Ziegler et al., 2019, section 2.2: value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon. Only `value`
-    changes. A KL that is not finite is rejected.
+    Ziegler et al., 2019, section 2.2: value *= 1 + clip(kl / target - 1, ±`clip`) * n_steps / horizon.
 
-    >>> control = AdaptiveKL(0.1, target=6.0, horizon=10_000)
+    Args:
+        init: Initial coefficient.
+        target: KL at which the coefficient stays.
+        horizon: Number of samples over which the coefficient adapts.
+        clip: Bound of the relative error.
+
+    >>> controller = AdaptiveKL(0.1, target=6.0, horizon=10_000)
     >>> for kl in (12.0, 3.0, 6.3):
-    ...     control.update(kl, 256)
-    ...     print(round(control.value, 6))
+    ...     controller.update(kl, 256)
+    ...     print(round(controller.value, 6))
     0.100512
     0.099997
     0.100125
@@ -565,32 +576,38 @@ class AdaptiveKL:
         self.clip = _positive("clip", clip)
 
     def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
-        """Adapt to the KL that was measured over `n_steps` samples."""
-        measured = _measured(kl)
+        """Adapt the coefficient.
+
+        Args:
+            kl: Mean KL of the samples.
+            n_steps: Number of samples.
+
+        Raises:
+            ValueError: If the KL is not finite, or `n_steps` is too large for `horizon`.
+        """
+        measured = _as_number(kl)
         if not math.isfinite(measured):
             raise ValueError(f"kl: got {measured}, expected a finite number; the coefficient stays {self.value:g}")
         steps = check_float("n_steps", n_steps, 0)
         if self.clip * steps >= self.horizon:
-            most = self.horizon / self.clip
-            raise ValueError(
-                f"n_steps: got {n_steps}, expected fewer than {most:g}, or the coefficient leaves its range"
-            )
+            limit = self.horizon / self.clip
+            raise ValueError(f"n_steps: got {n_steps}, expected fewer than {limit:g} (horizon / clip)")
         error = min(max(measured / self.target - 1, -self.clip), self.clip)
         self.value *= 1 + error * steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` takes: the coefficient, and the constants it was adapted with."""
+        """Return the state: the coefficient and the constants."""
         return {"value": self.value, "target": self.target, "horizon": self.horizon, "clip": self.clip}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where another run stopped."""
-        state = state_of(state, ("value", "target", "horizon", "clip"))
+        """Restore a state."""
+        state = check_state(state, ("value", "target", "horizon", "clip"))
         value = check_float("value", state["value"], 0)
         others = [_positive(name, state[name]) for name in ("target", "horizon", "clip")]
         self.value, (self.target, self.horizon, self.clip) = value, others
 
 
-def _measured(kl: float | torch.Tensor) -> float:
+def _as_number(kl: float | torch.Tensor) -> float:
     try:
         return float(kl)
     except (TypeError, ValueError, RuntimeError):

@@ -1,8 +1,7 @@
-"""Layouts of tokens: padded to a matrix or packed end to end; sums over tokens and over rows.
+"""Layouts of tokens, padded to a matrix or packed end to end, and sums over tokens and rows.
 
-Invariant: a result computed through a `Layout` has the same value and gradient for padded and packed tokens. Tokens
-that the mask leaves out are replaced by 0 before anything is computed from them, so that NaN and infinity there have no
-effect.
+Invariant: a result computed through a `Layout` has the same value and gradient for padded and packed tokens. Masked
+tokens are replaced by 0 before anything is computed from them, so that NaN and infinity there have no effect.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ Numbers: TypeAlias = torch.Tensor | NDArray[Any] | Sequence[Any] | float
 class Layout:
     """The shape that all token arguments of one call share, and the mask over it.
 
-    Tokens are *padded*, a matrix (B, R), or *packed*: `Rows` (or a list of B one-dimensional rows of any length). A
-    function takes arguments by `take`, computes on plain tensors, (B, R) or (total,), and gives results back by `give`
-    in the layout they came in. Without a mask every slot is a token.
+    Tokens are *padded*, a matrix [B, R], or *packed*: `Rows`, a `Ragged` column, or a list of B one-dimensional rows.
+    A function reads its arguments with `take`, computes on plain tensors [B, R] or [total], and converts results back
+    with `restore`. Without a mask, every slot is a token.
 
     >>> padded = Layout.of(torch.tensor([[1, 1, 0], [1, 1, 1]]))
     >>> padded.row_sums(torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])).tolist()
@@ -45,7 +44,7 @@ class Layout:
     >>> packed = Layout.of(None, values=[[1.0, 2.0], [3.0, 4.0, 5.0]])
     >>> packed.row_sums(packed.take("values", [[1.0, 2.0], [3.0, 4.0, 5.0]])).tolist()
     [3.0, 12.0]
-    >>> packed.give(packed.spread(torch.tensor([7.0, 8.0])))
+    >>> packed.restore(packed.spread(torch.tensor([7.0, 8.0])))
     [tensor([7., 7.]), tensor([8., 8., 8.])]
     """
 
@@ -66,16 +65,16 @@ class Layout:
         self.mask = mask
         """[of `shape`] bool: which tokens count."""
         self.column = column
-        """Whether results are returned as a `Ragged` column, since the tokens came as one."""
+        """Whether results are returned as a `Ragged` column, as the tokens were."""
         self.flat = flat
-        """Whether some packed tokens came as a one-dimensional tensor, end to end."""
+        """Whether some packed tokens were passed as a one-dimensional tensor, end to end."""
 
     @classmethod
     def of(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
-        """Determine the layout of a mask and of arguments by name; `take` checks that each agrees with it.
+        """Determine the layout of a mask and of arguments by name; `take` checks each against it.
 
-        If there is a matrix among them, the tokens are padded, and nested lists are matrices too; otherwise they are
-        packed. A one-dimensional tensor is all rows end to end, and does not say where they end.
+        If one of them is a matrix, tokens are padded, and nested lists are matrices too; otherwise they are packed. A
+        one-dimensional tensor has all rows end to end, without their lengths.
 
         Args:
             mask: [B, R] or packed; `None`: every slot is a token.
@@ -85,7 +84,7 @@ class Layout:
             The layout, on the device of the first argument that is on an accelerator, else on the CPU.
 
         Raises:
-            ValueError: If an argument is neither a matrix nor packed rows, or none says where rows end.
+            ValueError: If an argument is neither a matrix nor packed rows, or none has the lengths of rows.
         """
         shape: tuple[int, ...] | None = None
         lengths: list[int] | None = None
@@ -111,7 +110,7 @@ class Layout:
         if shape is None:
             if lengths is None:
                 raise ValueError(
-                    f"tokens: got {', '.join(names) or 'nothing'} without rows, expected a matrix (B, R), or "
+                    f"tokens: got {', '.join(names) or 'nothing'} without row lengths, expected a matrix (B, R), or "
                     "Rows(values, lengths) for packed tokens"
                 )
             shape = (sum(lengths),)
@@ -133,12 +132,12 @@ class Layout:
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
-        """[B + 1] Where each packed row begins, and the end."""
+        """[B + 1] Start of each packed row, and the end."""
         return offsets_of(self.lengths or [])
 
     @cached_property
     def counts(self) -> torch.Tensor:
-        """[B] int64: how many tokens of each row count."""
+        """[B] int64: number of tokens of each row that count."""
         if self.lengths is None:
             return self.mask.sum(-1)
         ends = torch.cat([self.mask.new_zeros(1, dtype=torch.int64), self.mask.cumsum(0)])
@@ -147,28 +146,28 @@ class Layout:
 
     @cached_property
     def row_lengths(self) -> torch.Tensor:
-        """[B] int64: how many slots each row has."""
+        """[B] int64: number of slots of each row."""
         if self.lengths is None:
             return torch.full((self.rows,), self.shape[1], device=self.mask.device)
         return torch.tensor(self.lengths, dtype=torch.int64, device=self.mask.device)
 
     @cached_property
     def row_of(self) -> torch.Tensor:
-        """[of `shape`] int64: which row a token belongs to."""
+        """[of `shape`] int64: row of each token."""
         return self.spread(torch.arange(self.rows, device=self.mask.device))
 
     def take(self, name: str, argument: PerToken) -> torch.Tensor:
         """Convert an argument to a float32 or float64 tensor.
 
         Args:
-            name: What errors call it.
+            name: Name of the argument, for errors.
             argument: [B, R] or packed, in this layout.
 
         Returns:
             [of `shape`] 0 where the mask is False.
 
         Raises:
-            ValueError: If it is `None`, no numbers, or in another layout.
+            ValueError: If it is `None`, not numeric, or in another layout.
         """
         return self.masked(as_floats(self.tensor(name, argument)))
 
@@ -202,25 +201,24 @@ class Layout:
             filled = [part for part in parts if len(part)]  # an empty list has no type
             tensor = torch.cat(filled) if filled else torch.empty(0, device=self.mask.device)
         if lengths != self.lengths:
-            raise ValueError(f"{name}: got rows of lengths {_some(lengths)}, expected {self._expected()}")
+            raise ValueError(f"{name}: got rows of lengths {_abbreviate(lengths)}, expected {self._expected()}")
         return tensor
 
     def narrowed(self, mask: torch.Tensor) -> Layout:
-        """The same layout with fewer tokens that count."""
+        """Return the layout with a narrower mask."""
         return Layout(self.shape, self.lengths, self.mask & mask, self.column, self.flat)
 
-    def give(self, tensor: torch.Tensor) -> Any:
-        """A result (`shape`) in the layout that the mask, or else the first argument, came in: a matrix, `Rows`, or a
+    def restore(self, tensor: torch.Tensor) -> Any:
+        """Convert a result of `shape` to the layout of the mask, or else of the first argument: a matrix, `Rows`, or a
         `Ragged` column."""
         if self.lengths is None:
             return tensor
         return as_column(tensor, self.offsets) if self.column else Rows(tensor, self.lengths)
 
     def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B] The sum over each row's tokens that count; 0 for a row that has none."""
-        counted = self.masked(tensor).to(
-            torch.float64
-        )  # added up one by one if packed: thousands of float32 would drift
+        """[B] Sum over the tokens of each row that count; 0 for a row that has none."""
+        # In float64: packed entries are added one by one, and thousands of float32 additions would drift.
+        counted = self.masked(tensor).to(torch.float64)
         if self.lengths is None:
             return counted.sum(-1).to(tensor.dtype)
         if not self.lengths:
@@ -228,29 +226,30 @@ class Layout:
         return torch.segment_reduce(counted, "sum", lengths=self.row_lengths, unsafe=True, initial=0).to(tensor.dtype)
 
     def row_means(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B] The mean over each row's tokens that count; 0 for a row that has none."""
+        """[B] Mean over the tokens of each row that count; 0 for a row that has none."""
         return self.row_sums(tensor) / self.counts.clamp(min=1)
 
     def spread(self, per_row: torch.Tensor) -> torch.Tensor:
-        """[of `shape`] Each row's number on all of its slots."""
+        """[of `shape`] Repeat the number of each row [B] on all of its slots."""
         if self.lengths is None:
             return per_row[:, None].expand(self.shape)
         if per_row.device.type == "cpu" and not per_row.requires_grad and per_row.dtype in NUMPY:
-            return torch.from_numpy(np.repeat(per_row.numpy(), self.lengths))  # some forty times as fast
+            return torch.from_numpy(np.repeat(per_row.numpy(), self.lengths))  # about 40 times as fast as torch
         return torch.repeat_interleave(per_row, self.row_lengths, output_size=self.shape[0])
 
     def _expected(self) -> str:
         if self.lengths is None:
             return f"{list(self.shape)}, as the other tokens have"
-        return f"{self.rows} packed rows of lengths {_some(self.lengths)}, or their {self.shape[0]} values end to end"
+        lengths = _abbreviate(self.lengths)
+        return f"{self.rows} packed rows of lengths {lengths}, or their {self.shape[0]} values end to end"
 
 
-def _some(lengths: list[int]) -> str:
+def _abbreviate(lengths: list[int]) -> str:
     return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"
 
 
 def _size(name: str, argument: PerToken) -> tuple[int, ...] | list[int]:
-    """The shape of a matrix (B, R) or of values end to end (total,), or the lengths of packed rows as a list."""
+    """Return the shape of a matrix (B, R) or of values end to end (total,), or the lengths of packed rows as a list."""
     if isinstance(argument, Rows):
         return argument.lengths
     if isinstance(argument, Ragged):
@@ -268,7 +267,7 @@ def _size(name: str, argument: PerToken) -> tuple[int, ...] | list[int]:
 
 
 def _device(rows: list[Any]) -> torch.device:
-    """The first accelerator that one of the rows is on, else the CPU."""
+    """Return the first accelerator that one of the rows is on, else the CPU."""
     for row in rows:
         if isinstance(row, torch.Tensor) and row.device.type != "cpu":
             return row.device
@@ -276,13 +275,13 @@ def _device(rows: list[Any]) -> torch.device:
 
 
 def as_column(values: torch.Tensor, offsets: NDArray[np.int64]) -> Ragged:
-    """Rows end to end, (total,), as a column on the same memory."""
+    """Convert rows end to end, [total], to a column on the same memory."""
     name = str(values.dtype).removeprefix("torch.")
     return Ragged(memory(values.detach().cpu()).view(DTYPES[name].storage), offsets, name, owned=True)
 
 
 def as_tensor(name: str, value: Numbers, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Numbers as a tensor: a tensor as it is, an array of its own type, Python numbers as float32 or int64."""
+    """Convert numbers to a tensor; arrays keep their type, Python numbers become float32 or int64."""
     if isinstance(value, torch.Tensor):
         return value
     try:
@@ -292,12 +291,12 @@ def as_tensor(name: str, value: Numbers, device: torch.device | str = "cpu") -> 
         else:
             tensor = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}: got what is no array of numbers: {error}") from None
+        raise ValueError(f"{name}: expected an array of numbers: {error}") from None
     return tensor.to(device)
 
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers of float32, or of float64 if they are that: what is computed in, whatever came.
+    """Convert numbers to float32; float64 stays.
 
     >>> as_floats(torch.ones(1, dtype=torch.bfloat16)).dtype, as_floats(torch.ones(1, dtype=torch.int64)).dtype
     (torch.float32, torch.float32)
@@ -336,9 +335,9 @@ def same_shape(**arguments: Numbers) -> list[torch.Tensor]:
 
 
 def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
-    """A mask of any type as bool, once it is known to hold 0 and 1 only (weights are another argument).
+    """Convert a mask to bool, and check that it has only 0 and 1 (weights are another argument).
 
-    On a device that is not looked at, since it would wait: what is not 0 counts there.
+    On an accelerator the check is skipped, since it would synchronize; everything but 0 counts there.
     """
     if value.dtype == torch.bool:
         return value
@@ -383,7 +382,7 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
 
 
 def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
-    """[B] Numbers of rows, of at least float32.
+    """[B] Convert numbers of rows to float32 or float64.
 
     >>> row_numbers(Layout.of(torch.ones(2, 3)), "rewards", [1, 0])
     tensor([1., 0.])
@@ -395,7 +394,7 @@ def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
 
 
 def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
-    """[B] Whether something holds for each row, as bool.
+    """[B] Convert flags of rows to bool, and check that they are 0 or 1.
 
     >>> row_flags(Layout.of(torch.ones(2, 3)), "chosen", [1, 0])
     tensor([ True, False])
@@ -410,22 +409,22 @@ def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
 
 
 def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tensor:
-    """[of `layout.shape`] Numbers of tokens, or of rows put on all tokens of each.
+    """[of `layout.shape`] Read numbers of tokens, or repeat numbers of rows on their tokens.
 
     >>> on_tokens(Layout.of(torch.tensor([[1, 1, 0], [1, 0, 0]])), "advantages", [0.5, -1.0])
     tensor([[ 0.5000,  0.5000,  0.0000],
             [-1.0000,  0.0000,  0.0000]])
     """
-    # A column is of tokens, which `is_per_row` knows too, but a type checker does not.
+    # `is_per_row` is False for a column, but a type checker does not know that.
     if not isinstance(value, Ragged) and is_per_row(layout, name, value):
         return layout.masked(layout.spread(row_numbers(layout, name, value)))
     return layout.take(name, value)
 
 
-def optional_number(name: str, value: float | None, low: float, expected: str) -> None:
-    """Refuse an option that is neither `None` nor a number above `low`.
+def check_optional(name: str, value: float | None, low: float, expected: str) -> None:
+    """Raise `ValueError` unless an option is `None` or a number above `low`.
 
-    >>> optional_number("dual_clip", 1.0, 1, "a number above 1")
+    >>> check_optional("dual_clip", 1.0, 1, "a number above 1")
     Traceback (most recent call last):
         ...
     ValueError: dual_clip: got 1.0, expected a number above 1, or None
@@ -434,10 +433,10 @@ def optional_number(name: str, value: float | None, low: float, expected: str) -
         raise ValueError(f"{name}: got {value!r}, expected {expected}, or None")
 
 
-def state_of(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """A state that was saved, once it is known to have these fields and no others.
+def check_state(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
+    """Return a saved state; raise `ValueError` unless it has exactly these fields.
 
-    >>> state_of({"value": 1.0}, ("value",))
+    >>> check_state({"value": 1.0}, ("value",))
     {'value': 1.0}
     """
     if not isinstance(state, Mapping):

@@ -1,4 +1,4 @@
-"""Registries of functions by name, whose signatures define inputs, options and defaults.
+"""Registries of estimators and losses by name. A function's signature defines its inputs, options and defaults.
 
 Invariant: a name is registered once, every option has a default, and an unknown option or name is rejected with a
 suggestion.
@@ -10,23 +10,50 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from rollbook.core.checks import suggest
 from rollbook.core.errors import RollbookError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollbook.batch.plan import Denominators
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class UnknownNameError(RollbookError, ValueError, KeyError):
-    """A name that is in no registry: bad input to whoever gave it, a key that is not there to a mapping."""
+    """Raised for an unknown name. A `ValueError` for callers, and a `KeyError` as `Mapping` requires."""
 
     __str__ = ValueError.__str__  # a KeyError would show its text in quotes
 
 
+class LossRows(Protocol):
+    """The rows of a training step, as `LossEntry.denominators` reads them."""
+
+    @property
+    def masks(self) -> Sequence[torch.Tensor]:
+        """[B] The mask of each row."""
+
+    @property
+    def pairs(self) -> Sequence[str] | None:
+        """[B] The pair of each row, for preference pairs."""
+
+    @property
+    def expert(self) -> Sequence[bool] | None:
+        """[B] Whether a row is an expert's, for mixed data."""
+
+
 @dataclass(frozen=True)
 class Entry:
-    """One function under its name.
+    """A registered function.
+
+    Attributes:
+        name: The name.
+        function: The function. Its keyword-only parameters are options, all others are inputs.
+        aliases: Other names.
+        source: The paper and equation of the formula.
 
     >>> entry = Entry("twice", lambda x, y=None, *, by=2: x * by, (), "arithmetic")
     >>> entry.inputs, entry.options, entry.call({"x": 3}, {"by": 4})
@@ -37,29 +64,36 @@ class Entry:
     function: Callable[..., Any]
     aliases: tuple[str, ...]
     source: str
-    """Where the formula stands: the paper and its equation."""
 
     @cached_property
     def inputs(self) -> dict[str, bool]:
-        """The data it takes, by name, and whether it must be given."""
+        """Input names, and whether each is required."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default is p.empty for p in parameters if p.kind is not p.KEYWORD_ONLY}
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Its options and their defaults."""
+        """Options and their defaults."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     @property
     def summary(self) -> str:
-        """The first paragraph of its documentation."""
+        """First paragraph of the docstring."""
         return (inspect.getdoc(self.function) or "").split("\n\n")[0].replace("\n", " ")
 
     def call(self, data: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-        """Call it with the inputs it takes, out of `data`, and with options, all of which it must know.
+        """Call the function with its inputs out of `data`, and with options.
 
-        An input that it can do without is left out where `data` has none, or `None`.
+        Args:
+            data: Inputs by name. Others are ignored; an optional one may be missing or `None`.
+            options: Options of the function.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            ValueError: If an option is unknown or among the data, or a required input is missing.
         """
         accepted = self.options
         for name in options:
@@ -67,20 +101,20 @@ class Entry:
                 raise ValueError(f"{self.name}: unknown option {name!r}{suggest(name, accepted)}")
         for name in data:
             if name in accepted:
-                raise ValueError(f"{self.name}: got {name!r} among the data, expected it as an option: {name}=...")
+                raise ValueError(f"{self.name}: got {name!r} as an input, expected it as an option: {name}=...")
         inputs = {}
         for name, required in self.inputs.items():
             value = data.get(name)
             if value is not None:
                 inputs[name] = value
             elif required:
-                raise ValueError(f"{self.name}: got no {name!r}, which it needs")
+                raise ValueError(f"{self.name}: missing input {name!r}")
         return self.function(**inputs, **options)
 
 
 @dataclass(frozen=True)
 class Estimator(Entry):
-    """An advantage estimator and how the pipeline calls it.
+    """An advantage estimator, and how the pipeline calls it.
 
     >>> entry = Estimator("best", lambda rewards, groups: rewards, (), "an example")
     >>> entry.scores, entry.kl_in_reward, entry.takes_token_rewards
@@ -88,8 +122,8 @@ class Estimator(Entry):
     """
 
     scores: Literal["rows", "tokens"] | None = None
-    """`rows`: one score per row, which the pipeline spreads over its tokens by the return. `tokens`: it places rewards
-    on tokens itself. `None`: `rows` if it takes `rewards` and `groups` and nothing per token."""
+    """`rows`: it returns one score per row, which the pipeline spreads over tokens as returns. `tokens`: it places
+    rewards on tokens itself. `None`: `rows` if it takes `rewards` and `groups` and no input per token."""
     kl_in_reward: bool | None = None
     """Whether a KL penalty per token can be subtracted from its rewards. `None`: if it scores rows or takes token
     rewards."""
@@ -98,15 +132,15 @@ class Estimator(Entry):
     clips_rewards: bool = True
     """Whether `reward_clip` applies to it."""
     normalized: bool = False
-    """Whether its scores have a standard deviation of 1 already, so that they are not whitened again."""
+    """Whether its scores have a standard deviation of 1 already and are not whitened again."""
     greedy_baseline: bool = False
     """Whether it needs the reward of each prompt's greedy response, in `info["reward_baseline"]`."""
     compares_runs: bool = False
-    """Whether it compares the runs of a prompt by their rewards, so that a single run carries no signal."""
+    """Whether it compares the runs of a prompt by their rewards. A single run then carries no signal."""
     takes_rewards: bool = field(init=False)
     """Whether it reads the rewards of rows."""
     takes_token_rewards: bool = field(init=False)
-    """Whether it takes the token rewards of records that have them, instead of the reward of the record."""
+    """Whether it reads the token rewards of records that have them, instead of the reward of the record."""
 
     def __post_init__(self) -> None:
         inputs = self.inputs
@@ -122,12 +156,12 @@ class Estimator(Entry):
 
 
 _PER_TOKEN = ("token_rewards", "old_logprobs", "step_rewards")
-"""Inputs that only estimators over tokens (or steps) take."""
+"""Inputs of estimators over tokens or steps."""
 
 
 @dataclass(frozen=True)
 class LossEntry(Entry):
-    """A loss: what it is for, and which records it is computed from.
+    """A loss, its role, and the records it is computed from.
 
     >>> LossEntry("margin", lambda new_logprobs: new_logprobs, (), "an example").needs_reference({})
     False
@@ -135,10 +169,10 @@ class LossEntry(Entry):
 
     role: Literal["policy", "critic", "regularizer"] = "policy"
     data: Literal["rollouts", "answers", "pairs", "mixed"] = "rollouts"
-    """Own rollouts, given answers, pairs of answers, or rollouts mixed with an expert's records."""
-    denominators: Callable[[Any, Sequence[int]], Any] | None = None
-    """Computes what the loss of a minibatch is divided by, from the training rows and the numbers of the minibatch's
-    rows. `None`: the token, sequence and sample counts of the mask."""
+    """Own rollouts, demonstrations, preference pairs, or rollouts mixed with expert records."""
+    denominators: Callable[[LossRows, Sequence[int]], int | tuple[Denominators, Denominators]] | None = None
+    """Computes the denominators of a minibatch from the rows of the step and the row numbers of the minibatch. `None`:
+    the token, sequence and sample counts of the mask."""
     needs_reference: Callable[[Mapping[str, Any]], bool] = lambda options: False
     """Whether the loss reads reference log-probs, given its options."""
 
@@ -147,19 +181,23 @@ EntryT = TypeVar("EntryT", bound=Entry)
 
 
 class Registry(Mapping[str, EntryT], Generic[EntryT]):
-    """Entries by name and alias; `entry` is their class, and its fields are what `register` can declare.
+    """Entries by name and alias.
+
+    Args:
+        kind: What the functions are, for error messages.
+        entry: Class of the entries. `register` accepts its fields.
 
     >>> shapes = Registry("shape")
     >>> @shapes.register("square", "box", source="Euclid, book I, definition 22")
     ... def square(side, *, scale=1.0):
-    ...     '''A square's area.'''
+    ...     '''Compute the area of a square.'''
     ...     return (side * scale) ** 2
     >>> shapes.call("box", {"side": 3.0}, scale=2.0)
     36.0
     >>> shapes.call("box", {"sides": 3.0})
     Traceback (most recent call last):
         ...
-    ValueError: square: got 'sides' among the data, which is no input here; did you mean 'side'? (side)
+    ValueError: square: unknown input 'sides'; did you mean 'side'? (side)
     >>> shapes["square"].options
     {'scale': 1.0}
     >>> shapes.call("square", {"side": 3.0}, scael=2.0)
@@ -183,7 +221,7 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
             declared: Fields of the registry's entry class.
         """
 
-        def put(function: Function) -> Function:
+        def decorate(function: Function) -> Function:
             for option in inspect.signature(function).parameters.values():
                 if option.kind is option.KEYWORD_ONLY and option.default is option.empty:
                     raise ValueError(f"{self.kind} {name!r}: option {option.name!r} has no default")
@@ -196,44 +234,50 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
             self._entries |= dict.fromkeys((name, *aliases), entry)
             return function
 
-        return put
+        return decorate
 
-    def withdraw(self, name: str) -> None:
-        """Take a function out again, under all its names."""
+    def unregister(self, name: str) -> None:
+        """Remove a function, under its name and all aliases."""
         entry = self[name]
         for key in (entry.name, *entry.aliases):
             del self._entries[key]
 
     def call(self, name: str, data: Mapping[str, Any], **options: Any) -> Any:
-        """Call the function called `name` with what it takes out of `data`; what none of the functions here takes is
-        refused, since it is a mistake: a mask under another name would be no mask."""
+        """Call a function with its inputs out of `data`.
+
+        An input that no function of the registry has is rejected: a misspelled mask would silently be no mask.
+
+        Args:
+            name: Name or alias of the function.
+            data: Inputs by name. Inputs of other functions are ignored.
+            options: Options of the function.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            ValueError: If a name is unknown, or a required input is missing.
+        """
         entry = self[name]
         if not isinstance(data, Mapping):
             raise ValueError(f"{entry.name}: got {type(data).__name__}, expected its inputs by name")
         for argument in data:
             if argument not in entry.inputs and argument not in entry.options:
-                self._check_input(entry, argument)
+                inputs = {name for other in self._entries.values() for name in other.inputs}
+                if argument not in inputs:
+                    raise ValueError(f"{entry.name}: unknown input {argument!r}{suggest(argument, sorted(inputs))}")
         return entry.call(data, options)
-
-    def _check_input(self, entry: EntryT, argument: str) -> None:
-        """Raise `ValueError` for a name that no entry has as an input."""
-        inputs = {name for other in self._entries.values() for name in other.inputs}
-        if argument not in inputs:
-            hint = suggest(argument, sorted(inputs))
-            raise ValueError(f"{entry.name}: got {argument!r} among the data, which is no input here{hint}")
 
     def __repr__(self) -> str:
         return f"Registry({self.kind!r}: {', '.join(self.names())})"
 
     def names(self) -> list[str]:
-        """Every name, without aliases, in the order of registration."""
+        """Return all names, without aliases, in the order of registration."""
         return [name for name, entry in self._entries.items() if entry.name == name]
 
     def __getitem__(self, name: str) -> EntryT:
         if name not in self._entries:
-            raise UnknownNameError(
-                f"{self.kind}: got {name!r}, expected one of its names{suggest(name, self._entries)}"
-            )
+            raise UnknownNameError(f"{self.kind}: unknown name {name!r}{suggest(name, self._entries)}")
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
@@ -247,8 +291,8 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
 
 
 ESTIMATORS = Registry("advantage estimator", Estimator)
-"""Every estimator by name: `ESTIMATORS["grpo"].options` are its options and defaults."""
+"""Advantage estimators by name. `ESTIMATORS["grpo"].options` has the options and defaults of GRPO."""
 
 
 LOSSES = Registry("loss", LossEntry)
-"""Every loss by name: `LOSSES["ppo"].options` are its options and defaults; `LOSSES.call("ppo", data)` calls it."""
+"""Losses by name. `LOSSES["ppo"].options` has the options and defaults of PPO; `LOSSES.call("ppo", data)` calls it."""

@@ -1,14 +1,14 @@
-"""Results of estimators, filters and losses: numbers, and a report of the rows that were treated specially.
+"""Results of estimators, filters and losses, with reports of the rows that were treated specially.
 
-Invariant: a report lists every row that was treated in a way its caller might not expect, by row number and, if ids
-were given, by id.
+Invariant: a report lists every row that was treated in a way the caller might not expect, by row number and, if there
+are ids, by id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,10 +17,22 @@ from numpy.typing import NDArray
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows, empty
 
+if TYPE_CHECKING:
+    from rollbook.algorithms.layout import Numbers, PerToken
+
+TokenColumn: TypeAlias = torch.Tensor | Rows | Ragged
+"""An entry for each token: a padded matrix [B, R], or packed."""
+
 
 @dataclass(frozen=True)
 class Report:
-    """Rows by reason, and metrics of all rows.
+    """Rows by reason, and metrics of the batch.
+
+    Attributes:
+        rows: Number of rows.
+        reasons: Row numbers by reason, ascending. Reasons that hold for no row are included.
+        metrics: Metrics of the batch by name.
+        ids: [rows] Id of each row, if known.
 
     >>> report = Report(4, {"missing reward": [2], "constant group": [0, 1]}, {"reward_mean": 0.5}, ids=list("abcd"))
     >>> report.count("constant group"), report.which("missing reward")
@@ -35,25 +47,21 @@ class Report:
     """
 
     rows: int
-    """How many rows there were."""
     reasons: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """For each reason, the numbers of the rows it holds for, ascending; reasons that hold for none are there too."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers about the batch, by name."""
     ids: Sequence[Hashable] | None = None
-    """[rows] What each row is called, where that is known."""
 
     def count(self, reason: str) -> int:
-        """For how many rows a reason holds; 0 if it is not among those looked for."""
+        """Count the rows of a reason; 0 for an unknown reason."""
         return len(self.reasons.get(reason, ()))
 
     def which(self, reason: str) -> list[Hashable]:
-        """The rows that a reason holds for: their ids where those are known, else their numbers."""
+        """Return the rows of a reason: their ids if known, else their numbers."""
         rows = self.reasons.get(reason, ())
         return [self.ids[i] for i in rows] if self.ids is not None else list(rows)
 
     def to_metrics(self, prefix: str = "") -> dict[str, float]:
-        """All counts and numbers under one prefix, so that two reports in one log never share a name."""
+        """Return all counts and metrics as one dict, with a prefix that keeps reports apart in a log."""
         start = f"{prefix}/" if prefix else ""
         counts = {f"{start}{reason.replace(' ', '_')}": len(rows) for reason, rows in self.reasons.items()}
         return {f"{start}rows": self.rows, **counts, **{start + name: value for name, value in self.metrics.items()}}
@@ -61,11 +69,11 @@ class Report:
     def plus(
         self, reasons: Mapping[str, Sequence[int]] | None = None, metrics: Mapping[str, float] | None = None
     ) -> Report:
-        """The same report with more in it; what is given wins over what was there."""
+        """Return the report with additional reasons and metrics, which override existing ones."""
         return Report(self.rows, {**self.reasons, **(reasons or {})}, {**self.metrics, **(metrics or {})}, self.ids)
 
     def with_ids(self, ids: Sequence[Hashable]) -> Report:
-        """The same report with names for its rows."""
+        """Return the report with ids of its rows."""
         if len(ids) != self.rows:
             raise ValueError(f"ids: got {len(ids)}, expected {self.rows}, one for each row")
         return Report(self.rows, self.reasons, self.metrics, ids)
@@ -85,7 +93,7 @@ class Report:
 
 
 def rows_where(mask: torch.Tensor | NDArray[Any] | Sequence[Any]) -> list[int]:
-    """The numbers of the rows where a mask, (B,), is true."""
+    """Return the row numbers at which a mask [B] is true."""
     flags = mask.cpu().numpy() if isinstance(mask, torch.Tensor) else np.asarray(mask, dtype=np.bool_)
     return list(np.flatnonzero(flags).tolist())
 
@@ -93,27 +101,32 @@ def rows_where(mask: torch.Tensor | NDArray[Any] | Sequence[Any]) -> list[int]:
 class Advantages:
     """Result of an estimator.
 
-    >>> found = Advantages(torch.tensor([[1.0, 0.0]]), mask=torch.tensor([[True, False]]))
-    >>> found.returns, found.returns is found.advantages
+    Args:
+        advantages: In the layout of the mask: [B, R], `Rows` if it is packed, a `Ragged` column if it is one, as that
+            of records is; 0 where the mask is False. Without a mask [B].
+        returns: Targets of a critic in the same layout; `None`: a copy of the advantages.
+        scores: [B] Advantage of each row before it was spread over tokens, for estimators that score rows.
+        mask: Tokens to train on: the given mask, narrowed by estimators that mask tokens.
+        report: The report, or a function that builds it on first access.
+
+    >>> result = Advantages(torch.tensor([[1.0, 0.0]]), mask=torch.tensor([[True, False]]))
+    >>> result.returns, result.returns is result.advantages
     (tensor([[1., 0.]]), False)
     """
 
     def __init__(
         self,
-        advantages: Any,
-        returns: Any = None,
+        advantages: TokenColumn,
+        returns: TokenColumn | None = None,
         scores: torch.Tensor | None = None,
-        mask: Any = None,
+        mask: PerToken | None = None,
         report: Report | Callable[[], Report] | None = None,
     ) -> None:
-        self.advantages = advantages
-        """In the layout of the mask: [B, R], `Rows` if it is packed, a `Ragged` column if it is one (as that of records
-        is); 0 where the mask is False. Without a mask [B]."""
-        self._returns = returns
+        # `Any`: the type depends on the layout of the arguments, which callers know.
+        self.advantages: Any = advantages
+        self._returns: Any = returns
         self.scores = scores
-        """[B] For estimators that score whole rows: the advantage of each, before it was put on its tokens."""
-        self.mask = mask
-        """Tokens to train on: the given mask, narrowed by estimators that mask some."""
+        self.mask: Any = mask
         self._report = report or Report(0)
 
     @property
@@ -125,7 +138,7 @@ class Advantages:
 
     @property
     def returns(self) -> Any:
-        """Targets of a critic, in the same layout; without such, a copy of the advantages."""
+        """Targets of a critic in the same layout; a copy of the advantages if the estimator has none."""
         if self._returns is None:
             advantages = self.advantages
             if isinstance(advantages, Ragged):
@@ -137,15 +150,15 @@ class Advantages:
         return self._returns
 
     def with_report(self, report: Report) -> Advantages:
-        """The same numbers with another report."""
+        """Return the same advantages with another report."""
         return Advantages(self.advantages, self._returns, self.scores, self.mask, report)
 
     def __repr__(self) -> str:
         return f"Advantages({type(self.advantages).__name__}, {self.report!r})"
 
 
-def as_advantages(name: str, output: Any) -> Advantages:
-    """Convert the output of the estimator `name` to `Advantages`; a user's own may return plain numbers.
+def as_advantages(name: str, output: Advantages | Rows | Numbers) -> Advantages:
+    """Convert the output of the estimator `name` to `Advantages`; user-defined ones may return plain numbers.
 
     >>> as_advantages("half", [0.5, 0.5]).advantages
     tensor([0.5000, 0.5000])
@@ -158,15 +171,18 @@ def as_advantages(name: str, output: Any) -> Advantages:
         return Advantages(torch.as_tensor(output).float())
     except (TypeError, ValueError, RuntimeError):
         kind = type(output).__name__
-        raise ValueError(f"{name}: got {kind} back, expected a number for each row, Rows, or Advantages") from None
+        raise ValueError(f"{name}: returned {kind}, expected a number for each row, Rows, or Advantages") from None
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss to call `backward` on, and its metrics. Unpacks as `loss, metrics = ...`.
 
-    With the `denominators` of the global batch, the losses of its micro-batches add up to the loss of the batch, and so
-    do the `metrics`.
+    With the `denominators` of the global batch, the losses and metrics of micro-batches add up to those of the batch.
+
+    Attributes:
+        value: [] The loss.
+        metrics: Detached scalars; each is a mean over the tokens (or rows) of the batch.
 
     >>> loss, metrics = Loss(torch.tensor(0.5), {"pg_loss": torch.tensor(0.5)})
     >>> loss
@@ -174,13 +190,11 @@ class Loss:
     """
 
     value: torch.Tensor
-    """() The loss."""
     metrics: dict[str, torch.Tensor]
-    """Detached numbers of shape (); each is a mean over the tokens (or rows) of the batch, so shares add up."""
 
     def __iter__(self) -> Any:
         return iter((self.value, self.metrics))
 
-    def backward(self, **options: Any) -> None:
-        """The gradient of the loss."""
-        self.value.backward(**options)  # type: ignore[no-untyped-call]
+    def backward(self) -> None:
+        """Compute the gradients of the loss."""
+        self.value.backward()  # type: ignore[no-untyped-call]

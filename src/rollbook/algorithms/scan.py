@@ -1,15 +1,15 @@
-"""Recursions from the last token of a row to its first, GAE and discounted returns: padded or packed, on any device.
+"""Backward recursions over tokens (GAE and discounted returns), padded or packed, on any device.
 
-Invariant: a token that does not take part is never read, and a token that does not count is 0 in the result. On the
-CPU, sums are in float64, and the compiled and the plain implementation do the same operations in the same order, so
-that results do not depend on which one runs.
+Invariant: tokens that do not take part are never read, and masked tokens are 0 in the result. On the CPU, sums are in
+float64, and the compiled and the numpy implementation do the same operations in the same order, so that results do not
+depend on which one runs.
 
 Implementations:
 
-- On the CPU numba, if it is installed (`pip install rollbook[fast]`) and the call has `LARGE` tokens or an earlier one
-  had: loading the compiled code takes half a second, compiling it, once on a machine, ten.
-- On a CUDA device Triton, which comes with torch there: one pass, in the type of the tensors.
-- Else numpy, one step for all rows at a time. Tensors on other devices are copied to the CPU.
+- numba on the CPU, if it is installed (`pip install rollbook[fast]`) and this call or an earlier one had `LARGE`
+  tokens: loading the compiled code takes half a second; compiling it, once per machine, takes ten.
+- Triton on a CUDA device: one pass, in the type of the tensors.
+- numpy otherwise, one step of all rows at a time. Tensors on other devices are copied to the CPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import empty
 
 OBSERVATIONS = ("skip", "through", "zeroed")
+"""How tool tokens take part in a recursion; see `gae_scan`."""
 LARGE = 1 << 15
-"""How many tokens a call has for which numba is loaded; once it is, smaller calls use it too."""
+"""Number of tokens from which a call loads numba. Once it is loaded, smaller calls use it too."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -43,25 +44,32 @@ def gae_scan(
     observations: str = "skip",
     response: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns: `A_i = r_i + gamma V_j - V_i + gamma lam A_j`, and `A_i + V_i`.
+    """Compute GAE advantages and returns: `A_i = r_i + gamma V_j - V_i + gamma lam A_j`, and `A_i + V_i`.
 
-    rewards, values, mask (bool): [B, R], or [total] with the `lengths` of rows. j is the next token after i that takes
-    part; after the last one V and A are 0. Which take part besides the tokens that count (`mask`) is said by
-    `observations`; their results are 0 in any case:
+    j is the next token after i that takes part; after the last one V and A are 0. Results have no gradient.
 
-    - `skip`: none. What a tool wrote is no state of the policy, and costs no discount.
-    - `through`: those between a row's first and last token that counts, or all of `response` (bool) where that is
-      given, with their own values and rewards.
-    - `zeroed`: the same ones, with values and rewards of 0.
+    Args:
+        rewards: [B, R], or [total] with `lengths`.
+        values: In the same layout.
+        mask: bool, in the same layout: which tokens count.
+        lengths: Lengths of packed rows; `None` if padded.
+        gamma: Discount per token, 0 to 1.
+        lam: Lambda of GAE, 0 to 1.
+        observations: Which masked tokens (tool output) take part. Their results are 0 in any case.
+            `skip`: none; they are no states and cost no discount. `through`: those between the first and the last token
+            of a row that counts, or all of `response`, with their values and rewards. `zeroed`: the same, with values
+            and rewards of 0.
+        response: bool, in the same layout: slots that are not padding.
 
-    Nothing here has a gradient: advantages are constants of a loss.
+    Returns:
+        Advantages and returns in the same layout, 0 where the mask is False.
 
     >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.9, 0.2]])
     >>> gae_scan(rewards, values, torch.tensor([[True, False, True]]), gamma=0.9, lam=0.5)[0]
     tensor([[0.0400, 0.0000, 0.8000]])
     """
     check_float("lam", lam, 0, 1)
-    rewards, values, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards, values=values)
+    rewards, values, mask, part = _prepare(gamma, observations, mask, response, lengths, rewards=rewards, values=values)
     kernels = _triton_module(rewards.device.type)
     if kernels is not None:
         results = kernels.gae(rewards, values, part, _offsets_on(rewards, lengths), gamma, lam)
@@ -89,12 +97,12 @@ def return_scan(
     observations: str = "skip",
     response: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns-to-go: `R_i = r_i + gamma R_j`, with j the next token after i that takes part; arguments as `gae_scan`.
+    """Compute returns-to-go: `R_i = r_i + gamma R_j`, j the next token that takes part; arguments as of `gae_scan`.
 
     >>> return_scan(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([True, True, True]), [1, 2], gamma=0.5)
     tensor([1., 4., 4.])
     """
-    rewards, _, mask, part = _ready(gamma, observations, mask, response, lengths, rewards=rewards)
+    rewards, _, mask, part = _prepare(gamma, observations, mask, response, lengths, rewards=rewards)
     kernels = _triton_module(rewards.device.type)
     if kernels is not None:
         returns = kernels.discounted(rewards, part, _offsets_on(rewards, lengths), gamma)
@@ -113,13 +121,13 @@ def return_scan(
     return returns  # type: ignore[no-any-return]
 
 
-def taking_part(
+def scan_mask(
     mask: torch.Tensor, lengths: list[int] | None, observations: str, response: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[of `mask`] bool: the tokens that a recursion goes through.
+    """[of `mask`] bool: mark the tokens that take part in a recursion.
 
     >>> mask = torch.tensor([[False, True, False, True, False]])
-    >>> taking_part(mask, None, "through").tolist()
+    >>> scan_mask(mask, None, "through").tolist()
     [[False, True, True, True, False]]
     """
     check_choice("observations", observations, OBSERVATIONS)
@@ -127,94 +135,102 @@ def taking_part(
         return mask
     if response is not None:
         return mask | response
-    _, first, last = Places(mask, lengths).ends()
+    _, first, last = TokenPlaces(mask, lengths).ends()
     change = torch.zeros(mask.numel() + 1, dtype=torch.int32, device=mask.device)
     change[first] = 1
     change[last + 1] -= 1
     return (change.cumsum(0)[:-1] > 0).reshape(mask.shape)
 
 
-class Places:
-    """Where the tokens that count lie among the slots of all rows, which are numbered end to end in any layout."""
+class TokenPlaces:
+    """Positions of the tokens that count among the slots of all rows, which are numbered end to end in any layout."""
 
     def __init__(self, mask: torch.Tensor, lengths: list[int] | None) -> None:
         self.offsets = torch.from_numpy(_offsets(mask, lengths)).to(mask.device)
-        """[B + 1] The slot where each row begins, and the end."""
+        """[B + 1] First slot of each row, and the end."""
         self.index = mask.reshape(-1).nonzero()[:, 0]
-        """[tokens that count] The slot of each."""
+        """[tokens that count] Slot of each."""
         bounds = torch.searchsorted(self.index, self.offsets)
         self.begin, self.end = bounds[:-1], bounds[1:]
-        """[B] Which of the tokens that count are each row's."""
+        """[B] Range of each row in `index`."""
 
     def ends(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows that have tokens that count, and the slots of each one's first and last."""
+        """Return the rows that have tokens that count, and the slots of the first and last of each."""
         rows = (self.end > self.begin).nonzero()[:, 0]
         return rows, self.index[self.begin[rows]], self.index[self.end[rows] - 1]
 
     def row_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The row that each slot belongs to."""
+        """Return the row of each slot."""
         return torch.searchsorted(self.offsets, slots, right=True) - 1
 
     def nearest(self, slots: torch.Tensor) -> torch.Tensor:
-        """For slots of rows that have tokens that count: the slot of the last one up to there, else of the first."""
+        """Return the last slot that counts at or before each slot of the same row, or else the row's first one."""
         before = torch.searchsorted(self.index, slots, right=True) - 1
         return self.index[torch.maximum(before, self.begin[self.row_of(slots)])]
 
 
-def spread_scan(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torch.Tensor:
-    """(total,) Each row's score, (B,), on its tokens that count, packed and on the CPU; 0 on the others.
+def spread_scores(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torch.Tensor:
+    """[total] Spread the score of each row [B] over its packed tokens that count, on the CPU; 0 on the others.
 
-    >>> spread_scan(torch.tensor([2.0, 3.0]), torch.tensor([True, False, True]), np.array([0, 2, 3]))
+    >>> spread_scores(torch.tensor([2.0, 3.0]), torch.tensor([True, False, True]), np.array([0, 2, 3]))
     tensor([2., 0., 3.])
     """
     compiled = _compiled(mask.numel())
     if compiled is None or scores.dtype not in (torch.float32, torch.float64):
         spread = np.repeat(scores.numpy(), np.diff(offsets))
-        np.copyto(spread, 0, where=~mask.numpy())  # in place, six times as fast as torch.where
+        np.copyto(spread, 0, where=~mask.numpy())  # in place: six times as fast as torch.where
         return torch.from_numpy(spread)
     out = empty((len(mask),), scores.dtype)
     compiled.spread(scores.numpy(), mask.numpy(), offsets, out.numpy())
     return out
 
 
-class Survey(NamedTuple):
-    """What there is to say of rewards before a recursion goes over them; on the host, one number for each row."""
+class RewardCounts(NamedTuple):
+    """Counts of rewards by row, on the host.
+
+    Attributes:
+        counts: [B] Number of tokens that take part.
+        broken: [B] Number of NaN or infinite rewards among them.
+        off: [B] Number of finite nonzero rewards on other tokens.
+    """
 
     counts: Ints
-    """[B] How many tokens are taken."""
     broken: Ints
-    """[B] How many of their rewards are NaN or infinite."""
     off: Ints
-    """[B] How many finite rewards other than 0 lie on tokens that are not taken."""
 
 
-def survey(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None = None) -> Survey:
-    """Count rewards that are broken, and rewards where none is taken from: [B, R] or [total] with `lengths`.
+def count_rewards(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None = None) -> RewardCounts:
+    """Count rewards that are not finite, and rewards on tokens that do not take part.
 
-    >>> survey(torch.tensor([[0.0, float("nan"), 2.0]]), torch.tensor([[True, True, False]]))
-    Survey(counts=array([2]), broken=array([1]), off=array([1]))
+    Args:
+        rewards: [B, R], or [total] with `lengths`.
+        taken: bool, in the same layout: tokens that take part.
+        lengths: Lengths of packed rows; `None` if padded.
+
+    >>> count_rewards(torch.tensor([[0.0, float("nan"), 2.0]]), torch.tensor([[True, True, False]]))
+    RewardCounts(counts=array([2]), broken=array([1]), off=array([1]))
     """
     offsets = _offsets(taken, lengths)
     if rewards.device.type != "cpu":
         finite = torch.isfinite(rewards)
         odd = torch.where(taken, ~finite, finite & (rewards != 0))
-        if not odd.any():  # nothing but one number has to cross
-            place = Places(taken, lengths)
+        if not odd.any():  # the usual case, which copies a single flag to the host
+            place = TokenPlaces(taken, lengths)
             none = np.zeros(len(offsets) - 1, dtype=np.int64)
-            return Survey((place.end - place.begin).cpu().numpy(), none, none)
+            return RewardCounts((place.end - place.begin).cpu().numpy(), none, none)
     flat, mask = _flat(rewards), _flat(taken)
     compiled = _compiled(len(flat))
     if compiled is not None and flat.dtype in (np.float32, np.float64):
-        return Survey(*compiled.survey(flat, mask, offsets))
+        return RewardCounts(*compiled.count_rewards(flat, mask, offsets))
     finite_ = np.isfinite(flat)
     flags = (mask, mask & ~finite_, ~mask & finite_ & (flat != 0))
     rows = len(offsets) - 1
     rows_of = (np.searchsorted(offsets, np.flatnonzero(flag), side="right") - 1 for flag in flags)
-    return Survey(*(np.bincount(flag, minlength=rows).astype(np.int64) for flag in rows_of))
+    return RewardCounts(*(np.bincount(flag, minlength=rows).astype(np.int64) for flag in rows_of))
 
 
 def backend(tokens: int = LARGE, device: torch.device | str = "cpu") -> str:
-    """Which way a call of this size takes on a device: `numba`, `triton` or `numpy`.
+    """Return the implementation that a call of this size uses on a device: `numba`, `triton` or `numpy`.
 
     >>> backend(10) in ("numba", "numpy")  # numba only if a large call has loaded it
     True
@@ -224,10 +240,10 @@ def backend(tokens: int = LARGE, device: torch.device | str = "cpu") -> str:
     return "numpy" if _compiled(tokens) is None else "numba"
 
 
-# --- what all ways share --------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------------------------
 
 
-def _ready(
+def _prepare(
     gamma: float,
     observations: str,
     mask: torch.Tensor,
@@ -236,7 +252,7 @@ def _ready(
     rewards: torch.Tensor,
     values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards, values, mask and the tokens that take part: checked, of one type, contiguous and without gradient."""
+    """Check arguments; return rewards, values, mask and the tokens that take part, contiguous and without gradient."""
     check_float("gamma", gamma, 0, 1)
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: got {mask.dtype}, expected torch.bool")
@@ -248,7 +264,7 @@ def _ready(
     for name, tensor in (("rewards", rewards), ("values", values), ("response", response)):
         if tensor is not None and tensor.shape != mask.shape:
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(mask.shape)}, as the mask has")
-    part = taking_part(mask, lengths, observations, response)
+    part = scan_mask(mask, lengths, observations, response)
     wide = torch.float64 in (rewards.dtype, None if values is None else values.dtype)
     kind = torch.float64 if wide else torch.float32
 
@@ -263,7 +279,7 @@ def _ready(
 
 
 def _flat(tensor: torch.Tensor) -> NDArray[Any]:
-    """The numbers on the host, end to end, in a type that numpy has; a view where that is possible."""
+    """Convert a tensor to a flat array on the host, in a type that numpy has; a view if possible."""
     if tensor.device.type != "cpu" or tensor.requires_grad or tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.detach().to("cpu", torch.float32 if tensor.dtype.itemsize == 2 else tensor.dtype)
     array: NDArray[Any] = tensor.numpy()
@@ -271,25 +287,25 @@ def _flat(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _offsets(mask: torch.Tensor, lengths: list[int] | None) -> Ints:
-    """[B + 1] Where rows begin in the flat tensor."""
+    """[B + 1] Start of each row in the flat tensor, and the end."""
     if lengths is not None:
         return offsets_of(lengths)
     return np.arange(mask.shape[0] + 1, dtype=np.int64) * mask.shape[1]
 
 
 def _offsets_on(tensor: torch.Tensor, lengths: list[int] | None) -> torch.Tensor | None:
-    """[B + 1] The offsets on a CUDA device. So few bytes are taken from the host at once: nobody has to wait."""
+    """[B + 1] Copy the offsets to a CUDA device, without synchronizing."""
     return None if lengths is None else torch.from_numpy(offsets_of(lengths)).to(tensor.device, non_blocking=True)
 
 
-# --- which way ------------------------------------------------------------------------------------------------------
+# --- choice of the implementation -----------------------------------------------------------------------------------
 
 _numba: list[Any] = []
-"""The module of compiled scans, once it was asked for; `None` in it if numba is not installed."""
+"""The module of compiled scans after the first attempt to load it; `[None]` if numba is not installed."""
 
 
 def _compiled(tokens: int) -> Any:
-    """The module of compiled scans, if it is loaded or the call is worth loading it; else `None`."""
+    """Return the module of compiled scans if it is loaded, or if the call is large enough to load it; else `None`."""
     if not _numba and tokens >= LARGE:
         try:
             from rollbook.algorithms.kernels import scan_numba
@@ -307,21 +323,21 @@ def _triton_module(device: str) -> Any:
         return None
     from rollbook.algorithms.kernels import scan_triton
 
-    return scan_triton if scan_triton.READY else None
+    return scan_triton if scan_triton.AVAILABLE else None
 
 
-# --- the plain way --------------------------------------------------------------------------------------------------
+# --- numpy implementation -------------------------------------------------------------------------------------------
 
 
-# What is not finite is not hidden, and no cause for a warning either: the compiled way has none.
-_quiet = np.errstate(all="ignore")
+# Overflow gives infinity without a warning, as in the compiled implementation.
+_ignore_warnings = np.errstate(all="ignore")
 
 
 class _Steps:
-    """The tokens that take part, by how many come after them in their row: what is one step of all rows lies together.
+    """Tokens that take part, ordered by step: the number of tokens after them in their row.
 
-    Rows are in the order of falling length, so that the tokens of step t are those of the first `active[t]` rows, and
-    each stands where its row's token of step t - 1 stood.
+    Within a step, rows are ordered by falling length: the tokens of step t belong to the first `active[t]` rows, each
+    at the same place as the token of its row in step t - 1.
     """
 
     def __init__(self, taken: NDArray[np.bool_], offsets: Ints) -> None:
@@ -331,7 +347,7 @@ class _Steps:
         ends = np.cumsum(counts)
         step = ends[row] - 1 - np.arange(len(self.index))
         self.last = step == 0
-        """[tokens] Whether a token is its row's last."""
+        """[tokens] Whether a token is the last of its row."""
         longest_first = np.argsort(-counts, kind="stable")
         rank = np.empty(len(counts), dtype=np.int64)
         rank[longest_first] = np.arange(len(counts))
@@ -341,9 +357,9 @@ class _Steps:
         self._begin: list[int] = begin.tolist()
         self._size = len(taken)
 
-    @_quiet
+    @_ignore_warnings
     def sums(self, entries: Floats, decay: float) -> Floats:
-        """[tokens] `S_i = entries_i + decay S_j`, with j the next token of the row."""
+        """[tokens] Compute `S_i = entries_i + decay S_j`, with j the next token of the row."""
         sums = np.empty(len(entries))
         sums[self._place] = entries
         begin = self._begin
@@ -355,15 +371,15 @@ class _Steps:
         summed: Floats = sums[self._place]
         return summed
 
-    @_quiet
+    @_ignore_warnings
     def put(self, sums: Floats, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """The sums where their tokens lie, zero elsewhere."""
+        """Place the sums on the slots of their tokens, 0 elsewhere."""
         out = torch.zeros(self._size, dtype=dtype)
         out.numpy()[self.index] = sums
         return out.reshape(shape)
 
 
-@_quiet
+@_ignore_warnings
 def _plain_gae(
     rewards: NDArray[Any],
     values: NDArray[Any],

@@ -1,7 +1,7 @@
 """Shaping of rewards before estimation, and of advantages after it: penalties, clipping, normalization, pass rates.
 
 Invariant: arguments are not modified. A missing reward (`None` or NaN) stays missing, is in no statistic, and is
-counted. The report lists what was done to which row.
+counted. The report lists the rows that were changed, by reason.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.filters import Weights as Weights
+from rollbook.algorithms.filters import WeightResult as WeightResult
 from rollbook.algorithms.filters import clip_filter_like_weight_func as clip_filter_like_weight_func
 from rollbook.algorithms.filters import clip_filter_weights as clip_filter_weights
 from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, whiten
-from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, state_of
+from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, check_state
 from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
@@ -49,11 +49,13 @@ def overlong_penalty(
     >>> overlong_penalty([12, 10, 7, 6, 0], max_length=10, buffer=4)
     tensor([-1.0000, -1.0000, -0.2500,  0.0000,  0.0000])
     """
-    return given_back(lengths, overlong(whole_lengths(lengths), max_length, buffer, factor, bounded))
+    return _as_tensor_like(
+        lengths, _compute_overlong_penalty(_check_lengths(lengths), max_length, buffer, factor, bounded)
+    )
 
 
-def overlong(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
-    """[B] Compute `overlong_penalty` of checked lengths."""
+def _compute_overlong_penalty(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
+    """[B] Compute `overlong_penalty` in float64."""
     check_float("max_length", max_length, 1)
     check_float("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
     check_float("factor", factor, 0, what="a number of at least 0, the largest penalty")
@@ -81,11 +83,11 @@ def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, ma
     >>> length_penalty([90, 100, 150, 5000], target=100, per_token=0.01)
     tensor([ 0.0000,  0.0000, -0.5000, -1.0000])
     """
-    return given_back(lengths, over_target(whole_lengths(lengths), target, per_token, max_penalty))
+    return _as_tensor_like(lengths, _compute_length_penalty(_check_lengths(lengths), target, per_token, max_penalty))
 
 
-def over_target(lengths: Floats, target: int, per_token: float, max_penalty: float) -> Floats:
-    """[B] Compute `length_penalty` of checked lengths."""
+def _compute_length_penalty(lengths: Floats, target: int, per_token: float, max_penalty: float) -> Floats:
+    """[B] Compute `length_penalty` in float64."""
     check_float("target", target, 0)
     check_float("per_token", per_token, 0)
     check_float("max_penalty", max_penalty, 0)
@@ -95,7 +97,7 @@ def over_target(lengths: Floats, target: int, per_token: float, max_penalty: flo
 def length_bonus(
     lengths: PerRow, correct: PerRow, groups: Ids, *, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> torch.Tensor:
-    """Compute a bonus for short answers among the answers to one prompt.
+    """Compute a bonus for the short answers of each group.
 
     Kimi k1.5 (2025, arXiv 2501.12599), section 2.3.3: b = 0.5 - (length - shortest) / (longest - shortest), over all
     answers of the group; a correct answer gets b, a wrong one min(0, b); a group whose answers are equally long gets 0.
@@ -117,19 +119,19 @@ def length_bonus(
     >>> length_bonus([100, 200, 300, 100, 300, 50], [True, True, True, False, False, True], list("aaabbc"))
     tensor([ 0.5000,  0.0000, -0.5000,  0.0000, -0.5000,  0.0000])
     """
-    sizes, right = whole_lengths(lengths), as_rewards("correct", correct)
-    same_rows("correct", right, sizes)
-    is_known = ~np.isnan(right)
-    odd = np.flatnonzero(is_known & (right != 0) & (right != 1))
+    sizes, right = _check_lengths(lengths), as_rewards("correct", correct)
+    _check_row_count("correct", right, sizes)
+    has_label = ~np.isnan(right)
+    odd = np.flatnonzero(has_label & (right != 0) & (right != 1))
     if len(odd):
         raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
-    grouped = Grouped(torch.from_numpy(np.where(is_known, sizes, np.nan)), groups, None, process_group)
-    local = grouped.own
-    low, high = (np.where(grouped.count > 0, end, 0.0) for end in grouped.ends)
-    spread = grouped.of(high - low)[local]
-    bonus = 0.5 - (sizes - grouped.of(low)[local]) / np.where(spread > 0, spread, 1.0)
+    grouped = Grouped(torch.from_numpy(np.where(has_label, sizes, np.nan)), groups, None, process_group)
+    local = grouped.local
+    low, high = (np.where(grouped.count > 0, end, 0.0) for end in grouped.reward_range)
+    spread = grouped.per_row(high - low)[local]
+    bonus = 0.5 - (sizes - grouped.per_row(low)[local]) / np.where(spread > 0, spread, 1.0)
     bonus = np.where(right == 1, bonus, np.minimum(bonus, 0.0))
-    return given_back(lengths, np.where(is_known & (spread > 0), bonus, 0.0))
+    return _as_tensor_like(lengths, np.where(has_label & (spread > 0), bonus, 0.0))
 
 
 def repetition_penalty(
@@ -137,12 +139,12 @@ def repetition_penalty(
 ) -> torch.Tensor:
     """Compute the penalty of repetition: `-max_penalty` times the share of repeated n-grams.
 
-    The share is 1 - (different n-grams) / (all n-grams), the formula of the repetition reward of Open R1 (there over
-    words, with n = 3; here over token ids, and long n-grams, as in Yeo et al., 2025, arXiv 2502.03373, who use 40, so
-    that ordinary phrases cost nothing while a loop of any period costs nearly all). An n-gram counts if all its tokens
-    do, so that none spans the answer of a tool. Rows of fewer than n tokens get 0.
+    The share is 1 - (different n-grams) / (all n-grams), the formula of the repetition reward of Open R1 (over words,
+    with n = 3). Here n-grams are of token ids, and long, as in Yeo et al., 2025, arXiv 2502.03373 (n = 40), so that
+    ordinary phrases cost nothing and a loop of any period costs nearly `max_penalty`. An n-gram counts if all its
+    tokens do, so that none spans the output of a tool. Rows of fewer than n tokens get 0.
 
-    N-grams are compared by a hash of 64 bits; the chance that two of a row of 32,768 share one is below 1e-10.
+    N-grams are compared by 64-bit hashes; the probability of a collision in a row of 32,768 tokens is below 1e-10.
     `shape_repetition` adds the penalty to rewards.
 
     Args:
@@ -161,12 +163,12 @@ def repetition_penalty(
     tensor([-0.5000,  0.0000,  0.0000])
     """
     layout = Layout.of(mask, tokens=tokens)
-    lost = repeated(layout, tokens, n, max_penalty)
-    return torch.from_numpy(lost).to(layout.mask.device, torch.float32)
+    penalty = _compute_repetition_penalty(layout, tokens, n, max_penalty)
+    return torch.from_numpy(penalty).to(layout.mask.device, torch.float32)
 
 
-def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Floats:
-    """[B] Compute `repetition_penalty` of tokens of a layout."""
+def _compute_repetition_penalty(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Floats:
+    """[B] Compute `repetition_penalty` in float64."""
     n = check_int("n", n, 1)
     check_float("max_penalty", max_penalty, 0)
     ids = layout.tensor("tokens", tokens)
@@ -176,7 +178,7 @@ def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Fl
     counts = layout.mask.cpu().reshape(-1).numpy()
     bounds = np.concatenate([[0], np.cumsum(layout.row_lengths.cpu().numpy())]).tolist()
     grams = _window_hashes(flat, n)
-    complete = _whole_windows(counts, n)
+    complete = _unmasked_windows(counts, n)
     share = np.zeros(layout.rows)
     for row, (start, stop) in enumerate(pairwise(bounds)):
         last = stop - n + 1  # windows that begin here or later reach into the next row
@@ -187,26 +189,26 @@ def repeated(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Fl
 
 
 def _window_hashes(tokens: NDArray[np.int64], n: int) -> NDArray[np.uint64]:
-    """[N - n + 1] A hash of each n tokens in a row; windows double until two of them, overlapping, make n."""
-    hashes, width = _mixed(tokens.view(np.uint64)), 1
+    """[N - n + 1] Hash each window of n tokens, by doubling windows until two overlapping ones cover n tokens."""
+    hashes, width = _mix_bits(tokens.view(np.uint64)), 1
     while width < n and len(tokens) >= n:
         step = min(width, n - width)
         size = len(hashes) - step
-        hashes = _mixed(hashes[:size] * np.uint64(0x9E3779B97F4A7C15) + hashes[step:])
+        hashes = _mix_bits(hashes[:size] * np.uint64(0x9E3779B97F4A7C15) + hashes[step:])
         width += step
     return hashes if len(tokens) >= n else hashes[:0]
 
 
-def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Words with every bit spread over all: the finisher of SplitMix64 (Steele et al., 2014), which is one to one."""
+def _mix_bits(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix the bits of each word: the finalizer of SplitMix64 (Steele et al., 2014), a bijection."""
     mixed: NDArray[np.uint64] = words + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _whole_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
-    """[N - n + 1] Whether each of n slots in a row counts."""
+def _unmasked_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
+    """[N - n + 1] Mark the windows of n slots that all count."""
     before = np.concatenate([[0], np.cumsum(counts)])
     return np.equal(before[n:] - before[:-n], n) if len(counts) >= n else np.zeros(0, dtype=np.bool_)
 
@@ -227,8 +229,8 @@ def rank_penalty(
     average, and each row is penalized by the rank of the run and its own reward. A row without a finite reward has no
     rank, is not counted and gets 0.
 
-    `shape_rank` adds it to rewards; estimate from the sum: Trinity takes mean and deviation from the penalized rewards,
-    but subtracts that mean from the raw ones, so that two equal rewards both score +0.707.
+    `shape_rank` adds it to rewards. Estimate advantages from the sum: Trinity computes mean and deviation from the
+    penalized rewards, but subtracts that mean from the raw ones, so that two equal rewards both score +0.707.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -249,10 +251,10 @@ def rank_penalty(
     >>> rank_penalty([1.0, 1.0, 1.0], ["a", "a", "a"], [-0.1, -0.5, -0.9], ["x", "x", "y"], penalty=0.3)
     tensor([-0.1500, -0.1500,  0.0000])
     """
-    return given_back(rewards, likely_lost(rewards, groups, logprobs, runs, penalty, process_group))
+    return _as_tensor_like(rewards, _compute_rank_penalty(rewards, groups, logprobs, runs, penalty, process_group))
 
 
-def likely_lost(
+def _compute_rank_penalty(
     rewards: PerRow,
     groups: Ids,
     logprobs: PerRow,
@@ -264,18 +266,20 @@ def likely_lost(
     check_float("penalty", penalty, 0, 1)
     grouped = Grouped(rewards, groups, runs, process_group)
     likely = as_rewards("logprobs", logprobs)
-    same_rows("logprobs", likely, grouped.values[grouped.own])
+    _check_row_count("logprobs", likely, grouped.values[grouped.local])
     likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in process_group.gather(likely.tolist())])
     odd = np.flatnonzero(grouped.valid & np.isnan(likely))
     if len(odd):
         raise ValueError(f"logprobs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
-    share = _ranks_of(grouped.over_runs(likely), grouped)[grouped.run] / np.maximum(grouped.of(grouped.count), 1)
-    lost: Floats = 0.0 - penalty * np.where(grouped.valid, grouped.values, 0.0) * share
-    return lost[grouped.own]
+    share = _group_ranks(grouped.over_runs(likely), grouped)[grouped.run] / np.maximum(
+        grouped.per_row(grouped.count), 1
+    )
+    penalties: Floats = 0.0 - penalty * np.where(grouped.valid, grouped.values, 0.0) * share
+    return penalties[grouped.local]
 
 
-def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
-    """[runs] How many runs of the group with a reward are below each, from 0; equals share the mean of their ranks."""
+def _group_ranks(values: Floats, grouped: Grouped) -> Floats:
+    """[runs] Rank runs with a reward within their group, from 0; equal values share the mean of their ranks."""
     has_reward = np.flatnonzero(grouped.run_valid)
     order = has_reward[np.lexsort((values[has_reward], grouped.run_group[has_reward]))]
     group, value, place = grouped.run_group[order], values[order], np.arange(len(order))
@@ -289,11 +293,8 @@ def _ranks_of(values: Floats, grouped: Grouped) -> Floats:
     return rank
 
 
-# --- shared with `shaping` ------------------------------------------------------------------------------------------
-
-
-def whole_lengths(lengths: PerRow) -> Floats:
-    """[B] Check that lengths are integers that are not negative."""
+def _check_lengths(lengths: PerRow) -> Floats:
+    """[B] Convert lengths to float64, and check that they are nonnegative integers."""
     numbers = as_rewards("lengths", lengths)
     odd = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf) & (np.floor(numbers) == numbers)))
     if len(odd):
@@ -301,29 +302,33 @@ def whole_lengths(lengths: PerRow) -> Floats:
     return numbers
 
 
-def same_rows(name: str, values: Floats, rewards: Floats) -> None:
+def _check_row_count(name: str, values: Floats, rewards: Floats) -> None:
     """Raise `ValueError` unless there are as many numbers as rewards."""
     if len(values) != len(rewards):
         raise ValueError(f"{name}: got {len(values)}, expected {len(rewards)}, one for each row")
 
 
-def given_back(model: PerRow, values: Floats) -> torch.Tensor:
-    """[B] Convert numbers to the device of `model`, and to float64 if that is."""
-    if not isinstance(model, torch.Tensor):
+def _as_tensor_like(argument: PerRow, values: Floats) -> torch.Tensor:
+    """[B] Convert numbers to a tensor on the device of `argument`: float64 if that is, else float32."""
+    if not isinstance(argument, torch.Tensor):
         return torch.from_numpy(values).to(torch.float32)
-    return torch.from_numpy(values).to(model.device, torch.float64 if model.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if argument.dtype == torch.float64 else torch.float32
+    return torch.from_numpy(values).to(argument.device, dtype)
 
 
 OPERATIONS = ("add", "sub", "mul", "div")
+"""Operations of `shape_by`."""
 _OTHER_REASONS = ("missing reward", "infinite reward", "missing value", "zero divisor")
 
 
 @dataclass(frozen=True)
-class Shaped:
+class ShapingResult:
     """Shaped rewards, and the report.
 
-    The reasons of the report list rows, also under "missing reward" and "infinite reward" (before shaping); its metrics
-    are those of `difference`.
+    Attributes:
+        rewards: [B] NaN where a reward is missing.
+        report: Rows by reason, also "missing reward" and "infinite reward" (before shaping), and the metrics of
+            `difference`.
 
     >>> shaped = clip_rewards([3.0, None, 0.5], high=1.0, ids=["x", "y", "z"])
     >>> shaped.rewards, shaped.report.which("above"), shaped.report.which("missing reward")
@@ -331,13 +336,18 @@ class Shaped:
     """
 
     rewards: torch.Tensor
-    """[B] NaN where a reward is missing."""
     report: Report
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """Clipped advantages, and how many were outside.
+class ClipResult:
+    """Clipped advantages, and the share that was clipped.
+
+    Attributes:
+        advantages: For each token, in the given layout; 0 where the mask is False.
+        fractions: [B] float32: share of the tokens of each row that were clipped; 0 for a row without tokens.
+        fraction: The same over the batch.
+        report: The report.
 
     >>> clipped = clip_advantages([[3.0, 0.5], [-0.1]], None, 1.0)
     >>> clipped.advantages, clipped.fractions, clipped.report.which("clipped")
@@ -345,11 +355,8 @@ class Clipped:
     """
 
     advantages: Any
-    """For each token, in the layout they came in; 0 where the mask is False."""
     fractions: torch.Tensor
-    """[B] float32: which share of each row's tokens was outside the bound; 0 for a row without tokens."""
     fraction: float
-    """The same of the whole batch."""
     report: Report
 
 
@@ -357,21 +364,24 @@ class Clipped:
 class PassRates:
     """The mean reward of each task.
 
-    >>> found = pass_rates([1.0, 0.0, None], ["easy", "easy", "odd"])
-    >>> found.keys, found.rates, found.counts, found.report.which("missing reward")
+    Attributes:
+        keys: [T] Tasks in order of first appearance.
+        rates: [T] Mean reward; NaN if no reward is known.
+        counts: [T] Number of known rewards.
+        report: The report.
+
+    >>> result = pass_rates([1.0, 0.0, None], ["easy", "easy", "odd"])
+    >>> result.keys, result.rates, result.counts, result.report.which("missing reward")
     (['easy', 'odd'], [0.5, nan], [2, 0], [2])
     """
 
     keys: list[Hashable]
-    """The tasks, as they first appear."""
     rates: list[float]
-    """The mean of a task's rewards; NaN if none of them is known."""
     counts: list[int]
-    """How many rewards that is the mean of."""
     report: Report
 
     def by_taskset(self) -> dict[Hashable, dict[str, list[Any]]]:
-        """For keys `(taskset, index)`: what a selector of tasks takes, without tasks whose rate is not known."""
+        """Return rates by taskset for a task selector, for keys `(taskset, index)`; unknown rates are left out."""
         rates: dict[Hashable, dict[str, list[Any]]] = {}
         for key, rate, count in zip(self.keys, self.rates, self.counts, strict=True):
             if not isinstance(key, tuple) or len(key) != 2:
@@ -395,7 +405,7 @@ def shape_overlong(
     buffer: int = 1024,
     factor: float = 1.0,
     bounded: bool = True,
-) -> Shaped:
+) -> ShapingResult:
     """Add the `overlong_penalty` to rewards.
 
     Args:
@@ -417,10 +427,10 @@ def shape_overlong(
     >>> shaped.rewards, shaped.report.which("overlong")
     (tensor([0.0000, 0.7500, 1.0000]), [0, 1])
     """
-    before, sizes = as_rewards("rewards", rewards), whole_lengths(lengths)
-    same_rows("lengths", sizes, before)
-    lost = overlong(sizes, max_length, buffer, factor, bounded)
-    return _shaped(rewards, before, before + lost, {"overlong": rows_where(lost < 0)}, ids)
+    before, sizes = as_rewards("rewards", rewards), _check_lengths(lengths)
+    _check_row_count("lengths", sizes, before)
+    penalty = _compute_overlong_penalty(sizes, max_length, buffer, factor, bounded)
+    return _build_result(rewards, before, before + penalty, {"overlong": rows_where(penalty < 0)}, ids)
 
 
 def shape_length(
@@ -431,7 +441,7 @@ def shape_length(
     target: int,
     per_token: float = 0.001,
     max_penalty: float = 1.0,
-) -> Shaped:
+) -> ShapingResult:
     """Add the `length_penalty` to rewards.
 
     Penalized rows are reported under "over target".
@@ -454,10 +464,10 @@ def shape_length(
     >>> shaped.rewards, shaped.report.which("over target")
     (tensor([1.0000, 0.5000]), [1])
     """
-    before, sizes = as_rewards("rewards", rewards), whole_lengths(lengths)
-    same_rows("lengths", sizes, before)
-    lost = over_target(sizes, target, per_token, max_penalty)
-    return _shaped(rewards, before, before + lost, {"over target": rows_where(lost < 0)}, ids)
+    before, sizes = as_rewards("rewards", rewards), _check_lengths(lengths)
+    _check_row_count("lengths", sizes, before)
+    penalty = _compute_length_penalty(sizes, target, per_token, max_penalty)
+    return _build_result(rewards, before, before + penalty, {"over target": rows_where(penalty < 0)}, ids)
 
 
 def shape_repetition(
@@ -468,7 +478,7 @@ def shape_repetition(
     *,
     n: int = 20,
     max_penalty: float = 1.0,
-) -> Shaped:
+) -> ShapingResult:
     """Add the `repetition_penalty` to rewards.
 
     Penalized rows are reported under "repetition".
@@ -494,8 +504,8 @@ def shape_repetition(
     before, layout = as_rewards("rewards", rewards), Layout.of(mask, tokens=tokens)
     if layout.rows != len(before):
         raise ValueError(f"tokens: got {layout.rows} rows, expected {len(before)}, one for each reward")
-    lost = repeated(layout, tokens, n, max_penalty)
-    return _shaped(rewards, before, before + lost, {"repetition": rows_where(lost < 0)}, ids)
+    penalty = _compute_repetition_penalty(layout, tokens, n, max_penalty)
+    return _build_result(rewards, before, before + penalty, {"repetition": rows_where(penalty < 0)}, ids)
 
 
 def shape_rank(
@@ -507,7 +517,7 @@ def shape_rank(
     *,
     penalty: float = 0.25,
     process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Shaped:
+) -> ShapingResult:
     """Add the `rank_penalty` to rewards.
 
     Changed rows are reported under "likely". A likely response with a negative reward moves towards 0.
@@ -532,8 +542,8 @@ def shape_rank(
     (tensor([0.8000, 1.0000, 0.0000]), [0])
     """
     before = as_rewards("rewards", rewards)
-    lost = likely_lost(rewards, groups, logprobs, runs, penalty, process_group)
-    return _shaped(rewards, before, before + lost, {"likely": rows_where(lost != 0)}, ids)
+    penalties = _compute_rank_penalty(rewards, groups, logprobs, runs, penalty, process_group)
+    return _build_result(rewards, before, before + penalties, {"likely": rows_where(penalties != 0)}, ids)
 
 
 # --- the shaping of a rollout ----------------------------------------------------------------------------------------
@@ -557,7 +567,7 @@ def shape_rewards(
         overlong_buffer: The last tokens before `max_tokens` that are penalized; 0: none.
         overlong_penalty: The penalty at the end of the buffer.
         max_tokens: The longest response.
-        norm: Statistics of all rewards so far, which take these in.
+        norm: Running statistics of all rewards so far, updated with these.
         process_group: The processes that share the statistics.
 
     Returns:
@@ -626,7 +636,7 @@ def normalize_advantages(
     """
     if normalize is not None:
         layout = Layout.of(mask)
-        counted = layout.give(layout.mask & layout.spread(has_reward))
+        counted = layout.restore(layout.mask & layout.spread(has_reward))
         advantages = whiten(
             advantages, counted, eps_in="std", scale=normalize == "mean_std", process_group=process_group
         )
@@ -647,7 +657,7 @@ def shape_by(
     ids: Sequence[Hashable] | None = None,
     *,
     reason: str = "changed",
-) -> Shaped:
+) -> ShapingResult:
     """Add `weight * values` to rewards, or subtract, multiply or divide by it.
 
     A reward is left as it is where its value is missing, and where it would be divided by 0; both are counted. Changed
@@ -678,7 +688,7 @@ def shape_by(
     if not isinstance(reason, str) or not reason or reason in _OTHER_REASONS:
         raise ValueError(f"reason: got {reason!r}, expected a name other than {', '.join(map(repr, _OTHER_REASONS))}")
     before, by = as_rewards("rewards", rewards), as_rewards("values", values)
-    same_rows("values", by, before)
+    _check_row_count("values", by, before)
     by = by * weight
     missing, kind = np.isnan(by), op.lower()
     zero = (by == 0) & (kind == "div")
@@ -688,12 +698,12 @@ def shape_by(
     has_reward = ~np.isnan(before)
     reasons = {"missing value": rows_where(missing & has_reward), "zero divisor": rows_where(zero & has_reward)}
     reasons[reason] = rows_where((after != before) & has_reward)
-    return _shaped(rewards, before, after, reasons, ids)
+    return _build_result(rewards, before, after, reasons, ids)
 
 
 def clip_rewards(
     rewards: PerRow, low: float | None = None, high: float | None = None, ids: Sequence[Hashable] | None = None
-) -> Shaped:
+) -> ShapingResult:
     """Clip rewards to `low` and `high`; `reward_clip` c of LightRFT is `-c, c`.
 
     Args:
@@ -718,7 +728,7 @@ def clip_rewards(
         raise ValueError(f"low: got {low}, expected at most high, {high}")
     before = as_rewards("rewards", rewards)
     reasons = {"below": rows_where(before < least), "above": rows_where(before > most)}
-    return _shaped(rewards, before, np.clip(before, least, most), reasons, ids)
+    return _build_result(rewards, before, np.clip(before, least, most), reasons, ids)
 
 
 def difference(before: PerRow, after: PerRow) -> dict[str, float]:
@@ -740,7 +750,7 @@ def difference(before: PerRow, after: PerRow) -> dict[str, float]:
     {'reward_diff/mean': 0.3333333333333333, 'reward_diff/min': 0.0, 'reward_diff/max': 1.0}
     """
     first, last = as_rewards("before", before), as_rewards("after", after)
-    same_rows("after", last, first)
+    _check_row_count("after", last, first)
     off = np.zeros(len(first))
     moved = np.isfinite(first) & np.isfinite(last)
     off[moved] = last[moved] - first[moved]
@@ -753,7 +763,7 @@ def difference(before: PerRow, after: PerRow) -> dict[str, float]:
     }
 
 
-def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *, over: str = "tokens") -> Clipped:
+def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *, over: str = "tokens") -> ClipResult:
     """Clip advantages to ±`bound`, and measure the share that was outside before.
 
     Clip last, after whitening, so that the bound holds at the loss.
@@ -784,18 +794,21 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
     fraction = float(outside.sum() / counts.sum().clamp(min=1))
     report = Report(layout.rows, {"clipped": rows_where(outside > 0)}, {"clip_fraction": fraction})
     fractions = (outside / counts.clamp(min=1)).to(tokens.device, torch.float32)
-    return Clipped(layout.give(tokens.clamp(-bound, bound)), fractions, fraction, report)
+    return ClipResult(layout.restore(tokens.clamp(-bound, bound)), fractions, fraction, report)
 
 
 class RunningNorm:
-    """Normalizes rewards by the running deviation, and optionally the mean, of all rewards of all processes.
+    """Normalization of rewards by the running deviation, and optionally the mean, of all rewards of all processes.
 
     Call it once per rollout with all of its rewards: `norm(rewards)` updates the statistics and scales the rewards,
-    `norm(rewards, update=False)` only scales them (evaluation). The state is exact up to rounding for any order and any
-    division of the rewards into calls and processes: counts, means and squares in float64, merged as by Chan, Golub and
-    LeVeque (1979). The deviation is of the sample (n - 1). While it is at most `floor`, rewards keep their scale, so
-    that equal, nearly equal and single rewards are treated alike, and no reward is scaled by more than 1 / floor.
-    Missing and infinite rewards are ignored.
+    `norm(rewards, update=False)` only scales them (evaluation). Up to rounding, the state does not depend on the order
+    of rewards or their division into calls and processes: counts, means and squares are in float64, merged as by Chan,
+    Golub and LeVeque (1979). The deviation is of the sample (n - 1). Missing and infinite rewards are ignored.
+
+    Args:
+        floor: Smallest deviation to divide by; below it, rewards keep their scale. Equal, nearly equal and single
+            rewards are thus treated alike, and no reward is scaled by more than 1 / floor.
+        minus_mean: Whether to subtract the mean.
 
     >>> norm = RunningNorm()
     >>> norm([1.0, 1.0]).rewards, norm([3.0, None, 3.0]).rewards, norm.count, norm.mean, round(norm.std, 4)
@@ -813,42 +826,42 @@ class RunningNorm:
 
     @property
     def count(self) -> int:
-        """How many rewards were taken in."""
+        """Number of rewards so far."""
         return self._state[0]
 
     @property
     def mean(self) -> float:
-        """Their mean: a number, which later updates leave as it is. Of equal rewards exactly that reward."""
+        """Mean of the rewards so far; exact for equal rewards."""
         _, mean, _, low, high = self._state
         return low if low == high else mean
 
     @property
     def std(self) -> float:
-        """Their deviation; exactly 0 if there are fewer than two, or all are equal."""
+        """Deviation of the rewards so far; exactly 0 for fewer than two, or if all are equal."""
         count, _, squares, low, high = self._state
         return 0.0 if count < 2 or low == high else float((squares / (count - 1)) ** 0.5)
 
     @property
     def scale(self) -> float:
-        """What rewards are divided by: the deviation where it is above the floor, else 1."""
+        """Divisor of rewards: the deviation if it is above the floor, else 1."""
         return self.std if self.std > self.floor else 1.0
 
     def update(self, rewards: PerRow, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
-        """Take in the rewards (B,) of one rollout, of every process."""
+        """Update the statistics with the rewards [B] of one rollout, of every process."""
         values = as_rewards("rewards", rewards)
-        local = np.sort(values[np.isfinite(values)])  # sorted: the same sum in any order
+        local = np.sort(values[np.isfinite(values)])  # sorted, so that the order of rewards has no effect
         part = (0, 0.0, 0.0, 0.0, 0.0)
         if len(local):
             mean = float(local.mean())
             part = (len(local), mean, float(((local - mean) ** 2).sum()), float(local[0]), float(local[-1]))
         for (state,) in process_group.gather([part]):
-            self._state = _merged(self._state, state)
+            self._state = _merge_moments(self._state, state)
 
-    def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> Shaped:
-        """Scale rewards (B,) by what has been taken in."""
+    def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> ShapingResult:
+        """Scale rewards [B] by the statistics so far."""
         before = as_rewards("rewards", rewards)
         shaped = (before - (self.mean if self.minus_mean else 0.0)) / self.scale
-        return _shaped(rewards, before, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
+        return _build_result(rewards, before, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
 
     def __call__(
         self,
@@ -857,19 +870,19 @@ class RunningNorm:
         *,
         update: bool = True,
         process_group: ProcessGroup = SINGLE_PROCESS,
-    ) -> Shaped:
-        """`update` and `apply`."""
+    ) -> ShapingResult:
+        """Update the statistics, unless `update` is False, and scale rewards [B]."""
         if check_bool("update", update):
             self.update(rewards, process_group)
         return self.apply(rewards, ids)
 
     def state_dict(self) -> dict[str, float]:
-        """The state as plain numbers."""
+        """Return the state as plain numbers."""
         return dict(zip(_STATE, self._state, strict=True))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a state."""
-        state_of(state, _STATE)
+        """Restore a state."""
+        check_state(state, _STATE)
         count = check_float("state: count", state["count"], 0, 2**63, "a whole number from 0 on")
         if not count.is_integer():
             raise ValueError(f"state: count: got {count}, expected a whole number from 0 on")
@@ -886,7 +899,7 @@ _STATE = ("count", "mean", "squares", "low", "high")
 _State = tuple[int, float, float, float, float]
 
 
-def _merged(first: _State, other: _State) -> _State:
+def _merge_moments(first: _State, other: _State) -> _State:
     if not first[0] or not other[0]:
         return other if not first[0] else first
     count, off = first[0] + other[0], other[1] - first[1]
@@ -896,10 +909,10 @@ def _merged(first: _State, other: _State) -> _State:
 
 
 def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
-    """Compute the mean reward of each task, and the share of tasks that are neither solved nor hopeless.
+    """Compute the mean reward of each task, and the share of tasks that are neither always nor never solved.
 
-    The ratios are shares of the tasks whose rate is known (of none: 0): `valid_ratio` has a rate within (0, 1),
-    `strict_valid_ratio` within (1/16, 15/16).
+    The metrics are shares of the tasks with a known rate: `valid_ratio` of rates within (0, 1), `strict_valid_ratio`
+    within (1/16, 15/16).
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -930,24 +943,21 @@ def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
     missing = np.isnan(grouped.values)
     reasons = {"missing reward": rows_where(missing), "infinite reward": rows_where(~grouped.valid & ~missing)}
     means = np.where(has_reward, grouped.mean, np.nan).tolist()
-    return PassRates(grouped.keys, means, grouped.count.tolist(), Report(grouped.rows, reasons, metrics))
+    return PassRates(grouped.group_ids, means, grouped.count.tolist(), Report(grouped.rows, reasons, metrics))
 
 
-# --- shared ---------------------------------------------------------------------------------------------------------
-
-
-def _shaped(
+def _build_result(
     rewards: PerRow,
     before: Floats,
     after: Floats,
     reasons: Mapping[str, Sequence[int]],
     ids: Sequence[Hashable] | None,
     metrics: Mapping[str, float] | None = None,
-) -> Shaped:
+) -> ShapingResult:
     all_reasons = {
         "missing reward": rows_where(np.isnan(before)),
         "infinite reward": rows_where(np.isinf(before)),
         **reasons,
     }
     report = Report(len(before), all_reasons, {**difference(before, after), **(metrics or {})})
-    return Shaped(given_back(rewards, after), report if ids is None else report.with_ids(ids))
+    return ShapingResult(_as_tensor_like(rewards, after), report if ids is None else report.with_ids(ids))

@@ -38,7 +38,26 @@ class Batch:
     """B records in the layout that a model and a loss read, with the field names of a record.
 
     S is the length of the longest record, R that of the longest response. Padded, fields with an entry for each token
-    are matrices; packed, they are `Rows`, whose `values` lie end to end.
+    are matrices; packed, they are `Rows`, whose `values` are contiguous.
+
+    Attributes:
+        tokens: [B, S] int64 token ids.
+        action_mask: [B, R] True on tokens that the model sampled; if masks were not read, on every response token.
+        attention_mask: [B, S] int64: 1 on tokens, 0 on padding. `None`: no padding, or packed.
+        eids: [B] Ids of the records.
+        reward: [B] NaN for records without one.
+        logprobs: [B, R] Log-probs of the rollout engine.
+        old_logprobs: [B, R] Log-probs of the policy before the update.
+        ref_logprobs: [B, R] Log-probs of the reference policy.
+        teacher_logprobs: [B, R] Log-probs of the teacher.
+        entropy: [B, R] Entropy of the policy.
+        values: [B, R] Values of the critic.
+        advantages: [B, R] Advantages.
+        returns: [B, R] Returns.
+        loss_weights: [B, R] Weights in the loss.
+        extra: Other fields of the response axis, [B, R, ...], and custom fields, [B, ...].
+        media: By name of the model's input, such as `pixel_values`, the tensor of each record or `None`.
+        spans: Padded: positions of the tokens and of the response of each row. `None`: as `attention_mask` states.
 
     >>> from rollbook import Experience
     >>> records = Experiences([Experience(tokens=[5, 6, 7], logprobs=[-0.5, -0.25]), Experience(tokens=[8, 9])])
@@ -53,15 +72,10 @@ class Batch:
     """
 
     tokens: Tokens
-    """[B, S] int64 token ids."""
     action_mask: Tokens
-    """[B, R] True where the model chose the token; if masks were not read, on every response token."""
     attention_mask: torch.Tensor | None = None
-    """[B, S] int64: 1 on tokens, 0 on padding. `None`: no padding, or packed."""
     eids: list[EID] = field(default_factory=list)
-    """[B] Ids of the records."""
     reward: torch.Tensor | None = None
-    """[B] NaN where a record has none."""
     logprobs: Tokens | None = None
     old_logprobs: Tokens | None = None
     ref_logprobs: Tokens | None = None
@@ -72,11 +86,8 @@ class Batch:
     returns: Tokens | None = None
     loss_weights: Tokens | None = None
     extra: dict[str, Tokens] = field(default_factory=dict)
-    """Other fields of the response axis, [B, R, ...], and custom fields, [B, ...]."""
     media: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
-    """Media by the name of the model's input, such as `pixel_values`: the tensor of each record, or `None`."""
     spans: tuple[Spans, Spans] | None = None
-    """Padded: positions of the tokens and of the response of each row. `None`: as `attention_mask` says."""
 
     # --- from records -------------------------------------------------------------------------------------------------
 

@@ -12,22 +12,23 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.core.freeform import same
+from rollbook.core.freeform import Json, same
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Column, Rows, concatenated
 
-_HOST = torch.device("cpu")
+T = TypeVar("T")
+_CPU = torch.device("cpu")
 _Change: TypeAlias = Callable[[Any], Any]
 Device: TypeAlias = torch.device | str | int
 
 
-def to(tensor: Any, device: Device) -> Any:
+def to(tensor: T, device: Device) -> T:
     """Copy tensors to a device.
 
     Args:
@@ -40,17 +41,18 @@ def to(tensor: Any, device: Device) -> Any:
     >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
     """
-    return _each_tensor(tensor, *_moves(device))
+    moved: T = _map_tensors(tensor, *_mover(device))
+    return moved
 
 
-def _moves(device: Device) -> tuple[_Change, _Change]:
+def _mover(device: Device) -> tuple[_Change, _Change]:
     """Return the functions that move a tensor to a device, and any other object that can move."""
     target = torch.device(device) if isinstance(device, (str, int)) else device
 
-    def move_other(value: Any) -> Any:
+    def move_other(value: Movable | torch.nn.Module) -> Movable | torch.nn.Module:
         return value.to_device(device) if isinstance(value, Movable) else value.to(device)
 
-    if target == _HOST:  # `is_cpu` takes a fraction of the time of `device`
+    if target == _CPU:  # `is_cpu` takes a fraction of the time of `device`
         return lambda value: value if value.is_cpu else value.to(target), move_other
     return (
         lambda value: value if value.device == target else value.to(target, non_blocking=value.is_pinned()),
@@ -58,21 +60,23 @@ def _moves(device: Device) -> tuple[_Change, _Change]:
     )
 
 
-def pin_memory(tensor: Any) -> Any:
+def pin_memory(tensor: T) -> T:
     """Copy tensors to page-locked memory, from which a device copies without blocking.
-
-    Without an accelerator the argument is returned as it is, with one warning.
 
     Args:
         tensor: A tensor, or nested lists, tuples and dicts of tensors.
+
+    Returns:
+        The same structure in page-locked memory. Without an accelerator, `tensor` itself, with one warning.
     """
     if not torch.accelerator.is_available():
         _warn_unpinned()
         return tensor
-    return _each_tensor(tensor, *_PINS)
+    pinned: T = _map_tensors(tensor, *_PINNER)
+    return pinned
 
 
-_PINS: tuple[_Change, _Change] = (
+_PINNER: tuple[_Change, _Change] = (
     lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor,
     lambda other: other.pin_memory() if hasattr(other, "pin_memory") else other,
 )
@@ -85,11 +89,11 @@ def _warn_unpinned() -> None:
         warnings.warn("pin_memory: there is no accelerator, so memory stays as it is", stacklevel=4)
 
 
-def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
+def _map_tensors(value: Json, change: _Change, other: _Change) -> Json:
     """Apply `change` to each tensor in nested containers, and `other` to other objects that can move."""
-    if type(value) is dict:  # first: `isinstance` of a tensor takes long where it is none
+    if type(value) is dict:  # first, since `isinstance(x, torch.Tensor)` is slow for other types
         return {
-            key: change(item) if type(item) is torch.Tensor else _each_tensor(item, change, other)
+            key: change(item) if type(item) is torch.Tensor else _map_tensors(item, change, other)
             for key, item in value.items()
         }
     if isinstance(value, torch.Tensor):
@@ -101,12 +105,12 @@ def _each_tensor(value: Any, change: _Change, other: _Change) -> Any:
     if isinstance(value, dict):
         changed = copy.copy(value)
         for key, item in value.items():
-            changed[key] = _each_tensor(item, change, other)
+            changed[key] = _map_tensors(item, change, other)
         return changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each_tensor(item, change, other) for item in value))
+        return type(value)(*(_map_tensors(item, change, other) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_each_tensor(item, change, other) for item in value)
+        return type(value)(_map_tensors(item, change, other) for item in value)
     if isinstance(value, Movable) or callable(getattr(value, "to", None)):
         return other(value)
     return value
@@ -118,20 +122,20 @@ class Movable:
 
     def to_device(self, device: Device) -> Self:
         """Move every tensor to `device`, in place; returns itself."""
-        return self._change(*_moves(device))
+        return self._change(*_mover(device))
 
     def pin_memory(self) -> Self:
         """Page-lock every tensor, in place; returns itself. Without an accelerator nothing happens."""
         if torch.accelerator.is_available():
-            return self._change(*_PINS)
+            return self._change(*_PINNER)
         _warn_unpinned()
         return self
 
     def _change(self, change: _Change, other: _Change) -> Self:
-        state = self.__dict__  # what is not there has its default, which holds no tensor
+        state = self.__dict__  # fields that are not there have defaults without tensors
         for name, value in state.items():
             if value is not None:
-                state[name] = change(value) if type(value) is torch.Tensor else _each_tensor(value, change, other)
+                state[name] = change(value) if type(value) is torch.Tensor else _map_tensors(value, change, other)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -143,8 +147,8 @@ class Movable:
     __hash__ = None  # type: ignore[assignment]
 
 
-def assign_rest(new: Any, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
-    """Assign the arguments of a constructor beyond its `first` fields, positional and by name."""
+def assign_rest(new: Movable, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
+    """Assign the arguments of a constructor after its `first` fields, positional and by name."""
     names = list(new.__dataclass_fields__)
     if len(more) > len(names) - first:
         raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")
@@ -180,27 +184,31 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
         device: The target device.
 
     Returns:
-        Each column as a tensor (total, ...) on the device.
+        Each column as a tensor [total, ...] on the device.
+
+    >>> columns = [(torch.arange(3), np.array([1, 2])), (torch.ones(2), np.array([2, 0]))]
+    >>> [column.tolist() for column in copy_columns(columns, torch.device("cpu"))]
+    [[0, 1, 2], [1.0, 1.0]]
     """
     copies: list[Any] = []
-    waiting: list[tuple[int, Column, NDArray[np.int64], torch.dtype, tuple[int, ...], int]] = []
+    staged: list[tuple[int, Column, NDArray[np.int64], torch.dtype, tuple[int, ...], int]] = []
     size = 0
     for column, lengths in columns:
         if isinstance(column, torch.Tensor) and (
             column.device.type != "cpu" or (column.dim() == 1 and _is_constant(column))
         ):
-            # A constant needs no transfer, and a column on a device none from the host.
+            # A constant needs no transfer; a column that is on a device is not staged.
             copies.append(column[:1].to(device).expand(column.shape) if _is_constant(column) else column.to(device))
             continue
         dtype = column.dtype if not isinstance(column, Ragged) else getattr(torch, column.dtype)
         trailing = tuple(column.shape[1:]) if isinstance(column, torch.Tensor) else column.trailing
         shape = (int(lengths.sum()), *trailing)
-        waiting.append((len(copies), column, lengths, dtype, shape, size))
+        staged.append((len(copies), column, lengths, dtype, shape, size))
         size += -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64  # views of another type need alignment
         copies.append(None)
     stage = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     parts = []
-    for index, column, lengths, dtype, shape, start in waiting:
+    for index, column, lengths, dtype, shape, start in staged:
         stop = start + int(np.prod(shape)) * dtype.itemsize
         concatenated(column, lengths, out=stage[start:stop].view(dtype).reshape(shape))
         parts.append((index, start, stop, dtype, shape))
@@ -211,7 +219,7 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
 
 
 def _is_constant(column: torch.Tensor) -> bool:
-    """Whether a column is one value, expanded (see `torch.Tensor.expand`)."""
+    """Return whether a column is one expanded value (see `torch.Tensor.expand`)."""
     return column.dim() == 1 and column.stride(0) == 0 and len(column) > 0
 
 

@@ -81,7 +81,7 @@ def token_types(ids: torch.Tensor, config: ModelConfig | None) -> torch.Tensor:
 
 
 def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None) -> torch.Tensor:
-    """[n] Return the types of the n tokens of a sample: its own, padded with 0, or else derived (`token_types`)."""
+    """[n] Return the token types of a sample: those it came with, padded with 0, or derived by `token_types`."""
     if types is None:
         return token_types(ids, config)
     filled = torch.zeros_like(ids, dtype=types.dtype)
@@ -90,7 +90,7 @@ def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelCon
 
 
 def config_of(get_rope_index: Callable[..., Any] | None) -> Any:
-    """Return the configuration of the model whose method this is; `None` for another function."""
+    """Return the configuration of the model that a method belongs to, or `None`."""
     return getattr(getattr(get_rope_index, "__self__", None), "config", None)
 
 

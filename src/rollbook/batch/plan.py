@@ -50,19 +50,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from rollbook.core.experiences import Experiences
+    from rollbook.core.freeform import Json
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bins = list[list[int]]
-"""The atoms of each bin, by number."""
+"""Numbers of the atoms in each bin."""
 
 KeepGroups = Literal["none", "micro_batch", "rank"]
 Layout = Literal["packed", "padded"]
 Oversize = Literal["error", "alone"]
 Empty = Literal["error", "allow"]
 
-_MOST_MICRO_BATCHES = 1 << 22  # gigabytes of them; a larger number is a mistake that would only show as out of memory
-_RANKS_SHOWN = 16
+_MAX_MICRO_BATCHES = 1 << 22  # a plan of this size takes gigabytes; a larger number is a mistake
+_MAX_PRINTED_RANKS = 16
 
 
 def plan(
@@ -140,9 +141,9 @@ def plan(
             raise ValueError(f"{name}, expected a value for each sample")
     token_cap = None if token_cap is None else _positive("token_cap", token_cap)
     image_cap = None if image_cap is None else _positive("image_cap", image_cap)
-    ranks = _positive("ranks", ranks, _MOST_MICRO_BATCHES)
+    ranks = _positive("ranks", ranks, _MAX_MICRO_BATCHES)
     if micro_batches is not None:
-        micro_batches = _positive("micro_batches", micro_batches, _MOST_MICRO_BATCHES // ranks)
+        micro_batches = _positive("micro_batches", micro_batches, _MAX_MICRO_BATCHES // ranks)
     if equal_counts and (token_cap is not None or image_cap is not None):
         raise ValueError("equal_counts: got True with token_cap or image_cap, expected one without the other")
 
@@ -203,7 +204,7 @@ def plan(
 
 
 class PlanError(RollbookError, ValueError):
-    """A request that cannot be met: `constraint` is the argument that stands in the way, `sample` the sample.
+    """Raised when a constraint cannot be met. Has the argument (`constraint`) and the sample (`sample`).
 
     >>> from rollbook.batch.plan import plan
     >>> plan([3, 9], token_cap=8)
@@ -225,42 +226,59 @@ class PlanError(RollbookError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What a loss over the whole batch, every rank and micro-batch of it, is divided by."""
+    """Denominators of a loss over the whole batch, over all ranks and micro-batches.
+
+    Attributes:
+        tokens: Number of tokens in the loss.
+        sequences: Number of samples with a token in the loss.
+        samples: Number of samples.
+
+    >>> plan([3, 2], loss_tokens=[2, 0]).denominators
+    Denominators(tokens=2, sequences=1, samples=2)
+    """
 
     tokens: int
-    """Tokens that count in the loss."""
     sequences: int
-    """Number of samples that have such a token."""
     samples: int
-    """All samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The samples that go through the model together."""
+    """The samples of one forward pass.
+
+    Attributes:
+        rank: Rank that runs it.
+        step: Number among the micro-batches of its rank. Micro-batches of one step run at the same time.
+        indices: [B] The samples, ascending.
+        tokens: Sum of their lengths.
+        size: Tokens that they occupy: `tokens` if packed, samples times the longest if padded.
+        loss_tokens: Number of tokens in the loss.
+        sequences: Number of samples with a token in the loss.
+        images: Number of images.
+        cost: Cost of the samples.
+        modality: Label that all samples share, else `None`. An empty micro-batch has the label of its uniform step.
+        oversize: Whether it is one sample that exceeds a cap on its own.
+        token_weight: Share of all tokens in the loss, the factor of its mean over tokens.
+        sequence_weight: Share of all sequences, the factor of its mean over sequences.
+
+    >>> batch = plan([5, 3])[0][0]
+    >>> batch.indices.tolist(), batch.tokens, batch.token_weight
+    ([0, 1], 8, 1.0)
+    """
 
     rank: int
     step: int
-    """Micro-batches of one step run at the same time, one on each rank."""
     indices: NDArray[np.int64]
-    """[B] The samples, ascending."""
     tokens: int
-    """The sum of their lengths."""
     size: int
-    """What they occupy: `tokens` if packed, samples times the longest if padded."""
     loss_tokens: int
     sequences: int
-    """Number of samples with a token in the loss."""
     images: int
     cost: float
     modality: Hashable
-    """The label that all samples share, else `None`; an empty micro-batch of a uniform step has that step's."""
     oversize: bool
-    """Whether it holds one sample that alone exceeds a cap."""
     token_weight: float
-    """Its share of all tokens in the loss: what to multiply its mean over tokens by."""
     sequence_weight: float
-    """Its share of all sequences: what to multiply its mean over sequences by."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -268,57 +286,65 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where every sample goes: `plan[rank][step]` is a `MicroBatch`.
+    """Assignment of samples to micro-batches: `plan[rank][step]` is a `MicroBatch`.
 
     **The loss.** Over all micro-batches of all ranks, the sum of `token_weight * (mean over its tokens)`, or of
     `(sum over its tokens) / denominators.tokens`, is the mean over all tokens; the sum of `sequence_weight * (mean over
-    its sequences)` is the mean over all sequences. Sequences are those that have a token in the loss. Gradients of one
-    rank's micro-batches add up, but DDP and FSDP *average* over ranks: multiply the loss by `ranks` there. An empty
-    micro-batch weighs 0: its mean would be 0/0, so take 0 in its place (and still run the model, if others wait).
+    its sequences)` is the mean over all sequences with a token in the loss. DDP and FSDP *average* gradients over
+    ranks: multiply the loss by `ranks` there. An empty micro-batch has weight 0 and no mean: use a loss of 0 (and still
+    run the model if other ranks wait for it).
+
+    Attributes:
+        ranks: Number of ranks.
+        steps: Micro-batches of each rank.
+        micro_batches: All micro-batches, rank by rank.
+        denominators: Denominators of the loss.
+        order: [N] All samples as planned: rank by rank, step by step.
+        inverse: [N] Inverse of the order: `x[order][inverse]` is `x`.
+        layout: `packed` or `padded`.
+        token_cap: Cap on tokens, or `None`.
+        image_cap: Cap on images, or `None`.
+        needed: Micro-batches that the caps required, before ranks got equally many; `None` without caps.
+        lower_bound: Lower bound of `needed` for any plan; `None` without caps.
+        oversize: Samples that exceed a cap on their own.
+        longest: Sample with the most tokens; `None` if there are no samples.
+        longest_tokens: Its number of tokens.
+        groups: Number of groups; `None` if no groups were given.
+        split_groups: Number of groups with samples on several ranks; `None` if no groups were given.
+        modalities: Numbers of samples and tokens of each modality.
 
     >>> from rollbook.batch.plan import plan
-    >>> found = plan([5, 8, 3, 2, 6], token_cap=8, ranks=3)
-    >>> [[batch.indices.tolist() for batch in rank] for rank in found]
+    >>> planned = plan([5, 8, 3, 2, 6], token_cap=8, ranks=3)
+    >>> [[batch.indices.tolist() for batch in rank] for rank in planned]
     [[[1]], [[3, 4]], [[0, 2]]]
-    >>> found.order.tolist(), found.inverse.tolist()
+    >>> planned.order.tolist(), planned.inverse.tolist()
     ([1, 3, 4, 0, 2], [3, 0, 4, 1, 2])
     >>> losses = np.array([0.5, 0.25, 1.0, 2.0, 1.5])  # the mean over each sample's tokens
     >>> lengths = np.array([5, 8, 3, 2, 6])
     >>> float((losses * lengths).sum() / lengths.sum())
     0.8541666666666666
     >>> sum(batch.token_weight * np.average(losses[batch.indices], weights=lengths[batch.indices]).item()
-    ...     for batch in found.micro_batches)
+    ...     for batch in planned.micro_batches)
     0.8541666666666666
     """
 
     ranks: int
     steps: int
-    """How many micro-batches each rank has."""
     micro_batches: tuple[MicroBatch, ...]
-    """All of them, rank by rank."""
     denominators: Denominators
     order: NDArray[np.int64]
-    """[N] All samples as planned: rank by rank, step by step."""
     inverse: NDArray[np.int64]
-    """[N] Undoes the order: `x[order][inverse]` is `x`."""
     layout: str
     token_cap: int | None
     image_cap: int | None
     needed: int | None
-    """How many micro-batches the caps took, before ranks were given equally many; `None` without caps."""
     lower_bound: int | None
-    """No plan under these caps has fewer; `None` without caps."""
     oversize: tuple[int, ...]
-    """The samples that alone exceed a cap."""
     longest: int | None
-    """The sample with the most tokens; `None` if there is none."""
     longest_tokens: int
     groups: int | None
-    """How many groups there are; `None` if none were given. So is `split_groups`."""
     split_groups: int | None
-    """How many groups have samples on several ranks."""
     modalities: Mapping[Hashable, tuple[int, int]]
-    """Numbers of samples and tokens of each modality."""
 
     def __len__(self) -> int:
         return self.ranks
@@ -333,13 +359,13 @@ class Plan:
         return (self[rank] for rank in range(self.ranks))
 
     def step(self, step: int) -> tuple[MicroBatch, ...]:
-        """The micro-batches that run at the same time, one of each rank."""
+        """Return the micro-batches that run at the same time, one of each rank."""
         if not -self.steps <= step < self.steps:
             raise IndexError(f"step {step}: the plan has {self.steps}")
         return self.micro_batches[step % self.steps :: self.steps]
 
     def report(self) -> PlanReport:
-        """What the plan wastes and how even it is; print it for a table."""
+        """Return the balance and the waste of the plan; print it for a table."""
         return PlanReport.of(self)
 
     def __repr__(self) -> str:
@@ -349,7 +375,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a plan wastes, and how even it is. Shares are between 0 and 1; an imbalance is max/mean, 1 if perfect.
+    """Balance and waste of a plan. Shares are between 0 and 1; an imbalance is max/mean, at best 1.
+
+    Attributes that `Plan` and `MicroBatch` have, too, are described there.
+
+    Attributes:
+        empty: Number of empty micro-batches.
+        largest: Tokens that the largest micro-batch occupies.
+        most_images: Largest number of images in a micro-batch.
+        filled: Share of the cap that samples fill, over micro-batches that are not empty; `None` without a cap.
+        padding: Share of the occupied tokens that is padding.
+        waiting: Share of time that ranks wait for the slowest, if they synchronize after each step and cost is time.
+        step_imbalance: Imbalance of cost over ranks in each step.
+        rank_imbalance: Imbalance of cost over ranks in all steps together.
+        rank_samples: Samples of each rank.
+        rank_tokens: Tokens of each rank.
+        rank_cost: Cost of each rank.
 
     >>> from rollbook.batch.plan import plan
     >>> print(plan([5, 3, 8, 2, 6], token_cap=8, ranks=3).report())
@@ -377,19 +418,12 @@ class PlanReport:
     lower_bound: int | None
     token_cap: int | None
     largest: int
-    """Tokens that the largest micro-batch occupies."""
     most_images: int
-    """Images in the micro-batch that has the most."""
     filled: float | None
-    """Share of the cap that samples fill, over the micro-batches that are not empty; `None` without a cap."""
     padding: float
-    """Share of the occupied tokens that is padding."""
     waiting: float
-    """Share of the ranks' time spent waiting for the slowest one, if they meet after each step and cost is time."""
     step_imbalance: tuple[float, ...]
-    """Cost, max/mean over ranks, in each step."""
     rank_imbalance: float
-    """Cost, max/mean over ranks, of all steps together."""
     rank_samples: tuple[int, ...]
     rank_tokens: tuple[int, ...]
     rank_cost: tuple[float, ...]
@@ -399,11 +433,10 @@ class PlanReport:
     groups: int | None
     split_groups: int | None
     modalities: Mapping[Hashable, tuple[int, int]]
-    """Numbers of samples and tokens of each modality."""
 
     @classmethod
     def of(cls, plan: Plan) -> PlanReport:
-        """The report on a plan."""
+        """Compute the report of a plan."""
         shape = (plan.ranks, plan.steps)
         batches = plan.micro_batches
         cost = np.array([batch.cost for batch in batches]).reshape(shape)
@@ -474,11 +507,11 @@ class PlanReport:
         rows = [("rank", "samples", "tokens", "cost", "of mean")]
         for rank, (samples, tokens, cost) in enumerate(columns):
             rows.append((str(rank), f"{samples:,}", f"{tokens:,}", f"{cost:.4g}", f"{cost / mean if mean else 1:.3f}"))
-        del rows[_RANKS_SHOWN + 1 :]
+        del rows[_MAX_PRINTED_RANKS + 1 :]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        if self.ranks > _RANKS_SHOWN:
-            lines.append(f"... {self.ranks - _RANKS_SHOWN} more ranks")
+        if self.ranks > _MAX_PRINTED_RANKS:
+            lines.append(f"... {self.ranks - _MAX_PRINTED_RANKS} more ranks")
         return "\n".join(lines)
 
 
@@ -508,15 +541,16 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of a sample of L tokens: `constant + linear * L + quadratic * L**2`, and a part for sliding windows.
+    """FLOPs of a sample of L tokens: `constant + linear * L + quadratic * L**2`, plus a term for sliding windows.
 
-    - `linear`: matrix products, per token.
-    - `quadratic`: attention that looks at every earlier token; the causal half is in the number.
-    - `windows`: (window, coefficient) for attention that looks back at most `window` tokens: `coefficient * L**2` up to
-      there, then a straight line, `coefficient * window * (2 * L - window)`.
-    - `constant`: per sample.
+    A plan depends only on proportions, so the backward pass, which multiplies all terms by three, is left out.
 
-    Only proportions matter to a plan, so the backward pass, which multiplies everything by three, is left out.
+    Args:
+        linear: Matrix products, per token.
+        quadratic: Full attention, per squared token; the factor 1/2 of causal attention is included.
+        constant: Cost of each sample.
+        windows: (window, coefficient) of sliding-window attention: `coefficient * L**2` up to L = `window`, then
+            linear, `coefficient * window * (2 * L - window)`.
 
     >>> Cost(linear=10, quadratic=2)([0, 1, 3]).tolist()
     [0.0, 12.0, 48.0]
@@ -542,7 +576,7 @@ class Cost:
             raise ValueError("linear, quadratic, constant, windows: got 0 in all of them, expected a cost")
 
     def __call__(self, lengths: Sequence[int] | Ints) -> NDArray[np.float64]:
-        """[N] The cost of samples of these lengths."""
+        """[N] Compute the costs of samples of these lengths."""
         tokens = np.asarray(lengths, dtype=np.float64)
         total: NDArray[np.float64] = self.constant + tokens * (self.linear + self.quadratic * tokens)
         for window, coefficient in self.windows:
@@ -552,20 +586,30 @@ class Cost:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig | Mapping[str, Any], *, gated: bool = True) -> Cost:
-        """The cost of a decoder from its transformers config, an object or a dict (`text_config` inside is found).
+        """Derive the cost of a decoder from its transformers config. A vision tower is not counted.
 
-        Needed: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `vocab_size`.
-        Understood: `num_key_value_heads`, `head_dim`; experts (`num_experts`, `num_local_experts` or
+        Required: `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `vocab_size`.
+        Supported: `num_key_value_heads`, `head_dim`; experts (`num_experts`, `num_local_experts` or
         `n_routed_experts`, `num_experts_per_tok`, `moe_intermediate_size`, `shared_expert_intermediate_size`,
         `n_shared_experts`) and which layers have them (`mlp_only_layers`, `decoder_sparse_step`,
         `first_k_dense_replace`, `moe_layer_freq`); windows (`sliding_window`, `layer_types`, `use_sliding_window` with
-        `max_window_layers`, `sliding_window_pattern`); latent attention (`kv_lora_rank` and its kin). A config object
-        is better than its JSON file: it fills in `layer_types`. `gated=False` is for an MLP of two matrices instead of
-        three. A vision tower is not counted.
+        `max_window_layers`, `sliding_window_pattern`); latent attention (`kv_lora_rank` and related sizes).
 
-        Two layers; each has 8*8 + 2*8*4 + 8*8 = 192 weights in attention (two heads of four, one of keys and values)
-        and 3*8*16 = 384 in its MLP; the head has 8*32 = 256. A weight is two FLOPs per token: 2 * (2*576 + 256) =
-        2816. Scores and values are 2 * 2 * 8 FLOPs for each pair of tokens, half of which is causal: 2 * 16 = 32.
+        Args:
+            config: The config, or a dict of its values; its `text_config` is used if it has one. Prefer the object,
+                which fills in `layer_types`.
+            gated: Whether the MLP has three matrices (gated) or two.
+
+        Returns:
+            The cost.
+
+        Raises:
+            ValueError: A required value is missing, or the experts are described in an unknown way.
+
+        An example: two layers. Each has 8*8 + 2*8*4 + 8*8 = 192 weights in attention (two heads of four, one of keys
+        and values) and 3*8*16 = 384 in its MLP; the head has 8*32 = 256. A weight is two FLOPs per token:
+        2 * (2*576 + 256) = 2816. Scores and values are 2 * 2 * 8 FLOPs for each pair of tokens, half of which is
+        causal: 2 * 16 = 32.
 
         >>> tiny = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         ...             num_key_value_heads=1, head_dim=4, vocab_size=32)
@@ -596,7 +640,7 @@ class Cost:
 
 
 class _Config:
-    """A config's values by name; `None` and absent are the same thing."""
+    """Values of a config by name; `None` if missing."""
 
     def __init__(self, config: PretrainedConfig | Mapping[str, Any]) -> None:
         if config is None or isinstance(config, (str, bytes, Sequence, Real)):
@@ -607,7 +651,7 @@ class _Config:
         return _find(self.config, name)
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of the config; without a default it must be there."""
+        """Return a whole number of the config, which is required if there is no default."""
         value = self.get(name)
         if value is None:
             if default is None:
@@ -626,7 +670,7 @@ def _find(config: PretrainedConfig | Mapping[str, Any], name: str) -> Any:
 
 
 def _attention(model: _Config, hidden: int) -> tuple[int, int]:
-    """Weights of the projections, and FLOPs of scores and values per squared token (the causal half), per layer."""
+    """Return the weights of the projections, and the FLOPs per squared token of causal attention, of a layer."""
     heads = model.size("num_attention_heads")
     if model.get("kv_lora_rank") is not None:  # latent attention: keys and values come from a small shared vector
         rope, nope = model.size("qk_rope_head_dim"), model.size("qk_nope_head_dim")
@@ -646,16 +690,16 @@ def _attention(model: _Config, hidden: int) -> tuple[int, int]:
 
 
 def _mlp(model: _Config, hidden: int, layers: int, matrices: int) -> list[int]:
-    """Weights that a token meets in each layer's MLP: a dense one, or a router and the experts it is sent to."""
+    """Return the active weights in the MLP of each layer: dense, or a router and the active experts."""
     dense = matrices * hidden * model.size("intermediate_size")
     for name in model.names():
         named = "expert" in name or name.startswith(("moe_", "interleave_moe"))
         value = model.get(name) if named and name not in _MOE_KEYS else None
-        # Switches, coefficients and names of kernels do not change the count; unknown sizes and lists of layers may.
+        # Flags, coefficients and names of kernels do not change the count; unknown sizes and lists of layers may.
         if isinstance(value, (int, list, tuple)) and not isinstance(value, bool) and value:
             raise ValueError(
-                f"config: {name!r}: got {reprlib.repr(value)}, and what it means for the experts is not known; build "
-                "Cost(linear=..., quadratic=...) by hand"
+                f"config: {name!r}: got {reprlib.repr(value)}, which is not supported; "
+                "use Cost(linear=..., quadratic=...)"
             )
     experts = next((model.size(name, 0, least=0) for name in _EXPERTS if model.get(name) is not None), 0)
     if not experts:
@@ -672,7 +716,7 @@ def _mlp(model: _Config, hidden: int, layers: int, matrices: int) -> list[int]:
 
 
 def _layer_windows(model: _Config, layers: int) -> list[int | None]:
-    """How far back each layer looks; `None` is all the way."""
+    """Return the attention window of each layer, `None` for full attention."""
     kinds = model.get("layer_types")
     if kinds is not None:
         if len(kinds) != layers:
@@ -701,7 +745,7 @@ class Request:
     token_cap: int | None
     image_cap: int | None
     limits: Limits
-    """The caps, or the size of all samples together if that is less, so that any integer may be a cap."""
+    """The caps, limited to the size of all samples, so that any integer may be a cap."""
     lengths: Ints
     images: Ints
     costs: Floats
@@ -718,7 +762,7 @@ class Request:
     atom_of: Ints | None
     """[N] Each sample's atom, if atoms are groups."""
     kinds: Ints
-    """[N] Rows that are equal in everything but the group have the same number."""
+    """[N] Samples that are equal in everything but the group have the same number."""
     atoms: Atoms
 
     def atoms_of(self, codes: Ints | None) -> Atoms:
@@ -749,20 +793,20 @@ def _positive(name: str, value: int, most: int | None = None) -> int:
     number = int(value)
     if most is not None and number > most:
         raise ValueError(
-            f"{name}: got {number}, expected at most {most}: a plan has at most {_MOST_MICRO_BATCHES} micro-batches"
+            f"{name}: got {number}, expected at most {most}: a plan has at most {_MAX_MICRO_BATCHES} micro-batches"
         )
     return number
 
 
 def _list(name: str, values: Iterable[Any], count: int | None) -> Any:
-    """The values as an array or a list, once there are `count` of them."""
+    """Return the values as an array or a list, or raise `ValueError` if there are not `count` of them."""
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name}: got {type(values).__name__}, expected a value for each sample")
     shape = getattr(values, "shape", None)
     if shape is not None and len(shape) != 1 and not isinstance(values, str):  # numpy's strings have a shape, []
         raise ValueError(f"{name}: got shape {list(shape)}, expected one dimension")
     if not isinstance(values, np.ndarray):
-        # A tensor, on whatever device, becomes a list; so nothing of torch is needed here.
+        # Tensors on any device become lists, so that torch is not needed here.
         values = values.tolist() if hasattr(values, "tolist") and not isinstance(values, str) else list(values)
     if count is not None and len(values) != count:
         raise ValueError(f"{name}: got {len(values)} values, expected {count}, one for each sample")
@@ -811,27 +855,27 @@ def _count_loss_tokens(records: Experiences, lengths: Ints) -> list[int]:
 
 
 def _keys(name: str, values: Iterable[Hashable], count: int) -> tuple[Ints, list[Hashable]]:
-    """[N] Numbers in place of the keys, and the keys by number, as they first appear."""
+    """[N] Number the keys in the order of first appearance; return the numbers and the distinct keys."""
     numbers: dict[Hashable, int] = {}
     codes = []
     values = _list(name, values, count)
     for i, label in enumerate(values.tolist() if isinstance(values, np.ndarray) else values):
-        key = _plain(label)
+        key = _as_key(label)
         if key is None:
             raise ValueError(f"{name}[{i}]: got {label!r}, expected a key, such as a string or a number")
         codes.append(numbers.setdefault(key, len(numbers)))
     return np.array(codes, dtype=np.int64), list(numbers)
 
 
-def _plain(key: Any) -> Hashable:
-    """The key, with plain values for scalars of numpy and torch; `None` for what does not equal itself or has no hash.
+def _as_key(key: Json) -> Hashable:
+    """Return a key with numpy and torch scalars as Python values, or `None` if it is NaN or not hashable.
 
-    A tensor hashes by identity, so that two tensors of the same number would be two keys.
+    Tensors hash by identity: two tensors of the same number would be two keys.
     """
     if type(key) is str or type(key) is int:
         return key
     if isinstance(key, tuple):
-        parts = [(part, _plain(part)) for part in key]
+        parts = [(part, _as_key(part)) for part in key]
         if all(part is plain for part, plain in parts):
             return key
         return None if any(plain is None for part, plain in parts if part is not None) else tuple(p for _, p in parts)
@@ -845,7 +889,7 @@ def _plain(key: Any) -> Hashable:
 
 
 def _sorted_keys(codes: Ints, keys: list[Hashable]) -> tuple[Ints, list[Hashable]]:
-    """The same with keys numbered by their alphabet, and so not by where they stand."""
+    """Renumber keys in alphabetical order, independent of the order of samples."""
     order = sorted(range(len(keys)), key=lambda code: (str(keys[code]), type(keys[code]).__name__))
     number = np.empty(len(keys), dtype=np.int64)
     number[order] = np.arange(len(keys))
@@ -914,7 +958,7 @@ def _place(request: Request) -> tuple[list[Bins], list[Hashable], list[_Phase]]:
                 _check_enough(request, phase, pool, count)
             bins: Bins = np.expand_dims(pool.alone, 1).tolist()
             if request.ranks == 1 and limits.capped and pool.needed == count:
-                bins += pool.start  # with one rank, no rank waits for another: costs need not be level
+                bins += pool.start  # with one rank, none waits for another: costs need not be level
             else:
                 bins += _level_bins(atoms, pool.rest, count - len(bins), limits, pool.start, equal=request.equal_counts)
             if count == 1:
@@ -1095,7 +1139,7 @@ def _check_enough(request: Request, phase: _Phase, pool: _Pool, count: int) -> N
 
 
 def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float], grid: list[Bins]) -> None:
-    """Put bins of like cost into one step, the costliest onto the rank that has had the least so far."""
+    """Put bins of similar cost into one step, the costliest on the rank with the lowest cost so far."""
     peak, cost, count = (column.tolist() for column in (request.atoms.peak, request.atoms.cost, request.atoms.count))
     if request.limits.padded:
         costs = [sum(count[a] for a in members) * max((peak[a] for a in members), default=0.0) for members in bins]
@@ -1212,10 +1256,10 @@ _SWEEPS = 64
 _HALVINGS = 20
 _SHIFTS = 4
 _PAIRS_AT_ONCE = 1 << 15  # exchanges looked at in one sweep: a fraction of a millisecond
-_MOST_SLOTS = 1 << 22  # 32 MB for each array of a sweep
-_MOST_TRIES = 64
+_MAX_SLOTS = 1 << 22  # 32 MB for each array of a sweep
+_MAX_TRIES = 64
 _PAIRS_TRIED = 16
-_COMPLETE_AT_MOST = 16_384  # taking atoms out of a long list takes longer than finding them
+_MAX_COMPLETE_ATOMS = 16_384  # taking atoms out of a long list takes longer than finding them
 
 
 @dataclass(frozen=True)
@@ -1311,7 +1355,7 @@ def _pack(atoms: Atoms, ids: Ints, limits: Limits, enough: int) -> Bins:
             second = _cut_row(atoms, ids, limits)
         elif limits.token_cap is not None and limits.image_cap is not None:
             second = _best_fit(atoms, ids, limits, by_share=True)
-        elif limits.token_cap is not None and len(ids) <= _COMPLETE_AT_MOST:
+        elif limits.token_cap is not None and len(ids) <= _MAX_COMPLETE_ATOMS:
             second = _complete(atoms, ids, limits.token_cap)
         if second and len(second) < len(bins):
             return second
@@ -1319,10 +1363,10 @@ def _pack(atoms: Atoms, ids: Ints, limits: Limits, enough: int) -> Bins:
 
 
 def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -> Bins:
-    """Largest atom first, each into the fullest bin that still takes it; largest in tokens or, `by_share`, in the share
-    it takes of either cap.
+    """Put the largest atom first, each into the fullest bin with room for it.
 
-    Padded, a bin's first sample is its longest and fixes how many it holds, so that room is counted in samples.
+    Size is in tokens or, with `by_share`, the larger share of a cap. Padded, the first sample of a bin is its longest
+    and determines how many fit, so that room is counted in samples.
     """
     if limits.padded:
         order, sizes = _by_length(atoms, ids), atoms.count
@@ -1333,12 +1377,12 @@ def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -
         order = order[np.argsort(-shares, kind="stable")]
     everything = int(sizes[ids].sum())
     smallest = int(sizes[ids].min(initial=everything))
-    # Without a cap on images none count. Those who bring some do not look at bins that can take none.
+    # Without a cap on images they are not counted. Atoms with images skip bins without room for any.
     brought = np.zeros_like(atoms.images) if limits.image_cap is None else atoms.images
     fewest_images = int(brought[ids][brought[ids] > 0].min(initial=np.iinfo(np.int64).max))
     bins: Bins = []
     open_: list[tuple[int, int]] = []  # (room left, bin), sorted
-    open_to_images: list[tuple[int, int]] = []  # those of them with room for an image, or as many as the fewest are
+    open_to_images: list[tuple[int, int]] = []  # those with room for the atom with the fewest images
     images_left: list[int] = []
     columns = zip(
         order.tolist(), sizes[order].tolist(), atoms.longest[order].tolist(), brought[order].tolist(), strict=True
@@ -1369,9 +1413,9 @@ def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -
 
 
 def _complete(atoms: Atoms, ids: Ints, cap: int) -> Bins:
-    """Bin by bin: the largest atoms left, and for the last place the two that fill it best, if they beat one.
+    """Fill bin by bin with the largest atoms left; the last one is replaced by the best pair if that fills more.
 
-    Among a thousand atoms there is nearly always a pair that leaves no room at all.
+    Among a thousand atoms there is nearly always a pair that fills a bin exactly.
     """
     order = _by_size(atoms, ids)[::-1]
     left, sizes = order.tolist(), atoms.tokens[order].tolist()  # ascending
@@ -1393,12 +1437,12 @@ def _complete(atoms: Atoms, ids: Ints, cap: int) -> Bins:
 
 
 def _best_pair(sizes: list[int], room: int, last: int, taken: list[int]) -> list[int]:
-    """Where the two are that fill `room` best, or only `last` if that is as good. Looks at some pairs, not at all."""
+    """Return the positions of a pair that fills `room` best, or `[last]` if that is as good; tries some pairs."""
     best, pair = sizes[last], [last]
-    # The larger of two that beat the last one is more than half of that.
+    # The larger of a better pair is more than half of the last one.
     low, high = bisect_right(sizes, best // 2), bisect_right(sizes, room)
     for larger in range(high - 1, low - 1, -max((high - low) // _PAIRS_TRIED, 1)):
-        # What was passed over did not fit beside what was taken after it, so that its partner is none of those.
+        # An atom that was skipped did not fit beside those taken after it, so its partner is not one of them.
         smaller = bisect_right(sizes, room - sizes[larger], 0, larger) - 1
         if smaller >= 0 and larger not in taken and sizes[larger] + sizes[smaller] > best:
             best, pair = sizes[larger] + sizes[smaller], [larger, smaller]
@@ -1426,7 +1470,7 @@ def _level_bins(atoms: Atoms, ids: Ints, count: int, limits: Limits, start: Bins
 
 
 def _lightest_first(atoms: Atoms, ids: Ints, count: int, limits: Limits) -> Bins | None:
-    """Costliest atom first, each into the cheapest bin that takes it; `None` where the limits get in the way."""
+    """Put the costliest atom first, each into the cheapest bin with room; `None` if the limits prevent that."""
     order = _by_cost(atoms, ids)
     bins: Bins = [[] for _ in range(count)]
     heap = [(0.0, 0, b) for b in range(count)]  # (cost, atoms, bin): empty bins before those of free atoms
@@ -1444,7 +1488,7 @@ def _lightest_first(atoms: Atoms, ids: Ints, count: int, limits: Limits) -> Bins
         full = []
         while heap and (room[heap[0][2]] < tokens[atom] or images_left[heap[0][2]] < images[atom]):
             full.append(heapq.heappop(heap))
-            if len(full) > _MOST_TRIES:
+            if len(full) > _MAX_TRIES:
                 return None
         if not heap:
             return None
@@ -1459,7 +1503,7 @@ def _lightest_first(atoms: Atoms, ids: Ints, count: int, limits: Limits) -> Bins
 
 
 def _fold(atoms: Atoms, ids: Ints, count: int) -> Bins:
-    """As many atoms for each bin: row by row of the sorted atoms, the costliest to the bin that is cheapest so far."""
+    """Give each bin equally many atoms: row by row of the sorted atoms, the costliest to the cheapest bin."""
     rows = _by_cost(atoms, ids).reshape(-1, count)
     totals = np.zeros(count)
     placed = np.empty_like(rows)
@@ -1472,7 +1516,7 @@ def _fold(atoms: Atoms, ids: Ints, count: int) -> Bins:
 
 
 def _split(atoms: Atoms, bins: Bins, count: int, limits: Limits) -> Bins:
-    """Cut the costliest bins in two until there are `count`; empty ones make up for too few atoms."""
+    """Split the costliest bins until there are `count`; with too few atoms, add empty ones."""
     done = [members for members in bins if len(members) < 2]
     heap = [(-limits.cost(atoms, members), b, members) for b, members in enumerate(bins) if len(members) > 1]
     heapq.heapify(heap)
@@ -1495,11 +1539,11 @@ def _split(atoms: Atoms, bins: Bins, count: int, limits: Limits) -> Bins:
 def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins:
     """Exchange atoms between costly and cheap bins, many pairs of bins at once, until the costs are level.
 
-    Bins lie as rows of slots; with `moves` each has an empty slot, and an exchange with that is a move.
+    Bins are rows of slots; with `moves` each has an empty slot, and an exchange with that is a move.
     """
     count = len(bins)
     width = max((len(members) for members in bins), default=0) + moves
-    if count < 2 or width < 1 or count * width > _MOST_SLOTS:
+    if count < 2 or width < 1 or count * width > _MAX_SLOTS:
         return bins
     no_atom = len(atoms.cost)
     slots = np.full((count, width), no_atom)
@@ -1535,7 +1579,7 @@ def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins
         saved = gap / 2 - off.reshape(pairs, -1)[np.arange(pairs), best]  # of the costlier bin
         good = saved > _LEVEL / 100 * goal
         if not good.any():
-            # Other cheap bins for these, then what is less costly: the cheapest bins still gain from that.
+            # Try other cheap bins for these, then less costly bins.
             shift = (shift + 1) % _SHIFTS
             skipped += 0 if shift else pairs
             continue

@@ -12,6 +12,7 @@ from rollbook.core.lazy import lazily
 if TYPE_CHECKING:
     from rollbook.book.append import AppendResult as AppendResult
     from rollbook.book.append import Writer as Writer
+    from rollbook.book.append import read_vocabulary as read_vocabulary
     from rollbook.book.book import Book as Book
     from rollbook.book.book import open as open
     from rollbook.book.check import Finding as Finding
@@ -43,14 +44,16 @@ if TYPE_CHECKING:
     from rollbook.book.errors import UnknownConsumerError as UnknownConsumerError
     from rollbook.book.errors import WriterStoppedError as WriterStoppedError
     from rollbook.book.lease import Lease as Lease
-    from rollbook.book.mix import Mix as Mix
-    from rollbook.book.mix import Part as Part
+    from rollbook.book.lease import Mix as Mix
+    from rollbook.book.lease import Part as Part
     from rollbook.book.query import QueryError as QueryError
     from rollbook.book.query import QueryTimeoutError as QueryTimeoutError
+    from rollbook.book.queue import read_policy_lineage as read_policy_lineage
     from rollbook.book.read import Selection as Selection
     from rollbook.book.recovery import repair as repair
     from rollbook.book.reports import Counts as Counts
     from rollbook.book.reports import keep_rates as keep_rates
+    from rollbook.book.revision import redact_records as redact_records
     from rollbook.book.sampler import Balanced as Balanced
     from rollbook.book.sampler import EasyToHard as EasyToHard
     from rollbook.book.sampler import First as First
@@ -64,61 +67,27 @@ if TYPE_CHECKING:
     from rollbook.book.transfer import import_records as import_records
     from rollbook.book.transfer import snapshot as snapshot
 
-_HOMES = {
-    "Selection": "rollbook.book.read",
-    "Writer": "rollbook.book.append",
-    "remove_consumer": "rollbook.book.consumer",
-    "keep_rates": "rollbook.book.reports",
-    "trained_steps": "rollbook.book.checkpoint",
-    "forget_checkpoint": "rollbook.book.checkpoint",
-    "import_records": "rollbook.book.transfer",
-    "export_records": "rollbook.book.transfer",
-    "snapshot": "rollbook.book.transfer",
-    "fork": "rollbook.book.transfer",
-    "AppendResult": "rollbook.book.append",
-    "BackPressureError": "rollbook.book.errors",
-    "Balanced": "rollbook.book.sampler",
-    "Book": "rollbook.book.book",
-    "BookError": "rollbook.book.errors",
-    "Checkpoint": "rollbook.book.checkpoint",
-    "CompactionResult": "rollbook.book.compaction",
-    "ConflictError": "rollbook.book.errors",
-    "ConnectionLostError": "rollbook.book.errors",
-    "Counts": "rollbook.book.reports",
-    "CorruptBookError": "rollbook.book.errors",
-    "EasyToHard": "rollbook.book.sampler",
-    "Finding": "rollbook.book.check",
-    "First": "rollbook.book.sampler",
-    "Last": "rollbook.book.sampler",
-    "Lease": "rollbook.book.lease",
-    "LeaseLostError": "rollbook.book.errors",
-    "LockTimeoutError": "rollbook.book.errors",
-    "MaxAge": "rollbook.book.consumer",
-    "MaxSize": "rollbook.book.consumer",
-    "MaxUses": "rollbook.book.consumer",
-    "MinSize": "rollbook.book.consumer",
-    "Mix": "rollbook.book.mix",
-    "NewerLayoutError": "rollbook.book.errors",
-    "NewestPolicy": "rollbook.book.sampler",
-    "NotABookError": "rollbook.book.errors",
-    "OutcomeUnknownError": "rollbook.book.errors",
-    "Part": "rollbook.book.mix",
-    "Priority": "rollbook.book.sampler",
-    "Proportional": "rollbook.book.sampler",
-    "QueryError": "rollbook.book.query",
-    "QueryTimeoutError": "rollbook.book.query",
-    "QuotaExceededError": "rollbook.book.errors",
-    "ReadOnlyError": "rollbook.book.errors",
-    "Report": "rollbook.book.check",
-    "RewindResult": "rollbook.book.checkpoint",
-    "SamplesToInserts": "rollbook.book.consumer",
-    "ConsumerConfig": "rollbook.book.consumer",
-    "Uniform": "rollbook.book.sampler",
-    "UnknownConsumerError": "rollbook.book.errors",
-    "WriterStoppedError": "rollbook.book.errors",
-    "open": "rollbook.book.book",
-    "repair": "rollbook.book.recovery",
+_NAMES = {
+    "append": "AppendResult Writer read_vocabulary",
+    "book": "Book open",
+    "check": "Finding Report",
+    "checkpoint": "Checkpoint RewindResult forget_checkpoint trained_steps",
+    "compaction": "CompactionResult",
+    "consumer": "ConsumerConfig MaxAge MaxSize MaxUses MinSize SamplesToInserts remove_consumer",
+    "errors": "BackPressureError BookError ConflictError ConnectionLostError CorruptBookError LeaseLostError "
+    "LockTimeoutError NewerLayoutError NotABookError OutcomeUnknownError QuotaExceededError ReadOnlyError "
+    "UnknownConsumerError WriterStoppedError",
+    "lease": "Lease Mix Part",
+    "query": "QueryError QueryTimeoutError",
+    "queue": "read_policy_lineage",
+    "read": "Selection",
+    "recovery": "repair",
+    "reports": "Counts keep_rates",
+    "revision": "redact_records",
+    "sampler": "Balanced EasyToHard First Last NewestPolicy Priority Proportional Uniform",
+    "transfer": "export_records fork import_records snapshot",
 }
+_HOMES = {name: f"rollbook.book.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 # Not `open`: a star would hide the built-in one.
 __all__ = sorted(name for name in _HOMES if name != "open")

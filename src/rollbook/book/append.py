@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from rollbook.core.vocabulary import Vocabulary
 
 
-ATTEMPTS = 50
-"""How often an append looks again after another writer changed what it had seen."""
-FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
-"""Rows whose ids may be taken again: records that a rewind dropped, and runs that failed and now gave a record."""
+MAX_ATTEMPTS = 50
+"""Attempts of an append, which starts again if another writer changed what it had read."""
+ID_IS_FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
+"""SQL condition: the row's id may be used again, since a rewind dropped its record or the run had failed."""
 _COLUMNS = (
     *("seq", *IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
     *("segment", "start", "size", "slot", "bytes", "gone"),
@@ -71,16 +71,22 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class AppendResult:
-    """Counts of the records of an append."""
+    """Counts of the records of an append.
+
+    Attributes:
+        admitted: New records.
+        existing: Records that the book already had.
+        revised: Records that the book had, to which the append added fields.
+        stale: Admitted records that were too old for some consumer on arrival.
+
+    >>> AppendResult(admitted=2) + AppendResult(admitted=1, stale=1)
+    AppendResult(admitted=3, existing=0, revised=0, stale=1)
+    """
 
     admitted: int = 0
-    """New records."""
     existing: int = 0
-    """Records that the book already had."""
     revised: int = 0
-    """Records that the book had, to which the append added fields."""
     stale: int = 0
-    """Admitted records that were too old for some consumer on arrival."""
 
     def __add__(self, other: AppendResult) -> AppendResult:
         return AppendResult(
@@ -93,15 +99,15 @@ class AppendResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingAppend:
-    """Records on their way in, with what the ledger will say of them."""
+    """Records that are about to be appended, with their hashes and their rows of the ledger."""
 
     records: Experiences | RowLayout
     uids: list[str]
-    digests: ContentHashes
-    tags: Sequence[IndexColumns]
+    hashes: ContentHashes
+    index_rows: Sequence[IndexColumns]
     evaluation: bool
     frame: Any = None
-    """Their bytes, if they were made already."""
+    """Their bytes, if they are encoded already."""
     blobs: Mapping[str, Blob] = field(default_factory=dict)
     """With `frame`: the media that it refers to."""
     uses: Sequence[tuple[str, ...]] = ()
@@ -109,8 +115,8 @@ class PendingAppend:
 
     def take(self, indices: list[int]) -> PendingAppend:
         """Return the records at `indices`, not encoded."""
-        uids, tags = [self.uids[i] for i in indices], [self.tags[i] for i in indices]
-        return PendingAppend(self.select(indices), uids, self.digests.take(indices), tags, self.evaluation)
+        uids, index_rows = [self.uids[i] for i in indices], [self.index_rows[i] for i in indices]
+        return PendingAppend(self.select(indices), uids, self.hashes.take(indices), index_rows, self.evaluation)
 
     def select(self, indices: list[int]) -> Experiences:
         """Copy the records at `indices`."""
@@ -118,31 +124,31 @@ class PendingAppend:
         return records.take(indices)
 
 
-class _Scratch(threading.local):
-    """Memory for one frame, used again and again: the first touch of fresh memory takes longer than the copy."""
+class _FrameBuffer(threading.local):
+    """Memory for one frame, which is reused: the first touch of fresh memory takes longer than the copy."""
 
-    most = 64 << 20
+    max_bytes = 64 << 20
 
     def __init__(self) -> None:
         self.memory = bytearray()
 
-    def of(self, size: int) -> bytearray:
-        if size > self.most:
+    def reserve(self, size: int) -> bytearray:
+        if size > self.max_bytes:
             return bytearray(size)
         if len(self.memory) < size:
             self.memory = bytearray(size + size // 4)
         return self.memory
 
 
-_scratch = _Scratch()
+_frame_buffer = _FrameBuffer()
 
 
-def as_experiences(experiences: Experience | Iterable[Experience]) -> Experiences:
+def to_columns(experiences: Experience | Iterable[Experience]) -> Experiences:
     """Return one record, several, or columns as columns."""
-    return experiences if isinstance(experiences, Experiences) else from_rows(_rows(experiences), copy=False)
+    return experiences if isinstance(experiences, Experiences) else from_rows(_to_rows(experiences), copy=False)
 
 
-def _rows(records: Experience | Iterable[Experience]) -> list[Experience]:
+def _to_rows(records: Experience | Iterable[Experience]) -> list[Experience]:
     from rollbook.core.experience import Experience
 
     if isinstance(records, Experience):
@@ -153,25 +159,25 @@ def _rows(records: Experience | Iterable[Experience]) -> list[Experience]:
 
 
 def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppend:
-    """Encode records, and compute what the ledger will say of them."""
-    # Tensors are gathered once, into the frame; digests and tags are then taken there. A frame's memory is used again
-    # by this thread's next append: columns that the caller holds stay out of it.
+    """Encode records, and compute their hashes and index columns."""
+    # Tensors are gathered once, into the frame; hashes and index columns are computed there. The next append of this
+    # thread reuses the memory of the frame, so columns of the caller must not refer to it.
     with uncollected():
         layout = None if isinstance(records, Experiences) else RowLayout.of(records)
         columns: Experiences | RowLayout
         blobs: Mapping[str, Blob] = {}
         uses: Sequence[tuple[str, ...]] = ()
         if layout is not None and not evaluation and not (_has_long_text(layout) and may_hold_media(layout)):
-            columns, frame = layout, encode(layout, out=_scratch.of)
+            columns, frame = layout, encode(layout, out=_frame_buffer.reserve)
         else:
             columns = records if isinstance(records, Experiences) else from_rows(records, copy=False)
             extracted = extract(columns, evaluation=[evaluation] * len(columns))
-            frame = encode(extracted.stripped, out=_scratch.of, settle=columns is not records)
+            frame = encode(extracted.stripped, out=_frame_buffer.reserve, adopt=columns is not records)
             if extracted.blobs:
                 blobs, uses = extracted.blobs, extracted.uses
         ids = content_hash.printed_ids(columns.columns["eid"])
-        hashes, tags = content_hashes(columns, ids), index_columns(columns, ids)
-        return PendingAppend(columns, ids.uid, hashes, tags, evaluation, frame, blobs, uses)
+        hashes, index_rows = content_hashes(columns, ids), index_columns(columns, ids)
+        return PendingAppend(columns, ids.uid, hashes, index_rows, evaluation, frame, blobs, uses)
 
 
 def _has_long_text(layout: RowLayout) -> bool:
@@ -186,42 +192,42 @@ def _has_long_text(layout: RowLayout) -> bool:
 def append_records(
     book: Book, experiences: Experience | Iterable[Experience], *, evaluation: bool, author: str, timeout: float | None
 ) -> tuple[AppendResult, dict[str, str]]:
-    """See `Book.append`; also, by id, which records were "admitted", too old as they came ("stale") or "revised"."""
-    records = experiences if isinstance(experiences, Experiences) else _rows(experiences)
+    """Implement `Book.append`; also return the outcome of records by id: "admitted", "stale" or "revised"."""
+    records = experiences if isinstance(experiences, Experiences) else _to_rows(experiences)
     if not records:
         return AppendResult(), {}
-    pending, doubled = _prepare(records, evaluation), 0
+    pending, duplicates = _prepare(records, evaluation), 0
     if len(set(pending.uids)) < len(pending.uids):
-        pending, doubled = _deduplicate(pending)
+        pending, duplicates = _deduplicate(pending)
     end = None if timeout is None else time.monotonic() + timeout
-    # Where bytes and rows are written by one transaction, the first attempt takes all records for new and writes them
-    # at once; if some are not, it writes nothing.
-    hopeful = book.quota is None and book.store.transactional
+    # If one transaction writes bytes and rows, the first attempt assumes that all records are new and writes them at
+    # once. If some are not, it writes nothing.
+    optimistic = book.quota is None and book.store.transactional
     attempts = 0
     last_retry = time.monotonic() + RETRY_SECONDS
     revisions: list[tuple[int, int]]
     while True:
-        if hopeful:
-            hopeful, fresh, known_count, revisions = False, list(range(len(pending.tags))), 0, []
+        if optimistic:
+            optimistic, fresh, known_count, revisions = False, list(range(len(pending.index_rows))), 0, []
         else:
             with book.ledger.read() as tx:
                 fresh, known_count, revisions = _classify(tx, pending)
                 if book.tokenizer is not None:
                     check_tokenizer(tx, book)
-                wait_reason = _limiter_wait(tx, len(fresh)) if fresh and not evaluation else None
+                wait_reason = _find_limiter_reason(tx, len(fresh)) if fresh and not evaluation else None
             if wait_reason is not None:
-                _wait(wait_reason, end)
+                _wait_for_limiter(wait_reason, end)
                 continue
-        new = pending if len(fresh) == len(pending.tags) else pending.take(fresh)
-        fates: dict[str, str] = {}
+        new = pending if len(fresh) == len(pending.index_rows) else pending.take(fresh)
+        outcomes: dict[str, str] = {}
         admit = AppendTransaction(book, new) if fresh else None
-        # Without a limit, or one of 0 s for limiters, the lock has its default limit.
+        # Without a timeout, or with 0 s (for limiters), the lock has its default timeout.
         lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
         try:
             if revisions:
-                # In one transaction with the new ones, which comes about only if one of them brings something.
+                # New records are written in the same transaction, which is only made if a revision changes something.
                 changed = revision.add_fields(book, pending, revisions, author, admit, lock_wait)
-                fates = dict.fromkeys(changed, "revised")
+                outcomes = dict.fromkeys(changed, "revised")
                 known_count += len(revisions) - len(changed)
             if admit is not None and admit.stale is None:
                 if book.store.transactional:
@@ -232,30 +238,30 @@ def append_records(
                     book.group_commit.run(book, admit, lock_wait)
         except (_ConcurrentAppendError, ConcurrentChangeError):
             attempts += 1
-            if attempts > ATTEMPTS:
+            if attempts > MAX_ATTEMPTS:
                 raise BookError(
-                    f"append: other writers changed what is new {ATTEMPTS} times while it was written, or its segment "
-                    "was removed; nothing was admitted"
+                    f"append: failed {MAX_ATTEMPTS} times because other writers added the same records or removed its "
+                    "segment; nothing was admitted"
                 ) from None
             continue
         except (ConnectionLostError, OutcomeUnknownError) as error:
-            # Ids make a second attempt safe; a look tells new records from those that were known before this call.
+            # Ids make a second attempt safe; reading tells new records from those that were known before this call.
             if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
                 if time.monotonic() >= last_retry:
                     raise
                 continue
-        known_count, revised = known_count + doubled, len(fates)
+        known_count, revised = known_count + duplicates, len(outcomes)
         if admit is None or admit.stale is None:
-            return AppendResult(existing=known_count, revised=revised), fates
+            return AppendResult(existing=known_count, revised=revised), outcomes
 
         book.known_column_types |= admit.columns
         book.pending_tokenizer = None
         if not book.store.transactional and next(book.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
             compaction.start_auto_merge(book)
-        fates.update(dict.fromkeys(new.uids, "admitted"))
+        outcomes.update(dict.fromkeys(new.uids, "admitted"))
         for i in admit.stale:
-            fates[new.uids[i]] = "stale"
-        return AppendResult(len(fresh), known_count, revised, len(admit.stale)), fates
+            outcomes[new.uids[i]] = "stale"
+        return AppendResult(len(fresh), known_count, revised, len(admit.stale)), outcomes
 
 
 def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
@@ -263,7 +269,7 @@ def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
     first: dict[str, int] = {}
     for i, uid in enumerate(pending.uids):
         j = first.setdefault(uid, i)
-        if pending.digests.full[i] != pending.digests.full[j]:
+        if pending.hashes.full[i] != pending.hashes.full[j]:
             raise ConflictError(f"append: records {j} and {i} are different and have the same id {uid!r}")
     return pending.take(list(first.values())), len(pending.uids) - len(first)
 
@@ -289,18 +295,18 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
         ):
             i = place[uid]
             if gone == "rewound" or (gone is not None and stored_hash is None):
-                continue  # The id is free: see `FREE`.
+                continue  # The id is free: see `ID_IS_FREE`.
             del fresh[i]
             if bool(evaluation) != pending.evaluation:
                 raise ConflictError(
                     f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            same = stored_hash is not None and bytes(stored_hash) == pending.digests.full[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.digests.full[i])):
+            same = stored_hash is not None and bytes(stored_hash) == pending.hashes.full[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.hashes.full[i])):
                 known_count += 1
             elif gone is not None:
                 # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
-                if core is None or bytes(core) != pending.digests.core[i]:
+                if core is None or bytes(core) != pending.hashes.core[i]:
                     raise ConflictError(f"{uid}: got a record under the id of one that is gone ({gone})")
                 known_count += 1
             else:
@@ -327,7 +333,7 @@ class Stored:
     media: dict[str, Place]
 
 
-def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
+def store_bytes(book: Book, admits: Sequence[AppendTransaction]) -> None:
     """Write the bytes of appends that are not in the store yet, with one sync."""
     admits = [admit for admit in admits if admit.stored is None]
     if not admits:
@@ -342,16 +348,15 @@ def store_all(book: Book, admits: Sequence[AppendTransaction]) -> None:
     places = iter(book.store.put(parts))
     for admit, new in zip(admits, new_media, strict=True):
         admit.stored = Stored(next(places), dict(zip(new, islice(places, len(new)), strict=True)))
-        if book.pending_tokenizer is not None and admit.vocabulary is None:
-            admit.vocabulary = encode_vocabulary(book)
+        admit.vocabulary = admit.vocabulary or encode_vocabulary(book)
 
 
 def check_quota(book: Book, size: int) -> None:
-    """Raise unless so many bytes more fit into the book's quota, after making room for them if need be."""
+    """Raise `QuotaExceededError` unless `size` more bytes fit into the quota, after making room if needed."""
     from rollbook.book.compaction import make_room
 
-    have = sum(book.store.segments().values())
-    if have + size > book.quota and not make_room(book, size):  # type: ignore[operator]
+    stored = sum(book.store.segments().values())
+    if stored + size > book.quota and not make_room(book, size):  # type: ignore[operator]
         with book.ledger.read() as tx:
             states = (queue.WAITING, queue.COOLING, queue.LEASED)
             counts = {
@@ -360,12 +365,12 @@ def check_quota(book: Book, size: int) -> None:
             }
         raise QuotaExceededError(
             f"quota: the book has {sum(book.store.segments().values())} bytes and would get {size} more, expected at "
-            f"most {book.quota}; nothing that could be removed was left"
+            f"most {book.quota}; nothing more could be removed"
             + "".join(f"; consumer {name!r} is not done with {n} records" for name, n in counts.items() if n)
         )
 
 
-def _limiter_wait(tx: Transaction, count: int) -> str | None:
+def _find_limiter_reason(tx: Transaction, count: int) -> str | None:
     """Return why a limiter holds back an append of `count` records, or `None`."""
     for consumer in all_consumers(tx):
         if consumer.settings.ratio is not None:
@@ -377,7 +382,7 @@ def _limiter_wait(tx: Transaction, count: int) -> str | None:
 
 
 class _ConcurrentAppendError(Exception):
-    """Other writers changed what is new, or filled what a limiter leaves: look again."""
+    """Another writer appended the same records or reached a limit: start again."""
 
 
 class AppendTransaction:
@@ -396,8 +401,8 @@ class AppendTransaction:
         self.pending = pending
         self.columns = column_types(pending.records) - book.known_column_types
         self.stored: Stored | None = None
-        self.placed: Stored | None = None
-        """Where the last call found or wrote the bytes."""
+        self.location: Stored | None = None
+        """Where the last transaction found or wrote the bytes."""
         self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
@@ -405,12 +410,11 @@ class AppendTransaction:
     def write_bytes(self) -> None:
         """Put their bytes in the store, once."""
         if not self.book.store.transactional:
-            store_all(self.book, [self])
+            store_bytes(self.book, [self])
             return
         if self.book.quota is not None:
             check_quota(self.book, sum(map(len, self.parts(list(self.pending.blobs)))))
-        if self.book.pending_tokenizer is not None and self.vocabulary is None:
-            self.vocabulary = encode_vocabulary(self.book)
+        self.vocabulary = self.vocabulary or encode_vocabulary(self.book)
 
     def new_media(self, tx: Transaction) -> list[str]:
         """Return the hashes of the media that the book does not have."""
@@ -427,7 +431,7 @@ class AppendTransaction:
 
     def is_there(self, tx: Transaction) -> bool:
         """Return whether a call was committed."""
-        frame = None if self.placed is None else self.placed.frame
+        frame = None if self.location is None else self.location.frame
         if frame is None:
             return False
         place = (self.pending.uids[0], frame.segment, frame.offset)
@@ -436,8 +440,8 @@ class AppendTransaction:
     def __call__(self, tx: Transaction) -> None:
         book, pending = self.book, self.pending
         uids = pending.uids
-        same_uids, consumer_rows, meta_rows, [(base,)] = tx.ask(
-            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
+        same_uids, consumer_rows, meta_rows, [(base,)] = tx.query_many(
+            (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
             ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
             tx.next_number("records", len(uids)),
@@ -447,18 +451,18 @@ class AppendTransaction:
             raise _ConcurrentAppendError
         if book.tokenizer is not None and meta.get("tokenizer", book.tokenizer) != book.tokenizer:
             raise _ConcurrentAppendError
-        self.placed = stored = self._placed(tx)
+        self.location = stored = self._find_bytes(tx)
         # If bytes in the open segment must be removed, seal it, so that the next compaction can rewrite it. Stores in
         # PostgreSQL and fsspec have no open segments.
         segment = stored.frame.segment
         if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
             book.store.seal()
         listening = [] if pending.evaluation else parse_consumers(consumer_rows)
-        # Where an append depends on how many records there are, or the other way round, appends come one by one.
+        # Appends that depend on the number of records, or change a limited number, run one after another.
         limited = []
         for consumer in listening:
             if consumer.settings.ratio or consumer.settings.max_size:
-                limited.append(_counted(tx, book, consumer))
+                limited.append(_lock_drained(tx, book, consumer))
                 if _limiter_reason(tx, limited[-1], len(uids)):
                     raise _ConcurrentAppendError
         if same_uids:
@@ -468,11 +472,11 @@ class AppendTransaction:
         stale: set[int] = set()
         inbox = []
         lineage = queue.parse_lineage(meta)
-        if lineage.branches and queue.name_lineage(pending.records):
+        if lineage.branches and queue.names_lineage(pending.records):
             lineage = queue.read_lineage(tx, lock=True)
         abandoned: set[int] = set()
         if lineage.branches:
-            abandoned = lineage.admit(tx, pending.records, base, [tag.version_max for tag in pending.tags])
+            abandoned = lineage.admit(tx, pending.records, base, [row.version_max for row in pending.index_rows])
         for consumer in listening:
             key, numbers = consumer.settings.sampler.key, None
             if key is not None and key not in IndexColumns._fields:
@@ -481,8 +485,8 @@ class AppendTransaction:
             if consumer.settings.max_staleness is not None:
                 floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
                 stale |= abandoned
-                for i, tag in enumerate(pending.tags):
-                    if floor is not None and tag.version_min is not None and tag.version_min < floor:
+                for i, row in enumerate(pending.index_rows):
+                    if floor is not None and row.version_min is not None and row.version_min < floor:
                         stale.add(i)
             if consumer.waiting > tx.now:
                 tx.notify(consumer.id)
@@ -501,7 +505,7 @@ class AppendTransaction:
                 tx.run(new, (self.vocabulary,))
         self.stale = stale
 
-    def _placed(self, tx: Transaction) -> Stored:
+    def _find_bytes(self, tx: Transaction) -> Stored:
         """Return where the bytes are, after writing them (a transactional store) or checking that they still exist."""
         if self.book.store.transactional:
             new = self.new_media(tx)
@@ -518,7 +522,7 @@ class AppendTransaction:
         return stored
 
 
-def _counted(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
+def _lock_drained(tx: Transaction, book: Book, consumer: Consumer) -> Consumer:
     """Lock a consumer and drain its inbox, so that its counts include every record before this append."""
     locked = find_consumer(tx, consumer.name, lock=True)
     if locked is None:
@@ -532,13 +536,13 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
     ratio = consumer.settings.ratio
     if ratio is None or ratio.inserts_left(consumer.inserts, consumer.samples) >= count:
         return None
-    if not _can_go_on(tx, consumer):
-        # Nothing is there to be handed out (groups that wait for their other runs): holding back would be for ever.
+    if not _can_lease_more(tx, consumer):
+        # Nothing can be leased (groups wait for their other runs): waiting would never end.
         return None
     if count > ratio.append_size:
         raise BackPressureError(
-            f"append: got {count} records at once, consumer {consumer.name!r} lets at most append_size = "
-            f"{ratio.append_size} in; append them in smaller pieces"
+            f"append: got {count} records at once, consumer {consumer.name!r} allows at most append_size = "
+            f"{ratio.append_size}; append them in smaller pieces"
         )
     return (
         f"consumer {consumer.name!r} has {consumer.inserts} records and took {consumer.samples}: {count} more would "
@@ -546,7 +550,7 @@ def _limiter_reason(tx: Transaction, consumer: Consumer, count: int) -> str | No
     )
 
 
-def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
+def _can_lease_more(tx: Transaction, consumer: Consumer) -> bool:
     """Return whether samples can catch up without more inserts: records are leased, cooling down or can be leased."""
     if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
         return True
@@ -555,9 +559,9 @@ def _can_go_on(tx: Transaction, consumer: Consumer) -> bool:
     return queue.count_rows(tx, consumer, queue.WAITING)[0] > 0
 
 
-def _wait(why: str, end: float | None) -> None:
+def _wait_for_limiter(reason: str, end: float | None) -> None:
     if end is not None and time.monotonic() >= end:
-        raise BackPressureError(f"append: held back until the time was up, nothing was written: {why}")
+        raise BackPressureError(f"append: held back until the timeout, nothing was written: {reason}")
     time.sleep(0.01)
 
 
@@ -565,20 +569,20 @@ def insert_records(
     tx: Transaction, pending: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
 ) -> None:
     """Insert the records' rows, numbered from `base` on."""
-    count = len(pending.tags)
+    count = len(pending.index_rows)
     place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
     share = 0 if stored is None else -(-stored.frame.length // count)
     detail = {"evaluation": True} if pending.evaluation else None
     rows, events = [], []
-    for i, tag in enumerate(pending.tags):
+    for i, columns in enumerate(pending.index_rows):
         content, core, slot = None, None, None
         if stored is not None:
-            content, core, slot = pending.digests.full[i], pending.digests.core[i], i
-        rows.append((base + i, *tag, int(pending.evaluation), tx.now, 0, content, core, *place, slot, share, gone))
+            content, core, slot = pending.hashes.full[i], pending.hashes.core[i], i
+        rows.append((base + i, *columns, int(pending.evaluation), tx.now, 0, content, core, *place, slot, share, gone))
         events.append(queue.Event("admitted", base + i, detail=detail))
     tx.insert("records", _COLUMNS, rows)
     if stored is not None and pending.uses:
-        # Another writer may have brought the same medium: its place stays, this one's bytes are left to compaction.
+        # Another writer may have stored the same medium: its place stays, and compaction removes this copy.
         tx.insert(
             "media",
             ("hash", "segment", "start", "size"),
@@ -592,32 +596,32 @@ def insert_records(
 
 
 def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: int | None) -> int:
-    """See `Book.fail`."""
+    """Implement `Book.fail`."""
     from rollbook.core.experience import Experience
 
     if reason in ("deleted", "rewound"):
-        raise ValueError(f"reason: got {reason!r}, which the ledger says of records; expected another word")
+        raise ValueError(f"reason: got {reason!r}, which the ledger uses itself; expected another word")
     rows = [Experience(eid=eid, tokens=[0, 0], group_size=group_size) for eid in eids]
     experiences = from_rows(rows)
     entries = [
-        tag._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0)
-        for tag in index_columns(experiences)
+        columns._replace(length=0, prompt_tokens=0, response_tokens=0, trained_tokens=0)
+        for columns in index_columns(experiences)
     ]
-    pending = PendingAppend(experiences, [tag.uid for tag in entries], content_hashes(experiences), entries, False)
+    pending = PendingAppend(experiences, [entry.uid for entry in entries], content_hashes(experiences), entries, False)
     with queue.write_drained(book) as tx:
-        # A run that has a record, or failed already, is known: ids end in chance, and who starts again fails it again.
-        gids, uids = tx.array([tag.gid for tag in entries]), tx.array(pending.uids)
-        runs, same_uids = tx.ask(
+        # A run that has a record or failed already is known: a restarted program fails it again, with another suffix.
+        gids, uids = tx.array([entry.gid for entry in entries]), tx.array(pending.uids)
+        runs, same_uids = tx.query_many(
             (
                 "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
                 f"AND gid {tx.in_texts}",
                 (gids,),
             ),
-            (f"SELECT seq, uid, ({FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
+            (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
         )
         known_runs = set(map(tuple, runs))
         taken = {uid for _, uid, free in same_uids if not free}
-        first = {(tag.gid, tag.run): i for i, tag in reversed(list(enumerate(entries)))}
+        first = {(entry.gid, entry.run): i for i, entry in reversed(list(enumerate(entries)))}
         fresh = sorted(i for run, i in first.items() if run not in known_runs and entries[i].uid not in taken)
         if not fresh:
             return 0
@@ -633,14 +637,17 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
             queue.enter_rows(
                 tx,
                 consumer,
-                [queue.new_row(consumer, base + i, tag.gid, None, None, reason) for i, tag in enumerate(pending.tags)],
+                [
+                    queue.new_row(consumer, base + i, entry.gid, None, None, reason)
+                    for i, entry in enumerate(pending.index_rows)
+                ],
             )
             save_consumer(tx, consumer)
     return len(fresh)
 
 
 MAX_APPENDS = 64
-"""How many appends one transaction commits."""
+"""Appends that one transaction commits at most."""
 
 
 @dataclass(eq=False)
@@ -649,7 +656,7 @@ class _Entry:
 
     admit: AppendTransaction
     leads: bool = False
-    """Whether its thread writes next, for all that wait."""
+    """Whether its thread writes next, for all waiting appends."""
     done: bool = False
     """Whether it was written, or failed with `error`."""
     error: Exception | None = None
@@ -678,9 +685,9 @@ class GroupCommit:
             LockTimeoutError: Its turn did not come within `timeout` seconds.
         """
         if self._pid != os.getpid():
-            self._reset()  # The parent's threads did not follow into this forked process.
+            self._reset()  # A forked process does not have the parent's threads.
         entry = _Entry(admit)
-        group: list[_Entry] = []  # What this thread writes; empty if another thread writes the entry.
+        group: list[_Entry] = []  # Appends that this thread writes; empty if another thread writes the entry.
         patience = BUSY_SECONDS if timeout is None else timeout
         try:
             with self._changed:
@@ -695,7 +702,7 @@ class GroupCommit:
                 if not entry.done:
                     group += self._waiting[:MAX_APPENDS]
                     del self._waiting[:MAX_APPENDS]
-            _write(book, group, timeout)
+            _write_group(book, group, timeout)
         finally:
             with self._changed:
                 if entry in self._waiting:
@@ -711,8 +718,8 @@ class GroupCommit:
             raise entry.error
 
 
-def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
-    """Write entries together, or one by one if one of them is at fault."""
+def _write_group(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
+    """Write entries together, or one by one if one of them is faulty."""
     if len(group) > 1:
         try:
             _commit(book, [entry.admit for entry in group], timeout)
@@ -736,7 +743,7 @@ def _write(book: Book, group: Sequence[_Entry], timeout: float | None) -> None:
 
 def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
     """Write the bytes of appends with one sync, then the ledger with one commit."""
-    store_all(book, admits)
+    store_bytes(book, admits)
     with book.ledger.write(shared=True, timeout=timeout) as tx:
         for admit in admits:
             admit(tx)
@@ -749,7 +756,7 @@ class Receipt(Future[AppendResult]):
 
     def __init__(self) -> None:
         super().__init__()
-        # What was added is on its way: a wait for it can be given up, not the records themselves.
+        # Waiting can be cancelled, but not the append.
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> AppendResult:
@@ -768,7 +775,15 @@ class Writer:
 
     Records wait at most `delay` seconds, or until there are `batch` of them, and are then appended together (one sync,
     one frame). If that fails, the parts are appended one by one, so that only the faulty one fails. While rate limiters
-    hold appends back, `add` blocks once `most` records wait.
+    hold appends back, `add` blocks once `max_pending` records wait.
+
+    Args:
+        book: The book.
+        delay: Seconds that a record waits at most for others.
+        batch: Number of records that are committed without waiting longer.
+        max_pending: Number of records that may be pending.
+        evaluation: As for `Book.append`.
+        author: As for `Book.append`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -778,22 +793,24 @@ class Writer:
     (100, 100)
     """
 
-    def __init__(self, book: Book, *, delay: float, batch: int, most: int, evaluation: bool, author: str) -> None:
+    def __init__(
+        self, book: Book, *, delay: float, batch: int, max_pending: int, evaluation: bool, author: str
+    ) -> None:
         self._book = book
         self._delay = check_float("delay", delay, 0.0)
         self._batch = check_int("batch", batch, 1)
-        self._most = max(check_int("most", most, 1), self._batch)
+        self._max_pending = max(check_int("max_pending", max_pending, 1), self._batch)
         self._options: dict[str, Any] = {"evaluation": evaluation, "author": author, "timeout": None}
         self._failed: list[Receipt] = []
         self._pending: list[tuple[Experiences, Receipt]] = []
         self._count = 0
         self._since = 0.0
-        self._hurry = False
+        self._flushing = False
         self._closing = False
         self._busy = False
         self._changed = threading.Condition()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._work, name="rollbook-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rollbook-writer", daemon=True)
         self._thread.start()
 
     def add(self, experiences: Experience | Iterable[Experience]) -> Receipt:
@@ -809,11 +826,11 @@ class Writer:
             BookError: The writer is closed.
         """
         self._check_process()
-        # Columns hold what the records were now, not what the caller makes of them before the flush.
-        columns = as_experiences(experiences).compact()
+        # A copy: the caller may change the records before they are appended.
+        columns = to_columns(experiences).compact()
         receipt = Receipt()
         with self._changed:
-            while self._count >= self._most and not self._closing:
+            while self._count >= self._max_pending and not self._closing:
                 self._changed.wait()
             if self._closing:
                 raise BookError("writer: closed")
@@ -836,12 +853,12 @@ class Writer:
         """
         self._check_process()
         with self._changed:
-            self._hurry = bool(self._pending)
+            self._flushing = bool(self._pending)
             self._changed.notify_all()
             done = self._changed.wait_for(lambda: not self._busy and not self._pending, timeout)
         if not done:
-            raise TimeoutError(f"writer: not all is durable after {timeout} s")
-        self._complain()
+            raise TimeoutError(f"writer: some records are not durable after {timeout} s")
+        self._raise_failure()
 
     def close(self) -> None:
         """Flush and stop the writer.
@@ -849,57 +866,57 @@ class Writer:
         Raises:
             Exception: The first failure of an append whose receipt was not read.
         """
-        self._end()
-        self._complain()
+        self._stop()
+        self._raise_failure()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise BookError("writer: its thread did not follow into this forked process; make a writer here")
+            raise BookError("writer: used in a forked process, which does not have its thread; create a writer here")
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         if os.getpid() != self._pid:
-            return  # What it holds is the parent's to write.
+            return  # The parent writes the pending records.
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
 
-    def _complain(self) -> None:
+    def _raise_failure(self) -> None:
         failed, self._failed = [receipt for receipt in self._failed if not receipt.retrieved], []
         if failed:
             failed[0].result()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._pending and not self._closing:
                     self._changed.wait()
                 if not self._pending:
                     return
-                while not (self._hurry or self._closing or self._count >= self._batch):
+                while not (self._flushing or self._closing or self._count >= self._batch):
                     left = self._since + self._delay - time.monotonic()
                     if left <= 0:
                         break
                     self._changed.wait(left)
-                taken, self._pending, self._count, self._hurry = self._pending, [], 0, False
+                taken, self._pending, self._count, self._flushing = self._pending, [], 0, False
                 self._busy = True
                 self._changed.notify_all()
             try:
-                self._admit(taken)
+                self._append(taken)
             finally:
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _admit(self, taken: list[tuple[Experiences, Receipt]]) -> None:
+    def _append(self, taken: list[tuple[Experiences, Receipt]]) -> None:
         if len(taken) > 1:
             try:
                 together = Experiences.concat([columns for columns, _ in taken])
-                _, fates = append_records(self._book, together, **self._options)
+                _, outcomes = append_records(self._book, together, **self._options)
             except Exception:
-                pass  # One of them is at fault: each is tried alone below, and what is admitted already is known.
+                pass  # One of them is faulty: append each alone. Records that were admitted are skipped.
             else:
-                self._share_out(taken, fates)
+                self._set_results(taken, outcomes)
                 return
         for columns, receipt in taken:
             try:
@@ -908,10 +925,10 @@ class Writer:
                 self._failed.append(receipt)
                 receipt.set_exception(error)
 
-    def _share_out(self, taken: list[tuple[Experiences, Receipt]], fates: dict[str, str]) -> None:
+    def _set_results(self, taken: list[tuple[Experiences, Receipt]], outcomes: dict[str, str]) -> None:
         """Set the result of each receipt; a record that was added twice counts for the first."""
         for columns, receipt in taken:
-            states = [fates.pop(eid.uid, "known") for eid in columns.eids()]
+            states = [outcomes.pop(eid.uid, "known") for eid in columns.eids()]
             known_count, revised, stale = (states.count(word) for word in ("known", "revised", "stale"))
             receipt.set_result(AppendResult(len(states) - known_count - revised, known_count, revised, stale))
 
@@ -922,31 +939,47 @@ class Writer:
         if error is None:
             self.close()
         else:
-            self._end()
+            self._stop()
 
     def __repr__(self) -> str:
         return f"Writer({self._book!r}, {self._count} records waiting)"
 
 
 def encode_vocabulary(book: Book) -> str | None:
-    """Encode the vocabulary of the book's tokenizer for the ledger; return `None` if the ledger has it."""
+    """Encode the vocabulary of the book's tokenizer for the ledger, or return `None` if the ledger has it already."""
     from rollbook.core.vocabulary import Vocabulary
 
+    if book.pending_tokenizer is None:
+        return None
     with book.ledger.read() as tx:
         if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
             book.pending_tokenizer = None
             return None
     try:
-        vocabulary = Vocabulary.of(book.pending_tokenizer)
+        vocabulary = Vocabulary.from_tokenizer(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
-        advise(f"tokenizer: its vocabulary is not kept, texts will show as ids: {type(error).__name__}: {error}")
+        advise(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None
         return None
     return base64.b64encode(vocabulary.to_bytes()).decode("ascii")
 
 
 def read_vocabulary(book: Book) -> Vocabulary | None:
-    """Return the vocabulary that the ledger has, or `None`."""
+    """Return the bytes of each token id, from the tokenizer that the book was first written with.
+
+    Args:
+        book: The book.
+
+    Returns:
+        The vocabulary, or `None` if the book has none.
+
+    Raises:
+        CorruptBookError: The vocabulary in the ledger cannot be read.
+
+    >>> import rollbook
+    >>> print(read_vocabulary(rollbook.open("memory:")))
+    None
+    """
     from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:

@@ -24,7 +24,6 @@ from rollbook.book.append import (
     append_records,
     append_tombstones,
     check_tokenizer,
-    read_vocabulary,
 )
 from rollbook.book.checkpoint import (
     Checkpoint,
@@ -57,23 +56,24 @@ from rollbook.book.ledger import (
     check_files,
     check_text,
     check_writable,
-    layout_of,
-    let_others,
-    prepare,
+    prepare_tables,
+    read_layout,
+    yield_to_writers,
 )
-from rollbook.book.read import Selection, fetch, parse_conditions, seqs_of, uid_of, uids_of
+from rollbook.book.read import Selection, fetch, find_seqs, get_uid, get_uids, parse_conditions
 from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
 from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.core.checks import check_choice, check_float, check_int
 
 if TYPE_CHECKING:
     from rollbook.book.check import Report
+    from rollbook.book.consumer import ConsumerSetting
     from rollbook.book.query import Result
-    from rollbook.book.read import Operand, RecordIds
+    from rollbook.book.read import Operand, RecordId, RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
-    from rollbook.core.vocabulary import Vocabulary
+    from rollbook.core.vocabulary import Tokenizer
 
 
 TRAIN = "train"
@@ -130,7 +130,7 @@ class Book:
         """Columns and their types that the ledger is known to have."""
         self.unsettled_checkpoints: dict[str | None, str] = {}
         """Tokens of checkpoints whose outcome is unknown, by the requested name."""
-        self.pending_tokenizer: Any = None
+        self.pending_tokenizer: Tokenizer | None = None
         """The tokenizer, until the ledger is known to have its vocabulary."""
 
     # --- writing ------------------------------------------------------------------------------------------------
@@ -169,20 +169,26 @@ class Book:
         return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
 
     def writer(
-        self, *, delay: float = 0.05, batch: int = 256, most: int = 4096, evaluation: bool = False, author: str = ""
+        self,
+        *,
+        delay: float = 0.05,
+        batch: int = 256,
+        max_pending: int = 4096,
+        evaluation: bool = False,
+        author: str = "",
     ) -> Writer:
         """Return a streaming writer, which collects small appends and commits them together.
 
         Args:
             delay: Seconds that a record waits at most for others.
             batch: Number of records that are committed without waiting longer.
-            most: Number of records that may be pending; `Writer.add` blocks above it.
+            max_pending: Number of records that may be pending; `Writer.add` blocks above it.
             evaluation: As for `append`.
             author: As for `append`.
         """
         check_writable(self, "writer")
         check_text("author", author, 0)
-        return Writer(self, delay=delay, batch=batch, most=most, evaluation=evaluation, author=author)
+        return Writer(self, delay=delay, batch=batch, max_pending=max_pending, evaluation=evaluation, author=author)
 
     def fail(self, eids: EID | Sequence[EID], reason: str = "failed", *, group_size: int | None = None) -> int:
         """Record runs that produced no record (a crash, a filter), so that they count for their group.
@@ -216,20 +222,20 @@ class Book:
         """
         check_writable(self, "drop")
         check_text("reason", reason)
-        seqs = seqs_of(self, uids_of(uids))
+        seqs = find_seqs(self, get_uids(uids))
         count = 0
         for start in range(0, len(seqs), queue.CHUNK):
             with queue.write_drained(self) as tx:
                 groups = all_consumers(tx) if consumer is None else [get_consumer(tx, consumer)]
                 chunk = seqs[start : start + queue.CHUNK]
                 count += sum(queue.drop_by_seq(tx, group, chunk, reason) for group in groups)
-            let_others(self.ledger)
+            yield_to_writers(self.ledger)
         return count
 
     # --- leasing ------------------------------------------------------------------------------------------------
 
     def consumer(
-        self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: Any
+        self, name: str = TRAIN, *, create: bool = False, change: bool = False, **settings: ConsumerSetting
     ) -> ConsumerConfig:
         """Return a consumer group's configuration, or create or change the group.
 
@@ -334,16 +340,6 @@ class Book:
         with self.ledger.read() as tx:
             return queue.announced_version(tx)
 
-    @property
-    def policy_lineage(self) -> int:
-        """The number of the policy's lineage, which every rewind increases.
-
-        A sampler that reads it with `policy_version` and writes it to `info["policy_lineage"]` of its records lets the
-        book detect records of a version that a rewind abandoned, whenever they are appended.
-        """
-        with self.ledger.read() as tx:
-            return len(queue.read_lineage(tx).branches)
-
     # --- metrics ------------------------------------------------------------------------------------------------
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -404,31 +400,13 @@ class Book:
         if isinstance(uid, Mapping):
             if fields:
                 raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
-            changes = {uid_of(key): dict(values) for key, values in uid.items()}
+            changes = {get_uid(key): dict(values) for key, values in uid.items()}
         else:
-            changes = {uid_of(uid): fields}
+            changes = {get_uid(uid): fields}
         if not retrain and not all(changes.values()):
             raise ValueError("revise: got no field to change")
         check_choice("retrain", retrain, (False, True, "group"))
         return revision.revise_records(self, changes, author=author, reason=reason, retrain=retrain) if changes else 0
-
-    def redact(self, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None) -> int:
-        """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
-
-        Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
-
-        Args:
-            uids: One id or record, or several.
-            fields: Fields, or keys of `info` as `info.NAME`.
-            author: Who redacts; stored in the ledger.
-            reason: Why; stored in the ledger.
-
-        Returns:
-            How many records changed.
-        """
-        check_writable(self, "redact")
-        revision.check_signature(author, reason)
-        return revision.redact_records(self, uids_of(uids), list(fields), author=author, reason=reason)
 
     def delete(self, uids: RecordIds, *, author: str, reason: str | None = None) -> int:
         """Delete records; the next compaction removes their bytes.
@@ -446,7 +424,7 @@ class Book:
         """
         check_writable(self, "delete")
         revision.check_signature(author, reason)
-        return revision.delete_records(self, uids_of(uids), author=author, reason=reason)
+        return revision.delete_records(self, get_uids(uids), author=author, reason=reason)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -499,7 +477,7 @@ class Book:
 
     def __getitem__(self, uid: str | EID) -> Experience:
         """Return the record as it is now."""
-        return fetch(self, seqs_of(self, [uid_of(uid)]))[0]
+        return fetch(self, find_seqs(self, [get_uid(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
         """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
@@ -518,11 +496,11 @@ class Book:
             KeyError: An id is not in the book.
             BookError: The bytes of a record are gone.
         """
-        return fetch(self, seqs_of(self, uids_of(uids)))
+        return fetch(self, find_seqs(self, get_uids(uids)))
 
-    def __contains__(self, uid: object) -> bool:
+    def __contains__(self, uid: RecordId) -> bool:
         with self.ledger.read() as tx:
-            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (uid_of(uid),)))  # type: ignore[arg-type]
+            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (get_uid(uid),)))
 
     def __len__(self) -> int:
         """Return how many records were admitted, for training and evaluation, including failed runs."""
@@ -579,7 +557,7 @@ class Book:
         Args:
             consumer: The consumer group.
         """
-        return reports.counts(self, consumer)
+        return reports.count_records(self, consumer)
 
     def history(self, uid: str | EID | Experience) -> list[reports.Entry]:
         """Return the events of a record, in order.
@@ -590,17 +568,12 @@ class Book:
         Raises:
             KeyError: The id is not in the book.
         """
-        return reports.history(self, uid_of(uid))
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """The bytes of each token id, from the tokenizer that the book was first written with, or `None`."""
-        return read_vocabulary(self)
+        return reports.read_history(self, get_uid(uid))
 
     # --- maintenance --------------------------------------------------------------------------------------------
 
     def compact(
-        self, *, garbage: float = 0.5, small: int = compaction.SMALL, grace: float = 3600.0
+        self, *, garbage: float = 0.5, small: int = compaction.SMALL_SEGMENT_BYTES, grace: float = 3600.0
     ) -> CompactionResult:
         """Remove unneeded bytes and merge small segments, concurrently with readers and writers.
 
@@ -668,13 +641,13 @@ class Book:
         return f"Book({self.url!r}: {counts.admitted:,} records, {states})"
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import table
+        from rollbook.core.terminal import html_table
 
         headers = ["consumer", "records", "waiting", "leased", "trained", "dropped"]
         counts = [self.counts(name) for name in self.consumers()]
         rows = [[c.consumer, c.admitted, c.waiting, c.leased, c.trained, sum(c.dropped.values())] for c in counts]
         evaluation = f", and {counts[0].evaluation:,} for evaluation" if counts and counts[0].evaluation else ""
-        return table(f"Book {self.url}{evaluation}", headers, rows)
+        return html_table(f"Book {self.url}{evaluation}", headers, rows)
 
     def __reduce__(self) -> Any:
         """Pickle by reopening: the copy is another open book on the same records.
@@ -698,14 +671,14 @@ def open(
     url: str | os.PathLike[str],
     mode: str = "a",
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | str | None = None,
     quota: int | None = None,
     data: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     segment_bytes: int = 256 << 20,
     clock: Callable[[], float] | None = None,
     disk: Disk | None = None,
-    **settings: Any,
+    **settings: ConsumerSetting,
 ) -> Book:
     """Open a book, or create it.
 
@@ -747,7 +720,7 @@ def open(
     ledger: Ledger
     store: SegmentStore
     if address.startswith(POSTGRES):
-        ledger, store = _postgres(address, mode, data, storage_options or {}, clock)
+        ledger, store = open_postgres(address, mode, data, storage_options or {}, clock)
     else:
         if data is not None:
             raise ValueError(
@@ -758,7 +731,7 @@ def open(
                 raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
             ledger = SQLiteLedger(None, clock=clock or time.time)
             store = MemorySegmentStore(segment_bytes)
-            prepare(ledger, create=True, where="memory:", meta={})
+            prepare_tables(ledger, create=True, where="memory:", meta={})
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
             raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
         elif is_conninfo(address) and not Path(address).exists():
@@ -769,8 +742,8 @@ def open(
             if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
                 # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
                 folder, address = folder / "book", os.path.join(address, "book")
-            ledger, store = _folder(folder, mode, segment_bytes, clock, disk or Disk())
-    book = Book(address, ledger, store, read_only=read_only, tokenizer=_fingerprint(tokenizer), quota=quota)
+            ledger, store = open_folder(folder, mode, segment_bytes, clock, disk or Disk())
+    book = Book(address, ledger, store, read_only=read_only, tokenizer=_get_fingerprint(tokenizer), quota=quota)
     book.opened_with = {
         "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
         "tokenizer": book.tokenizer,
@@ -786,7 +759,7 @@ def open(
             with ledger.read() as tx:
                 check_tokenizer(tx, book)
         if not read_only:
-            book.consumer(TRAIN, create=True, **settings)
+            book.consumer(TRAIN, create=True, **settings)  # type: ignore[arg-type]
         elif settings:
             raise ReadOnlyError(f"{book.url}: opened for reading, and got settings ({', '.join(settings)})")
     except BaseException:
@@ -795,7 +768,7 @@ def open(
     return book
 
 
-def _fingerprint(tokenizer: Any) -> str | None:
+def _get_fingerprint(tokenizer: Tokenizer | str | None) -> str | None:
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
     from rollbook.core.vocabulary import tokenizer_fingerprint
@@ -807,7 +780,7 @@ def _fingerprint(tokenizer: Any) -> str | None:
     return tokenizer_fingerprint(tokenizer)
 
 
-def _folder(
+def open_folder(
     folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
 ) -> tuple[Ledger, SegmentStore]:
     path = folder / LEDGER
@@ -829,12 +802,12 @@ def _folder(
     lost = bool(store.segments())
     new = not path.exists()
     if lost and new:
-        raise _lost(folder)
+        raise _lost_ledger_error(folder)
     ledger = SQLiteLedger(path, read_only=mode == "r", clock=clock or time.time)
     try:
-        if lost and layout_of(ledger) is None:
-            raise _lost(folder)
-        prepare(ledger, create=mode != "r", where=str(folder), meta={})
+        if lost and read_layout(ledger) is None:
+            raise _lost_ledger_error(folder)
+        prepare_tables(ledger, create=mode != "r", where=str(folder), meta={})
         _check_schema(ledger, folder)
         if new:
             disk.sync_folder(str(folder))
@@ -844,7 +817,7 @@ def _folder(
         raise
 
 
-def _lost(folder: Path) -> CorruptBookError:
+def _lost_ledger_error(folder: Path) -> CorruptBookError:
     """Return the error for segments without a ledger: compaction would remove them, since a new one lacks them."""
     return CorruptBookError(
         f"{folder}: it has segments, and its {LEDGER} is missing or empty; `rollbook check --repair` makes one"
@@ -855,9 +828,9 @@ _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 
 
 @lru_cache(maxsize=1)
-def _expected() -> frozenset[tuple[Any, ...]]:
+def _expected_schema() -> frozenset[tuple[Any, ...]]:
     ledger = SQLiteLedger(None)
-    prepare(ledger, create=True, where="memory:", meta={})
+    prepare_tables(ledger, create=True, where="memory:", meta={})
     with ledger.read() as tx:
         return frozenset(tx.all(_SCHEMA))
 
@@ -868,7 +841,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
     with ledger.read() as tx:
         objects = frozenset(tx.all(_SCHEMA))
     mine = {row for row in objects if row[2] in TABLES}
-    unlike = sorted(mine ^ _expected(), key=str)
+    unlike = sorted(mine ^ _expected_schema(), key=str)
     if unlike:
         kind, name = unlike[0][:2]
         raise CorruptBookError(
@@ -877,7 +850,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
         )
 
 
-def _postgres(
+def open_postgres(
     url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
 ) -> tuple[Ledger, SegmentStore]:
     from rollbook.book.postgres import PostgresLedger
@@ -892,9 +865,9 @@ def _postgres(
         if mode == "a":
             ledger.make_schema()
         where = redacted(url)
-        if mode == "r+" and layout_of(ledger) is None:
+        if mode == "r+" and read_layout(ledger) is None:
             raise NotABookError(f"{where}: there is no book here")
-        prepare(ledger, create=mode != "r", where=where, meta={"data": data or ""})
+        prepare_tables(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
             stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
         if stored_data != (data or ""):

@@ -1,6 +1,6 @@
 """Checks of a book (tables, places, bytes, counts, leases, groups, events, files), and reports of checks and repairs.
 
-Invariant: the size of a report is bounded: all findings are counted, and at most `LISTED` of each kind are stored.
+Invariant: the size of a report is bounded: all findings are counted, and at most `MAX_LISTED` of each kind are stored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import re
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,35 +27,35 @@ if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
 
 
-LISTED = 100
-"""How many findings of one kind a report holds; it counts the rest."""
+MAX_LISTED = 100
+"""Findings of one kind that a report stores; it counts the rest."""
 ERROR, NOTE = "error", "note"
-_MEND = "rollbook check --repair"
+_REPAIR = "rollbook check --repair"
 _COMPACT = "none is needed; rollbook compact removes it in time"
-_RECORD = f"{_MEND} marks the record as damaged and keeps the others; a copy elsewhere can be appended again"
+_REPAIR_RECORD = f"{_REPAIR} marks the record as damaged and keeps the others; a copy elsewhere can be appended again"
 KINDS: dict[str, tuple[str, str]] = {
-    "layout": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
-    "ledger": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
-    "type": (ERROR, f"{_MEND} builds the ledger anew from what can be read"),
-    "missing": (ERROR, _RECORD),
-    "damaged": (ERROR, _RECORD),
-    "another": (ERROR, _RECORD),
-    "medium": (ERROR, _RECORD),
-    "tags": (ERROR, f"{_MEND} takes them from the record"),
-    "uses": (ERROR, f"{_MEND} counts them anew"),
-    "consumer": (ERROR, f"{_MEND} resets what cannot be read"),
-    "work": (ERROR, f"{_MEND} puts the rows in order, as far as events say"),
-    "tally": (ERROR, f"{_MEND} counts anew"),
-    "lease": (ERROR, f"{_MEND} ends it, and its records are offered again"),
-    "group": (ERROR, f"{_MEND} looks at all groups anew"),
-    "quarantined": (ERROR, f"{_MEND} --offer offers all of them for training, book.revise(uid, retrain=True) one"),
+    "layout": (ERROR, f"{_REPAIR} builds the ledger anew from what can be read"),
+    "ledger": (ERROR, f"{_REPAIR} builds the ledger anew from what can be read"),
+    "type": (ERROR, f"{_REPAIR} builds the ledger anew from what can be read"),
+    "missing": (ERROR, _REPAIR_RECORD),
+    "damaged": (ERROR, _REPAIR_RECORD),
+    "another": (ERROR, _REPAIR_RECORD),
+    "medium": (ERROR, _REPAIR_RECORD),
+    "tags": (ERROR, f"{_REPAIR} takes them from the record"),
+    "uses": (ERROR, f"{_REPAIR} counts them anew"),
+    "consumer": (ERROR, f"{_REPAIR} resets what cannot be read"),
+    "work": (ERROR, f"{_REPAIR} puts the rows in order, as far as events say"),
+    "tally": (ERROR, f"{_REPAIR} counts anew"),
+    "lease": (ERROR, f"{_REPAIR} ends it, and its records are offered again"),
+    "group": (ERROR, f"{_REPAIR} looks at all groups anew"),
+    "quarantined": (ERROR, f"{_REPAIR} --offer offers all of them for training, book.revise(uid, retrain=True) one"),
     "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
     "orphan": (NOTE, _COMPACT),
     "unused": (NOTE, _COMPACT),
     "pending": (NOTE, "rollbook compact; a writer that is idle has to close the book first"),
-    "idle": (NOTE, f"none is needed; {_MEND} ends it"),
-    "begun": (NOTE, f"none is needed; {_MEND} moves it away"),
-    "leftover": (NOTE, f"none is needed; {_MEND} moves it away"),
+    "idle": (NOTE, f"none is needed; {_REPAIR} ends it"),
+    "begun": (NOTE, f"none is needed; {_REPAIR} moves it away"),
+    "leftover": (NOTE, f"none is needed; {_REPAIR} moves it away"),
     "stranger": (NOTE, "none: the book never reads it"),
 }
 """Kinds of findings, with their severity and remedy."""
@@ -63,37 +63,60 @@ KINDS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem (`error`) or a harmless leftover (`note`)."""
+    """A problem (`error`) or a harmless leftover (`note`).
+
+    Attributes:
+        kind: A key of `KINDS`.
+        severity: `"error"` or `"note"`.
+        description: What is wrong.
+        where: A record's id, a segment, a consumer or a table.
+        remedy: What to do about it.
+
+    >>> Finding("orphan", NOTE, "a segment without references", "0001.rbs", "none").severity
+    'note'
+    """
 
     kind: str
     severity: str
     description: str
     where: str
-    """A record's id, a segment, a consumer or a table."""
     remedy: str
 
 
 @dataclass(slots=True)
 class Report:
-    """The result of a check or a repair."""
+    """The result of a check or a repair.
+
+    Attributes:
+        url: Address of the book.
+        deep: Whether every byte of the data was checked, or only its place.
+        records: Records that were checked.
+        media: Media that were checked.
+        segments: Segments that were checked.
+        bytes: Size of these segments.
+        findings: Current findings, at most `MAX_LISTED` of a kind.
+        counts: Number of findings of each kind.
+        repaired: What a repair did, recovered and could not recover, at most `MAX_LISTED` of a kind.
+        repairs: Number of these actions of each kind.
+        aside: Where a repair put copies of what it changed.
+
+    >>> report = Report("runs/demo/book")
+    >>> report.add("orphan", "a segment without references")
+    >>> report.ok, report.counts["orphan"]
+    (True, 1)
+    """
 
     url: str
     deep: bool = True
-    """Whether every byte of the data was checked, or only where it is."""
     records: int = 0
     media: int = 0
     segments: int = 0
     bytes: int = 0
-    """What was checked; the bytes are those of the segments."""
     findings: list[Finding] = field(default_factory=list)
-    """Current findings, at most `LISTED` of a kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of findings of each kind."""
     repaired: list[Finding] = field(default_factory=list)
-    """What a repair did, recovered and could not recover; counted in `repairs`."""
     repairs: Counter[str] = field(default_factory=Counter)
     aside: str | None = None
-    """Where a repair put what it changed, as it was before."""
 
     @property
     def ok(self) -> bool:
@@ -109,11 +132,11 @@ class Report:
             where: A record's id, a segment, a consumer or a table.
         """
         self.counts[kind] += 1
-        if self.counts[kind] <= LISTED:
+        if self.counts[kind] <= MAX_LISTED:
             severity, remedy = KINDS[kind]
             self.findings.append(Finding(kind, severity, description, where, remedy))
 
-    def did(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
+    def add_repair(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
         """Add an action of a repair.
 
         Args:
@@ -124,7 +147,7 @@ class Report:
         """
         if count:
             self.repairs[kind] += count
-            if sum(repair.kind == kind for repair in self.repaired) < LISTED:
+            if sum(repair.kind == kind for repair in self.repaired) < MAX_LISTED:
                 self.repaired.append(Finding(kind, NOTE, description, where, ""))
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,8 +170,8 @@ class Report:
         }
 
 
-PAGE = 1000
-"""How many rows of the ledger are looked at together."""
+PAGE_ROWS = 1000
+"""Rows of the ledger that are checked together."""
 
 
 class Problem(NamedTuple):
@@ -158,8 +181,8 @@ class Problem(NamedTuple):
     seq: int
     uid: str
     description: str
-    mend: Any = None
-    """Of `tags` those of the record, of `uses` the hashes of its media."""
+    fix: Any = None
+    """Of kind `tags`, the record's index columns; of kind `uses`, the hashes of its media."""
 
 
 class _Row(NamedTuple):
@@ -172,20 +195,20 @@ class _Row(NamedTuple):
     tags: IndexColumns
 
 
-_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(IndexColumns._fields)} FROM records"
+_SELECT_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(IndexColumns._fields)} FROM records"
 
 
-def _rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
-    rows = tx.all(f"{_ROWS} WHERE {condition}", values)
+def _read_rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
+    rows = tx.all(f"{_SELECT_ROWS} WHERE {condition}", values)
     return [_Row._make((*row[:6], IndexColumns(*row[6:]))) for row in rows]
 
 
-def pages(book: Book) -> Iterator[list[_Row]]:
+def read_pages(book: Book) -> Iterator[list[_Row]]:
     """Yield all records, a page at a time."""
     last = -(1 << 63)
     while True:
         with book.ledger.read() as tx:
-            rows = _rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE}", (last,))
+            rows = _read_rows(tx, f"seq > ? ORDER BY seq LIMIT {PAGE_ROWS}", (last,))
         if not rows:
             return
         yield rows
@@ -194,17 +217,17 @@ def pages(book: Book) -> Iterator[list[_Row]]:
 
 def record_problems(book: Book, deep: bool, report: Report | None = None) -> Iterator[Problem]:
     """Yield the problems of records, in order; records that were moved or revised meanwhile are checked again."""
-    for page in pages(book):
+    for page in read_pages(book):
         if report is not None:
             report.records += len(page)
-        suspects = [problem.seq for problem in _problems(book, page, deep)]
+        suspects = [problem.seq for problem in _check_rows(book, page, deep)]
         for marks, part in chunks(list(dict.fromkeys(suspects))):
             with book.ledger.read() as tx:
-                again = _rows(tx, f"seq IN ({marks}) ORDER BY seq", part)
-            yield from _problems(book, again, deep)
+                again = _read_rows(tx, f"seq IN ({marks}) ORDER BY seq", part)
+            yield from _check_rows(book, again, deep)
 
 
-def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]:
+def _check_rows(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]:
     stored: defaultdict[tuple[Any, ...], list[_Row]] = defaultdict(list)
     for row in rows:
         if row.segment is not None:
@@ -222,10 +245,10 @@ def _problems(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]
             for row in mine:
                 yield Problem("damaged", row.seq, row.tags.uid, str(error))
             continue
-        yield from _in_frame(book, frame, mine)
+        yield from _check_frame(book, frame, mine)
 
 
-def _in_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterator[Problem]:
+def _check_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterator[Problem]:
     inside = []
     for row in rows:
         if type(row.slot) is int and 0 <= row.slot < len(frame):
@@ -275,7 +298,7 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
     while True:
         with book.ledger.read() as tx:
             rows = tx.all(
-                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PAGE}", (last,)
+                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PAGE_ROWS}", (last,)
             )
         if not rows:
             return
@@ -283,17 +306,17 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
         if report is not None:
             report.media += len(rows)
         for key, *place in rows:
-            problem = _medium(book, key, Place(*place), deep)
+            problem = _check_medium(book, key, Place(*place), deep)
             if problem is None:
                 continue
             with book.ledger.read() as tx:  # Compaction may have moved it.
                 now = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
-            problem = None if now is None else _medium(book, key, Place(*now), deep)
+            problem = None if now is None else _check_medium(book, key, Place(*now), deep)
             if problem is not None:
                 yield key, problem
 
 
-def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
+def _check_medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
     try:
         digest = media.open_blob(book.store.get(place), verify=deep).hash
     except MissingSegmentError:
@@ -303,12 +326,12 @@ def _medium(book: Book, key: str, place: Place, deep: bool) -> str | None:
     return None if digest == key else f"what lies there is sha256:{digest}"
 
 
-LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
-"""What a write that a crash ended leaves behind."""
+LEFTOVER_NAME = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.ASCII)
+"""Name of a temporary file that a crash left."""
 
 
 def check(book: Book, *, deep: bool = True) -> Report:
-    """Look at everything; `deep` also at every byte of records and media.
+    """Implement `Book.check`.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -321,23 +344,23 @@ def check(book: Book, *, deep: bool = True) -> Report:
     [('tags', 'reward: the ledger has 2.0, the record 1.0')]
     """
     report = Report(book.url, deep)
-    for stage in STAGES:
-        if stage is not _layout and report.counts["layout"]:
-            break  # Nothing can be asked of tables that are not there.
+    for name, check_part in _CHECKS.items():
+        if report.counts["layout"]:
+            break  # Missing tables cannot be queried.
         try:
-            stage(book, report)
+            check_part(book, report)
         except (BookError, WireError, sqlite3.Error) as error:
-            report.add("ledger", f"{stage.__name__.strip('_')}: {error}")
+            report.add("ledger", f"{name}: {error}")
         except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            # Values of other types than the ledger's columns have; SQLite keeps whatever it is given.
-            report.add("type", f"{stage.__name__.strip('_')}: {type(error).__name__}: {error}")
+            # A value has another type than its column, which SQLite allows.
+            report.add("type", f"{name}: {type(error).__name__}: {error}")
     return report
 
 
 # --- the ledger's tables --------------------------------------------------------------------------------------------
 
 
-def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
+def read_columns(tx: Transaction, dialect: str, table: str) -> list[str]:
     """Return the names of a table's columns; none if the table does not exist."""
     if dialect == "sqlite":
         rows = tx.all("SELECT name FROM pragma_table_info(?) ORDER BY cid", (table,))
@@ -350,17 +373,17 @@ def columns_of(tx: Transaction, dialect: str, table: str) -> list[str]:
     return [name for (name,) in rows]
 
 
-def names_of(table: str) -> list[str]:
+def expected_columns(table: str) -> list[str]:
     """Return the names of the columns that a table must have."""
     return [column.split()[0] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
 
 
-def _layout(book: Book, report: Report) -> None:
+def check_layout(book: Book, report: Report) -> None:
     dialect = book.ledger.dialect
     with book.ledger.read() as tx:
         for table in TABLES:
-            there = columns_of(tx, dialect, table)
-            missing = [name for name in names_of(table) if name not in there]
+            there = read_columns(tx, dialect, table)
+            missing = [name for name in expected_columns(table) if name not in there]
             if missing:
                 report.add("layout", f"columns are missing: {', '.join(missing)}" if there else "no such table", table)
         if report.counts["layout"]:
@@ -376,29 +399,29 @@ def _layout(book: Book, report: Report) -> None:
         if row is None or str(row[0]) != str(LAYOUT):
             report.add("layout", f"layout {row and row[0]!r}, expected {LAYOUT}", "meta")
         if dialect == "sqlite":
-            for (message,) in tx.all(f"PRAGMA integrity_check({LISTED})"):
+            for (message,) in tx.all(f"PRAGMA integrity_check({MAX_LISTED})"):
                 if message != "ok":
                     report.add("ledger", str(message), "ledger.sqlite")
 
 
-_STORED = {"TEXT": "('text')", "{INT}": "('integer')", "{REAL}": "('real', 'integer')", "{BYTES}": "('blob')"}
+_STORED_TYPES = {"TEXT": "('text')", "{INT}": "('integer')", "{REAL}": "('real', 'integer')", "{BYTES}": "('blob')"}
 
 
-def _types(book: Book, report: Report) -> None:
+def check_types(book: Book, report: Report) -> None:
     if book.ledger.dialect != "sqlite":
-        return  # PostgreSQL keeps to what was declared.
+        return  # PostgreSQL enforces the declared types.
     for table, columns in TABLES.items():
         wrong = []
         for column in columns:
             name, declared, *rest = column.split()
-            if declared in _STORED:
-                allowed = _STORED[declared]
+            if declared in _STORED_TYPES:
+                allowed = _STORED_TYPES[declared]
                 if "NOT" not in rest and "KEY" not in rest:
                     allowed = f"{allowed[:-1]}, 'null')"
                 wrong.append(f"typeof({name}) NOT IN {allowed}")
         if wrong:
             with book.ledger.read() as tx:
-                rows = tx.all(f"SELECT rowid FROM {table} WHERE {' OR '.join(wrong)} LIMIT {LISTED}")
+                rows = tx.all(f"SELECT rowid FROM {table} WHERE {' OR '.join(wrong)} LIMIT {MAX_LISTED}")
             for (row,) in rows:
                 report.add("type", "a value of another type than its column's", f"{table} row {row}")
 
@@ -406,37 +429,37 @@ def _types(book: Book, report: Report) -> None:
 # --- records and media ----------------------------------------------------------------------------------------------
 
 
-def _records(book: Book, report: Report) -> None:
+def _check_records(book: Book, report: Report) -> None:
     for problem in record_problems(book, report.deep, report):
         report.add(problem.kind, problem.description, problem.uid)
 
 
-def _media(book: Book, report: Report) -> None:
+def _check_media(book: Book, report: Report) -> None:
     for key, description in media_problems(book, report.deep, report):
         with book.ledger.read() as tx:
             rows = tx.all(
                 "SELECT records.uid FROM media_uses JOIN records ON records.seq = media_uses.seq "
-                f"WHERE media_uses.hash = ? LIMIT {LISTED}",
+                f"WHERE media_uses.hash = ? LIMIT {MAX_LISTED}",
                 (key,),
             )
         for (uid,) in rows or [("",)]:
             report.add("medium", f"sha256:{key}: {description}", uid)
     with book.ledger.read() as tx:
         unused = "FROM media WHERE NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
-        for (key,) in tx.all(f"SELECT hash {unused} LIMIT {LISTED}"):
+        for (key,) in tx.all(f"SELECT hash {unused} LIMIT {MAX_LISTED}"):
             report.add("unused", "no record uses the medium", f"sha256:{key}")
         lost = (
             "FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash) OR NOT EXISTS "
             "(SELECT 1 FROM records WHERE records.seq = media_uses.seq AND records.segment IS NOT NULL)"
         )
-        for key, seq in tx.all(f"SELECT hash, seq {lost} LIMIT {LISTED}"):
+        for key, seq in tx.all(f"SELECT hash, seq {lost} LIMIT {MAX_LISTED}"):
             report.add("uses", f"sha256:{key}: a use by record number {seq}, one of which is not there")
 
 
 # --- consumers ------------------------------------------------------------------------------------------------------
 
 
-def readable(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
+def parse_each_consumer(tx: Transaction) -> tuple[list[Consumer], dict[int, str]]:
     """Return the consumers that can be parsed, and the errors of the others by number."""
     good: list[Consumer] = []
     bad: dict[int, str] = {}
@@ -460,40 +483,42 @@ def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, 
     return {(state, reason): (n, weight) for state, reason, n, weight in rows}
 
 
-def _counts(book: Book, report: Report) -> None:
+def _check_counts(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        good, bad = readable(tx)
-        for number, why in bad.items():
+        readable, unreadable = parse_each_consumer(tx)
+        for number, why in unreadable.items():
             report.add("consumer", why, f"consumer number {number}")
-        came = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
+        stored = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
         totals = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
         for state, key in (("admitted", 0), ("evaluation", 1)):
-            if totals.get(state, 0) != came.get(key, 0):
-                report.add("tally", f"{state}: counted {totals.get(state, 0)}, there are {came.get(key, 0)}", "records")
-        for consumer in good:
-            _count(tx, report, consumer, totals.get("admitted", 0))
+            if totals.get(state, 0) != stored.get(key, 0):
+                report.add(
+                    "tally", f"{state}: counted {totals.get(state, 0)}, there are {stored.get(key, 0)}", "records"
+                )
+        for consumer in readable:
+            _check_consumer(tx, report, consumer, totals.get("admitted", 0))
         stray = f"consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED}"
-        _stray(tx, report, "work", stray, "of a consumer that is not there")
+        _add_stray_rows(tx, report, "work", stray, "of a consumer that is not there")
         gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
-        _stray(tx, report, "work", gone, "of a record that is not there")
+        _add_stray_rows(tx, report, "work", gone, "of a record that is not there")
 
 
-def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -> None:
+def _check_consumer(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -> None:
     name = f"consumer {consumer.name!r}"
     there = recount(tx, consumer.id)
     rows = tx.all(
         "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2", (consumer.id,)
     )
     tallies = {(state, reason): (n, weight) for state, reason, n, weight in rows}
-    passed = sum(weight for _, weight in there.values())  # Rounding errors are as large as what went in and out.
+    total_weight = sum(weight for _, weight in there.values())  # Rounding errors grow with the total.
     for key in sorted({*there, *tallies}):
         n, weight = tallies.get(key, (0, 0.0))
-        real, heavy = there.get(key, (0, 0.0))
+        real, real_weight = there.get(key, (0, 0.0))
         label = " ".join(filter(None, key))
         if n != real:
             report.add("tally", f"{label}: counted {n}, there are {real}", name)
-        elif abs(weight - heavy) > 1e-6 * max(abs(heavy), 1.0) + 1e-12 * passed:
-            report.add("tally", f"{label}: weight {weight!r}, there is {heavy!r}", name)
+        elif abs(weight - real_weight) > 1e-6 * max(abs(real_weight), 1.0) + 1e-12 * total_weight:
+            report.add("tally", f"{label}: weight {weight!r}, there is {real_weight!r}", name)
         if key[0] not in queue.STATES:
             report.add("work", f"{real} rows in unknown state {key[0]!r}", name)
     total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
@@ -502,55 +527,55 @@ def _count(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -
     missing = tx.all(
         "SELECT uid FROM records WHERE evaluation = 0 AND NOT EXISTS (SELECT 1 FROM work WHERE work.seq = records.seq "
         "AND work.consumer = ?) AND NOT EXISTS (SELECT 1 FROM inbox WHERE inbox.consumer = ? AND records.seq "
-        f"BETWEEN inbox.first AND inbox.last) LIMIT {LISTED}",
+        f"BETWEEN inbox.first AND inbox.last) LIMIT {MAX_LISTED}",
         (consumer.id, consumer.id),
     )
     for (uid,) in missing:
         report.add("work", f"{name} has no row for it", uid)
     beside = tx.all(
         "SELECT records.uid FROM records JOIN work ON work.seq = records.seq WHERE records.evaluation <> 0 AND "
-        f"work.consumer = ? LIMIT {LISTED}",
+        f"work.consumer = ? LIMIT {MAX_LISTED}",
         (consumer.id,),
     )
     for (uid,) in beside:
         report.add("work", f"{name} has a row for a record that is for evaluation", uid)
 
 
-def _stray(tx: Transaction, report: Report, kind: str, condition: str, description: str) -> None:
-    for consumer, seq in tx.all(f"SELECT consumer, seq FROM work WHERE {condition} LIMIT {LISTED}"):
+def _add_stray_rows(tx: Transaction, report: Report, kind: str, condition: str, description: str) -> None:
+    for consumer, seq in tx.all(f"SELECT consumer, seq FROM work WHERE {condition} LIMIT {MAX_LISTED}"):
         report.add(kind, f"a row {description}", f"consumer number {consumer}, record number {seq}")
 
 
-def _quarantined(book: Book, report: Report) -> None:
+def _check_quarantine(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         for uid in queue.quarantined_uids(tx):
             problem = "its history was lost: it is held back from consumers that may have trained on it"
             report.add(queue.QUARANTINED, problem, uid)
 
 
-UNHELD = (
+LEASED_WITHOUT_LEASE = (
     "state = 'leased' AND (lease IS NULL OR NOT EXISTS "
     "(SELECT 1 FROM leases WHERE leases.id = work.lease AND leases.state = 'active'))"
 )
-"""Of `work`: leased by nobody."""
-FORGOTTEN = "state <> 'leased' AND lease IS NOT NULL"
-EMPTY = (
+"""Condition on `work`: leased, but by no active lease."""
+LEASE_WITHOUT_STATE = "state <> 'leased' AND lease IS NOT NULL"
+EXPIRED_AND_EMPTY = (
     "state = 'active' AND expires <= ? AND NOT EXISTS "
     "(SELECT 1 FROM work WHERE work.lease = leases.id AND work.state = 'leased')"
 )
-"""Of `leases`: its time is up, and it holds nothing."""
+"""Condition on `leases`: expired, without records."""
 
 
-def _leases(book: Book, report: Report) -> None:
+def _check_leases(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        _stray(tx, report, "lease", UNHELD, "that is leased, by no lease that lives")
-        _stray(tx, report, "lease", FORGOTTEN, "that is not leased and names a lease")
-        for (number,) in tx.all(f"SELECT id FROM leases WHERE {EMPTY} LIMIT {LISTED}", (tx.now,)):
+        _add_stray_rows(tx, report, "lease", LEASED_WITHOUT_LEASE, "that is leased, by no lease that lives")
+        _add_stray_rows(tx, report, "lease", LEASE_WITHOUT_STATE, "that is not leased and names a lease")
+        for (number,) in tx.all(f"SELECT id FROM leases WHERE {EXPIRED_AND_EMPTY} LIMIT {MAX_LISTED}", (tx.now,)):
             report.add("idle", "its time is up, and it holds nothing", f"lease {number}")
 
 
 def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
-    """Yield (group, problem) of a consumer that leases by group, at most `LISTED`."""
+    """Yield (group, problem) of a consumer that leases by group, at most `MAX_LISTED`."""
     if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
         return []
     settings = consumer.settings
@@ -558,7 +583,7 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     after = settings.partial_after
     complete = f"({size} IS NULL OR came.runs >= {size})"
     waits = "(COALESCE(here.waiting, 0) > 0 AND COALESCE(here.held, 0) = 0)"
-    # A group whose time has come is made ready when somebody asks for one.
+    # A due group is made ready by the next lease.
     early = "1 = 1" if after is None else f"came.since + {float(after)!r} > {tx.now!r}"
     rows = tx.all(
         "SELECT came.gid, stands.ready, stands.runs, came.runs FROM "
@@ -570,7 +595,7 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
         "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS held FROM work WHERE consumer = ? GROUP BY gid) AS here "
         "ON here.gid = came.gid WHERE stands.gid IS NULL OR stands.runs <> came.runs "
         f"OR (stands.ready = 0 AND {complete} AND {waits}) OR (stands.ready <> 0 AND NOT {waits}) "
-        f"OR (stands.ready <> 0 AND NOT {complete} AND {early}) ORDER BY came.gid LIMIT {LISTED}",
+        f"OR (stands.ready <> 0 AND NOT {complete} AND {early}) ORDER BY came.gid LIMIT {MAX_LISTED}",
         (consumer.id, consumer.id, consumer.id, *[settings.group_size] * 4),
     )
     wrong = [
@@ -584,16 +609,16 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     return wrong
 
 
-def _groups(book: Book, report: Report) -> None:
+def _check_groups(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        for consumer in readable(tx)[0]:
+        for consumer in parse_each_consumer(tx)[0]:
             for gid, description in wrong_groups(tx, consumer):
                 report.add("group", f"consumer {consumer.name!r}: {description}", gid)
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
-_AFTER = {
+_STATES_AFTER = {
     "leased": (queue.LEASED,),
     "trained": (queue.TRAINED, queue.WAITING, queue.COOLING),
     "nacked": (queue.WAITING,),
@@ -603,23 +628,23 @@ _AFTER = {
     "dropped": (queue.DROPPED,),
     "voided": queue.STATES,
 }
-"""The states that a record can be in after an event of a consumer, if no other came since."""
+"""States that a record can have for a consumer after its last event."""
 
 
-class Past(NamedTuple):
-    """What events say of a record and a consumer."""
+class EventSummary(NamedTuple):
+    """What the events of a record say about a consumer."""
 
     kind: str | None = None
-    """Of the last event that changed something; `None`: there is none, and it waits."""
+    """Kind of the last event that changed the state; `None` if there is none, and the record waits."""
     reason: str | None = None
     event: int = 0
     acks: frozenset[int | None] = frozenset()
     """The leases under which it was trained, without those that were voided."""
 
 
-def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
-    """Return what the events say, by record and consumer."""
-    histories: dict[tuple[int, int], Past] = {}
+def summarize_events(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], EventSummary]:
+    """Summarize the events of records, by record and consumer."""
+    histories: dict[tuple[int, int], EventSummary] = {}
     for marks, part in chunks(seqs):
         rows = tx.all(
             "SELECT seq, consumer, kind, reason, id, lease FROM events WHERE consumer IS NOT NULL "
@@ -627,41 +652,41 @@ def past(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], Past]:
             part,
         )
         for seq, consumer, kind, reason, event, lease in rows:
-            if kind in _AFTER:
-                acks = histories.get((seq, consumer), Past()).acks
+            if kind in _STATES_AFTER:
+                acks = histories.get((seq, consumer), EventSummary()).acks
                 acks = acks | {lease} if kind == "trained" else acks - {lease} if kind == "voided" else acks
-                histories[seq, consumer] = Past(kind, reason, event, acks)
+                histories[seq, consumer] = EventSummary(kind, reason, event, acks)
     return histories
 
 
-_PLAIN = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
-"""Python's JSON has numbers that SQLite's has not."""
+_STRICT_JSON = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
+"""SQL: `detail` without the infinities and NaN of Python's JSON, which SQLite rejects."""
 
 
-def _events(book: Book, report: Report) -> None:
+def _check_events(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         none = "NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq AND events.kind IN {})"
-        for (uid,) in tx.all(f"SELECT uid FROM records WHERE {none.format(BEGINNINGS)} LIMIT {LISTED}"):
+        for (uid,) in tx.all(f"SELECT uid FROM records WHERE {none.format(_FIRST_EVENTS)} LIMIT {MAX_LISTED}"):
             report.add("event", "no event says how it came", uid)
         rewound = tx.one("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
         if book.ledger.dialect == "sqlite":
             for (event,) in tx.all(
-                f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_PLAIN}) LIMIT {LISTED}"
+                f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_STRICT_JSON}) LIMIT {MAX_LISTED}"
             ):
                 report.add("event", "invalid JSON in its detail", f"event {event}")
-        good = readable(tx)[0]
-    for page in pages(book):
+        good = parse_each_consumer(tx)[0]
+    for page in read_pages(book):
         seqs = [row.seq for row in page]
         with book.ledger.read() as tx:
-            histories = past(tx, seqs)
+            histories = summarize_events(tx, seqs)
             rows = [(consumer, row) for consumer in good for row in queue.select_rows_by_seq(tx, consumer, seqs)]
         uids = {row.seq: row.tags.uid for row in page}
         for consumer, row in rows:
-            mine = histories.get((row.seq, consumer.id), Past())
+            mine = histories.get((row.seq, consumer.id), EventSummary())
             if mine.event < rewound:
-                continue  # Going back puts rows where they were, without an event for each.
+                continue  # A rewind restores rows without an event for each.
             name = f"consumer {consumer.name!r}"
-            allowed = (queue.WAITING,) if mine.kind is None else _AFTER[mine.kind]
+            allowed = (queue.WAITING,) if mine.kind is None else _STATES_AFTER[mine.kind]
             if row.state not in allowed:
                 report.add("event", f"{name}: it is {row.state}, its last event is {mine.kind}", uids[row.seq])
             elif row.uses != len(mine.acks):
@@ -669,14 +694,14 @@ def _events(book: Book, report: Report) -> None:
                 report.add("event", description, uids[row.seq])
 
 
-BEGINNINGS = "('admitted', 'recovered')"
+_FIRST_EVENTS = "('admitted', 'recovered')"
 
 
 # --- the store ------------------------------------------------------------------------------------------------------
 
 
 def _check_store(book: Book, report: Report) -> None:
-    # Segments first: what is put and committed in between is then not there to be missed.
+    # Segments first: what is committed in between is then not reported as missing.
     there = book.store.segments()
     report.segments, report.bytes = len(there), sum(there.values())
     with book.ledger.read() as tx:
@@ -699,12 +724,12 @@ def _check_store(book: Book, report: Report) -> None:
     for name, reason in compaction.pending_purges(book).items():
         report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.store, FileSegmentStore):
-        for kind, path in beside(book.store):
+        for kind, path in find_foreign_files(book.store):
             description = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
             report.add(kind, description, path)
 
 
-def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
+def find_foreign_files(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
     """Yield (kind, path) of foreign files in a book's folder."""
     for folder in (os.path.dirname(store.folder), store.folder):
         try:
@@ -714,21 +739,22 @@ def beside(store: FileSegmentStore) -> Iterator[tuple[str, str]]:
             continue
         for name, link in names:
             path = os.path.join(folder, name)
-            if LEFTOVER.fullmatch(name):
+            if LEFTOVER_NAME.fullmatch(name):
                 yield "leftover", path
             elif link or (folder == store.folder and not name.endswith(".rbs")):
                 yield "stranger", path
 
 
-STAGES: Iterable[Callable[[Book, Report], None]] = (
-    _layout,
-    _types,
-    _records,
-    _media,
-    _counts,
-    _quarantined,
-    _leases,
-    _groups,
-    _events,
-    _check_store,
-)
+_CHECKS: dict[str, Callable[[Book, Report], None]] = {
+    "layout": check_layout,
+    "types": check_types,
+    "records": _check_records,
+    "media": _check_media,
+    "counts": _check_counts,
+    "quarantined": _check_quarantine,
+    "leases": _check_leases,
+    "groups": _check_groups,
+    "events": _check_events,
+    "store": _check_store,
+}
+"""In this order; a check that fails is named in its finding."""

@@ -19,30 +19,37 @@ from rollbook.book.consumer import (
     ConsumerConfig,
     all_consumers,
     get_consumer,
+    get_shift,
     save_consumer,
     save_settings,
-    shift_state,
 )
 from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
-from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parsed, write_once
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parse_object, write_once
 from rollbook.book.read import read_numbers
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
-_PIECE = 1000
+_CHUNK = 1000
 _UNVOIDED = (
     "NOT EXISTS (SELECT 1 FROM events AS undone WHERE undone.seq = done.seq AND undone.kind = 'voided' "
     "AND undone.consumer = done.consumer AND undone.lease = done.lease AND undone.id > done.id)"
 )
-"""Of an acknowledgement `done`: a lease acknowledges a record once, so the lease says which one was voided."""
+"""Condition on an acknowledgement `done`. A lease acknowledges a record once, so the lease identifies it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A named point of a book.
+
+    Attributes:
+        name: Its name.
+        created: Seconds since 1970, by the database's clock.
+        event: Number of the ledger's event that created it; later events have larger numbers.
+        records: Number of the last record that was admitted before it.
+        policy_version: The announced policy version, or `None`.
 
     >>> import rollbook
     >>> with rollbook.open("memory:") as book:
@@ -54,30 +61,35 @@ class Checkpoint:
 
     name: str
     created: float
-    """Seconds since 1970, by the database's clock."""
     event: int
-    """The number of the ledger's event that made it: what has a larger one came later."""
     records: int
-    """The number of the last record that was admitted before it."""
     policy_version: int | None
-    """The version that was announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewindResult:
-    """The result of a rewind."""
+    """The result of a rewind.
+
+    Attributes:
+        checkpoint: Name of the checkpoint.
+        acks: Acknowledgements that were voided.
+        leases: Leases that were ended; their holders get `LeaseLostError`.
+        later: Records that came after the checkpoint, and were kept or dropped.
+        forgotten: Names of later checkpoints, which are forgotten.
+        lineage: Number of the policy lineage that begins: how many rewinds there were.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> book.rewind(book.checkpoint("start"))
+    RewindResult(checkpoint='start', acks=0, leases=0, later=0, forgotten=(), lineage=1)
+    """
 
     checkpoint: str
     acks: int
-    """Acknowledgements that were voided."""
     leases: int
-    """Leases that were ended; their holders get `LeaseLostError`."""
     later: int
-    """Records that came after the checkpoint, and were kept or dropped."""
     forgotten: tuple[str, ...]
-    """Later checkpoints: what they speak of is void."""
     lineage: int
-    """The number of the policy's lineage that begins: how many rewinds there were."""
 
 
 class Point(NamedTuple):
@@ -90,22 +102,22 @@ class Point(NamedTuple):
     state: dict[str, Any]
 
 
-def checkpoint_points(tx: Transaction) -> list[Point]:
+def list_points(tx: Transaction) -> list[Point]:
     """Return every checkpoint, oldest first."""
     rows = tx.all("SELECT name, event, seq, made, state FROM checkpoints ORDER BY event")
-    return [_point(row) for row in rows]
+    return [_parse_point(row) for row in rows]
 
 
-def _point(row: Sequence[Any]) -> Point:
+def _parse_point(row: Sequence[Any]) -> Point:
     """Parse a checkpoint's row, which anybody may have written."""
     name, event, seq, created, state = row
-    fields = parsed(state, f"checkpoint {name!r}")
+    fields = parse_object(state, f"checkpoint {name!r}")
     consumers, version = fields.get("consumers"), fields.get("policy_version")
     valid = isinstance(consumers, list) and all(
         isinstance(entry, dict) and type(entry.get("id")) is int for entry in consumers
     )
     if not valid or any(type(number) is not int for number in (event, seq, 0 if version is None else version)):
-        raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected what every consumer was like")
+        raise CorruptBookError(f"checkpoint {name!r}: got {str(state)[:100]!r}, expected the state of every consumer")
     return Point(name, event, seq, created, fields)
 
 
@@ -118,14 +130,14 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
     if row is None:
         names = [repr(checkpoint) for (checkpoint,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
         raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(names) or 'none'}")
-    return _point(row)
+    return _parse_point(row)
 
 
-# --- making and forgetting ----------------------------------------------------------------------------------------
+# --- creating and forgetting ----------------------------------------------------------------------------------------
 
 
 def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
-    """See `Book.checkpoint`."""
+    """Implement `Book.checkpoint`."""
     if name is not None:
         check_text("checkpoint", name, 1, 200)
     if keep is not None:
@@ -134,13 +146,13 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
     token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
 
     def transact(tx: Transaction) -> str:
-        used = _of_token(tx, token)
+        used = _find_by_token(tx, token)
         if used is not None:
             return used
-        state = json.dumps(_state(tx, book))
-        used = name if name is not None and _is_there(tx, name, state) else _make(tx, name, state, token)
+        state = json.dumps(_capture_state(tx, book))
+        used = name if name is not None and _exists(tx, name, state) else _insert_checkpoint(tx, name, state, token)
         if keep is not None:
-            for old in checkpoint_points(tx)[:-keep]:
+            for old in list_points(tx)[:-keep]:
                 _forget(tx, old)
         hit_failpoint("during checkpoint")
         return used
@@ -149,7 +161,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
         return write_once(
             book.ledger,
             transact,
-            lambda tx, used: _of_token(tx, token) == used,
+            lambda tx, used: _find_by_token(tx, token) == used,
             begin=lambda timeout: queue.write_drained(book, timeout),
         )
     except OutcomeUnknownError:
@@ -157,7 +169,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
         raise
 
 
-def _of_token(tx: Transaction, token: str) -> str | None:
+def _find_by_token(tx: Transaction, token: str) -> str | None:
     """Return the name of the checkpoint that the call with this token created."""
     row = tx.one(
         "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
@@ -166,7 +178,7 @@ def _of_token(tx: Transaction, token: str) -> str | None:
     return None if row is None else str(row[0])
 
 
-def _is_there(tx: Transaction, name: str, state: str) -> bool:
+def _exists(tx: Transaction, name: str, state: str) -> bool:
     """Return whether an identical checkpoint exists; a different one of this name is an error."""
     row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
@@ -175,13 +187,13 @@ def _is_there(tx: Transaction, name: str, state: str) -> bool:
     if row != (last, state):
         raise ConflictError(
             f"checkpoint: got {name!r}, which is the name of another point, {last - row[0]} events ago; expected a new "
-            "name, or book.forget first"
+            "name, or rollbook.book.forget_checkpoint first"
         )
     return True
 
 
-def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
-    """Make a checkpoint; `token` names the call, by which a checkpoint is found whose commit got no answer."""
+def _insert_checkpoint(tx: Transaction, name: str | None, state: str, token: str) -> str:
+    """Insert a checkpoint; `token` identifies the call, to find a checkpoint whose commit was not confirmed."""
     last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
     while name is None:
         last += 1
@@ -189,7 +201,7 @@ def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
         if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
     queue.record_events(tx, [queue.Event("checkpoint", reason=name, detail={"token": token})])
-    # The event is the checkpoint's own: no two have the same, and all that comes later has a larger number.
+    # Each checkpoint has its own event, and all later events have larger numbers.
     event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
         "INSERT INTO checkpoints (name, event, seq, made, state) VALUES (?, ?, ?, ?, ?)",
@@ -198,7 +210,7 @@ def _make(tx: Transaction, name: str | None, state: str, token: str) -> str:
     return name
 
 
-def _state(tx: Transaction, book: Book) -> dict[str, Any]:
+def _capture_state(tx: Transaction, book: Book) -> dict[str, Any]:
     return {
         "policy_version": queue.announced_version(tx),
         "consumers": [
@@ -217,18 +229,27 @@ def _state(tx: Transaction, book: Book) -> dict[str, Any]:
 
 
 def list_checkpoints(book: Book) -> list[Checkpoint]:
-    """See `Book.checkpoints`."""
+    """Implement `Book.checkpoints`."""
     with book.ledger.read() as tx:
-        points = checkpoint_points(tx)
+        points = list_points(tx)
     return [Checkpoint(p.name, p.created, p.event, p.seq, p.state["policy_version"]) for p in points]
 
 
 def forget_checkpoint(book: Book, name: str) -> None:
-    """Forget a checkpoint; nothing is kept for it any more.
+    """Forget a checkpoint; bytes that only it needs may be removed.
 
     Args:
         book: The book.
         name: The checkpoint.
+
+    Raises:
+        KeyError: The book has no checkpoint of this name.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> forget_checkpoint(book, book.checkpoint())
+    >>> book.checkpoints()
+    []
     """
     check_writable(book, "forget_checkpoint")
     with book.ledger.write() as tx:
@@ -241,11 +262,11 @@ def _forget(tx: Transaction, point: Point) -> None:
     queue.record_events(tx, [queue.Event("forgotten", reason=point.name)])
 
 
-# --- going back ---------------------------------------------------------------------------------------------------
+# --- rewinding ------------------------------------------------------------------------------------------------------
 
 
 def rewind_book(book: Book, name: str, later: str) -> RewindResult:
-    """See `Book.rewind`."""
+    """Implement `Book.rewind`."""
     check_choice("later", later, ("keep", "drop"))
     with queue.write_drained(book) as tx:
         done = undo_work(tx, book, find_checkpoint(tx, name), later)
@@ -254,37 +275,37 @@ def rewind_book(book: Book, name: str, later: str) -> RewindResult:
 
 
 def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindResult:
-    """Put everything back to the checkpoint, within a transaction."""
-    # Newest first: each hands what it kept to the one before it, until all lies with this checkpoint.
-    forgotten = [later_point for later_point in reversed(checkpoint_points(tx)) if later_point.event > point.event]
+    """Restore the state of the checkpoint, within a transaction."""
+    # Newest first: each undo log is merged into the one before it, until this checkpoint has all.
+    forgotten = [later_point for later_point in reversed(list_points(tx)) if later_point.event > point.event]
     for later_point in forgotten:
         _forget(tx, later_point)
     lineage = queue.branch_lineage(tx, point.state["policy_version"], point.seq)
     queue.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
-    came = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
+    later_count = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
     if later == "drop":
-        _let_go(tx, point.seq)
-    states = {later_point["id"]: later_point for later_point in point.state["consumers"]}
-    revised = _revised(tx, point)
-    # Records that are brought again get numbers from here on; they are ranked by those they had.
+        _mark_rewound(tx, point.seq)
+    states = {consumer_state["id"]: consumer_state for consumer_state in point.state["consumers"]}
+    revised = _list_revised(tx, point)
+    # Records that are appended again get larger numbers, but the ranks of their former numbers.
     last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
     for consumer in all_consumers(tx):
         if consumer.id in states:
-            _put_back(tx, book, consumer, states[consumer.id], point, revised, last)
+            _restore_consumer(tx, book, consumer, states[consumer.id], point, revised, last)
         else:
-            _begin_anew(tx, book, consumer, point, last)
+            _reset_consumer(tx, book, consumer, point, last)
         save_consumer(tx, consumer)
     done = RewindResult(
-        point.name, acks, leases, came, tuple(newer.name for newer in reversed(forgotten)), len(lineage.branches)
+        point.name, acks, leases, later_count, tuple(newer.name for newer in reversed(forgotten)), len(lineage.branches)
     )
     detail = {
         "lineage": len(lineage.branches),
         "event": point.event,
         "acks": acks,
         "leases": leases,
-        later: came,
+        later: later_count,
         "forgotten": list(done.forgotten),
     }
     queue.record_events(tx, [queue.Event("rewound", reason=point.name, detail=detail)])
@@ -302,7 +323,7 @@ def _void_acks(tx: Transaction, point: Point) -> int:
 
 
 def void_leases(tx: Transaction, reason: str) -> int:
-    """End every living lease, whoever holds it; its rows are the caller's to free."""
+    """End every active lease; the caller has to free its rows."""
     tx.run(
         "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
         f"SELECT {tx.now!r}, seq, consumer, 'voided', ?, lease, '{{\"what\": \"leased\"}}' FROM work "
@@ -312,10 +333,11 @@ def void_leases(tx: Transaction, reason: str) -> int:
     return tx.count("UPDATE leases SET state = 'voided' WHERE state = 'active'")
 
 
-def _let_go(tx: Transaction, seq: int) -> None:
+def _mark_rewound(tx: Transaction, seq: int) -> None:
     """Mark the records after the checkpoint as rewound, which frees their ids; deleted ones stay deleted."""
     tx.run(
-        compaction.MARK.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"), (seq,)
+        compaction.MARK_ORPHANS.format("SELECT DISTINCT segment, 0 FROM records WHERE seq > ? AND segment IS NOT NULL"),
+        (seq,),
     )
     tx.run(
         "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
@@ -325,7 +347,7 @@ def _let_go(tx: Transaction, seq: int) -> None:
     tx.run("DELETE FROM media_uses WHERE seq > ?", (seq,))
 
 
-def _revised(tx: Transaction, point: Point) -> list[int]:
+def _list_revised(tx: Transaction, point: Point) -> list[int]:
     """Return the records of the checkpoint that were revised since and still exist."""
     rows = tx.all(
         "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
@@ -335,27 +357,27 @@ def _revised(tx: Transaction, point: Point) -> list[int]:
     return [seq for (seq,) in rows]
 
 
-def _shifted(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
+def _shift_state(state: dict[str, Any], point: Point, last: int) -> dict[str, Any]:
     """Shift a consumer's state, so that the record after number `last` follows the checkpoint's last record."""
     if last == point.seq:
         return dict(state)
     return {
         **state,
-        "shifts": [*state.get("shifts", ()), last, last - point.seq + shift_state(state, point.seq)],
+        "shifts": [*state.get("shifts", ()), last, last - point.seq + get_shift(state, point.seq)],
     }
 
 
-def _begin_anew(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
+def _reset_consumer(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
     """Reset a consumer that was created after the checkpoint, except its settings."""
     for table in ("work", "groups", "tallies", "work_before", "groups_before"):
         tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
-    consumer.state, consumer.grouped, consumer.floor = _shifted({}, point, last), False, None
+    consumer.state, consumer.grouped, consumer.floor = _shift_state({}, point, last), False, None
     consumer.inserts = consumer.samples = 0
     tx.run("DELETE FROM inbox WHERE consumer = ?", (consumer.id,))
     queue.backfill_consumer(tx, consumer.id)
 
 
-def _put_back(
+def _restore_consumer(
     tx: Transaction,
     book: Book,
     consumer: Consumer,
@@ -367,16 +389,16 @@ def _put_back(
     settings = ConsumerConfig.from_json(was["settings"])
     if settings != consumer.settings:
         save_settings(tx, consumer, settings)
-    # Groups are put back as they were, not made again from their members as each of those changes.
+    # Groups are restored from the undo log, not refreshed for each change of a member.
     consumer.grouped = False
-    consumer.state = _shifted(was["state"], point, last)
-    lost = _put_back_rows(tx, consumer, point)
+    consumer.state = _shift_state(was["state"], point, last)
+    lost = _restore_rows(tx, consumer, point)
     gids = dict.fromkeys(row.gid for rows in lost.values() for row in rows)
     gids.update(dict.fromkeys(free_leased(tx, consumer)))
     mine = (point.event, consumer.id)
     source = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
     leased = tx.one(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
-    # Rows that are now as they were need not be kept. Those that were leased wait now: that is not what they were.
+    # The undo log keeps rows that were leased, since they wait now; the others are as they were.
     tx.run(f"DELETE {source} <> 'leased'", mine)
     consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - leased, was["floor"]
     if was["grouped"]:
@@ -387,26 +409,26 @@ def _put_back(
         tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
     for reason, rows in lost.items():
         queue.drop_rows(tx, consumer, rows, reason)
-    other = _follow_revisions(tx, book, consumer, point, revised)
+    other = _apply_revisions(tx, book, consumer, point, revised)
     inserts = consumer.inserts
-    later = _offer_later(tx, book, consumer, point)
+    later = _offer_later_records(tx, book, consumer, point)
     more = consumer.inserts > inserts
     consumer.grouped = was["grouped"]
     if consumer.grouped:
         queue.refresh_groups(tx, consumer, dict.fromkeys([*gids, *other, *later]), set(other))
     if more:
-        while not queue.drop_over_size(tx, consumer, _PIECE):
+        while not queue.drop_over_size(tx, consumer, _CHUNK):
             pass
 
 
-def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
+def _restore_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
     """Restore rows as of the checkpoint, leased ones as waiting; drop those whose bytes are gone since."""
     lost: dict[str, list[queue.Row]] = {}
     last = 0
     while True:
         rows = tx.all(
             f"SELECT {queue.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
-            f"ORDER BY seq LIMIT {_PIECE}",
+            f"ORDER BY seq LIMIT {_CHUNK}",
             (point.event, consumer.id, last),
         )
         if not rows:
@@ -417,7 +439,7 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
             gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
         moves, events = [], []
         for now in queue.select_rows_by_seq(tx, consumer, list(then)):
-            new = _freed(then[now.seq])
+            new = _unlease(then[now.seq])
             if new.seq in gone and new.state in (queue.WAITING, queue.COOLING):
                 lost.setdefault(gone[new.seq], []).append(new)
             if new != now:
@@ -429,23 +451,26 @@ def _put_back_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[st
         last = rows[-1][0]
 
 
-def _freed(row: queue.Row) -> queue.Row:
+def _unlease(row: queue.Row) -> queue.Row:
     return row._replace(state=queue.WAITING, lease=None) if row.state == queue.LEASED else row
 
 
 def free_leased(tx: Transaction, consumer: Consumer) -> list[str]:
-    """Have all leased rows wait again, at the place they had; their groups."""
+    """Return all leased rows to the queue with their former ranks; return their groups."""
     rows = queue.select_rows(tx, "lease IS NOT NULL AND consumer = ? ORDER BY seq", (consumer.id,))
-    queue.change_rows(tx, consumer, [(row, _freed(row)) for row in rows], [])
+    queue.change_rows(tx, consumer, [(row, _unlease(row)) for row in rows], [])
     consumer.samples -= len(rows)
     return list(dict.fromkeys(row.gid for row in rows))
 
 
-def _follow_revisions(
+def _apply_revisions(
     tx: Transaction, book: Book, consumer: Consumer, point: Point, revised: Sequence[int]
 ) -> list[str]:
-    """Revisions are facts: a record that was revised after the checkpoint has the numbers that it has now, and waits
-    if that was asked. The groups of those that have other numbers, or wait again."""
+    """Apply revisions made after the checkpoint, which a rewind does not undo, to restored rows.
+
+    Returns:
+        The groups of records whose numbers changed or that wait again.
+    """
     returned = {
         seq
         for (seq,) in tx.all(
@@ -457,14 +482,14 @@ def _follow_revisions(
     then = set(queue.select_rows_by_seq(tx, consumer, revised))
     for again in (False, True):
         seqs = [seq for seq in revised if (seq in returned) == again]
-        for start in range(0, len(seqs), _PIECE):
-            piece = seqs[start : start + _PIECE]
+        for start in range(0, len(seqs), _CHUNK):
+            piece = seqs[start : start + _CHUNK]
             values = None if key is None else read_numbers(book, tx, piece, key)
-            revision.follow_revisions(tx, consumer, piece, values, again)
+            revision.apply_revisions(tx, consumer, piece, values, again)
     return [row.gid for row in queue.select_rows_by_seq(tx, consumer, revised) if row not in then]
 
 
-def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
+def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
     """Offer the records after the checkpoint as if they came now, and return their groups."""
     lineage = queue.read_lineage(tx)
     bounded = consumer.settings.max_staleness is not None
@@ -473,7 +498,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
     gids: dict[str, None] = {}
     last = point.seq
     while True:
-        rows = queue.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_PIECE}", (consumer.id, last))
+        rows = queue.select_rows(tx, f"consumer = ? AND seq > ? ORDER BY seq LIMIT {_CHUNK}", (consumer.id, last))
         if not rows:
             return list(gids)
         seqs = [row.seq for row in rows]
@@ -490,15 +515,15 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in rows:
-            old = floor is not None and now.version is not None and now.version < floor
+            outdated = floor is not None and now.version is not None and now.version < floor
             abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
-            why = gone[now.seq] or ("stale" if old or abandoned else None)
+            reason_dropped = gone[now.seq] or ("stale" if outdated or abandoned else None)
             detail = queue.abandoned_detail(newest[now.seq]) if abandoned else None
-            new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), why)
+            new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), reason_dropped)
             moves.append((now, new))
             inserts += new.state != queue.DROPPED
             if new.state == queue.DROPPED and (now.state, now.reason) != (new.state, new.reason):
-                events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, why, detail=detail))
+                events.append(queue.Event(queue.DROPPED, now.seq, consumer.id, reason_dropped, detail=detail))
             elif now.state == queue.DROPPED != new.state:
                 reoffer_detail = {"what": queue.DROPPED, "why": now.reason}
                 events.append(queue.Event("voided", now.seq, consumer.id, point.name, detail=reoffer_detail))
@@ -508,7 +533,7 @@ def _offer_later(tx: Transaction, book: Book, consumer: Consumer, point: Point) 
         last = seqs[-1]
 
 
-# --- proof --------------------------------------------------------------------------------------------------------
+# --- trained steps --------------------------------------------------------------------------------------------------
 
 
 def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | None]]:
@@ -520,6 +545,13 @@ def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | N
 
     Returns:
         The steps by id.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
+    >>> _ = book.lease(1).ack(step=7)
+    >>> trained_steps(book)
+    {'//0/0/a': [7]}
     """
     with book.ledger.read() as tx:
         group = get_consumer(tx, consumer)

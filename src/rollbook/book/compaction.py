@@ -28,7 +28,7 @@ from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import CorruptBookError, MissingSegmentError, SegmentBusyError
 from rollbook.book.ledger import Transaction, chunks
 from rollbook.book.media import open_blob
-from rollbook.book.read import Frames, check_slots, read_frame
+from rollbook.book.read import FrameCache, check_slots, read_frame
 from rollbook.book.segments.files import ALIGN, Place
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import WireError
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 
-_EVICTED = ("stale", "max_size", "max_age", "attempts")
-_UNUSED = "NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
-MARK = "INSERT INTO orphans (segment, seen) {} ON CONFLICT (segment) DO UPDATE SET seen = 0"
-"""Note segments of which the ledger once spoke: no append can be on its way to one, and once empty it may go."""
+_EVICTION_REASONS = ("stale", "max_size", "max_age", "attempts")
+_UNUSED_MEDIUM = "NOT EXISTS (SELECT 1 FROM media_uses WHERE media_uses.hash = media.hash)"
+MARK_ORPHANS = "INSERT INTO orphans (segment, seen) {} ON CONFLICT (segment) DO UPDATE SET seen = 0"
+"""Mark segments that the ledger referred to before: no append is about to use them, and they may be removed."""
 
 
 # --- records that lose their bytes ----------------------------------------------------------------------------------
 
 
-def _done_with(tx: Transaction, condition: str) -> str | None:
-    """Return the end of a query of `work` and `records` for records that every consumer is done with.
+def _finished_rule(tx: Transaction, condition: str) -> str | None:
+    """Return the end of a query of `work` and `records` for records that every consumer has finished.
 
-    `condition` says so of a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
+    `condition` is about a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
     consumer the result is `None`.
     """
     first = tx.one("SELECT MIN(id) FROM consumers")[0]
@@ -72,28 +72,28 @@ def _done_with(tx: Transaction, condition: str) -> str | None:
     )
 
 
-def _evicted(tx: Transaction) -> str | None:
-    """Apply `_done_with` to records that a rule dropped before their first use, unless `keep_stale` keeps them."""
+def _evicted_rule(tx: Transaction) -> str | None:
+    """Apply `_finished_rule` to records that a rule dropped before their first use, unless `keep_stale` keeps them."""
     keep = [group.id for group in all_consumers(tx) if group.settings.keep_stale]
     condition = f" AND NOT (mine.reason = 'stale' AND consumers.id IN ({','.join(map(str, keep))}))" if keep else ""
-    reasons = ",".join(f"'{reason}'" for reason in _EVICTED)
-    return _done_with(tx, f"mine.state = 'dropped' AND mine.uses = 0 AND mine.reason IN ({reasons}){condition}")
+    reasons = ",".join(f"'{reason}'" for reason in _EVICTION_REASONS)
+    return _finished_rule(tx, f"mine.state = 'dropped' AND mine.uses = 0 AND mine.reason IN ({reasons}){condition}")
 
 
-def _finished(tx: Transaction) -> str | None:
-    """Apply `_done_with` to trained and dropped records."""
-    return _done_with(tx, "mine.state IN ('trained', 'dropped')")
+def _trained_or_dropped_rule(tx: Transaction) -> str | None:
+    """Apply `_finished_rule` to trained and dropped records."""
+    return _finished_rule(tx, "mine.state IN ('trained', 'dropped')")
 
 
-def purge(book: Book) -> int:
-    """Take the bytes of records that nobody will ask for; how many."""
+def purge_records(book: Book) -> int:
+    """Detach the bytes of records that no consumer or checkpoint needs, and return how many."""
     with book.ledger.read() as tx:
         gone = [row[0] for row in tx.all("SELECT seq FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL")]
-        rule = _evicted(tx)
+        rule = _evicted_rule(tx)
         evicted = (
             [] if rule is None else [row[0] for row in tx.all(f"SELECT work.seq {rule} AND work.state = 'dropped'")]
         )
-        unused = tx.one(f"SELECT 1 FROM media WHERE {_UNUSED}")
+        unused = tx.one(f"SELECT 1 FROM media WHERE {_UNUSED_MEDIUM}")
     count = 0
     for marks, part in chunks(gone):
         with book.ledger.write() as tx:
@@ -101,21 +101,21 @@ def purge(book: Book) -> int:
                 f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL AND seq IN ({marks})",
                 part,
             )
-            count += _take_bytes(tx, rows)
+            count += _detach_bytes(tx, rows)
     for marks, part in chunks(evicted):
         with book.ledger.write() as tx:
-            # A revision may have brought one back meanwhile.
-            rows = tx.all(f"SELECT work.seq, work.reason {_evicted(tx)} AND work.seq IN ({marks})", part)
-            count += _take_bytes(tx, rows)
+            # A revision may have returned one to the queue meanwhile.
+            rows = tx.all(f"SELECT work.seq, work.reason {_evicted_rule(tx)} AND work.seq IN ({marks})", part)
+            count += _detach_bytes(tx, rows)
     if count or unused:
         _forget_media(book)
     return count
 
 
-def _take_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
+def _detach_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
     """Detach the bytes of records (number, reason); the ledger keeps their rows."""
     for marks, part in chunks([seq for seq, _ in reasons]):
-        tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), part)
+        tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), part)
         tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
     tx.many(
         "UPDATE records SET gone = COALESCE(gone, ?), segment = NULL, start = NULL, size = NULL, slot = NULL, "
@@ -127,23 +127,33 @@ def _take_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
 
 
 def _forget_media(book: Book) -> None:
-    """Media that no record uses: their bytes are garbage."""
+    """Delete the rows of media that no record uses."""
     with book.ledger.read() as tx:
-        hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED}")]
+        hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED_MEDIUM}")]
     for marks, part in chunks(hashes):
         with book.ledger.write() as tx:
-            unused = f"hash IN ({marks}) AND {_UNUSED}"
-            tx.run(MARK.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), part)
+            unused = f"hash IN ({marks}) AND {_UNUSED_MEDIUM}"
+            tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), part)
             tx.run(f"DELETE FROM media WHERE {unused}", part)
 
 
-def take_finished(book: Book, least: int, most: int) -> int:
-    """Take the bytes of records that were trained or dropped for every consumer, the oldest first, up to `most` bytes;
-    how many records. None where less than `least` bytes could be had."""
+def evict_finished(book: Book, min_bytes: int, max_bytes: int) -> int:
+    """Detach the bytes of records that every consumer has trained on or dropped, oldest first.
+
+    Args:
+        book: The book.
+        min_bytes: Do nothing if fewer bytes could be freed.
+        max_bytes: Stop after so many bytes.
+
+    Returns:
+        How many records lost their bytes.
+    """
     book.store.seal()
-    busy = {name for name in book.store.segments() if book.store.busy(name)}  # other writers' cannot be written anew
+    busy = {
+        name for name in book.store.segments() if book.store.busy(name)
+    }  # segments of other writers cannot be rewritten
     with book.ledger.read() as tx:
-        rule = _finished(tx)
+        rule = _trained_or_dropped_rule(tx)
         if rule is None:
             return 0
         finished = tx.all(f"SELECT work.seq, records.segment, records.bytes {rule} ORDER BY work.seq")
@@ -159,7 +169,7 @@ def take_finished(book: Book, least: int, most: int) -> int:
     freed = 0
     taken: list[int] = []
     for seq, segment, size in finished:
-        if freed >= most:
+        if freed >= max_bytes:
             break
         if segment in busy:
             continue
@@ -168,22 +178,22 @@ def take_finished(book: Book, least: int, most: int) -> int:
         for key in uses[seq]:
             left[key] -= 1
             freed += 0 if left[key] else sizes.get(key, 0)
-    if freed < least:
+    if freed < min_bytes:
         return 0
     count = 0
     for marks, part in chunks(taken):
         with book.ledger.write() as tx:
-            rows = tx.all(f"SELECT work.seq {_finished(tx)} AND work.seq IN ({marks})", part)
-            count += _take_bytes(tx, [(seq, "quota") for (seq,) in rows])
+            rows = tx.all(f"SELECT work.seq {_trained_or_dropped_rule(tx)} AND work.seq IN ({marks})", part)
+            count += _detach_bytes(tx, [(seq, "quota") for (seq,) in rows])
     _forget_media(book)
     return count
 
 
-# --- bytes that must go ---------------------------------------------------------------------------------------------
+# --- bytes that must be removed----------------------------------------------------------------------------------------
 
 
 def pending_purges(book: Book) -> dict[str, str]:
-    """Segments that hold deleted or redacted bytes, and what the removal of these waits for."""
+    """Return the segments that hold deleted or redacted bytes, with what their removal waits for."""
     with book.ledger.read() as tx:
         segments = [segment for (segment,) in tx.all("SELECT segment FROM purges ORDER BY segment")]
     return {
@@ -196,9 +206,11 @@ def pending_purges(book: Book) -> dict[str, str]:
     }
 
 
-def look_for_forgotten(book: Book) -> None:
-    """Find the segments that hold copies of deleted or redacted records which the ledger no longer knows of: from
-    before a revision, or from an append that crashed or came second; list them in `purges`."""
+def find_stale_copies(book: Book) -> None:
+    """Find segments with copies of deleted or redacted records that the ledger does not refer to; add them to `purges`.
+
+    Such copies are left by revisions, and by appends that crashed or came second.
+    """
     with book.ledger.read() as tx:
         row = tx.one("SELECT value FROM meta WHERE key = 'forgotten'")
         since = int(row[0]) if row is not None else 0
@@ -216,7 +228,7 @@ def look_for_forgotten(book: Book) -> None:
     segments = []
     if names:
         for segment, size in book.store.segments().items():
-            if segment not in listed and _holds_bytes(book, segment, size, names):
+            if segment not in listed and _holds_stale_copy(book, segment, size, names):
                 segments.append(segment)
     with book.ledger.write() as tx:
         tx.many(
@@ -229,7 +241,7 @@ def look_for_forgotten(book: Book) -> None:
         )
 
 
-def _holds_bytes(book: Book, segment: str, size: int, names: set[str]) -> bool:
+def _holds_stale_copy(book: Book, segment: str, size: int, names: set[str]) -> bool:
     """Return whether the unreferenced parts of a segment hold a record of one of these ids or a medium that is gone."""
     live: defaultdict[int, set[int]] = defaultdict(set)
     with book.ledger.read() as tx:
@@ -255,69 +267,80 @@ def _holds_bytes(book: Book, segment: str, size: int, names: set[str]) -> bool:
         except MissingSegmentError:
             return False
         except WireError:
-            return True  # What cannot be read may be anything: the rest is copied, and this goes.
+            return True  # It may be anything: the rest is copied, and this is removed.
         at += -(-length // ALIGN) * ALIGN
     return False
 
 
 FRAME_RECORDS = 512
 FRAME_BYTES = 8 << 20
-"""A new frame holds at most so many records and, unless it holds one only, about so many bytes."""
+"""Limits of a new frame: records, and bytes unless it has a single record."""
 PUT_BYTES = 64 << 20
-"""How much is copied between two commits: about what a compactor holds in memory."""
-POINTED_AT_ONCE = 2000
-"""How many rows of the ledger one transaction has point to their copies: others wait for it."""
-MERGE = 8
-"""So many small segments of about one size become one: each byte is then copied once for each step in size."""
-SMALL = 32 << 20
+"""Bytes that are copied between two commits, and about what compaction holds in memory."""
+REPOINT_ROWS = 2000
+"""Rows of the ledger that one transaction updates, while other writers wait."""
+MERGE_SEGMENTS = 8
+"""Merge this many small segments of about one size: each byte is copied once per step in size."""
+SMALL_SEGMENT_BYTES = 32 << 20
 AUTO_MERGE_INTERVAL = 64
 """Check every this many appends whether small segments should be merged."""
 AUTO_MERGE_SEGMENTS = 64
 AUTO_MERGE_BYTES = 8 << 20
 """Bytes merged at once in the background, if more than `AUTO_MERGE_SEGMENTS` segments are smaller than this."""
 _AUTO_MERGE_SECONDS = 60.0
-_REMOVE_AT_ONCE = 16
-_POINT = "during compaction"
+_REMOVE_CHUNK = 16
+_FAILPOINT = "during compaction"
 
 
 @dataclass(slots=True)
 class CompactionResult:
-    """The result of a compaction."""
+    """The result of a compaction.
+
+    Attributes:
+        before: Bytes in the store before.
+        after: Bytes in the store afterwards.
+        read: Segments whose records were copied.
+        written: Segments that hold the copies.
+        removed: Segments that were removed.
+        records: Records that were moved.
+        media: Media that were moved.
+        purged: Records that lost their bytes: dropped by every consumer, and needed by no checkpoint.
+        damaged: Segments that do not match the ledger, with the problem; they are not changed.
+        pending: Segments that still hold deleted or redacted bytes, with what the removal waits for.
+
+    >>> import rollbook
+    >>> rollbook.open("memory:").compact().removed
+    0
+    """
 
     before: int = 0
-    """Bytes in the store."""
     after: int = 0
     read: int = 0
-    """Segments whose records were copied elsewhere."""
     written: int = 0
-    """Segments that the copies lie in."""
     removed: int = 0
-    """Segments that are gone."""
     records: int = 0
-    """Records that were moved."""
     media: int = 0
     purged: int = 0
-    """Records that lost their bytes: dropped by every consumer, and needed by no checkpoint."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Segments that hold something which is not what the ledger says, and what; they are left as they are."""
     pending: dict[str, str] = field(default_factory=dict)
-    """Segments that still hold deleted or redacted bytes, and what the removal waits for."""
 
 
-def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: float = 3600.0) -> CompactionResult:
-    """See `Book.compact`."""
+def compact(
+    book: Book, *, garbage: float = 0.5, small: int = SMALL_SEGMENT_BYTES, grace: float = 3600.0
+) -> CompactionResult:
+    """Implement `Book.compact`."""
     check_float("garbage", garbage, 0.0, 1.0)
     check_int("small", small)
     check_float("grace", grace, 0.0)
     done = CompactionResult(before=sum(book.store.segments().values()))
     delete_removed_consumers(book.ledger)
-    done.purged = purge(book)
-    hit_failpoint(_POINT)
-    look_for_forgotten(book)
-    hit_failpoint(_POINT)
-    for names in _chosen(book, garbage, small):
-        _move(book, names, done)
-    done.removed += _sweep(book, grace)
+    done.purged = purge_records(book)
+    hit_failpoint(_FAILPOINT)
+    find_stale_copies(book)
+    hit_failpoint(_FAILPOINT)
+    for names in _choose_segments(book, garbage, small):
+        _move_segments(book, names, done)
+    done.removed += _sweep_orphans(book, grace)
     book.ledger.clear_log()
     done.pending = {
         name: "it is damaged: repair the book first" if name in done.damaged else reason
@@ -330,7 +353,7 @@ def compact(book: Book, *, garbage: float = 0.5, small: int = SMALL, grace: floa
 # --- which segments -------------------------------------------------------------------------------------------------
 
 
-def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
+def _choose_segments(book: Book, garbage: float, small: int) -> list[list[str]]:
     """Return the segments to rewrite, oldest first, in groups that fit into one copy."""
     sizes = book.store.segments()
     with book.ledger.read() as tx:
@@ -342,15 +365,17 @@ def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
         emptied = {row[0] for row in tx.all("SELECT segment FROM orphans WHERE seen = 0")}
     chosen = set()
     for name, size in sizes.items():
-        # What nothing points to may be an append's on its way, unless it is known that it is not.
-        if name in must or (name in emptied if name not in live else _share(live[name], size) > garbage):
+        # A segment without references may belong to an append that is about to commit, unless it is marked.
+        if name in must or (name in emptied if name not in live else _garbage_share(live[name], size) > garbage):
             chosen.add(name)
     if any(map(book.store.busy, chosen)):
-        book.store.seal()  # It may be this writer's own, which can end it; others' have to wait.
+        book.store.seal()  # This ends the segment of this process; those of others have to wait.
         chosen = {name for name in chosen if not book.store.busy(name)}
     merged = {
         name
-        for tier in _tiers({n: s for n, s in sizes.items() if s < small and n in live and n not in chosen}).values()
+        for tier in _group_by_size(
+            {n: s for n, s in sizes.items() if s < small and n in live and n not in chosen}
+        ).values()
         for name in _mergeable(book, tier)
     }
     groups: list[list[str]] = []
@@ -361,19 +386,19 @@ def _chosen(book: Book, garbage: float, small: int) -> list[list[str]]:
             room = PUT_BYTES
         groups[-1].append(name)
         room -= live[name]
-    # To write a single one anew because it is small would change nothing.
+    # Rewriting a single small segment would change nothing.
     return [names for names in groups if len(names) > 1 or names[0] in chosen]
 
 
-def _share(live: int, size: int) -> float:
+def _garbage_share(live: int, size: int) -> float:
     """Return the share of a segment that is not needed."""
     return 1.0 - live / max(size - ALIGN, 1)
 
 
-def _tiers(sizes: dict[str, int]) -> dict[int, list[str]]:
-    """Segments of about one size, each step eight times the one before.
+def _group_by_size(sizes: dict[str, int]) -> dict[int, list[str]]:
+    """Group segments by size; each group is eight times as large as the one before.
 
-    >>> _tiers({"a": 100, "b": 60_000, "c": 70_000, "d": 1 << 20})
+    >>> _group_by_size({"a": 100, "b": 60_000, "c": 70_000, "d": 1 << 20})
     {0: ['a', 'b'], 1: ['c'], 2: ['d']}
     """
     tiers: defaultdict[int, list[str]] = defaultdict(list)
@@ -384,11 +409,11 @@ def _tiers(sizes: dict[str, int]) -> dict[int, list[str]]:
 
 def _mergeable(book: Book, names: Sequence[str]) -> list[str]:
     """Return the segments without a writer, if a merge is worth it."""
-    idle = [name for name in names if not book.store.busy(name)] if len(names) >= MERGE else []
-    return idle if len(idle) >= MERGE else []
+    idle = [name for name in names if not book.store.busy(name)] if len(names) >= MERGE_SEGMENTS else []
+    return idle if len(idle) >= MERGE_SEGMENTS else []
 
 
-# --- copying ------------------------------------------------------------------------------------------------------
+# --- copying --------------------------------------------------------------------------------------------------------
 
 
 class _Row(NamedTuple):
@@ -412,7 +437,7 @@ class _Medium(NamedTuple):
 
 
 class _Copies:
-    """What was read and checked, to be put with one write."""
+    """Verified frames and media, to be put with one write."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -425,8 +450,8 @@ class _Copies:
         self.size += len(part)
 
 
-def _move(book: Book, names: Sequence[str], done: CompactionResult) -> None:
-    """Copy what is needed of these segments, have the ledger point to the copies, and remove them."""
+def _move_segments(book: Book, names: Sequence[str], done: CompactionResult) -> None:
+    """Copy the needed parts of these segments, make the ledger refer to the copies, and remove the segments."""
     rows: list[_Row] = []
     media: list[_Medium] = []
     with book.ledger.read() as tx:
@@ -442,22 +467,22 @@ def _move(book: Book, names: Sequence[str], done: CompactionResult) -> None:
                 for row in tx.all(f"SELECT hash, segment, start, size FROM media WHERE segment IN ({marks})", part)
             ]
     copies = _Copies()
-    frames = Frames(book, 8)
-    for piece in _pieces(sorted(rows)):
-        for records, moved in _gathered(frames, piece, done):
+    frames = FrameCache(book, 8)
+    for piece in _split_rows(sorted(rows)):
+        for records, moved in _gather(frames, piece, done):
             copies.add(encode(records), moved)
-        copies = _put(book, names, copies, done, PUT_BYTES)
+        copies = _put_copies(book, names, copies, done, PUT_BYTES)
     for medium in sorted(media, key=lambda medium: medium[1:]):
-        blob = _blob(book, medium, done)
+        blob = _read_blob(book, medium, done)
         if blob is not None:
             copies.add(blob, medium)
-        copies = _put(book, names, copies, done, PUT_BYTES)
-    _put(book, names, copies, done, 1)
+        copies = _put_copies(book, names, copies, done, PUT_BYTES)
+    _put_copies(book, names, copies, done, 1)
     done.read += len(names)
-    done.removed += _remove(book, names)
+    done.removed += _remove_segments(book, names)
 
 
-def _pieces(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+def _split_rows(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
     """Yield records of adjacent numbers, as many as fit into a frame."""
     piece: list[_Row] = []
     room = FRAME_BYTES
@@ -471,8 +496,8 @@ def _pieces(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
         yield piece
 
 
-def _gathered(
-    frames: Frames, piece: Sequence[_Row], done: CompactionResult
+def _gather(
+    frames: FrameCache, piece: Sequence[_Row], done: CompactionResult
 ) -> Iterator[tuple[Experiences, list[_Row]]]:
     """Read and verify the records of a piece, in order; those with columns of the same types together."""
     parts: list[Experiences] = []
@@ -484,7 +509,7 @@ def _gathered(
             frame = frames.get(place)
             check_slots(place, [row.slot for row in members], len(frame))
         except MissingSegmentError:
-            continue  # Another compactor was here.
+            continue  # Another compaction removed it.
         except CorruptBookError as error:
             done.damaged.setdefault(place.segment, str(error))
             continue
@@ -493,7 +518,7 @@ def _gathered(
             for name, column in frame.columns.items()
         }
         if any(kinds.get(name, kind) != kind for name, kind in mine.items()):
-            # Joined, narrow numbers would be kept as wide ones; columns of another version may not go together at all.
+            # Joined, narrow numbers would become wide; columns of other versions may not be joinable at all.
             yield Experiences.concat(parts), rows
             parts, rows, kinds = [], [], {}
         kinds |= mine
@@ -503,7 +528,7 @@ def _gathered(
         yield Experiences.concat(parts), rows
 
 
-def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | None:
+def _read_blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | None:
     """Read and verify a medium; return `None` if it is gone or damaged."""
     try:
         view = book.store.get(Place(*medium[1:]))
@@ -520,13 +545,13 @@ def _blob(book: Book, medium: _Medium, done: CompactionResult) -> memoryview | N
     return None
 
 
-def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, least: int) -> _Copies:
-    """Put copies of `least` bytes or more in the store and have the ledger point to them; what is still to be put."""
-    if copies.size < least:
+def _put_copies(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResult, min_bytes: int) -> _Copies:
+    """Put copies of `min_bytes` or more in the store and make the ledger refer to them; return those still to put."""
+    if copies.size < min_bytes:
         return copies
-    hit_failpoint(_POINT)
+    hit_failpoint(_FAILPOINT)
     places = book.store.put(copies.parts)
-    hit_failpoint(_POINT)
+    hit_failpoint(_FAILPOINT)
     fresh = places[0].segment
     records: list[tuple[Any, ...]] = []
     media: list[tuple[Any, ...]] = []
@@ -539,12 +564,12 @@ def _put(book: Book, names: Sequence[str], copies: _Copies, done: CompactionResu
                 (fresh, place.offset, place.length, slot, share, row.seq, row.segment, row.start, row.slot)
                 for slot, row in enumerate(owner)
             ]
-    starts = range(0, max(len(records), len(media)), POINTED_AT_ONCE)
+    starts = range(0, max(len(records), len(media)), REPOINT_ROWS)
     for start in starts:
-        part = slice(start, start + POINTED_AT_ONCE)
+        part = slice(start, start + REPOINT_ROWS)
         if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
             return _Copies()
-        hit_failpoint(_POINT)
+        hit_failpoint(_FAILPOINT)
     return _Copies()
 
 
@@ -558,53 +583,53 @@ def _repoint(
     last: bool,
     done: CompactionResult,
 ) -> bool:
-    """Have the ledger point to copies of records and media in the segment `fresh`; whether the segment is there."""
+    """Make the ledger refer to copies in the segment `fresh`; return whether that segment exists."""
     with book.ledger.write() as tx:
         if not book.store.has(fresh):
-            return False  # A remover thought it was left behind; everything is still where it was.
-        had = [_pointing(tx, table, fresh) for table in ("records", "media")]
-        # A record that was revised or purged meanwhile lies elsewhere: its row is left alone.
+            return False  # Another compaction removed it as an orphan; the originals are still there.
+        before = [_count_references(tx, table, fresh) for table in ("records", "media")]
+        # A record that was revised or purged meanwhile has another place, and its row does not change.
         tx.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? "
             "WHERE seq = ? AND segment = ? AND start = ? AND slot = ?",
             records,
         )
         tx.many("UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ? AND segment = ? AND start = ?", media)
-        moved = [_pointing(tx, table, fresh) - n for table, n in zip(("records", "media"), had, strict=True)]
+        moved = [_count_references(tx, table, fresh) - n for table, n in zip(("records", "media"), before, strict=True)]
         if any(moved):
             detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": size}
             queue.record_events(tx, [queue.Event("compacted", detail=detail)])
-            done.written += not any(had)
+            done.written += not any(before)
         for name in (*names, fresh) if last else ():
-            if not _referred(tx, name):
-                tx.run(MARK.format("VALUES (?, 0)"), (name,))
+            if not _is_referenced(tx, name):
+                tx.run(MARK_ORPHANS.format("VALUES (?, 0)"), (name,))
     done.records += moved[0]
     done.media += moved[1]
     return True
 
 
-def _pointing(tx: Transaction, table: str, segment: str) -> int:
+def _count_references(tx: Transaction, table: str, segment: str) -> int:
     return int(tx.one(f"SELECT COUNT(*) FROM {table} WHERE segment = ?", (segment,))[0])
 
 
-# --- removing -----------------------------------------------------------------------------------------------------
+# --- removing -------------------------------------------------------------------------------------------------------
 
 
-def _referred(tx: Transaction, segment: str) -> bool:
+def _is_referenced(tx: Transaction, segment: str) -> bool:
     return any(
         tx.one(f"SELECT 1 FROM {table} WHERE segment = ? LIMIT 1", (segment,)) is not None
         for table in ("records", "media")
     )
 
 
-def _remove(book: Book, names: Sequence[str]) -> int:
-    """Remove those of these segments that nothing points to and nobody writes; how many there were."""
+def _remove_segments(book: Book, names: Sequence[str]) -> int:
+    """Remove those of these segments that have no references and no writer; return how many."""
     count = 0
-    for _, part in chunks(names, _REMOVE_AT_ONCE):
-        # An append that is on its way looks in its own transaction whether its segment is still there.
+    for _, part in chunks(names, _REMOVE_CHUNK):
+        # An append checks in its own transaction that its segment still exists.
         with book.ledger.write() as tx:
             for name in part:
-                if _referred(tx, name):
+                if _is_referenced(tx, name):
                     continue
                 there = book.store.has(name)
                 try:
@@ -614,47 +639,47 @@ def _remove(book: Book, names: Sequence[str]) -> int:
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
                 count += there
-        hit_failpoint(_POINT)
+        hit_failpoint(_FAILPOINT)
     return count
 
 
-def _sweep(book: Book, grace: float) -> int:
-    """Note what nothing points to, remove what was noted `grace` seconds ago or more; how many were removed."""
-    there = book.store.segments()
+def _sweep_orphans(book: Book, grace: float) -> int:
+    """Mark segments without references, and remove those marked at least `grace` seconds ago; return how many."""
+    sizes = book.store.segments()
     with book.ledger.read() as tx:
         used = {
             row[0]
             for table in ("records", "media")
             for row in tx.all(f"SELECT DISTINCT segment FROM {table} WHERE segment IS NOT NULL")
         }
-        noted = dict(tx.all("SELECT segment, seen FROM orphans"))
-        must = [row[0] for row in tx.all("SELECT segment FROM purges")]
+        marked = dict(tx.all("SELECT segment, seen FROM orphans"))
+        to_purge = [row[0] for row in tx.all("SELECT segment FROM purges")]
         now = tx.now
-    loose = [name for name in there if name not in used and not book.store.busy(name)]
-    new = [name for name in loose if name not in noted]
-    late = [name for name in loose if name in noted and (noted[name] == 0 or noted[name] <= now - grace)]
+    orphans = [name for name in sizes if name not in used and not book.store.busy(name)]
+    new = [name for name in orphans if name not in marked]
+    removable = [name for name in orphans if name in marked and (marked[name] == 0 or marked[name] <= now - grace)]
     # A segment may have been begun after the list was made.
-    absent = {name for name in (*noted, *must) if name not in there and not book.store.has(name)}
-    found_again = [name for name in noted if name in used or name in absent]
-    if new or absent or found_again:
+    absent = {name for name in (*marked, *to_purge) if name not in sizes and not book.store.has(name)}
+    unmarked = [name for name in marked if name in used or name in absent]
+    if new or absent or unmarked:
         with book.ledger.write() as tx:
             tx.many(
                 "INSERT INTO orphans (segment, seen) VALUES (?, ?) ON CONFLICT DO NOTHING", [(n, tx.now) for n in new]
             )
-            tx.many("DELETE FROM orphans WHERE segment = ? AND seen = ?", [(n, noted[n]) for n in found_again])
+            tx.many("DELETE FROM orphans WHERE segment = ? AND seen = ?", [(n, marked[n]) for n in unmarked])
             tx.many("DELETE FROM purges WHERE segment = ?", [(name,) for name in absent])
-    return _remove(book, late)
+    return _remove_segments(book, removable)
 
 
-# --- room under a quota -------------------------------------------------------------------------------------------
+# --- room under a quota ---------------------------------------------------------------------------------------------
 
 
 def make_room(book: Book, size: int) -> bool:
-    """Have room for `size` bytes under the book's quota: first garbage goes, then the bytes of what every consumer is
-    done with, oldest first and a sixteenth of the quota at once where there is so much; whether there is room now.
+    """Make room for `size` bytes under the book's quota, and return whether there is room now.
 
-    While segments are written anew the store holds their copies too, up to `PUT_BYTES` above the quota. No record loses
-    its bytes where all that could go would not be enough.
+    Garbage is removed first, then the bytes of records that every consumer has finished, oldest first, up to a
+    sixteenth of the quota at once. While segments are rewritten, the store exceeds the quota by up to `PUT_BYTES`. No
+    record loses its bytes if that would not be enough.
     """
     quota = book.quota
     if quota is None:
@@ -670,13 +695,13 @@ def make_room(book: Book, size: int) -> bool:
         excess = over()
         if excess <= 0:
             return True
-        if not take_finished(book, excess, excess + quota // 16):
-            # The little garbage that is left in many segments, as the last resort.
+        if not evict_finished(book, excess, excess + quota // 16):
+            # Last resort: remove the little garbage that is left in many segments.
             compact(book, garbage=0.0, small=0, grace=0.0)
             return over() <= 0
 
 
-# --- beside appends -----------------------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------------------------
 
 _compactors: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -709,22 +734,22 @@ def _auto_merge(book: Book) -> None:
             return
         names: list[str] = []
         room = AUTO_MERGE_BYTES
-        for name in _mergeable(book, max(_tiers(sizes).values(), key=len)):
+        for name in _mergeable(book, max(_group_by_size(sizes).values(), key=len)):
             room -= sizes[name]
             if room < 0 or len(names) == 4 * AUTO_MERGE_SEGMENTS:
                 break
             names.append(name)
         with book.ledger.write() as tx:
             row = tx.one("SELECT value FROM meta WHERE key = 'tending'")
-            names = [name for name in names if _referred(tx, name)]
-            if len(names) < MERGE or (row is not None and float(row[0]) > tx.now):
+            names = [name for name in names if _is_referenced(tx, name)]
+            if len(names) < MERGE_SEGMENTS or (row is not None and float(row[0]) > tx.now):
                 return
             tx.run(
                 "INSERT INTO meta (key, value) VALUES ('tending', ?) "
                 "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
                 (repr(tx.now + _AUTO_MERGE_SECONDS),),
             )
-        _move(book, names, CompactionResult())
+        _move_segments(book, names, CompactionResult())
         with book.ledger.write() as tx:
             tx.run("DELETE FROM meta WHERE key = 'tending'")
     except Exception as error:

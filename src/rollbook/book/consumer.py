@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
-from rollbook.book.ledger import Ledger, LedgerValue, Transaction, check_text, check_writable, chunks, parsed
+from rollbook.book.ledger import Ledger, LedgerValue, Transaction, check_text, check_writable, chunks, parse_object
 from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, part_from_json, part_to_json
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=64)
-def exact(number: float) -> Fraction:
+def exact_decimal(number: float) -> Fraction:
     """Return the decimal number that `repr` prints, without the rounding error of a float.
 
-    >>> exact(0.1) * 3 == exact(0.3)
+    >>> exact_decimal(0.1) * 3 == exact_decimal(0.3)
     True
     """
     return Fraction(repr(number))
 
 
-def _at_least(bound: Fraction) -> str:
+def _format_at_least(bound: Fraction) -> str:
     """Format a number that is at least the bound."""
     near = float(bound)
-    return repr(near if exact(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
+    return repr(near if exact_decimal(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,14 @@ class MaxSize:
 
 @dataclass(frozen=True)
 class MaxAge:
-    """Remover: drop records that have waited longer than `seconds` since they were admitted."""
+    """Remover: drop records that have waited longer than `seconds` since they were admitted.
+
+    Args:
+        seconds: The maximum age.
+
+    >>> MaxAge(3600.0).seconds
+    3600.0
+    """
 
     seconds: float
 
@@ -73,7 +80,13 @@ class MaxAge:
 class MaxUses:
     """Remover: lease a record until it was acknowledged `uses` times, or without limit if `None`.
 
-    Without this part a record is used once.
+    Without this remover a record is used once.
+
+    Args:
+        uses: The maximum, or `None`.
+
+    >>> ConsumerConfig(removers=[MaxUses(4)]).max_uses
+    4
     """
 
     uses: int | None
@@ -85,7 +98,14 @@ class MaxUses:
 
 @dataclass(frozen=True)
 class MinSize:
-    """Rate limiter: lease nothing until `size` records are waiting, cooling down or leased."""
+    """Rate limiter: lease nothing until `size` records are waiting, cooling down or leased.
+
+    Args:
+        size: The minimum.
+
+    >>> MinSize(512).size
+    512
+    """
 
     size: int
 
@@ -136,18 +156,18 @@ expected a slack of at least 36
         check_int("SamplesToInserts.lease_size", self.lease_size, 1)
         check_int("SamplesToInserts.append_size", self.append_size, 1)
         # Both wait when c - k < -slack and c + m * ratio > slack: possible if the window is narrower than both steps.
-        # And where all that came has been handed out, c is 0 at most: an append has to fit in then.
-        step = self.append_size * exact(self.ratio)
+        # If all appended records were leased, c is at most 0, and an append must still fit in.
+        step = self.append_size * exact_decimal(self.ratio)
         needed = max((self.lease_size + step) / 2, step)
-        if exact(self.slack) < needed:
+        if exact_decimal(self.slack) < needed:
             raise ValueError(
                 f"SamplesToInserts: with slack {self.slack}, leases of {self.lease_size} and appends of "
                 f"{self.append_size} could wait for each other forever; expected a slack of at least "
-                f"{_at_least(needed)}"
+                f"{_format_at_least(needed)}"
             )
 
     def _cursor(self, inserts: int, samples: int) -> Fraction:
-        return (inserts - self.min_size) * exact(self.ratio) - samples
+        return (inserts - self.min_size) * exact_decimal(self.ratio) - samples
 
     def samples_left(self, inserts: int, samples: int) -> int:
         """Return how many records may be leased now.
@@ -158,7 +178,7 @@ expected a slack of at least 36
         """
         if inserts < self.min_size:
             return 0
-        return max(math.floor(self._cursor(inserts, samples) + exact(self.slack)), 0)
+        return max(math.floor(self._cursor(inserts, samples) + exact_decimal(self.slack)), 0)
 
     def inserts_left(self, inserts: int, samples: int) -> int:
         """Return how many records may be appended now.
@@ -167,7 +187,9 @@ expected a slack of at least 36
             inserts: Records appended so far.
             samples: Records leased so far.
         """
-        return max(math.floor((exact(self.slack) - self._cursor(inserts, samples)) / exact(self.ratio)), 0)
+        return max(
+            math.floor((exact_decimal(self.slack) - self._cursor(inserts, samples)) / exact_decimal(self.ratio)), 0
+        )
 
 
 Remover = MaxSize | MaxAge | MaxUses
@@ -175,9 +197,11 @@ Limiter = MinSize | SamplesToInserts
 REMOVERS: dict[str, type[Remover]] = {"max_size": MaxSize, "max_age": MaxAge, "max_uses": MaxUses}
 LIMITERS: dict[str, type[Limiter]] = {"min_size": MinSize, "samples_to_inserts": SamplesToInserts}
 """Removers and rate limiters by name, as in the saved settings of a consumer."""
+ConsumerSetting = Sampler | Remover | Limiter | Sequence[Remover] | Sequence[Limiter] | float | None
+"""The value of a field of `ConsumerConfig`; one remover or limiter stands for a list of one."""
 
 
-def check_together(
+def check_limits(
     removers: Sequence[Remover],
     limiters: Sequence[Limiter],
     uses: int | None,
@@ -188,13 +212,13 @@ def check_together(
     for kind in (*REMOVERS.values(), *LIMITERS.values()):
         if sum(isinstance(part, kind) for part in (*removers, *limiters)) > 1:
             raise ValueError(f"{kind.__name__}: got it twice, expected it once")
-    most = min((part.size for part in removers if isinstance(part, MaxSize)), default=None)
+    max_size = min((part.size for part in removers if isinstance(part, MaxSize)), default=None)
     for part in limiters:
         floor = part.size if isinstance(part, MinSize) else part.min_size
-        if most is not None and floor > most:
+        if max_size is not None and floor > max_size:
             raise ValueError(
                 f"{type(part).__name__}: nothing is leased before {floor} records are present, but MaxSize keeps at "
-                f"most {most}: no lease would ever succeed"
+                f"most {max_size}: no lease would ever succeed"
             )
         if isinstance(part, SamplesToInserts) and uses is not None and part.ratio > uses:
             raise ValueError(
@@ -208,22 +232,22 @@ def check_together(
                 "leased as a whole; expected at least one group"
             )
         if isinstance(part, SamplesToInserts):
-            # All but one of them may be there, and none of those is handed out: the next append has to fit in.
-            waits = [other.size for other in limiters if isinstance(other, MinSize)]
-            unseen = max([*waits, 0 if partial or group_size is None else group_size])
-            needed = (unseen - 1 + part.append_size - part.min_size) * exact(part.ratio)
-            if unseen and exact(part.slack) < needed:
+            # All but one of them may be there, with none leased: the next append must fit in.
+            minimums = [other.size for other in limiters if isinstance(other, MinSize)]
+            minimum = max([*minimums, 0 if partial or group_size is None else group_size])
+            needed = (minimum - 1 + part.append_size - part.min_size) * exact_decimal(part.ratio)
+            if minimum and exact_decimal(part.slack) < needed:
                 raise ValueError(
-                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {unseen} records are "
-                    f"present: appends would wait forever; expected at least {_at_least(needed)}"
+                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {minimum} records are "
+                    f"present: appends would wait forever; expected at least {_format_at_least(needed)}"
                 )
-    if most is not None and group_size and group_size > most and not partial:
+    if max_size is not None and group_size and group_size > max_size and not partial:
         raise ValueError(
-            f"MaxSize.size: got {most}, but groups need {group_size} runs to be complete: none ever would be"
+            f"MaxSize.size: got {max_size}, but groups need {group_size} runs to be complete: none ever would be"
         )
 
 
-NUMBERS = (
+NUMERIC_COLUMNS = (
     "reward",
     "scored",
     "length",
@@ -243,30 +267,35 @@ NUMBERS = (
 class ConsumerConfig:
     """Settings of a consumer group.
 
+    Args:
+        sampler: Order of the waiting records.
+        removers: Any of `MaxSize`, `MaxAge`, `MaxUses`. Without `MaxUses` a record is used once, except by `Priority`.
+        limiters: Any of `MinSize`, `SamplesToInserts`.
+        max_staleness: How many policy versions behind the announced one a record's oldest token may be.
+        keep_stale: Keep the bytes of stale records for inspection.
+        group_size: Number of runs in a group whose records do not state it.
+        partial_after: Seconds after which an incomplete group is leased; `None` for never.
+        lease_seconds: Seconds without progress after which a lease ends and its records are offered again.
+        max_attempts: How often a record may be given back before it is dropped; `None` for no limit.
+        seed: Seed of random samplers.
+
+    Raises:
+        ValueError: A setting is invalid, or the limits could keep leases or appends waiting forever.
+
     >>> ConsumerConfig().max_uses, ConsumerConfig(sampler=Priority()).max_uses
     (1, None)
     """
 
     sampler: Sampler = field(default_factory=First)
-    """Order of the waiting records."""
     removers: tuple[Remover, ...] = ()
-    """Any of `MaxSize`, `MaxAge`, `MaxUses`. Without `MaxUses` a record is used once, except by `Priority`."""
     limiters: tuple[Limiter, ...] = ()
-    """Any of `MinSize`, `SamplesToInserts`."""
     max_staleness: int | None = None
-    """How many policy versions behind the announced one a record's oldest token may be."""
     keep_stale: bool = False
-    """Keep the bytes of stale records for inspection."""
     group_size: int | None = None
-    """Number of runs in a group whose records do not state it."""
     partial_after: float | None = None
-    """Seconds after which an incomplete group is leased; `None` for never."""
     lease_seconds: float = 300.0
-    """Seconds without progress after which a lease ends, and the records of a holder that died are offered again."""
     max_attempts: int | None = None
-    """How often a record may be given back before it is dropped."""
     seed: int = 0
-    """Seed of random samplers."""
 
     def __post_init__(self) -> None:
         if type(self.sampler) not in SAMPLERS.values():
@@ -294,11 +323,11 @@ class ConsumerConfig:
         if check_int("seed", self.seed, -(1 << 63)) >= 1 << 63:
             raise ValueError(f"seed: got {self.seed}, expected a whole number of 64 bits")
         key = self.sampler.key
-        if key is not None and key not in NUMBERS and not str(key).startswith(("info.", "metrics.")):
+        if key is not None and key not in NUMERIC_COLUMNS and not str(key).startswith(("info.", "metrics.")):
             raise ValueError(
-                f"sampler: key: got {key!r}, expected info.NAME, metrics.NAME or one of {', '.join(NUMBERS)}"
+                f"sampler: key: got {key!r}, expected info.NAME, metrics.NAME or one of {', '.join(NUMERIC_COLUMNS)}"
             )
-        check_together(self.removers, self.limiters, self.max_uses, self.group_size, self.partial_after is not None)
+        check_limits(self.removers, self.limiters, self.max_uses, self.group_size, self.partial_after is not None)
 
     def _part(self, kind: type) -> Any:
         return next((part for part in (*self.removers, *self.limiters) if type(part) is kind), None)
@@ -309,8 +338,8 @@ class ConsumerConfig:
         part = self._part(MaxUses)
         limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
         if isinstance(self.sampler, Priority):
-            limits.append(self.sampler.most)
-        return min((most for most in limits if most is not None), default=None)
+            limits.append(self.sampler.max_uses)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @cached_property
     def max_size(self) -> MaxSize | None:
@@ -347,7 +376,7 @@ class ConsumerConfig:
         plain["sampler"] = part_to_json(SAMPLERS, self.sampler)
         plain["removers"] = [part_to_json(REMOVERS, part) for part in self.removers]
         plain["limiters"] = [part_to_json(LIMITERS, part) for part in self.limiters]
-        # Numbers of numpy are numbers too.
+        # Numpy numbers are allowed, too.
         return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
     @classmethod
@@ -366,13 +395,13 @@ class ConsumerConfig:
             raise ValueError(f"a consumer's settings: got {text[:200]!r}, expected only {', '.join(sorted(names))}")
         for name in ("sampler", "removers", "limiters"):
             if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
-                raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected what it is made of")
+                raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected its parts")
         plain["sampler"] = part_from_json(SAMPLERS, "sampler", plain["sampler"])
         plain["removers"] = tuple([part_from_json(REMOVERS, "remover", part) for part in plain["removers"]])
         plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", part) for part in plain["limiters"]])
         return cls(**plain)
 
-    def changed(self, options: dict[str, Any]) -> ConsumerConfig:
+    def changed(self, options: Mapping[str, ConsumerSetting]) -> ConsumerConfig:
         """Return a copy with some settings replaced.
 
         Args:
@@ -385,16 +414,16 @@ class ConsumerConfig:
         for name in options:
             if name not in by_name:
                 raise ValueError(f"consumer: unknown setting {name!r}{suggest(name, by_name)}")
-        return replace(self, **options)
+        return replace(self, **options)  # type: ignore[arg-type]
 
 
-_MAX_NUMBER = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers
+_MAX_JSON_CHARACTERS = 1 << 20  # characters of settings or of a sampler's state; both are a few numbers
 
 
 @lru_cache(maxsize=64)
 def parse_settings(text: LedgerValue) -> ConsumerConfig:
     """Parse settings from a ledger, which anybody may have written."""
-    if not isinstance(text, str) or len(text) > _MAX_NUMBER:
+    if not isinstance(text, str) or len(text) > _MAX_JSON_CHARACTERS:
         raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
         return ConsumerConfig.from_json(text)
@@ -411,9 +440,9 @@ def parse_state(text: LedgerValue) -> State:
     >>> parse_state('{"clock": 1.5, "ready": [2, 2.0]}')["ready"]
     [2, 2.0]
     """
-    if not isinstance(text, str) or len(text) > _MAX_NUMBER:
+    if not isinstance(text, str) or len(text) > _MAX_JSON_CHARACTERS:
         raise CorruptBookError(f"a sampler's state: got {str(text)[:100]!r}, expected a short text")
-    state = parsed(text, "a sampler's state")
+    state = parse_object(text, "a sampler's state")
     for name, value in state.items():
         shaped = {"ready": list, "shifts": list, "rounds": dict, "group_rounds": dict}.get(name, (int, float))
         numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
@@ -448,16 +477,16 @@ class Consumer:
     def item(self, seq: int, uses: int, version: int | None, value: float | None, *, group: bool = False) -> Item:
         """Return what the sampler sees of a record or a group."""
         if "shifts" in self.state:
-            seq -= shift_state(self.state, seq)
+            seq -= get_shift(self.state, seq)
         return Item(seq, self.settings.seed, uses, version, value, group)
 
 
-def shift_state(state: State, seq: int) -> int:
+def get_shift(state: State, seq: int) -> int:
     """Return how many records before this one were dropped by rewinds.
 
     Ranks do not count them, so that records that are appended again after a rewind get the ranks of the first time.
 
-    >>> shift_state({"shifts": [20, 10, 30, 15]}, 20), shift_state({"shifts": [20, 10, 30, 15]}, 21)
+    >>> get_shift({"shifts": [20, 10, 30, 15]}, 20), get_shift({"shifts": [20, 10, 30, 15]}, 21)
     (0, 10)
     """
     pairs = state.get("shifts", ())
@@ -546,21 +575,21 @@ def _last_number(tx: Transaction) -> int:
     """Return the largest number that a consumer has or had; events keep the numbers of removed ones."""
     last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
     row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
-    return last if row is None else max(last, _numberof("last_consumer", row[0]))
+    return last if row is None else max(last, _parse_number("last_consumer", row[0]))
 
 
-def _numberof(key: str, text: LedgerValue) -> int:
+def _parse_number(key: str, text: LedgerValue) -> int:
     """Parse a consumer's number from a ledger, which anybody may have written."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
     return int(text)
 
 
-_REMOVED = "removed_consumer:"
-NOT_REMOVED = f"'{_REMOVED}' || consumer NOT IN (SELECT key FROM meta)"
-"""Of a row with a `consumer`: not of one that was removed."""
+_REMOVED_KEY = "removed_consumer:"
+NOT_REMOVED = f"'{_REMOVED_KEY}' || consumer NOT IN (SELECT key FROM meta)"
+"""SQL condition on a row with a `consumer`: that consumer was not removed."""
 _REMOVED_CHUNK = 2000
-_KEYS = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
+_CONSUMER_TABLES = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
 
 
 def remove_consumer(book: Book, name: str) -> None:
@@ -590,7 +619,7 @@ def remove_consumer(book: Book, name: str) -> None:
         for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
             tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
         tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
-        notes = [("last_consumer", str(last)), (f"{_REMOVED}{consumer.id}", name)]
+        notes = [("last_consumer", str(last)), (f"{_REMOVED_KEY}{consumer.id}", name)]
         tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
     delete_removed_consumers(book.ledger)
 
@@ -599,19 +628,21 @@ def delete_removed_consumers(ledger: Ledger) -> None:
     """Delete the rows of removed consumers, in short transactions; also those that a crash left."""
     with ledger.read() as tx:
         # Without a value all its rows are deleted; the key stays, since events keep the number.
-        keys = [key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ? AND value <> ''", (f"{_REMOVED}%",))]
-        living = {number for (number,) in tx.all("SELECT id FROM consumers")} if keys else set()
+        keys = [
+            key for (key,) in tx.all("SELECT key FROM meta WHERE key LIKE ? AND value <> ''", (f"{_REMOVED_KEY}%",))
+        ]
+        existing = {number for (number,) in tx.all("SELECT id FROM consumers")} if keys else set()
     for key in keys:
-        number = _numberof(key, key.removeprefix(_REMOVED))
-        for table, column in _KEYS.items():
-            while number not in living and _delete_some(ledger, table, column, number):
+        number = _parse_number(key, key.removeprefix(_REMOVED_KEY))
+        for table, column in _CONSUMER_TABLES.items():
+            while number not in existing and _delete_chunk(ledger, table, column, number):
                 pass
         with ledger.write() as tx:
             tx.run("UPDATE meta SET value = '' WHERE key = ?", (key,))
 
 
-def _delete_some(ledger: Ledger, table: str, column: str, consumer: int) -> bool:
-    """Delete some rows of a consumer; whether there were any."""
+def _delete_chunk(ledger: Ledger, table: str, column: str, consumer: int) -> bool:
+    """Delete some rows of a consumer; return whether there were any."""
     with ledger.write() as tx:
         rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_CHUNK}", (consumer,))
         for marks, part in chunks([value for (value,) in rows]):
@@ -625,7 +656,7 @@ def save_consumer(tx: Transaction, consumer: Consumer) -> None:
     counts = (consumer.inserts, consumer.samples, consumer.floor, consumer.generation)
     now = (state, int(consumer.grouped), *counts)
     if now != consumer.saved:
-        tx.later(
+        tx.defer(
             "consumers",
             "UPDATE consumers SET state = ?, grouped = ?, inserts = ?, samples = ?, floor = ?, generation = ? "
             "WHERE id = ?",

@@ -18,13 +18,14 @@ import numpy as np
 import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
-from xxhash import xxh3_128_digest as H
+from xxhash import xxh3_128_digest as hash128
 
 from rollbook.core import columns as arrow
 from rollbook.core import freeform
 from rollbook.core.columns import Column, EidParts, Values, numbers, texts
 from rollbook.core.errors import WireError
 from rollbook.core.fields import BY_CODE, DTYPES, Field, owner
+from rollbook.core.freeform import Json
 from rollbook.core.ragged import Ragged, check_shape
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _print_parts(parts: list[str], are_numbers: NDArray[np.integer[Any]]) -> lis
     if not are_numbers.any():
         return parts
     parts = list(parts)
-    printed: dict[str, str] = {}  # Few tasks of a batch are different.
+    printed: dict[str, str] = {}  # A batch has few distinct tasks.
     for i in np.flatnonzero(are_numbers).tolist():
         text = parts[i]
         if text not in printed:
@@ -87,25 +88,25 @@ def _print_parts(parts: list[str], are_numbers: NDArray[np.integer[Any]]) -> lis
     return parts
 
 
-_CORE = b"rollbook core 1\0"
-_WHOLE = b"rollbook whole 1\0"
+_CORE_SALT = b"rollbook core 1\0"
+_FULL_SALT = b"rollbook whole 1\0"
 _ABSENT = b""
-_SHORT = 64
-"""Free-form texts below this many bytes, `{}` above all, are often the same in many records of a batch."""
+_CACHED_BYTES = 64
+"""Hashes of free-form texts below this size are cached, since many records have the same (such as `{}`)."""
 _INTEGER, _NUMBER = struct.Struct("<qq"), struct.Struct("<dq")
 _SORTED = orjson.OPT_SORT_KEYS
-_AS_IS = frozenset((str, int, type(None)))
-_QUIET = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
-"""Infinity and the quiet NaN of the types that are cleaned by their bits."""
+_CANONICAL_TYPES = frozenset((str, int, type(None)))
+_NAN_BITS = {"float16": (0x7C00, 0x7E00), "bfloat16": (0x7F80, 0x7FC0)}
+"""Bits of infinity and of the canonical NaN, for types that numpy lacks or handles slowly."""
 
 
 class ContentHashes(NamedTuple):
     """One pair of 16-byte digests per record."""
 
     full: list[bytes]
-    """Of everything: equal if and only if the records are."""
+    """Of all fields: equal if and only if the records are."""
     core: list[bytes]
-    """Of everything but the late fields (see `is_late`): equal if one record can be the other with more known of it."""
+    """Of all fields but late ones (see `is_late`): equal if one record may be the other with late fields added."""
 
     def take(self, indices: Iterable[int]) -> ContentHashes:
         """Return the hashes of the records at `indices`."""
@@ -116,10 +117,10 @@ class ContentHashes(NamedTuple):
 def is_late(field: Field) -> bool:
     """Return whether a field may be added to a record that is already in a book.
 
-    Late is what is judged, computed or noted about a sample after it was drawn: its numbers (`reward`), floats per
-    response token (`advantages`, `returns`, a teacher's log-probs, weights), and the dicts that every record has for
-    whatever comes up (`info`, `metrics`). The rest says what was sampled and how, and so does one of the floats:
-    `logprobs` are the engine's own, drawn with the tokens. A declared field is sorted by the same rule.
+    Late fields are computed after sampling: numbers (`reward`), floats per response token (`advantages`, `returns`, a
+    teacher's log-probs, weights), and the dicts that every record has (`info`, `metrics`). The others say what was
+    sampled and how, including `logprobs`, which the engine returns with the tokens. Declared fields follow the same
+    rule.
 
     >>> from rollbook.core.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
@@ -145,15 +146,15 @@ def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> 
     >>> from rollbook import Experience, Experiences
     >>> record = Experience(eid={"batch": 1, "task": 2, "suffix": "a"}, tokens=[1, 2, 3], info={"a": 1, "b": 2})
     >>> other = Experience(tokens=[1, 2, 3], reward=1.0, policy_versions=3)
-    >>> alone, beside = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
-    >>> alone.full[0] == beside.full[1], alone.full[0].hex()
+    >>> alone, joined = content_hashes(Experiences([record])), content_hashes(Experiences([other, record]))
+    >>> alone.full[0] == joined.full[1], alone.full[0].hex()
     (True, '0d14085f88b1b4d5b088912f5eb41e0d')
     >>> scored = content_hashes(Experiences([record.replace(reward=0.5)]))
     >>> scored.core == alone.core, scored.full == alone.full
     (True, False)
     """
     count, columns = len(records), records.columns
-    core: list[Iterable[bytes]] = [[_CORE] * count]
+    core: list[Iterable[bytes]] = [[_CORE_SALT] * count]
     late: list[Iterable[bytes]] = []
     fields: dict[str, Field] = {}
     unknown: dict[str, Column] = {}
@@ -167,27 +168,27 @@ def content_hashes(records: Experiences | RowLayout, ids: Ids | None = None) -> 
         for name, field in sorted(fields.items()):
             if field.kind == "eid":
                 ids = ids or printed_ids(columns[name])
-                head = _head(name, "uid")
-                hashes = [head + H(uid.encode()) for uid in ids.uid]
+                head = _hash_name(name, "uid")
+                hashes = [head + hash128(uid.encode()) for uid in ids.uid]
             elif field.kind in ("number", "integer"):
-                hashes = _scalars(name, field.kind, columns[name])
+                hashes = _hash_scalars(name, field.kind, columns[name])
             else:
-                hashes = _ENTRIES[field.kind](field, columns)
+                hashes = _HASHERS[field.kind](field, columns)
             (late if is_late(field) else core).append(hashes)
     for name, array in sorted(arrow.to_arrays(unknown).items()) if unknown else ():
-        core.append(_unknown(name, array))
+        core.append(_hash_unknown(name, array))
     join = b"".join
-    cores = [H(join(row)) for row in zip(*core, strict=True)]
-    return ContentHashes([H(join(row)) for row in zip([_WHOLE] * count, cores, *late, strict=True)], cores)
+    cores = [hash128(join(row)) for row in zip(*core, strict=True)]
+    return ContentHashes([hash128(join(row)) for row in zip([_FULL_SALT] * count, cores, *late, strict=True)], cores)
 
 
 @lru_cache(4096)
-def _head(name: str, form: str) -> bytes:
+def _hash_name(name: str, form: str) -> bytes:
     data = name.encode("utf-8", "surrogatepass")
-    return H(struct.pack("<I", len(data)) + data + form.encode())
+    return hash128(struct.pack("<I", len(data)) + data + form.encode())
 
 
-def _form(dtype: str, shape: tuple[int, ...]) -> str:
+def _describe_tensor(dtype: str, shape: tuple[int, ...]) -> str:
     if not shape:
         return f"tensor {dtype}"
     first = shape[0] if 0 in shape[1:] else "*"
@@ -195,12 +196,12 @@ def _form(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 @lru_cache(4096)
-def _rows_head(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
+def _hash_rows_name(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
     """Return the head of a column's rows, whose first dimension follows from their size in bytes."""
-    return _head(name, _form(dtype, (0, *trailing)))
+    return _hash_name(name, _describe_tensor(dtype, (0, *trailing)))
 
 
-def _first(candidates: Sequence[list[bytes]]) -> list[bytes]:
+def _first_present(candidates: Sequence[list[bytes]]) -> list[bytes]:
     """Return the main column's entry where there is one, else that of a side column, as `columns.decode` does."""
     entries, *sides = candidates
     for side in sides:
@@ -208,42 +209,42 @@ def _first(candidates: Sequence[list[bytes]]) -> list[bytes]:
     return entries
 
 
-# --- tensors ------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------------------------
 
 
-def clean(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+def canonical_floats(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Return elements with one canonical NaN and zero; the same array if nothing changes.
 
-    >>> clean(np.array([-0.0, 1.5]), "float64").tolist()
+    >>> canonical_floats(np.array([-0.0, 1.5]), "float64").tolist()
     [0.0, 1.5]
     """
     if not values.size:
         return values
     if dtype in ("float32", "float64"):
-        # Of all patterns of bits, -0.0 is the least as an integer.
+        # As an integer, -0.0 is the smallest of all bit patterns.
         least = values.view(f"int{dtype[-2:]}").min()
         if least != -(2 ** (8 * values.itemsize - 1)) and not np.isnan(values.min()):
             return values
         cleaned: NDArray[Any] = values + values.dtype.type(0)
         cleaned[np.isnan(cleaned)] = np.nan
         return cleaned
-    if dtype in _QUIET:
-        infinity, nan = _QUIET[dtype]
+    if dtype in _NAN_BITS:
+        infinity, nan = _NAN_BITS[dtype]
         bits = values.view(np.uint16)
         size = bits & 0x7FFF
-        odd = (size > infinity) | (bits == 0x8000)
-        return np.where(odd, np.where(size > infinity, nan, 0), bits).astype(np.uint16) if odd.any() else values
+        changed = (size > infinity) | (bits == 0x8000)
+        return np.where(changed, np.where(size > infinity, nan, 0), bits).astype(np.uint16) if changed.any() else values
     if dtype.startswith("complex"):
         parts = values.view(f"float{4 * DTYPES[dtype].itemsize}").reshape(-1, 2) + 0
-        parts[np.isnan(parts).any(axis=1)] = np.nan  # a NaN in either part equals any other
+        parts[np.isnan(parts).any(axis=1)] = np.nan  # complex numbers with a NaN part are equal
         return np.asarray(parts).reshape(-1)
     if dtype.startswith("float8"):
-        return _float8(dtype)[values.view(np.uint8)]
+        return _float8_table(dtype)[values.view(np.uint8)]
     return values
 
 
 @lru_cache
-def _float8(dtype: str) -> NDArray[np.uint8]:
+def _float8_table(dtype: str) -> NDArray[np.uint8]:
     """Return a table of the canonical byte of each byte; types without signed zero have one NaN anyway."""
     table = np.arange(256, dtype=np.uint8)
     if dtype in ("float8_e4m3fn", "float8_e5m2"):
@@ -253,33 +254,33 @@ def _float8(dtype: str) -> NDArray[np.uint8]:
     return table
 
 
-def _bytes(values: NDArray[Any]) -> memoryview:
+def _to_bytes(values: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
 def _narrow(values: NDArray[Any], dtype: str, target: str) -> NDArray[Any]:
-    """Values of a column's type as a row's own type, which holds them exactly."""
+    """Convert values of a column to the type of a row, which holds them exactly."""
     if dtype == target:
         return values
     if target == "bfloat16":
-        wide = clean(values.astype(np.float32), "float32")
+        wide = canonical_floats(values.astype(np.float32), "float32")
         return (wide.view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(DTYPES[target].storage)
 
 
-def _tensors(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+def _hash_tensors(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     name = field.name
     candidates = []
     if (main := columns.get(name)) is not None:
-        candidates.append(_ragged(name, main))
+        candidates.append(_hash_ragged(name, main))
     if (other := columns.get(f"{name}__other")) is not None:
-        candidates.append([_ABSENT if box is None else _boxed(name, *box) for box in boxes(other, name)])
+        candidates.append([_ABSENT if box is None else _hash_boxed(name, *box) for box in list_boxes(other, name)])
     if (single := columns.get(f"{name}__one")) is not None:
-        candidates.append(_scalars(name, "one", single))
-    return candidates[0] if len(candidates) == 1 else _first(candidates)
+        candidates.append(_hash_scalars(name, "one", single))
+    return candidates[0] if len(candidates) == 1 else _first_present(candidates)
 
 
-def _ragged(name: str, column: Ragged) -> list[bytes]:
+def _hash_ragged(name: str, column: Ragged) -> list[bytes]:
     start, stop = int(column.offsets[0]), int(column.offsets[-1])
     trailing = column.trailing
     values = column.values[start:stop]
@@ -288,15 +289,15 @@ def _ragged(name: str, column: Ragged) -> list[bytes]:
         dtypes = [column.row_dtype(i) if there else "" for i, there in enumerate(column.present.tolist())]
         shapes = [(length, *trailing) for length in column.lengths.tolist()]
         entries = [
-            _boxed(name, dtype, shape, b"") if dtype else b"" for dtype, shape in zip(dtypes, shapes, strict=True)
+            _hash_boxed(name, dtype, shape, b"") if dtype else b"" for dtype, shape in zip(dtypes, shapes, strict=True)
         ]
     elif column.codes is None:
-        entries = _rows(name, column.dtype, values, offsets, trailing)
+        entries = _hash_rows(name, column.dtype, values, offsets, trailing)
     else:
-        # A column of several types: as a whole in each of them, of which every row takes its own.
+        # A column of several types: convert all of it to each type, and take each row from its own.
         codes = np.where(column.present, column.codes, 0)
         hashes = {
-            code: _rows(name, dtype, _narrow(values, column.dtype, dtype), offsets, trailing)
+            code: _hash_rows(name, dtype, _narrow(values, column.dtype, dtype), offsets, trailing)
             for code, dtype in ((code, BY_CODE[code].name) for code in np.unique(codes).tolist() if code)
         }
         entries = [hashes[code][i] if code else _ABSENT for i, code in enumerate(codes.tolist())]
@@ -305,27 +306,27 @@ def _ragged(name: str, column: Ragged) -> list[bytes]:
     return entries
 
 
-def _rows(
+def _hash_rows(
     name: str, dtype: str, values: NDArray[Any], offsets: NDArray[np.int64], trailing: tuple[int, ...]
 ) -> list[bytes]:
-    head = _rows_head(name, dtype, trailing)
-    data = _bytes(clean(values, dtype))
+    head = _hash_rows_name(name, dtype, trailing)
+    data = _to_bytes(canonical_floats(values, dtype))
     bounds = (offsets * (DTYPES[dtype].itemsize * math.prod(trailing))).tolist()
-    return [head + H(data[a:b]) for a, b in pairwise(bounds)]
+    return [head + hash128(data[a:b]) for a, b in pairwise(bounds)]
 
 
-def _boxed(name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
-    return _head(name, _form(dtype, shape)) + _elements(dtype, data)
+def _hash_boxed(name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> bytes:
+    return _hash_name(name, _describe_tensor(dtype, shape)) + _hash_elements(dtype, data)
 
 
-def _elements(dtype: str, data: bytes | memoryview) -> bytes:
+def _hash_elements(dtype: str, data: bytes | memoryview) -> bytes:
     values = np.frombuffer(data, dtype=np.uint8)
     if dtype in ("float16", "float32", "float64"):
         values = values.view(dtype)
-    return H(_bytes(clean(values, dtype)))
+    return hash128(_to_bytes(canonical_floats(values, dtype)))
 
 
-def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
+def list_boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
     """Return the type, shape and bytes of each tensor of an `__other` column, `None` for missing ones."""
     fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
     valid = column.is_valid().to_pylist()
@@ -341,7 +342,7 @@ def boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...]
     return tensors
 
 
-# --- everything else ----------------------------------------------------------------------------------------------
+# --- texts, numbers, media, unknown columns -------------------------------------------------------------------------
 
 
 def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
@@ -358,18 +359,18 @@ def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
     return slices
 
 
-def _texts(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
-    head = _head(field.name, "text")
+def _hash_texts(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+    head = _hash_name(field.name, "text")
     entries = []
     for key in (field.name, f"{field.name}__raw"):
         if key in columns:
             slices = _slices(columns[key])
-            entries.append([_ABSENT if text is None else head + H(text) for text in slices])
-    return entries[0] if len(entries) == 1 else _first(entries)
+            entries.append([_ABSENT if text is None else head + hash128(text) for text in slices])
+    return entries[0] if len(entries) == 1 else _first_present(entries)
 
 
-def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
-    head, values = _head(name, form), numbers(array)
+def _hash_scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
+    head, values = _hash_name(name, form), numbers(array)
     pack = _INTEGER.pack
     if form == "number":
         pack = _NUMBER.pack
@@ -377,18 +378,18 @@ def _scalars(name: str, form: str, array: pa.Array | Values) -> list[bytes]:
     return [_ABSENT if value is None else head + pack(value, 0) for value in values]
 
 
-def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+def _hash_media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     array = columns[field.name]
     valid = array.is_valid().to_pylist()
-    # Of the rows that are there: what lies under a null is nobody's.
+    # Bytes under a null belong to no row.
     lengths = [
         length if there else 0
         for length, there in zip(np.diff(arrow.offsets(array, len(array.values))).tolist(), valid, strict=True)
     ]
     flat = array.flatten()
     keys = _slices(flat.field(0))
-    tensors = boxes(flat, field.name)
-    head = _head(field.name, "media")
+    tensors = list_boxes(flat, field.name)
+    head = _hash_name(field.name, "media")
     entries, at = [], 0
     for there, length in zip(valid, lengths, strict=True):
         items = []
@@ -396,19 +397,19 @@ def _media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
             if key is None or box is None:
                 raise WireError(f"{field.name}: a tensor without a key or value")
             dtype, shape, data = box
-            items.append((bytes(key), H(_form(dtype, shape).encode()) + _elements(dtype, data)))
+            items.append((bytes(key), hash128(_describe_tensor(dtype, shape).encode()) + _hash_elements(dtype, data)))
         at += length
         content = b"".join(struct.pack("<Q", len(key)) + key + value for key, value in sorted(items))
-        entries.append(head + H(content) if there else _ABSENT)
+        entries.append(head + hash128(content) if there else _ABSENT)
     return entries
 
 
-def _unknown(name: str, array: pa.Array) -> list[bytes]:
-    head = _head(name, f"arrow {array.type}")
-    return [head + H(_arrow_value(array, i, name)) if array[i].is_valid else _ABSENT for i in range(len(array))]
+def _hash_unknown(name: str, array: pa.Array) -> list[bytes]:
+    head = _hash_name(name, f"arrow {array.type}")
+    return [head + hash128(_encode_arrow(array, i, name)) if array[i].is_valid else _ABSENT for i in range(len(array))]
 
 
-def _arrow_value(array: pa.Array, i: int, name: str) -> bytes:
+def _encode_arrow(array: pa.Array, i: int, name: str) -> bytes:
     """Encode one value of an Arrow array: 0 for null, else 1 and its bytes, with their number if it varies."""
     kind, types, scalar = array.type, pa.types, array[i]
     if not scalar.is_valid:
@@ -416,10 +417,10 @@ def _arrow_value(array: pa.Array, i: int, name: str) -> bytes:
     if types.is_boolean(kind):
         return b"\1\1" if scalar.as_py() else b"\1\0"
     if types.is_struct(kind):
-        return b"\1" + b"".join(_arrow_value(array.field(k), i, name) for k in range(kind.num_fields))
+        return b"\1" + b"".join(_encode_arrow(array.field(k), i, name) for k in range(kind.num_fields))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
         inner = scalar.values
-        return struct.pack("<BQ", 1, len(inner)) + b"".join(_arrow_value(inner, k, name) for k in range(len(inner)))
+        return struct.pack("<BQ", 1, len(inner)) + b"".join(_encode_arrow(inner, k, name) for k in range(len(inner)))
     if any(test(kind) for test in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)):
         data: bytes = scalar.as_buffer().to_pybytes()
         return struct.pack("<BQ", 1, len(data)) + data
@@ -428,16 +429,16 @@ def _arrow_value(array: pa.Array, i: int, name: str) -> bytes:
         at = (array.offset + i) * width
         fixed: bytes = array.buffers()[1][at : at + width].to_pybytes()
         return b"\1" + fixed
-    raise ValueError(f"column {name!r}: an unknown column of type {kind} cannot be kept in a book")
+    raise ValueError(f"column {name!r}: an unknown column of type {kind} cannot be stored in a book")
 
 
-# --- free-form values ---------------------------------------------------------------------------------------------
+# --- free-form values -----------------------------------------------------------------------------------------------
 
 
-def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
+def _hash_json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     custom = field.kind == "custom_fields"
-    head = _head(field.name, "custom" if custom else "json")
-    # Missing and empty are one value where a record always has one.
+    head = _hash_name(field.name, "custom" if custom else "json")
+    # For fields that every record has, missing and empty are the same.
     empty = (b"[]",) if custom else (b"null", b"{}") if field.always else (b"null",)
     entries, depth = [], freeform.MAX_DEPTH
     loads, dumps = orjson.loads, orjson.dumps
@@ -448,7 +449,7 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
         if text is None:
             entries.append(_ABSENT)
             continue
-        if len(text) < _SHORT and (entry := cache.get(short := bytes(text))) is not None:
+        if len(text) < _CACHED_BYTES and (entry := cache.get(short := bytes(text))) is not None:
             entries.append(entry)
             continue
         try:
@@ -462,14 +463,14 @@ def _json(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
             data = dumps(value, option=_SORTED)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise WireError(f"record {i}: {field.name}: {error}") from None
-        entries.append(_ABSENT if data in empty else head + H(data))
-        if len(text) < _SHORT:
+        entries.append(_ABSENT if data in empty else head + hash128(data))
+        if len(text) < _CACHED_BYTES:
             cache[short] = entries[-1]
     return entries
 
 
-def _canonical(value: Any, depth: int) -> Any:
-    """Tagged JSON in the one form that all values equal to it have, once its keys are sorted."""
+def _canonical(value: Json, depth: int) -> Json:
+    """Return the canonical form of tagged JSON: equal values have the same form, once keys are sorted."""
     kind = type(value)
     if kind is dict:
         if depth <= 0:
@@ -477,8 +478,10 @@ def _canonical(value: Any, depth: int) -> Any:
         if len(value) == 1:
             tag = next(iter(value))
             if tag.startswith("$"):
-                return _untag(tag, value[tag], depth - 1)
-        return {key: item if type(item) in _AS_IS else _canonical(item, depth - 1) for key, item in value.items()}
+                return _canonical_tagged(tag, value[tag], depth - 1)
+        return {
+            key: item if type(item) in _CANONICAL_TYPES else _canonical(item, depth - 1) for key, item in value.items()
+        }
     if kind is float:
         # Within the integers that JSON can hold.
         return int(value) if value.is_integer() and -(2.0**63) <= value < 2.0**64 else value
@@ -487,21 +490,21 @@ def _canonical(value: Any, depth: int) -> Any:
     if kind is list:
         if depth <= 0:
             raise WireError("a free-form value is nested too deeply")
-        return [item if type(item) in _AS_IS else _canonical(item, depth - 1) for item in value]
+        return [item if type(item) in _CANONICAL_TYPES else _canonical(item, depth - 1) for item in value]
     return value
 
 
-def _untag(tag: str, content: Any, depth: int) -> Any:
+def _canonical_tagged(tag: str, content: Json, depth: int) -> Json:
     if tag == "$dict":
         return _escape({key: _canonical(item, depth) for key, item in content.items()})
     if tag == "$tuple":
         return {tag: [_canonical(item, depth) for item in content]}
     if tag == "$map":
-        return _map([(_key(key, depth), _canonical(item, depth)) for key, item in content])
+        return _canonical_map([(_canonical_key(key, depth), _canonical(item, depth)) for key, item in content])
     if tag == "$float":
         return {tag: content}
     if tag == "$int":
-        return _integer(int(content, 16))
+        return _canonical_int(int(content, 16))
     if tag == "$text":
         data = bytes.fromhex(content)
         try:
@@ -513,10 +516,10 @@ def _untag(tag: str, content: Any, depth: int) -> Any:
     if tag == "$tensor":
         data = _base64(content["data"])
         shape = check_shape(content["dtype"], content["shape"], len(data), tag)
-        return {tag: [content["dtype"], shape, _elements(content["dtype"], data).hex()]}
+        return {tag: [content["dtype"], shape, _hash_elements(content["dtype"], data).hex()]}
     if tag in ("$array", "$scalar"):
         array = np.asarray(freeform.loads(orjson.dumps({tag: content}).decode()))
-        return {tag: [array.dtype.str, array.shape, H(_bytes(_clean_array(array))).hex()]}
+        return {tag: [array.dtype.str, array.shape, hash128(_to_bytes(_canonical_array(array))).hex()]}
     raise WireError(f"the tag {tag!r} is unknown")
 
 
@@ -524,7 +527,7 @@ def _base64(text: str) -> bytes:
     return binascii.a2b_base64(text, strict_mode=True)
 
 
-def _integer(value: int) -> Any:
+def _canonical_int(value: int) -> Json:
     if -(2**63) <= value < 2**64:
         return value
     try:
@@ -539,12 +542,12 @@ def _escape(value: dict[str, Any]) -> dict[str, Any]:
     return {"$dict": value} if len(value) == 1 and next(iter(value)).startswith("$") else value
 
 
-_NAN = b'{"$float":"nan"}'
+_NAN_JSON = b'{"$float":"nan"}'
 
 
-def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+def _canonical_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     written = [orjson.dumps(key, option=_SORTED) for key, _ in pairs]
-    if any(_NAN in text for text in written):
+    if any(_NAN_JSON in text for text in written):
         # A NaN equals no key, so dicts that have one are compared in order.
         return {"$map": pairs}
     if all(type(key) is str for key, _ in pairs):
@@ -553,12 +556,12 @@ def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     return {"$map": [by_key[text] for text in sorted(by_key)]}
 
 
-def _key(key: Any, depth: int) -> Any:
+def _canonical_key(key: Json, depth: int) -> Json:
     """Return the canonical form of a dict's key; a numpy number equals the plain number here, unlike in values."""
     if depth <= 0:
         raise WireError("a free-form value is nested too deeply")
     if isinstance(key, dict) and "$tuple" in key:
-        return {"$tuple": [_key(part, depth - 1) for part in key["$tuple"]]}
+        return {"$tuple": [_canonical_key(part, depth - 1) for part in key["$tuple"]]}
     if isinstance(key, dict) and "$scalar" in key:
         item = freeform.loads(orjson.dumps(key).decode()).item()
         if isinstance(item, (bool, int, float, str, bytes)):
@@ -566,7 +569,7 @@ def _key(key: Any, depth: int) -> Any:
     return _canonical(key, depth)
 
 
-def _clean_array(array: NDArray[Any]) -> NDArray[Any]:
+def _canonical_array(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype.kind not in "fc":
         return array
     parts = 2 if array.dtype.kind == "c" else 1
@@ -575,14 +578,14 @@ def _clean_array(array: NDArray[Any]) -> NDArray[Any]:
     cleaned[cleaned == 0] = 0
     cleaned[np.isnan(cleaned).any(axis=1)] = np.nan
     if kind.itemsize > 8 and np.finfo(np.longdouble).nmant == 63:
-        cleaned.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # the bytes of a long double that mean nothing
+        cleaned.view(np.uint8).reshape(-1, kind.itemsize)[:, 10:] = 0  # padding of a long double
     return cleaned
 
 
-_ENTRIES: dict[str, Callable[[Field, Mapping[str, Column]], list[bytes]]] = {
-    "tensor": _tensors,
-    "text": _texts,
-    "json": _json,
-    "custom_fields": _json,
-    "media": _media,
+_HASHERS: dict[str, Callable[[Field, Mapping[str, Column]], list[bytes]]] = {
+    "tensor": _hash_tensors,
+    "text": _hash_texts,
+    "json": _hash_json,
+    "custom_fields": _hash_json,
+    "media": _hash_media,
 }

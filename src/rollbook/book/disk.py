@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rollbook.core.files import FILE, FOLDER
+from rollbook.core.files import FILE_MODE, FOLDER_MODE
 
 failpoints_active = False
 """Whether a callback is set. Hot paths check it before they call `hit_failpoint`."""
@@ -49,18 +49,18 @@ def hit_failpoint(name: str) -> None:
 
 
 MOUNTS = Path("/proc/self/mountinfo")
-_AT_ONCE = 1024  # buffers that one writev takes; POSIX promises 16, Linux and macOS take 1,024
+_MAX_WRITEV_BUFFERS = 1024  # buffers that one writev takes; POSIX promises 16, Linux and macOS take 1,024
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 
-NETWORK = frozenset(
+NETWORK_FILE_SYSTEMS = frozenset(
     re.findall(
         r"\S+",
         "afs beegfs ceph cifs coda davfs dfs glusterfs gpfs lizardfs lustre mmfs moosefs ncpfs nfs nfs3 nfs4 orangefs "
         "panfs prl_fs pvfs2 quobyte smb2 smb3 smbfs vboxsf vmhgfs wekafs",
     )
 )
-"""File systems of other machines: their locks and shared memory are not one kernel's, which SQLite's log needs."""
-NETWORK_FUSE = frozenset(
+"""File systems of other machines. SQLite's log needs locks and shared memory of one kernel."""
+NETWORK_FUSE_PROGRAMS = frozenset(
     re.findall(
         r"\S+",
         "alluxio-fuse beegfs blobfuse blobfuse2 ceph-fuse cfs curlftpfs cvmfs2 davfs davfs2 gcsfuse geesefs glusterfs "
@@ -68,7 +68,7 @@ NETWORK_FUSE = frozenset(
         "seaweedfs smbnetfs sshfs vmhgfs-fuse weed",
     )
 )
-"""Programs that show another machine's files through FUSE, as the mount's type or its source names them."""
+"""FUSE programs for files of other machines, as the type or the source of a mount names them."""
 
 
 class File:
@@ -85,7 +85,7 @@ class File:
             os.close(fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # As an interpreter ends, this module's names may be gone already: no call but the one that was kept.
+        # When the interpreter exits, globals of this module may be gone: only the default argument is safe.
         if self.fd >= 0:
             try:
                 close(self.fd)
@@ -94,11 +94,11 @@ class File:
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _add_path_to_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Calls on a descriptor know no path.
+        # Errors of calls on a descriptor have no path.
         if error.filename is None:
             error.filename = path
         raise
@@ -131,11 +131,11 @@ class Disk:
 
     def mkdir(self, path: str) -> None:
         """Create one folder; durable once its parent is synced."""
-        os.mkdir(path, FOLDER)
+        os.mkdir(path, FOLDER_MODE)
 
     def create(self, path: str) -> File:
         """Create a new file, open for appending."""
-        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE), path)
+        return File(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, FILE_MODE), path)
 
     def open_append(self, path: str) -> tuple[File, bool]:
         """Open a plain file for appending, or create it; return it and whether it was created."""
@@ -152,17 +152,17 @@ class Disk:
     def append(self, file: File, pieces: Sequence[bytes | memoryview]) -> int:
         """Append all pieces to the file, and return their size in bytes."""
         written = 0
-        with _naming(file.path):
-            for at in range(0, len(pieces), _AT_ONCE):
-                left = [piece for piece in pieces[at : at + _AT_ONCE] if len(piece)]
+        with _add_path_to_errors(file.path):
+            for at in range(0, len(pieces), _MAX_WRITEV_BUFFERS):
+                left = [piece for piece in pieces[at : at + _MAX_WRITEV_BUFFERS] if len(piece)]
                 while left:
                     # A call may write less: a signal came, the disk is nearly full, or the pieces are over 2 GiB.
-                    took = os.writev(file.fd, left)
-                    written += took
-                    while left and took >= len(left[0]):
-                        took -= len(left.pop(0))
-                    if took:
-                        left[0] = memoryview(left[0])[took:]
+                    count = os.writev(file.fd, left)
+                    written += count
+                    while left and count >= len(left[0]):
+                        count -= len(left.pop(0))
+                    if count:
+                        left[0] = memoryview(left[0])[count:]
         return written
 
     def sync(self, file: File) -> None:
@@ -170,7 +170,7 @@ class Disk:
 
         After an error the bytes may be lost although a second call would succeed: the kernel forgets failed pages.
         """
-        with _naming(file.path):
+        with _add_path_to_errors(file.path):
             if _FULL_SYNC is not None:
                 fcntl.fcntl(file.fd, _FULL_SYNC)  # fsync of macOS leaves the bytes in the drive's own memory
             else:
@@ -178,7 +178,7 @@ class Disk:
 
     def sync_folder(self, path: str) -> None:
         """Wait until the folder's entries are on the disk: without it a new file may be gone after a power loss."""
-        with _naming(path):
+        with _add_path_to_errors(path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
@@ -256,7 +256,7 @@ class Disk:
 
     def free(self, path: str) -> int:
         """Return how many bytes this user may still write on the file system of `path`."""
-        with _naming(path):
+        with _add_path_to_errors(path):
             stats = os.statvfs(path)
             return stats.f_bavail * stats.f_frsize
 
@@ -272,17 +272,17 @@ class Disk:
         return network_mount(os.path.realpath(path), table)
 
 
-# --- memory that is mapped ------------------------------------------------------------------------------------------
+# --- memory maps ----------------------------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_FAILED = ctypes.c_void_p(-1).value
-_SMALL = 64 << 10  # copying this much is quicker than a map of its own and the faults of its pages
-_MOST_MAPS = 1 << 14  # of the 65,530 that Linux allows a process, which malloc and every library need too
-_live: dict[int, int] = {}  # address and length of every map that somebody still sees
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MIN_MAP_BYTES = 64 << 10  # copying this much is quicker than a map of its own and the faults of its pages
+_MAX_MAPS = 1 << 14  # of the 65,530 that Linux allows a process, which malloc and every library need too
+_live_maps: dict[int, int] = {}  # address and length of every map that is still in use
 
 
 class _Map:
@@ -298,10 +298,10 @@ class _Map:
         self._length = stop - start + skip
         access = mmap.PROT_READ | mmap.PROT_WRITE
         self._address = _mmap(None, self._length, access, mmap.MAP_PRIVATE, fd, start - skip)
-        if self._address == _FAILED:
+        if self._address == _MAP_FAILED:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        _live[self._address] = self._length
+        _live_maps[self._address] = self._length
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
@@ -309,7 +309,7 @@ class _Map:
             "data": (self._address + skip, False),
         }
 
-    def __del__(self, _munmap: Callable[[int, int], int] = _munmap, _live: dict[int, int] = _live) -> None:
+    def __del__(self, _munmap: Callable[[int, int], int] = _munmap, _live: dict[int, int] = _live_maps) -> None:
         if _live.pop(self._address, 0):
             _munmap(self._address, self._length)
 
@@ -317,11 +317,11 @@ class _Map:
 def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
     """Read bytes of an open file as private writable memory (fewer at its end), mapped if that is faster.
 
-    A map must be asked for only within the file, and of a file that nobody cuts: touching what is not there kills.
+    The range must lie within the file, and nobody may truncate it: touching missing pages kills the process.
     """
     import numpy as np  # only here: the command line lists books without it
 
-    if mapped and stop - start >= _SMALL and len(_live) < _MOST_MAPS:
+    if mapped and stop - start >= _MIN_MAP_BYTES and len(_live_maps) < _MAX_MAPS:
         try:
             return np.asarray(_Map(fd, start, stop)).data
         except OSError as error:
@@ -360,30 +360,30 @@ def network_mount(path: str, table: str) -> str | None:
         inside = point.rstrip("/") + "/"
         # Of several on the same point the last one covers the others.
         if len(point) >= longest and (path + "/").startswith(inside):
-            longest, kind = len(point), _network(kinds)
+            longest, kind = len(point), _network_kind(kinds)
     return kind
 
 
-def _network(kinds: list[str]) -> str | None:
+def _network_kind(kinds: list[str]) -> str | None:
     kind, source, options = kinds[0], kinds[1], kinds[-1].split(",")
     if kind == "9p":
-        # Virtual machines and sandboxes show their host's files by this protocol, over no network.
+        # Virtual machines and sandboxes use this protocol for files of their host, without a network.
         return kind if {"trans=tcp", "trans=rdma"} & set(options) else None
     family, _, program = kind.partition(".")
     if family in ("fuse", "fuseblk"):
         name = program or _unescape(source)
-        return kind if name.lower() in NETWORK_FUSE else None
-    return kind if kind.lower() in NETWORK else None
+        return kind if name.lower() in NETWORK_FUSE_PROGRAMS else None
+    return kind if kind.lower() in NETWORK_FILE_SYSTEMS else None
 
 
 def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def identity(path: str | os.PathLike[str] | int) -> tuple[int, int] | None:
+def file_identity(path: str | os.PathLike[str] | int) -> tuple[int, int] | None:
     """Return the device and inode that a path leads to (or a descriptor has), or `None` if nothing is there.
 
-    >>> identity("/") == identity("/tmp/.."), identity("/nowhere")
+    >>> file_identity("/") == file_identity("/tmp/.."), file_identity("/nowhere")
     (True, None)
     """
     try:
@@ -400,7 +400,7 @@ def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float)
     The lock is taken on the folder itself: it needs no file, moves with the folder and ends with the process.
 
     Returns:
-        A context whose value says whether the lock was had within `seconds`.
+        A context whose value says whether the lock was acquired within `seconds`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -84,6 +84,6 @@ class CorruptBookError(BookError, WireError):
         WireError.__init__(self, message, offset)
 
 
-def moved(path: str | os.PathLike[str]) -> BookError:
+def moved_error(path: str | os.PathLike[str]) -> BookError:
     """Return the exception for a file or folder that is no longer the one that was opened."""
     return BookError(f"{os.fspath(path)}: the book was moved, removed or replaced while it was open; reopen it")

@@ -1,19 +1,24 @@
-"""Leases: atomic claims on records or groups, with a fencing number and an expiry time.
+"""Leases: atomic claims on records or groups, with a fencing number and an expiry time; and mixes of several books.
 
 Invariant: a record is in at most one active lease of a consumer. Delivery is at least once; acknowledgement is exactly
 once: a lease that was ended, by its holder or by the database's clock, changes nothing and raises `LeaseLostError`,
 unless the call repeats an acknowledgement that the ledger has.
+
+Invariant: over time the shares of a mix are exact, not only on average. Rounding is carried over to the next lease; the
+balance is in the first part's ledger, so that a restart continues with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,10 +40,11 @@ from rollbook.book.errors import (
     LockTimeoutError,
     UnknownConsumerError,
 )
-from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, let_others, write_once
-from rollbook.book.read import fetch, read_numbers, uids_of
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, write_once, yield_to_writers
+from rollbook.book.read import fetch, get_uids, read_numbers
 from rollbook.book.sampler import First, Proportional
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import advise
 
 if TYPE_CHECKING:
@@ -46,13 +52,12 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
-    from rollbook.core.experiences import Experiences
 
-AHEAD = 256
-"""How many records a lease in order of admission drains from the inbox at once."""
-LOOK_SECONDS = 0.25
+FIFO_DRAIN_RECORDS = 256
+"""Records that a first-in-first-out lease drains from the inbox at once."""
+MAX_WAIT_SECONDS = 0.25
 """Longest wait between two attempts, in seconds."""
-LAST_LOOK = 0.5
+LAST_ATTEMPT_SECONDS = 0.5
 """How long the last attempt waits for other writers, in seconds."""
 _NO_STEP = -1
 """The step of a `nack` in the list of calls."""
@@ -62,16 +67,17 @@ class LeaseRequest(NamedTuple):
     """The arguments of a lease."""
 
     consumer: str
-    most: int
+    requested: int
+    """Number of records or groups."""
     by: str
     max_staleness: int | None
     seconds: float | None
     holder: str
     """Host, process and a random token, which identifies a lease whose commit was not confirmed."""
     exact: bool = False
-    """All or nothing."""
+    """Claim all records or none."""
     create: bool = False
-    """Create the consumer if it is not there."""
+    """Create the consumer if it does not exist."""
 
 
 class Claim(NamedTuple):
@@ -83,12 +89,12 @@ class Claim(NamedTuple):
     weights: list[float] | None
     expires: float
     seconds: float
-    why: str
-    """Why there are fewer records than requested; empty if there are not."""
+    short: str
+    """Why there are fewer records than requested; empty if all are there."""
     partial: Sequence[str] = ()
     """Groups that are not complete."""
-    serial: bool = False
-    """Whether acknowledging them changes more of the consumer than their rows."""
+    lock_consumer: bool = False
+    """Whether an acknowledgement changes more of the consumer than the rows of these records."""
 
 
 class Lease:
@@ -107,11 +113,16 @@ class Lease:
     1 asked for 8, got 1: no more was waiting
     >>> book.counts().trained
     1
+
+    Args:
+        book: The book.
+        request: The arguments of `Book.lease`.
+        claim: The claimed records.
     """
 
     def __init__(self, book: Book, request: LeaseRequest, claim: Claim) -> None:
         self._book = book
-        self._wanted = request
+        self._request = request
         self._claim = claim
         self.fence = claim.id
         """The fencing number: larger than that of every lease before; 0 if nothing was leased."""
@@ -119,15 +130,15 @@ class Lease:
         """The ids of its records, in the sampler's order."""
         self.weights = claim.weights
         """Importance weights of a proportional sampler, one per record, at most 1; `None` for other samplers."""
-        self.short = claim.why
+        self.short = claim.short
         """Why the lease has fewer records than requested; empty if it has all."""
         self.partial = list(claim.partial)
         """Ids of groups that were leased incomplete, because `partial_after` seconds had passed."""
         self._experiences: Experiences | None = None
-        self._left = dict(zip(claim.uids, claim.seqs, strict=True))
+        self._remaining = dict(zip(claim.uids, claim.seqs, strict=True))
         self._acks: list[tuple[int | None, dict[str, int]]] = []
         """The step and the records (id, number) of every `ack`."""
-        self._lost = False
+        self._known_lost = False
         self._seconds = claim.seconds
         self._renewed = time.monotonic()
         self.expires = claim.expires
@@ -138,34 +149,28 @@ class Lease:
         """The records, in the sampler's order. The first access reads them."""
         if self._experiences is None:
             self._experiences = fetch(self._book, self._claim.seqs)
-        if self._left:
-            self._progress()
+        if self._remaining:
+            self._renew_if_due()
         return self._experiences
 
     def batch(self, **options: Any) -> Batch:
         """Return the records as a batch, with importance weights in `extra["weights"]` if the sampler has any.
 
         Args:
-            options: Those of `Batch.from_records`.
+            options: Arguments of `Batch.from_records`.
         """
         if not self:
-            raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was asked for'}")
-        from rollbook.batch import Batch
-
-        batch = Batch.from_records(self.experiences, **options)
-        if self._claim.weights is not None:
-            import torch
-
-            batch.extra["weights"] = torch.tensor(self._claim.weights)
-        if self._left:
-            self._progress()
+            raise BookError(f"lease.batch: the lease is empty: {self.short or 'no record was requested'}")
+        batch = _build_batch(self.experiences, self._claim.weights, options)
+        if self._remaining:
+            self._renew_if_due()
         return batch
 
-    def _progress(self) -> None:
-        """Renew the lease if a good part of its time is over, so that not every access writes to the database."""
+    def _renew_if_due(self) -> None:
+        """Renew the lease if a quarter of its time is over, so that not every access writes to the database."""
         if self._book.ledger.clock is None and time.monotonic() - self._renewed < self._seconds * 0.05:
             return
-        # More time than there ever was is left if the database's clock was put back.
+        # If the database's clock was put back, more than the whole duration is left.
         if self._claim.id:
             with self._book.ledger.read() as tx:
                 left = self.expires - tx.now
@@ -184,19 +189,20 @@ class Lease:
         Raises:
             LeaseLostError: The lease has ended.
         """
-        lasts = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
-        if not lasts > 0 and self._claim.id:
+        duration = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
+        if not duration > 0 and self._claim.id:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
         if not self._claim.id:
             return self.expires
 
         def transact(tx: Transaction) -> float:
-            self._check(tx, tx.all(f"{_LIVES}{tx.for_update}", (self._claim.id,)))
-            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (tx.now + lasts, lasts, self._claim.id))
-            return tx.now + lasts
+            self._check(tx, tx.all(f"{_SELECT_LEASE}{tx.for_update}", (self._claim.id,)))
+            expires = tx.now + duration
+            tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (expires, duration, self._claim.id))
+            return expires
 
         self.expires = write_once(self._book.ledger, transact, lambda tx, _: False)
-        self._seconds, self._renewed = lasts, time.monotonic()
+        self._seconds, self._renewed = duration, time.monotonic()
         return self.expires
 
     def ack(
@@ -231,12 +237,12 @@ class Lease:
             step = check_int("step", step)
             if step >= 1 << 63:
                 raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
-        chosen = self._chosen(uids, step)
+        chosen = self._select(uids, step)
         priorities_by_seq = {}
         if priorities is not None and not isinstance(priorities, Mapping):
             raise ValueError(
-                f"priorities: got {type(priorities).__name__}, expected {{uid: number}}, as of "
-                "zip(lease.uids, numbers), since batches have that order"
+                f"priorities: got {type(priorities).__name__}, expected "
+                "{uid: number}, such as dict(zip(lease.uids, numbers))"
             )
         for uid, value in (priorities or {}).items():
             if uid not in chosen:
@@ -255,7 +261,7 @@ class Lease:
             count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
         self._acks.append((step, chosen))
         for uid in chosen:
-            self._left.pop(uid, None)
+            self._remaining.pop(uid, None)
         return count
 
     def _ack(
@@ -269,20 +275,20 @@ class Lease:
 
         def transact(tx: Transaction) -> int:
             try:
-                consumer, rows = self._held(tx, chosen)
+                consumer, rows = self._load_rows(tx, chosen)
             except LeaseLostError:
                 count = self._repeats(tx, seqs, step)
                 if not count:
                     raise
                 return count
             if priorities and consumer.settings.sampler.key is None:
-                raise ValueError(f"priorities: got some, and nothing follows them in {consumer.settings.sampler!r}")
+                raise ValueError(f"priorities: {consumer.settings.sampler!r} does not use them, expected None")
             count = len(rows)
             if count < len(chosen):
                 count += len(self._acknowledged(tx, seqs, step))
-            _train(tx, consumer, rows, step, self._claim.id, priorities, details)
-            if chosen.keys() >= self._left.keys():
-                tx.later("leases", "UPDATE leases SET state = 'acked' WHERE id = ?", (self.fence,))
+            _count_use(tx, consumer, rows, step, self._claim.id, priorities, details)
+            if chosen.keys() >= self._remaining.keys():
+                tx.defer("leases", "UPDATE leases SET state = 'acked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
             if disk.failpoints_active:
                 disk.hit_failpoint("during ack")
@@ -308,19 +314,19 @@ class Lease:
             LeaseLostError: The lease has ended.
         """
         check_text("reason", reason)
-        chosen = self._chosen(uids)
+        chosen = self._select(uids)
         if not chosen:
             return 0
 
         def transact(tx: Transaction) -> int:
-            consumer, rows = self._held(tx, chosen, always=True)
+            consumer, rows = self._load_rows(tx, chosen, lock_consumer=True)
             if drop:
                 queue.drop_rows(tx, consumer, rows, reason)
             else:
                 queue.requeue_rows(tx, consumer, rows, "nacked", reason)
                 tx.notify(consumer.id)
-            if len(chosen) == len(self._left):
-                tx.later("leases", "UPDATE leases SET state = 'nacked' WHERE id = ?", (self.fence,))
+            if len(chosen) == len(self._remaining):
+                tx.defer("leases", "UPDATE leases SET state = 'nacked' WHERE id = ?", (self.fence,))
             save_consumer(tx, consumer)
             return len(rows)
 
@@ -331,7 +337,7 @@ class Lease:
         count = write_once(self._book.ledger, transact, committed)
         self._acks.append((_NO_STEP, {}))
         for uid in chosen:
-            self._left.pop(uid, None)
+            self._remaining.pop(uid, None)
         return count
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
@@ -354,29 +360,29 @@ class Lease:
             return 0
         return len(acknowledged)
 
-    def _chosen(self, uids: RecordIds | None, repeated_step: int | None = _NO_STEP) -> dict[str, int]:
+    def _select(self, uids: RecordIds | None, repeated_step: int | None = _NO_STEP) -> dict[str, int]:
         """Return the records of a call, by id; for `ack`, also those that were acknowledged in the same step."""
         if not self._claim.id:
             return {}
-        if uids is None and self._left:
-            return dict(self._left)
+        if uids is None and self._remaining:
+            return dict(self._remaining)
         # Without ids, the last call is repeated.
         repeated = [ack for ack in self._acks[-1:] if uids is None] or self._acks
-        there = dict(self._left)
+        records = dict(self._remaining)
         for step, acknowledged in repeated:
-            there.update(acknowledged if step == repeated_step else {})
-        if not there:
+            records.update(acknowledged if step == repeated_step else {})
+        if not records:
             raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or given back already")
         if uids is None:
-            return there
-        listed = uids_of(uids)
+            return records
+        listed = get_uids(uids)
         for uid in listed:
-            if uid not in there:
+            if uid not in records:
                 raise ValueError(f"uids: got {uid!r}, which this lease does not hold")
-        return {uid: there[uid] for uid in listed}
+        return {uid: records[uid] for uid in listed}
 
-    def _held(
-        self, tx: Transaction, chosen: Mapping[str, int], always: bool = False
+    def _load_rows(
+        self, tx: Transaction, chosen: Mapping[str, int], lock_consumer: bool = False
     ) -> tuple[Consumer, list[queue.Row]]:
         """Return the consumer, and those of the chosen rows that still belong to the lease (deleted ones do not).
 
@@ -385,18 +391,18 @@ class Lease:
         Raises:
             LeaseLostError: The lease has ended.
         """
-        name, fence = self._wanted.consumer, self._claim.id
-        serial = self._claim.serial or always
-        consumer_rows, lease_rows, rows = tx.ask(
-            (f"{SELECT_CONSUMER}{tx.for_update if serial else ''}", (name,)),
-            (f"{_LIVES}{tx.for_update}", (fence,)),
+        name, fence = self._request.consumer, self._claim.id
+        lock_consumer = self._claim.lock_consumer or lock_consumer
+        consumer_rows, lease_rows, rows = tx.query_many(
+            (f"{SELECT_CONSUMER}{tx.for_update if lock_consumer else ''}", (name,)),
+            (f"{_SELECT_LEASE}{tx.for_update}", (fence,)),
             (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
             raise LeaseLostError(f"consumer {name!r}: removed from the book")
         [consumer] = parse_consumers(consumer_rows)
-        if not serial and _is_shared(consumer):
-            self._claim = self._claim._replace(serial=True)
+        if not lock_consumer and _needs_consumer_lock(consumer):
+            self._claim = self._claim._replace(lock_consumer=True)
             raise _RetryAckError
         self._check(tx, lease_rows)
         seqs = set(chosen.values())
@@ -405,7 +411,7 @@ class Lease:
     def _check(self, tx: Transaction, rows: Sequence[Any]) -> None:
         """Raise `LeaseLostError` unless the lease is active."""
         row = rows[0] if rows else None
-        self._lost = row is None or row[0] != "active" or row[1] <= tx.now
+        self._known_lost = row is None or row[0] != "active" or row[1] <= tx.now
         if row is None or row[0] != "active":
             raise LeaseLostError(
                 f"lease {self.fence}: it is {row[0] if row else 'not in the book'}, nothing was changed"
@@ -458,14 +464,16 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        was_lost = self._lost
-        if self._left and self._claim.id:
+        was_lost = self._known_lost  # `nack` changes it.
+        if self._remaining and self._claim.id:
             if error is None:
-                advise(f"{len(self._left)} leased records were not acknowledged and go back: call lease.ack(step=...)")
+                advise(
+                    f"{len(self._remaining)} leased records were not acknowledged and go back: call lease.ack(step=...)"
+                )
             try:
-                self.nack("not acknowledged" if error is None else _told(error))
+                self.nack("not acknowledged" if error is None else _format_error(error))
             except LeaseLostError:
-                # Whoever was told by `ack` or `renew` need not hear it again.
+                # `ack` or `renew` may have raised it already.
                 if error is None and not was_lost:
                     raise
 
@@ -478,25 +486,25 @@ class Lease:
         await asyncio.to_thread(self.__exit__, kind, error, trace)
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """Format an exception as one line that every database can store."""
     text = f"{type(error).__name__}: {error}"[:200].replace("\0", "\ufffd")
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-_LIVES = "SELECT state, expires FROM leases WHERE id = ?"
+_SELECT_LEASE = "SELECT state, expires FROM leases WHERE id = ?"
 
 
 class _RetryAckError(Exception):
     """The consumer's settings changed since the lease: retry with its row locked."""
 
 
-def _is_shared(consumer: Consumer) -> bool:
+def _needs_consumer_lock(consumer: Consumer) -> bool:
     """Return whether an acknowledgement changes what other leases depend on: groups, or a sampler's state."""
-    return consumer.grouped or (consumer.settings.sampler.keeps and consumer.settings.max_uses != 1)
+    return consumer.grouped or (consumer.settings.sampler.keeps_rank and consumer.settings.max_uses != 1)
 
 
-def _train(
+def _count_use(
     tx: Transaction,
     consumer: Consumer,
     rows: Sequence[queue.Row],
@@ -507,18 +515,18 @@ def _train(
 ) -> None:
     """Count one more use of rows: they are done, or wait (perhaps after a cooldown) for the next use."""
     sampler = consumer.settings.sampler
-    most = consumer.settings.max_uses
+    max_uses = consumer.settings.max_uses
     moves, events = [], []
     for row in rows:
         value = priorities.get(row.seq, row.value)
         item = consumer.item(row.seq, row.uses + 1, row.version, value)
-        again, rest = sampler.after(item)
-        again = again and (most is None or item.uses < most)
+        again, cooldown = sampler.reuse(item)
+        again = again and (max_uses is None or item.uses < max_uses)
         new = row._replace(
             uses=item.uses, lease=None, value=value, weight=sampler.weight(item), attempts=0, state=queue.TRAINED
         )
         if again:
-            state, until = (queue.COOLING, tx.now + rest) if rest else (queue.WAITING, None)
+            state, until = (queue.COOLING, tx.now + cooldown) if cooldown else (queue.WAITING, None)
             new = new._replace(state=state, until=until, rank=sampler.rank(item, consumer.state))
             tx.notify(consumer.id)
         moves.append((row, new))
@@ -543,7 +551,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
     """
     check_text("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
-    rows, [(expired, rested, unseen, version)] = tx.ask(
+    rows, [(expired, cooled_down, has_inbox, version)] = tx.query_many(
         (f"{SELECT_CONSUMER}{tx.for_update}", (name,)),
         (
             f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
@@ -562,47 +570,47 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
         queue.begin_groups(tx, consumer)
     if expired:
         queue.expire_leases(tx, consumer)
-    piece = queue.CHUNK
     done = True
     if "unranked" in consumer.state or "oversized" in consumer.state:
-        done = rerank_queue(tx, consumer, book, piece)
-    if unseen and (settings.bounded if request is None else not takes_in_order(consumer, request)):
-        done &= queue.drain_inbox(tx, book, consumer, piece)
-    if rested:
-        done &= queue.end_cooldowns(tx, consumer, piece)
+        done = rerank_queue(tx, consumer, book, queue.CHUNK)
+    if has_inbox and (settings.bounded if request is None else not takes_in_order(consumer, request)):
+        done &= queue.drain_inbox(tx, book, consumer, queue.CHUNK)
+    if cooled_down:
+        done &= queue.end_cooldowns(tx, consumer, queue.CHUNK)
     if settings.max_age is not None:
-        done &= queue.drop_over_age(tx, consumer, piece)
+        done &= queue.drop_over_age(tx, consumer, queue.CHUNK)
     bound = settings.max_staleness if request is None or request.max_staleness is None else request.max_staleness
     if version is not None and bound is not None:
-        done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), piece)
+        done &= queue.drop_stale_rows(tx, consumer, queue.version_floor(int(version), bound), queue.CHUNK)
     if request is not None and request.max_staleness is not None and settings.max_staleness is None:
-        queue.drop_abandoned_rows(tx, consumer)  # a consumer's own bound was held as they came
+        # The inbox was drained without a bound.
+        queue.drop_abandoned_rows(tx, consumer)
     if consumer.grouped:
         if "ungrouped" in consumer.state:
-            done &= queue.build_groups(tx, consumer, piece)
+            done &= queue.build_groups(tx, consumer, queue.CHUNK)
         if settings.partial_after is not None:
-            done &= queue.release_due_groups(tx, consumer, piece)
+            done &= queue.release_due_groups(tx, consumer, queue.CHUNK)
     return consumer, done
 
 
-def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> bool:
-    """Rank waiting records again after the sampler or seed changed, and apply a new `MaxSize`.
+def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, limit: int) -> bool:
+    """Rank waiting records again after the sampler or seed changed, and apply a new `MaxSize`; `limit` records at once.
 
     Returns:
         Whether all is done.
     """
     start = consumer.state.get("unranked")
     if start is None:
-        if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, most):
+        if "oversized" not in consumer.state or not queue.drop_over_size(tx, consumer, limit):
             return "oversized" not in consumer.state
         del consumer.state["oversized"]
         return True
     sampler = consumer.settings.sampler
-    # What is done with may have no bytes any more to read its number from, and needs no rank.
+    # Finished records need no rank, and may have no bytes to read their number from.
     rows = queue.select_rows(
         tx,
         "consumer = ? AND seq >= ? AND state IN ('waiting', 'cooling', 'leased') ORDER BY seq LIMIT ?",
-        (consumer.id, start, most),
+        (consumer.id, start, limit),
     )
     seqs = [row.seq for row in rows]
     values = [None] * len(seqs) if sampler.key is None else read_numbers(book, tx, seqs, sampler.key)
@@ -611,11 +619,11 @@ def rerank_queue(tx: Transaction, consumer: Consumer, book: Book, most: int) -> 
         item = consumer.item(row.seq, row.uses, row.version, value)
         rank = sampler.rank(item, consumer.state)
         moves.append((row, row._replace(value=value, weight=sampler.weight(item), rank=rank)))
-    # Groups are made anew from their members when all of those have their ranks.
+    # Groups are rebuilt when all of their members have ranks.
     grouped, consumer.grouped = consumer.grouped, False
     queue.change_rows(tx, consumer, moves, [])
     consumer.grouped = grouped
-    if len(rows) == most:
+    if len(rows) == limit:
         consumer.state["unranked"] = seqs[-1] + 1
         return False
     del consumer.state["unranked"]
@@ -638,7 +646,7 @@ def drop_stale_records(book: Book, name: str) -> None:
             done = queue.drain_inbox(tx, book, consumer) & queue.drop_stale_rows(tx, consumer, floor, queue.CHUNK)
             save_consumer(tx, consumer)
         if not done:
-            let_others(book.ledger)
+            yield_to_writers(book.ledger)
 
 
 def refresh_consumer(book: Book, name: str) -> None:
@@ -650,7 +658,7 @@ def refresh_consumer(book: Book, name: str) -> None:
             if consumer is not None:
                 save_consumer(tx, consumer)
         if not done:
-            let_others(book.ledger)
+            yield_to_writers(book.ledger)
 
 
 def takes_in_order(consumer: Consumer, request: LeaseRequest) -> bool:
@@ -699,12 +707,12 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
     done = False
     claim = None
     while not done:
-        # The last look is for what is there now: it waits for other writers, too, if only for a moment.
-        lock_wait = max(end - time.monotonic(), LAST_LOOK if last else 0.0) if timeout else None
+        # The last attempt claims what is there now, and also waits a moment for other writers.
+        lock_wait = max(end - time.monotonic(), LAST_ATTEMPT_SECONDS if last else 0.0) if timeout else None
         try:
             done, claim = write_once(book.ledger, transact, committed, lock_wait)
             if not done:
-                let_others(book.ledger)
+                yield_to_writers(book.ledger)
         except UnknownConsumerError:
             if not request.create:
                 raise
@@ -714,53 +722,55 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
         except LockTimeoutError as error:
             if timeout is None:
                 raise
-            return _empty(f"asked for {request.most}, got 0: {error}")
+            return _empty_claim(f"asked for {request.requested}, got 0: {error}")
     return claim
 
 
-def _empty(why: str) -> Claim:
-    return Claim(0, [], [], None, 0.0, 0.0, why)
+def _empty_claim(reason: str) -> Claim:
+    return Claim(0, [], [], None, 0.0, 0.0, reason)
 
 
-_READY = "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
-_CLAIMED = (
+_SELECT_READY_GROUPS = (
+    "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
+)
+_SELECT_WAITING = (
     f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
     "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
 )
 
 
-def _allowed(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
-    """Return how many records or groups the rate limiters allow, and why not more."""
+def _limit_count(tx: Transaction, consumer: Consumer, request: LeaseRequest) -> tuple[int, str]:
+    """Return how many of the requested records or groups the rate limiters allow, and why not all."""
     settings = consumer.settings
     if settings.min_size:
-        there = queue.count_rows(tx, consumer, queue.WAITING, queue.COOLING, queue.LEASED)[0]
-        if there < settings.min_size:
-            return 0, f"{there} records are there, MinSize waits for {settings.min_size}"
+        present = queue.count_rows(tx, consumer, queue.WAITING, queue.COOLING, queue.LEASED)[0]
+        if present < settings.min_size:
+            return 0, f"{present} records are there, MinSize waits for {settings.min_size}"
     if settings.ratio is None:
-        return request.most, ""
+        return request.requested, ""
     left = settings.ratio.samples_left(consumer.inserts, consumer.samples)
     if request.by == "group":
         fits = 0
-        for gid, *_ in tx.all(_READY, (consumer.id, request.most)):
+        for gid, *_ in tx.all(_SELECT_READY_GROUPS, (consumer.id, request.requested)):
             left -= len(queue.select_rows(tx, "consumer = ? AND gid = ? AND state = 'waiting'", (consumer.id, gid)))
             fits += left >= 0
         left = fits
-    if left < request.most:
+    if left < request.requested:
         return left, f"SamplesToInserts waits for more inserts ({consumer.inserts} so far)"
-    return request.most, ""
+    return request.requested, ""
 
 
 def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseRequest, last: bool) -> Claim | None:
     """Lease waiting records; `None` if they are fewer than requested and this is not the `last` attempt."""
     sampler = consumer.settings.sampler
-    most, why = request.most, ""
+    limit, reason = request.requested, ""
     if consumer.settings.min_size or consumer.settings.ratio is not None:
-        most, why = _allowed(tx, consumer, request)
+        limit, reason = _limit_count(tx, consumer, request)
     partial: list[str] = []
     if request.by == "group":
-        ready = tx.all(_READY, (consumer.id, most))
+        ready = tx.all(_SELECT_READY_GROUPS, (consumer.id, limit))
         units = len(ready)
-        if units < request.most and not last:
+        if units < request.requested and not last:
             return None
         ranks = [rank for _, rank, *_ in ready]
         members: dict[str, list[queue.Row]] = {}
@@ -770,69 +780,71 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
             members[gid] = []
             if size is not None and runs < size:
                 partial.append(gid)
-        claimed, [(lease,)] = tx.ask(
-            (f"{_CLAIMED} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
+        claimed, [(lease,)] = tx.query_many(
+            (f"{_SELECT_WAITING} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
             tx.next_number("leases", 1),
         )
         for row in queue.check_rows([values[:-1] for values in sorted(claimed)]):
             members[row.gid].append(row)
-        taken = [row for group in members.values() for row in group]
-        odds = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
+        rows = [row for group in members.values() for row in group]
+        probabilities = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
-        in_order = (f"{_CLAIMED} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, most))
-        claimed, [(lease,)] = tx.ask(in_order, tx.next_number("leases", 1))
+        in_order = (f"{_SELECT_WAITING} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, limit))
+        claimed, [(lease,)] = tx.query_many(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, request)
-        while len(claimed) < most and not empty:
-            empty = queue.drain_inbox(tx, book, consumer, max(AHEAD, min(most - len(claimed), queue.CHUNK)))
+        while len(claimed) < limit and not empty:
+            empty = queue.drain_inbox(
+                tx, book, consumer, max(FIFO_DRAIN_RECORDS, min(limit - len(claimed), queue.CHUNK))
+            )
             claimed = tx.all(*in_order)
         units = len(claimed)
-        if units < request.most and not last:
+        if units < request.requested and not last:
             return None
-        taken = queue.check_rows([values[:-1] for values in claimed])
-        odds = [row.weight for row in taken]
-        ranks = [row.rank for row in taken]
+        rows = queue.check_rows([values[:-1] for values in claimed])
+        probabilities = [row.weight for row in rows]
+        ranks = [row.rank for row in rows]
         count, total = queue.count_rows(tx, consumer, queue.WAITING) if isinstance(sampler, Proportional) else (0, 0.0)
-    if units < most or not why:
-        why = "no more was waiting" if request.by == "experience" else "no more groups were complete"
-    if units < request.most and request.exact:
-        return _empty(f"asked for exactly {request.most}, {units} can be leased: {why}")
-    why = f"asked for {request.most}, got {units}: {why}" if units < request.most else ""
+    if units < limit or not reason:
+        reason = "no more was waiting" if request.by == "experience" else "no more groups were complete"
+    if units < request.requested and request.exact:
+        return _empty_claim(f"asked for exactly {request.requested}, {units} can be leased: {reason}")
+    reason = f"asked for {request.requested}, got {units}: {reason}" if units < request.requested else ""
     if partial:
         more = f"{len(partial)} of {units} groups are partial, since partial_after has passed: {', '.join(partial[:3])}"
-        why = f"{why}; {more}" if why else more
-    if not taken:
-        return Claim(0, [], [], [] if isinstance(sampler, Proportional) else None, tx.now, 0.0, why)
+        reason = f"{reason}; {more}" if reason else more
+    if not rows:
+        return Claim(0, [], [], [] if isinstance(sampler, Proportional) else None, tx.now, 0.0, reason)
     for rank in ranks:
-        sampler.took(rank, consumer.state)
+        sampler.record_lease(rank, consumer.state)
     weights = None
     if isinstance(sampler, Proportional):
-        raw = [(max(total, weight) / (count * weight)) ** sampler.beta for weight in odds]
-        weights = [value / max(raw) for value in raw]
+        unscaled = [(max(total, weight) / (count * weight)) ** sampler.beta for weight in probabilities]
+        weights = [value / max(unscaled) for value in unscaled]
     seconds = consumer.settings.lease_seconds if request.seconds is None else request.seconds
     tx.insert(
         "leases",
         ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
-        [(lease, consumer.id, request.holder, tx.now, tx.now + seconds, seconds, "active", len(taken))],
+        [(lease, consumer.id, request.holder, tx.now, tx.now + seconds, seconds, "active", len(rows))],
     )
     queue.change_rows(
         tx,
         consumer,
-        [(row, row._replace(state=queue.LEASED, lease=lease)) for row in taken],
-        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row in taken],
+        [(row, row._replace(state=queue.LEASED, lease=lease)) for row in rows],
+        [queue.Event(queue.LEASED, row.seq, consumer.id, lease=lease) for row in rows],
     )
-    consumer.samples += len(taken)
+    consumer.samples += len(rows)
     uids = {values[0]: values[-1] for values in claimed}
     return Claim(
         lease,
-        [row.seq for row in taken],
-        [uids[row.seq] for row in taken],
+        [row.seq for row in rows],
+        [uids[row.seq] for row in rows],
         weights,
         tx.now + seconds,
         seconds,
-        why,
+        reason,
         partial,
-        _is_shared(consumer),
+        _needs_consumer_lock(consumer),
     )
 
 
@@ -862,14 +874,14 @@ def check_request(
 
 
 class Forecast(NamedTuple):
-    """What a waiting lease can expect."""
+    """When a waiting lease may succeed."""
 
     consumer: int
     """The consumer's number."""
     seconds: float
     """Seconds until an expiry, cooldown or deadline may offer records."""
     enough: bool
-    """Whether enough records seem to wait, as far as can be told without a lock."""
+    """Whether enough records seem to wait; without a lock this is an estimate."""
 
 
 def forecast(book: Book, request: LeaseRequest) -> Forecast:
@@ -878,15 +890,15 @@ def forecast(book: Book, request: LeaseRequest) -> Forecast:
         consumer = get_consumer(tx, request.consumer)
         number = consumer.id
         enough = request.by == "group" or (
-            queue.count_rows(tx, consumer, queue.WAITING)[0] + queue.inbox_size(tx, number) >= request.most
+            queue.count_rows(tx, consumer, queue.WAITING)[0] + queue.inbox_size(tx, number) >= request.requested
         )
-        leases, rests, partial = tx.ask(
+        leases, cooldowns, partial = tx.query_many(
             ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
             ("SELECT MIN(until) FROM work WHERE consumer = ? AND state = 'cooling'", (number,)),
             ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
         )
-        due = [moment for [(moment,)] in (leases, rests, partial) if moment is not None]
-    return Forecast(number, max(0.0, min([LOOK_SECONDS, *(moment - tx.now for moment in due)])), enough)
+        due = [moment for [(moment,)] in (leases, cooldowns, partial) if moment is not None]
+    return Forecast(number, max(0.0, min([MAX_WAIT_SECONDS, *(moment - tx.now for moment in due)])), enough)
 
 
 def empty_lease(book: Book, consumer: str) -> Lease:
@@ -900,32 +912,32 @@ def lease_records(
     """Implement `Book.lease`; setting `stop` ends the wait with an empty lease."""
     end = math.inf if timeout is None else time.monotonic() + timeout
     stop = stop or threading.Event()
-    lost = math.inf
+    lost_since = math.inf
     try:
         claim = try_claim(book, request, timeout == 0, timeout, end)
         while claim is None and time.monotonic() < end and not stop.is_set():
             try:
                 number = forecast(book, request).consumer
-                with book.ledger.turn(number, end - time.monotonic(), stop) as waiter:
+                with book.ledger.wait_turn(number, end - time.monotonic(), stop) as waiter:
                     while claim is None and waiter is not None and time.monotonic() < end and not stop.is_set():
                         waiter.mark()
                         _, seconds, enough = forecast(book, request)
                         if enough or not seconds:
                             claim = try_claim(book, request, False, timeout, end)
-                        lost = math.inf
+                        lost_since = math.inf
                         if claim is None:
                             waiter.wait(max(0.001, min(seconds, end - time.monotonic())))
             except ConnectionLostError:  # The server may be restarting: keep waiting.
-                lost = min(lost, time.monotonic())
-                if time.monotonic() > lost + RETRY_SECONDS:
+                lost_since = min(lost_since, time.monotonic())
+                if time.monotonic() > lost_since + RETRY_SECONDS:
                     raise
         if claim is None and not stop.is_set():
             claim = try_claim(book, request, True, timeout, end)
     except LockTimeoutError as error:
         if timeout is None:
             raise
-        claim = _empty(f"asked for {request.most}, got 0: {error}")
-    return Lease(book, request, claim or _empty(""))
+        claim = _empty_claim(f"asked for {request.requested}, got 0: {error}")
+    return Lease(book, request, claim or _empty_claim(""))
 
 
 async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:
@@ -942,7 +954,7 @@ async def alease_records(book: Book, request: LeaseRequest, timeout: float | Non
         else:
             loop.call_soon_threadsafe(outcome.set_result, result)
 
-    # A thread of its own: many that wait would keep the event loop's few from those who append.
+    # A separate thread: many waiting leases would take all threads of the event loop's pool.
     threading.Thread(target=run, name="rollbook-lease", daemon=True).start()
     try:
         return await asyncio.shield(outcome)
@@ -952,3 +964,267 @@ async def alease_records(book: Book, request: LeaseRequest, timeout: float | Non
         if late:
             await asyncio.to_thread(late.nack, "cancelled")
         raise
+
+
+def _build_batch(records: Experiences, weights: Sequence[float] | None, options: Mapping[str, Any]) -> Batch:
+    """Build a batch, with the importance weights in `extra["weights"]`."""
+    from rollbook.batch import Batch
+
+    batch = Batch.from_records(records, **options)
+    if weights is not None:
+        import torch
+
+        batch.extra["weights"] = torch.tensor(weights)
+    return batch
+
+
+# --- mixes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One source of a mix. To use its records repeatedly, give its consumer group `removers=[MaxUses(None)]`.
+
+    Args:
+        book: The book to lease from.
+        share: Relative to the other parts: 4 and 1 are 0.8 and 0.2.
+        consumer: The consumer group to lease for.
+        by: `"experience"` or `"group"`: what the share counts.
+    """
+
+    book: Book
+    share: float
+    consumer: str = "train"
+    by: str = "experience"
+
+
+class MixedLease:
+    """The leases of all parts as one, in the order of the parts."""
+
+    def __init__(self, leases: Sequence[Lease]) -> None:
+        self.leases = tuple(leases)
+        """One per part, in order; some may be empty."""
+
+    @property
+    def experiences(self) -> Experiences:
+        """The records of all parts."""
+        return Experiences.concat([lease.experiences for lease in self.leases])
+
+    @property
+    def sources(self) -> list[int]:
+        """The index of each record's part, to tell expert data from rollouts."""
+        return [i for i, lease in enumerate(self.leases) for _ in range(len(lease))]
+
+    @property
+    def uids(self) -> list[str]:
+        """The ids of all records."""
+        return [uid for lease in self.leases for uid in lease.uids]
+
+    @property
+    def short(self) -> str:
+        """Which parts have fewer records than requested, and why."""
+        return "; ".join(f"part {i}: {lease.short}" for i, lease in enumerate(self.leases) if lease.short)
+
+    @property
+    def weights(self) -> list[float] | None:
+        """Importance weights, 1 for parts without any; `None` if no part has any."""
+        if all(lease.weights is None for lease in self.leases):
+            return None
+        return [weight for lease in self.leases for weight in lease.weights or [1.0] * len(lease)]
+
+    def batch(self, **options: Any) -> Batch:
+        """Return all records as one batch, with importance weights in `extra["weights"]`.
+
+        Args:
+            options: Arguments of `Batch.from_records`.
+        """
+        if not self:
+            raise BookError(f"lease.batch: the lease is empty: {self.short}")
+        return _build_batch(self.experiences, self.weights, options)
+
+    def renew(self, seconds: float | None = None) -> None:
+        """Restart the expiry time of every part.
+
+        Args:
+            seconds: As of `Lease.renew`.
+        """
+        for lease in self.leases:
+            if lease:
+                lease.renew(seconds)
+
+    def ack(self, step: int | None = None) -> int:
+        """Acknowledge every part.
+
+        Args:
+            step: The optimizer step.
+
+        Returns:
+            How many records were acknowledged.
+
+        Raises:
+            LeaseLostError: A part's lease has ended. The parts before it are acknowledged, the others are not.
+        """
+        return sum(lease.ack(step) for lease in self.leases if lease)
+
+    def nack(self, reason: str = "given back") -> int:
+        """Give the records of every part back.
+
+        Args:
+            reason: Stored in the ledgers.
+
+        Returns:
+            How many records were given back.
+        """
+        return sum(lease.nack(reason) for lease in self.leases if lease)
+
+    def __len__(self) -> int:
+        return sum(len(lease) for lease in self.leases)
+
+    def __bool__(self) -> bool:
+        return any(self.leases)
+
+    def __iter__(self) -> Iterator[Experience]:
+        for lease in self.leases:
+            yield from lease
+
+    def __repr__(self) -> str:
+        return f"MixedLease({' + '.join(str(len(lease)) for lease in self.leases)} records)"
+
+    def __enter__(self) -> MixedLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lost: LeaseLostError | None = None
+        for lease in self.leases:
+            try:
+                lease.__exit__(kind, error, trace)
+            except LeaseLostError as failure:  # The others are given back all the same.
+                lost = lost or failure
+        if lost is not None:
+            raise lost
+
+
+class Mix:
+    """Leases from several books by ratio, such as expert data and rollouts.
+
+    Args:
+        parts: The sources.
+        name: Under which the first part's book stores the balance.
+
+    >>> import rollbook
+    >>> rollouts, expert = rollbook.open("memory:"), rollbook.open("memory:")
+    >>> for book in (rollouts, expert):
+    ...     _ = book.append([rollbook.Experience(tokens=[1, 2, i]) for i in range(40)])
+    >>> mix = Mix([Part(rollouts, 0.75), Part(expert, 0.25)])
+    >>> for _ in range(2):
+    ...     with mix.lease(10) as lease:
+    ...         print(lease)
+    ...         _ = lease.ack()
+    MixedLease(8 + 2 records)
+    MixedLease(7 + 3 records)
+    """
+
+    def __init__(self, parts: Sequence[Part], name: str = "mix") -> None:
+        self.parts = tuple(parts)
+        self.name = name
+        if not self.parts:
+            raise ValueError("parts: missing, expected at least one")
+        for i, part in enumerate(self.parts):
+            if not isinstance(part, Part):
+                raise ValueError(f"parts[{i}]: got {type(part).__name__}, expected a Part(book, share)")
+            if not check_float(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
+                raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number above 0")
+        self._total = sum(part.share for part in self.parts)
+
+    @property
+    def balance(self) -> list[float]:
+        """By how many records each part is behind (or ahead of, if negative) its share."""
+        with self.parts[0].book.ledger.read() as tx:
+            return self._read_balance(tx)
+
+    def lease(
+        self, n: int, *, timeout: float | None = 0.0, max_staleness: int | None = None, seconds: float | None = None
+    ) -> MixedLease:
+        """Lease `n` records (or groups) in total.
+
+        A part with too few records is not replaced by another; `short` reports it, and its balance does not grow.
+
+        Args:
+            n: Number of records or groups.
+            timeout: As of `Book.lease`, for all parts together.
+            max_staleness: As of `Book.lease`.
+            seconds: As of `Book.lease`.
+
+        Returns:
+            The lease, a context manager.
+        """
+        check_int("n", n, 1)
+        end = None if timeout is None else time.monotonic() + timeout
+        counts = self._split(n)
+        leases: list[Lease] = []
+        try:
+            for part, count in zip(self.parts, counts, strict=True):
+                if not count:
+                    leases.append(empty_lease(part.book, part.consumer))
+                    continue
+                leases.append(
+                    part.book.lease(
+                        count,
+                        by=part.by,
+                        consumer=part.consumer,
+                        timeout=None if end is None else max(end - time.monotonic(), 0.001 if timeout else 0.0),
+                        max_staleness=max_staleness,
+                        seconds=seconds,
+                    )
+                )
+        except BaseException:
+            for lease in leases:
+                lease.nack("another part of the mix failed")
+            with self.parts[0].book.ledger.write() as tx:
+                balance = zip(self._read_balance(tx), counts, self._exact_shares(n), strict=True)
+                self._write_balance(tx, [owed + count - share for owed, count, share in balance])
+            raise
+        return MixedLease(leases)
+
+    def _exact_shares(self, n: int) -> list[float]:
+        return [n * part.share / self._total for part in self.parts]
+
+    def _split(self, n: int) -> list[int]:
+        """Split `n` and update the balance in one transaction, so that concurrent leases do not settle it twice."""
+        with self.parts[0].book.ledger.write() as tx:
+            owed = [owed + share for owed, share in zip(self._read_balance(tx), self._exact_shares(n), strict=True)]
+            counts = _round_to_sum(owed, n)
+            self._write_balance(tx, [share - count for share, count in zip(owed, counts, strict=True)])
+        return counts
+
+    def _read_balance(self, tx: Transaction) -> list[float]:
+        row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{self.name}",))
+        balance: list[float] = json.loads(row[0]) if row is not None else []
+        return balance if len(balance) == len(self.parts) else [0.0] * len(self.parts)
+
+    def _write_balance(self, tx: Transaction, balance: Sequence[float]) -> None:
+        tx.run(
+            "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (f"mix:{self.name}", json.dumps([round(owed, 9) for owed in balance])),
+        )
+
+    def acks(self) -> Mapping[int, int]:
+        """Return how many records of each part, by index, were trained on."""
+        return {i: part.book.counts(part.consumer).trained for i, part in enumerate(self.parts)}
+
+
+def _round_to_sum(shares: Sequence[float], total: int) -> list[int]:
+    """Round shares to whole numbers of at least 0 that sum up to `total`.
+
+    >>> _round_to_sum([7.5, 2.5], 10), _round_to_sum([-1.0, 5.0], 4)
+    ([8, 2], [0, 4])
+    """
+    counts = [max(int(share), 0) for share in shares]
+    by_rounding = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+    for i in by_rounding[: max(total - sum(counts), 0)]:
+        counts[i] += 1
+    while sum(counts) > total:
+        counts[max(range(len(counts)), key=lambda i: counts[i] - shares[i] if counts[i] else -1e18)] -= 1
+    return counts

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollbook.book import disk
-from rollbook.book.disk import folder_lock, identity
+from rollbook.book.disk import file_identity, folder_lock
 from rollbook.book.errors import (
     BookError,
     ConnectionLostError,
@@ -34,44 +34,44 @@ from rollbook.book.errors import (
     NotABookError,
     OutcomeUnknownError,
     ReadOnlyError,
-    moved,
+    moved_error,
 )
 from rollbook.core.errors import RollbookError
-from rollbook.core.files import FILE
+from rollbook.core.files import FILE_MODE
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 
 LAYOUT = 3
-"""The number of the tables' layout (see `rollbook.book.ledger`)."""
+"""Version of the tables' layout."""
 HASH_FORMAT = 1
 """Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
 BUSY_SECONDS = 30.0
-"""How long a writer waits for other writers by default, in seconds."""
-_WRITE_LOCK = 120
+"""Seconds that a writer waits for other writers by default."""
+_WRITE_LOCK_BYTE = 120
 """The byte of the file `-shm` that a writer locks."""
 RETRY_SECONDS = 30.0
-"""How long a write transaction is retried after broken connections, in seconds."""
-LOG = "-wal"
-"""What SQLite adds to a database's name for that of its write-ahead log."""
-_DAMAGE = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
-MOST_BYTES = 64 << 20
-"""The longest text or row that is read or written; SQLite would allow a gigabyte."""
-IN_ONE = 500
-"""How many values one `IN (...)` holds; SQLite's own limit is 999 in old builds."""
+"""Seconds for which a write transaction is retried after broken connections."""
+WAL_SUFFIX = "-wal"
+"""Suffix of the file name of SQLite's write-ahead log."""
+_DAMAGE_PHRASES = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
+MAX_VALUE_BYTES = 64 << 20
+"""Maximum size of a text or row; SQLite would allow a gigabyte."""
+MAX_IN_VALUES = 500
+"""Maximum number of values of one `IN (...)`; the limit of old SQLite builds is 999."""
 
 Result = TypeVar("Result")
 LedgerValue = int | float | str | bytes | None
 """A value of any column: SQLite stores values of other types than the column's, too."""
-_AMONG = "IN (SELECT value FROM json_each(?))"
+_IN_JSON_ARRAY = "IN (SELECT value FROM json_each(?))"
 
 
-def _array(values: Sequence[Any]) -> str:
+def _to_json_array(values: Sequence[Any]) -> str:
     try:
         return json.dumps(values)
     except TypeError:
-        # SQLite keeps whatever it is given, bytes in a column of texts too.
+        # SQLite stores bytes in a column of texts, too.
         raise CorruptBookError(f"got {str(values)[:100]}, expected numbers or texts; see `rollbook check`") from None
 
 
@@ -80,7 +80,7 @@ class ConcurrentChangeError(RollbookError):
 
 
 class Transaction(Protocol):
-    """Runs statements."""
+    """A transaction of the ledger, which runs statements."""
 
     shard: int
     """The row of a counter that this transaction adds to; concurrent transactions have different ones."""
@@ -98,7 +98,7 @@ class Transaction(Protocol):
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         """Run one statement. In PostgreSQL an error may surface at a later statement."""
 
-    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+    def defer(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
         """Run one statement that changes rows of `table`, at any time before the next query or the commit.
 
         Its effect must not depend on that of other statements since.
@@ -111,10 +111,10 @@ class Transaction(Protocol):
         """Run one statement for each row of values."""
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
-        """Insert rows in one statement, as `later` does; `conflict` is an `ON CONFLICT` clause."""
+        """Insert rows in one statement, as `defer` does; `conflict` is an `ON CONFLICT` clause."""
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Set `columns` of the rows that `keys` name, as `later` does; each row of values has the columns first, then
+        """Set `columns` of the rows that `keys` name, as `defer` does; each row of values has the columns first, then
         the keys."""
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
@@ -123,7 +123,7 @@ class Transaction(Protocol):
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         """Return the first row of the answer, or `None`."""
 
-    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+    def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
         """Return the rows of several queries, sent to the database together."""
 
     def array(self, values: Sequence[Any]) -> Any:
@@ -133,27 +133,27 @@ class Transaction(Protocol):
         """Return a query that reserves `count` numbers for new rows of "records" or "leases" and gives the first."""
 
     def notify(self, consumer: int) -> None:
-        """Wake who waits for records of this consumer, once the transaction is committed."""
+        """Wake leases that wait for records of this consumer, once the transaction is committed."""
 
 
 class Waiter(Protocol):
-    """Waits for changes of the book."""
+    """Waits until the book changes."""
 
     def mark(self) -> None:
-        """Changes from now on end the next `wait`."""
+        """Make changes from now on end the next `wait`."""
 
     def wait(self, seconds: float) -> None:
-        """Return when the book has changed, or after so many seconds."""
+        """Wait until the book has changed since `mark`, for at most so many seconds."""
 
 
 class Ledger(Protocol):
-    """A database that keeps a book's ledger."""
+    """A database with the ledger of a book."""
 
     dialect: str
 
     @property
     def clock(self) -> Callable[[], float] | None:
-        """Tells the time instead of the database, in tests; `None` in PostgreSQL."""
+        """Replaces the database's clock in tests; `None` for the clock of PostgreSQL."""
 
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
@@ -161,7 +161,7 @@ class Ledger(Protocol):
         """Begin a write transaction, which the context commits unless an exception leaves it.
 
         Args:
-            shared: Run beside other shared transactions; by default no other transaction writes.
+            shared: Run concurrently with other shared transactions; by default no other transaction writes.
             durable: Wait until the commit is on disk. Otherwise a server crash may undo it, together with all later
                 commits that did not wait either.
             timeout: How many seconds to wait for other writers, `BUSY_SECONDS` by default.
@@ -176,32 +176,32 @@ class Ledger(Protocol):
         """Begin a transaction that sees one state of the book."""
 
     in_ints: str
-    """As of a `Transaction`, for `all`."""
+    """See `Transaction.in_ints`; for `all`."""
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of one query, in a transaction of its own."""
 
     def array(self, values: Sequence[Any]) -> Any:
-        """Return the parameter of `in_ints`, as of a `Transaction`."""
+        """Return the parameter of `in_ints`."""
 
-    def turn(
+    def wait_turn(
         self, consumer: int, seconds: float | None, stop: threading.Event
     ) -> AbstractContextManager[Waiter | None]:
-        """Wait in line, with callers of all processes; the context gives a `Waiter` to one of them at a time.
+        """Wait in line with callers of all processes; one at a time gets a `Waiter` as the context's value.
 
-        It gives `None` if the caller's turn does not come within so many seconds, or `stop` is set.
+        The value is `None` if the turn does not come within so many seconds, or `stop` is set.
         """
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
 
     def clear_log(self) -> None:
-        """Let go of old versions of rows, as far as the database leaves that to us."""
+        """Remove old versions of rows, unless the database does so itself."""
 
     def close(self) -> None: ...
 
 
-def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Sequence[Any]]]:
+def chunks(values: Sequence[Any], size: int = MAX_IN_VALUES) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield `values` in chunks, each with the question marks of an `IN (...)`.
 
     >>> [(marks, list(part)) for marks, part in chunks([1, 2, 3], 2)]
@@ -212,7 +212,7 @@ def chunks(values: Sequence[Any], size: int = IN_ONE) -> Iterator[tuple[str, Seq
         yield ",".join("?" * len(part)), part
 
 
-def let_others(ledger: Ledger) -> None:
+def yield_to_writers(ledger: Ledger) -> None:
     """Let other writers run between two steps of a long task: SQLite is not fair, and they poll for the lock."""
     if ledger.dialect == "sqlite":
         time.sleep(0.01)
@@ -231,7 +231,7 @@ def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transacti
     if not isinstance(error, OutcomeUnknownError):
         return False
     try:
-        # Not `read`: the broken session may still be committing, and holds the lock until that is done.
+        # Not `read`: the broken session may still be committing, and holds the lock until it is done.
         with ledger.write() as tx:
             return committed(tx)
     except BookError as failure:
@@ -276,15 +276,15 @@ def write_once(
             if time.monotonic() >= start + RETRY_SECONDS:
                 raise
         except LockTimeoutError:
-            # A row's lock, whose wait is shorter: a session that paused with it has been ended.
+            # The wait for a row's lock is shorter than `patience`; paused sessions that held it have been ended.
             left = start + patience - time.monotonic()
             if left <= 0.01:
                 raise
             timeout = left
 
 
-def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
-    """Parse a JSON object from a ledger, which anybody may have written.
+def parse_object(text: LedgerValue, label: str) -> dict[str, Any]:
+    """Parse a JSON object of a ledger, which is not trusted.
 
     Args:
         text: The JSON.
@@ -293,7 +293,7 @@ def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
     Raises:
         CorruptBookError: It is not a JSON object.
 
-    >>> parsed('{"step": 3}', "a detail")
+    >>> parse_object('{"step": 3}', "a detail")
     {'step': 3}
     """
     try:
@@ -307,7 +307,7 @@ def parsed(text: LedgerValue, label: str) -> dict[str, Any]:
 
 class _SQLiteTransaction:
     shard = 0
-    in_ints = in_texts = _AMONG
+    in_ints = in_texts = _IN_JSON_ARRAY
     for_update = ""
 
     def __init__(self, connection: sqlite3.Connection, now: float) -> None:
@@ -317,7 +317,7 @@ class _SQLiteTransaction:
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         self.connection.execute(sql, values)
 
-    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+    def defer(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
         self.connection.execute(sql, values)
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
@@ -329,7 +329,7 @@ class _SQLiteTransaction:
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
         if not rows:
             return
-        # Binding a `None` takes the driver several times as long as a number: columns without values are left out.
+        # The driver binds `None` several times slower than a number: columns without values are left out.
         names: list[str] = []
         values: list[tuple[Any, ...]] = []
         for name, column in zip(columns, zip(*rows, strict=True), strict=True):
@@ -350,14 +350,10 @@ class _SQLiteTransaction:
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self.connection.execute(sql, values).fetchone()
 
-    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
-        answers = []
-        for sql, values in queries:
-            rows = self.connection.execute(sql, values)
-            answers.append(rows.fetchall())
-        return answers
+    def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+        return [self.connection.execute(sql, values).fetchall() for sql, values in queries]
 
-    array = staticmethod(_array)
+    array = staticmethod(_to_json_array)
 
     def next_number(self, table: str, count: int) -> tuple[str, Sequence[Any]]:
         key = {"records": "seq", "leases": "id"}[table]
@@ -367,22 +363,22 @@ class _SQLiteTransaction:
         return None
 
 
-LOOK_SECONDS = 0.05
-"""How often a waiting thread or process polls, in seconds."""
+POLL_SECONDS = 0.05
+"""Polling interval of a waiting thread or process, in seconds."""
 
 
-class Turns:
-    """Lets the threads of a process wait in line, one line for each consumer."""
+class TurnQueue:
+    """Queues of waiting threads of this process, one for each consumer."""
 
     def __init__(self) -> None:
         self._lines: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     @contextmanager
     def take(self, consumer: int, end: float, stop: threading.Event) -> Iterator[bool]:
-        """Wait in line; give whether the turn came before `end`, on the monotonic clock, and before `stop` was set."""
+        """Wait in line; the context's value says whether the turn came before `end` (monotonic) and `stop`."""
         line = self._lines[consumer]
         while not stop.is_set():
-            if line.acquire(timeout=max(0.0, min(LOOK_SECONDS, end - time.monotonic()))):
+            if line.acquire(timeout=max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
                 try:
                     yield True
                 finally:
@@ -394,7 +390,7 @@ class Turns:
 
 
 class _SQLiteWaiter:
-    """Looks at SQLite's counter of changes, which costs a few microseconds."""
+    """Polls SQLite's counter of changes, which takes a few microseconds."""
 
     def __init__(self, ledger: SQLiteLedger) -> None:
         self.ledger = ledger
@@ -423,21 +419,21 @@ def check_files(path: Path) -> None:
             raise NotABookError(f"{name}: a link, a pipe, a device or a folder, expected a plain file")
 
 
-def check_plain(connection: sqlite3.Connection, path: Path) -> None:
+def check_no_code(connection: sqlite3.Connection, path: Path) -> None:
     """Raise `NotABookError` if the database has views, triggers, virtual tables or generated columns.
 
     They could run code of whoever wrote the database. A ledger has tables of plain columns, and indices.
     """
     objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
-        "UNION ALL SELECT 'column', kept.name || '.' || has.name FROM sqlite_master AS kept "
-        "JOIN pragma_table_xinfo(kept.name) AS has WHERE kept.type = 'table' AND has.hidden <> 0 LIMIT 1"
+        "UNION ALL SELECT 'column', item.name || '.' || info.name FROM sqlite_master AS item "
+        "JOIN pragma_table_xinfo(item.name) AS info WHERE item.type = 'table' AND info.hidden <> 0 LIMIT 1"
     ).fetchone()
     if objects is not None:
         raise NotABookError(f"{path}: not a ledger: it has the {objects[0]} {str(objects[1])[:80]!r}")
 
 
-def _holder(path: Path | None) -> str:
+def _name_lock_holder(path: Path | None) -> str:
     """Name the process that holds SQLite's write lock, where the system lists file locks (Linux).
 
     The file itself must not be opened here: closing it would release this process's own locks on it.
@@ -454,12 +450,12 @@ def _holder(path: Path | None) -> str:
         words = line.split()
         if len(words) != 8 or words[3] != "WRITE" or not words[5].endswith(f":{inode}") or not words[4].isdigit():
             continue
-        if int(words[6]) <= _WRITE_LOCK and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK):
+        if int(words[6]) <= _WRITE_LOCK_BYTE and (words[7] == "EOF" or int(words[7]) >= _WRITE_LOCK_BYTE):
             return f": process {words[4]} holds it"
     return ""
 
 
-_left_behind: list[sqlite3.Connection] = []
+_parent_connections: list[sqlite3.Connection] = []
 """Connections of a parent process: closing one in the child would release the parent's locks."""
 
 
@@ -480,46 +476,46 @@ class SQLiteLedger:
     """
 
     dialect = "sqlite"
-    in_ints = _AMONG
+    in_ints = _IN_JSON_ARRAY
 
     def __init__(self, path: Path | None, *, read_only: bool = False, clock: Callable[[], float] = time.time) -> None:
         self.path = path
         self.read_only = read_only
         self.clock = clock
         self._lock = threading.RLock()
-        self._turns = Turns()
+        self._turns = TurnQueue()
         self._pid = os.getpid()
         self._closed = False
         self._identity: tuple[int, int] | None = None
         self._connection = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        """Connect, and remember which file that was."""
+        """Connect, and store the identity of the file."""
         if self.path is None:
             return self._connect()
-        with nullcontext() if self.read_only else self._shared(self.path):
+        with nullcontext() if self.read_only else self._block_repairs(self.path):
             while True:
                 # A file system with layers may copy a file, under another inode, when it is first opened for writing.
-                before = identity(self.path)
+                before = file_identity(self.path)
                 connection = self._connect()
-                now = identity(self.path)
+                now = file_identity(self.path)
                 if before == now or before is None:
                     break
                 connection.close()
         if self._identity is not None and self._identity != now:
             connection.close()
-            raise moved(self.path)
+            raise moved_error(self.path)
         self._identity = now
         return connection
 
     @contextmanager
-    def _shared(self, path: Path) -> Iterator[None]:
+    def _block_repairs(self, path: Path) -> Iterator[None]:
         """Keep repairs from replacing the ledger."""
         with ExitStack() as stack:
             try:
                 locked = stack.enter_context(folder_lock(path.parent, shared=True, seconds=BUSY_SECONDS))
             except (FileNotFoundError, NotADirectoryError):
-                raise moved(path) from None
+                raise moved_error(path) from None
             if not locked:
                 raise BookError(f"{path.parent}: a repair held the book for {BUSY_SECONDS:g} s")
             yield
@@ -530,12 +526,12 @@ class SQLiteLedger:
         else:
             check_files(self.path)
             mode = "ro" if self.read_only else "rwc"
-            if self.read_only and self._is_still(self.path):
+            if self.read_only and self._is_immutable(self.path):
                 mode += "&immutable=1"
             try:
                 if not self.read_only and not self.path.exists():
                     # SQLite gives the files beside a database the mode of the database.
-                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE))
+                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
                 connection = sqlite3.connect(
                     f"{self.path.resolve().as_uri()}?mode={mode}",
                     uri=True,
@@ -548,45 +544,45 @@ class SQLiteLedger:
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path)) from None
                 raise NotABookError(f"{self.path}: the ledger cannot be opened: {error}") from None
         try:
-            # Names of functions in a stranger's schema (views, triggers, indices) are not called.
+            # Functions named in a foreign schema (views, triggers, indices) are not called.
             connection.execute("PRAGMA trusted_schema=OFF")
             connection.execute("PRAGMA cell_size_check=ON")
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
             if self.path is not None:
-                self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                check_plain(connection, self.path)
+                self._execute_retrying(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                check_no_code(connection, self.path)
             if self.path is not None and not self.read_only:
-                self._patiently(connection, "PRAGMA journal_mode=WAL")
+                self._execute_retrying(connection, "PRAGMA journal_mode=WAL")
                 connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA mmap_size=0")
-            connection.execute("PRAGMA secure_delete=ON")  # what was redacted is not left in free pages
+            connection.execute("PRAGMA secure_delete=ON")  # free pages keep no redacted data
             connection.execute("PRAGMA cache_size=-16384")
-            connection.execute("PRAGMA busy_timeout=0")  # from here on `_patiently` waits, which looks more often
+            connection.execute("PRAGMA busy_timeout=0")  # `_execute_retrying` waits instead, and polls more often
         except sqlite3.DatabaseError as error:
             connection.close()
-            raise self._explained(error) from error
+            raise self._translate_error(error) from error
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _is_still(self, path: Path) -> bool:
-        """Return whether the ledger cannot change: a closed book in a read-only folder.
+    def _is_immutable(self, path: Path) -> bool:
+        """Return whether nobody can change the ledger: a closed book in a read-only folder.
 
         SQLite cannot create its shared-memory file there and would refuse to read it.
         """
-        log = path.with_name(path.name + LOG)
+        log = path.with_name(path.name + WAL_SUFFIX)
         return not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
 
-    def _explained(self, error: sqlite3.DatabaseError) -> Exception:
+    def _translate_error(self, error: sqlite3.DatabaseError) -> Exception:
         text = str(error)
         if isinstance(error, sqlite3.OperationalError):
             if self.read_only and "readonly" in text:
-                return NotABookError(f"{self.path}: a write was broken off there ({text}); open it for writing once")
+                return NotABookError(f"{self.path}: a write was interrupted ({text}); open it for writing once")
             if self.path is not None and "readonly" in text:
                 for path in (self.path, self.path.parent):
                     if not os.access(path, os.W_OK):
-                        # The system says so of a disk that is mounted to be read alone, too.
+                        # A disk that is mounted read-only has the same symptom.
                         code = errno.EACCES if os.statvfs(path).f_flag & os.ST_RDONLY == 0 else errno.EROFS
                         return OSError(code, os.strerror(code), str(path))
             for phrase, code in (("disk is full", errno.ENOSPC), ("disk I/O", errno.EIO), ("readonly", errno.EROFS)):
@@ -594,8 +590,8 @@ class SQLiteLedger:
                     return OSError(code, text, str(self.path))
             if self.path is not None and "unable to open" in text:
                 return BookError(
-                    f"{self.path}: the ledger cannot be opened ({text}); if {self.path.name}{LOG} is there, the folder "
-                    "has to be one that can be written: copy the book to one that can"
+                    f"{self.path}: the ledger cannot be opened ({text}); with a {self.path.name}{WAL_SUFFIX} beside "
+                    "it, the folder has to be writable: copy the book to one that is"
                 )
         if isinstance(error, sqlite3.ProgrammingError):
             return error
@@ -603,13 +599,13 @@ class SQLiteLedger:
             return CorruptBookError(
                 f"{self.path}: the ledger's rows contradict each other ({text}); see `rollbook check`"
             )
-        if any(phrase in text for phrase in _DAMAGE):
+        if any(phrase in text for phrase in _DAMAGE_PHRASES):
             return CorruptBookError(
                 f"{self.path}: the ledger is damaged ({text}); `rollbook check --repair` recovers what it can"
             )
         return error
 
-    def _patiently(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
+    def _execute_retrying(self, connection: sqlite3.Connection, sql: str, seconds: float | None = None) -> None:
         """Run a statement, retrying often while the database is locked: SQLite's own wait sleeps up to 100 ms."""
         seconds = BUSY_SECONDS if seconds is None else seconds
         end = time.monotonic() + seconds
@@ -623,20 +619,20 @@ class SQLiteLedger:
                     raise
                 if time.monotonic() > end:
                     raise LockTimeoutError(
-                        f"{self.path}: other writers held the ledger for {seconds:.3g} s{_holder(self.path)}"
+                        f"{self.path}: other writers held the ledger for {seconds:.3g} s{_name_lock_holder(self.path)}"
                     ) from None
             time.sleep(pause * (0.5 + random.random()))
             pause = min(pause * 1.5, 0.005)
 
-    def _current(self) -> sqlite3.Connection:
+    def _get_connection(self) -> sqlite3.Connection:
         if self._closed:
             raise BookError("the book is closed")
         if self._pid != os.getpid():
             if self.path is None:
-                raise BookError("memory: a book in memory does not follow into a forked process")
-            _left_behind.append(self._connection)
+                raise BookError("memory: a book in memory cannot be used in a forked process")
+            _parent_connections.append(self._connection)
             self._lock = threading.RLock()
-            self._turns = Turns()
+            self._turns = TurnQueue()
             self._pid = os.getpid()
             self._connection = self._open()
         return self._connection
@@ -645,7 +641,7 @@ class SQLiteLedger:
     def write(
         self, *, shared: bool = False, durable: bool = True, timeout: float | None = None
     ) -> Iterator[_SQLiteTransaction]:
-        with nullcontext() if self.path is None else self._shared(self.path):
+        with nullcontext() if self.path is None else self._block_repairs(self.path):
             yield from self._transaction("BEGIN IMMEDIATE", timeout)
 
     @contextmanager
@@ -653,21 +649,21 @@ class SQLiteLedger:
         yield from self._transaction("BEGIN")
 
     def _transaction(self, begin: str, timeout: float | None = None) -> Iterator[_SQLiteTransaction]:
-        connection = self._current()
+        connection = self._get_connection()
         start = time.monotonic()
         lock = self._lock  # The threads of this process share the connection.
         if not lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise LockTimeoutError(f"another thread of this process held the ledger for {timeout:.3g} s")
         try:
             left = None if timeout is None else max(start + timeout - time.monotonic(), 0.0)
-            self._patiently(connection, begin, left)
+            self._execute_retrying(connection, begin, left)
             try:
                 if begin == "BEGIN":
-                    # The first query takes the snapshot. It may meet a connection that recovers, clears the log or is
-                    # the last to close the book.
-                    self._patiently(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
-                if self.path is not None and identity(self.path) != self._identity:
-                    raise moved(self.path)
+                    # The first query takes the snapshot. It may wait for a connection that recovers, clears the log or
+                    # is the last to close the book.
+                    self._execute_retrying(connection, "SELECT 1 FROM sqlite_master LIMIT 1")
+                if self.path is not None and file_identity(self.path) != self._identity:
+                    raise moved_error(self.path)
                 yield _SQLiteTransaction(connection, self.clock())
                 if disk.failpoints_active and begin != "BEGIN":
                     disk.hit_failpoint("before commit")
@@ -677,7 +673,7 @@ class SQLiteLedger:
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.DatabaseError as error:
-            explained = self._explained(error)
+            explained = self._translate_error(error)
             if explained is error:
                 raise
             raise explained from error
@@ -693,28 +689,28 @@ class SQLiteLedger:
         with self.read() as tx:
             return tx.all(sql, values)
 
-    array = staticmethod(_array)
+    array = staticmethod(_to_json_array)
 
     def changes(self) -> tuple[int, int]:
         """Return numbers that change when another connection, or this one, has written."""
-        connection = self._current()
+        connection = self._get_connection()
         with self._lock:
             return connection.execute("PRAGMA data_version").fetchone()[0], connection.total_changes
 
     @contextmanager
-    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_SQLiteWaiter | None]:
-        """See `Ledger.turn`. Processes wait in line for a lock on a file, which no order is promised for."""
+    def wait_turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_SQLiteWaiter | None]:
+        """Implement `Ledger.wait_turn`. Processes wait for a lock on a file, in no guaranteed order."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             if mine and self.path is not None:
-                fd = os.open(f"{self.path}.turn{consumer}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE)
+                fd = os.open(f"{self.path}.turn{consumer}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
                 stack.callback(os.close, fd)
                 while mine:
                     try:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
-                        mine = time.monotonic() < end and not stop.wait(min(LOOK_SECONDS, end - time.monotonic()))
+                        mine = time.monotonic() < end and not stop.wait(min(POLL_SECONDS, end - time.monotonic()))
             yield _SQLiteWaiter(self) if mine else None
 
     def bounds(self) -> tuple[int, int]:
@@ -724,14 +720,14 @@ class SQLiteLedger:
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
-        """Write the log back and truncate it if it is not in use, which removes old pages from the disk."""
-        connection = self._current()
+        """Write the log back to the database and truncate it if it is not in use, which removes old pages."""
+        connection = self._get_connection()
         if self.path is not None and not self.read_only:
             with self._lock:
                 try:
                     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 except sqlite3.DatabaseError as error:
-                    raise self._explained(error) from error
+                    raise self._translate_error(error) from error
 
     def close(self) -> None:
         """Close the connection. Commits are durable with or without it."""
@@ -741,14 +737,14 @@ class SQLiteLedger:
         self._closed = True
 
 
-def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> str:
+def check_text(name: str, text: str, min_length: int = 1, max_length: int = 1 << 20) -> str:
     """Return a text that every database can store.
 
     Args:
         name: The argument's name, for error messages.
         text: The text.
-        least: Minimum length.
-        most: Maximum length.
+        min_length: Minimum length.
+        max_length: Maximum length.
 
     Raises:
         ValueError: It is not a string, too short or long, or has NUL or lone surrogates.
@@ -756,15 +752,17 @@ def check_text(name: str, text: object, least: int = 1, most: int = 1 << 20) -> 
     >>> check_text("reason", "too long")
     'too long'
     """
-    if not isinstance(text, str) or not least <= len(text) <= most:
-        size = f" of {least} to {most} characters" if isinstance(text, str) and text else " that is not empty" * least
+    if not isinstance(text, str) or not min_length <= len(text) <= max_length:
+        size = " that is not empty" * min_length
+        if isinstance(text, str) and text:
+            size = f" of {min_length} to {max_length} characters"
         raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
         encoded = b"\0"
     if b"\0" in encoded:
-        raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which a database cannot keep")
+        raise ValueError(f"{name}: got {text!r}, expected no NUL and no lone surrogate, which databases cannot store")
     return text
 
 
@@ -783,8 +781,8 @@ TYPES = {
         "BYTES": "BYTEA",
     },
 }
-_TEXT = {"sqlite": "TEXT", "postgresql": 'TEXT COLLATE "C"'}
-"""PostgreSQL's own order of texts depends on its locale, SQLite's is that of their bytes."""
+_TEXT_TYPES = {"sqlite": "TEXT", "postgresql": 'TEXT COLLATE "C"'}
+"""The default order of texts depends on the locale in PostgreSQL, and is that of their bytes in SQLite."""
 
 TABLES: dict[str, tuple[str, ...]] = {
     "meta": ("key TEXT PRIMARY KEY", "value TEXT NOT NULL"),
@@ -936,11 +934,11 @@ for _table, _key in (("work", "seq"), ("groups", "gid")):
         *TABLES[_table][:-1],
         f"PRIMARY KEY (checkpoint, consumer, {_key})",
     )
-"""`records`: one row a record, its tags, its digests at admission and where its bytes lie (`gone`: why it has none).
-`work`: how far each consumer is with it. `inbox`: ranges of records that a consumer has no rows of `work` for yet.
-`groups`: which groups are ready, for consumers that lease by group. `tallies`: how many rows of `work` are in each
-state, kept with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
-`groups_before`: rows that have changed since a checkpoint, as they were then."""
+"""`records`: one row per record: index columns, content hashes, place of the bytes (`gone`: why there are none).
+`work`: the state of each record for each consumer. `inbox`: ranges of records for which a consumer has no rows of
+`work` yet. `groups`: which groups are ready, for consumers that lease by group. `tallies`: numbers of rows of `work` by
+state, updated with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
+`groups_before`: the undo log, with rows that have changed since a checkpoint as they were then."""
 
 INDICES = (
     "CREATE INDEX records_batch ON records (batch, seq)",
@@ -962,10 +960,10 @@ INDICES = (
 )
 
 MIGRATIONS: dict[int, tuple[str, ...]] = {}
-"""The statements that lead from a layout to the next one, by the older one's number."""
+"""Statements that migrate a layout to the next one, by the number of the older one."""
 
 
-def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
+def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
     """Create the tables, or check and migrate existing ones.
 
     Args:
@@ -981,14 +979,14 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
         NotABookError: There are no tables, or tables of another layout.
         NewerLayoutError: A newer version wrote them.
     """
-    layout = layout_of(ledger)
+    layout = read_layout(ledger)
     if layout is None:
         if not create:
             raise NotABookError(f"{where}: there is no book here")
         with ledger.write() as tx:
-            if _layout(tx, ledger.dialect) is not None:  # Another process was faster.
+            if _read_layout(tx, ledger.dialect) is not None:  # Another process created them.
                 return False
-            _make(tx, ledger.dialect, meta)
+            _create_tables(tx, ledger.dialect, meta)
         return True
     if layout > LAYOUT:
         raise NewerLayoutError(
@@ -1013,13 +1011,13 @@ def prepare(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -
     return False
 
 
-def layout_of(ledger: Ledger) -> int | None:
+def read_layout(ledger: Ledger) -> int | None:
     """Return the number of the tables' layout, or `None` if there are no tables."""
     with ledger.read() as tx:
-        return _layout(tx, ledger.dialect)
+        return _read_layout(tx, ledger.dialect)
 
 
-def _layout(tx: Transaction, dialect: str) -> int | None:
+def _read_layout(tx: Transaction, dialect: str) -> int | None:
     if dialect == "sqlite":
         names = {row[0] for row in tx.all("SELECT name FROM sqlite_master WHERE type = 'table'")}
     else:
@@ -1034,10 +1032,10 @@ def _layout(tx: Transaction, dialect: str) -> int | None:
     return int(row[0])
 
 
-def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
+def _create_tables(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
     kinds = TYPES[dialect]
     for name, columns in TABLES.items():
-        body = ", ".join(column.format(**kinds).replace("TEXT", _TEXT[dialect]) for column in columns)
+        body = ", ".join(column.format(**kinds).replace("TEXT", _TEXT_TYPES[dialect]) for column in columns)
         tx.run(f"CREATE TABLE {name} ({body})")
     for sql in INDICES:
         tx.run(sql)
@@ -1060,7 +1058,7 @@ def _make(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
 def migrate(tx: Transaction, dialect: str, steps: dict[int, tuple[str, ...]] | None = None) -> int:
     """Migrate the tables step by step to the newest layout that `steps` leads to, and return its number."""
     steps = MIGRATIONS if steps is None else steps
-    layout: Any = _layout(tx, dialect)
+    layout: Any = _read_layout(tx, dialect)
     while layout in steps:
         for sql in steps[layout]:
             tx.run(sql.format(**TYPES[dialect]))

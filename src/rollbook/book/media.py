@@ -4,7 +4,7 @@ Invariant: `restore(extract(records).stripped, fetch)` equals `records`, column 
 joining stripped records first makes no difference. A separate column lists the references, so that no data of a user
 can be mistaken for one.
 
-Media are, from `least` bytes on:
+Media are, from `min_bytes` on:
 
 - a tensor in a media column (`multi_modal_inputs`);
 - base64 in a free-form column, as the value of `$bytes` or `data` (bytes, tensors and arrays as
@@ -29,13 +29,13 @@ The layout of a blob in a store, all numbers little-endian:
 
 >>> from rollbook import Experience, Experiences
 >>> image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBO" * 500}}
->>> asked = [{"role": "user", "content": [image]}]
->>> many = Experiences([Experience(tokens=[1, 2, 3], messages=asked) for _ in range(4)])
->>> lifted = extract(many)
->>> [(blob.kind, len(blob.payload)) for blob in lifted.blobs.values()], [len(used) for used in lifted.uses]
+>>> messages = [{"role": "user", "content": [image]}]
+>>> records = Experiences([Experience(tokens=[1, 2, 3], messages=messages) for _ in range(4)])
+>>> extracted = extract(records)
+>>> [(blob.kind, len(blob.payload)) for blob in extracted.blobs.values()], [len(hashes) for hashes in extracted.uses]
 ([('bytes', 1500)], [1, 1, 1, 1])
->>> store = {name: blob.data for name, blob in lifted.blobs.items()}
->>> restore(lifted.stripped, store.__getitem__) == many
+>>> store = {name: blob.data for name, blob in extracted.blobs.items()}
+>>> restore(extracted.stripped, store.__getitem__) == records
 True
 """
 
@@ -66,40 +66,40 @@ from rollbook.core.wire import DEFAULT_LIMITS, RowLayout
 Kind = Literal["tensor", "bytes", "text"]
 MAGIC = b"\x8dROLLMD\n"
 VERSION = 1
-COLUMN = "book__media"
+REFERENCES_COLUMN = "book__media"
 """The column of references."""
-EVALUATION = "book__evaluation"
+EVALUATION_COLUMN = "book__evaluation"
 """The column that marks records for evaluation; absent where there are none."""
-OWN = (COLUMN, EVALUATION)
-"""Columns of the book. Another column whose name begins so is kept under its name and one character more."""
-REFERENCES = pa.large_list(
+BOOK_COLUMNS = (REFERENCES_COLUMN, EVALUATION_COLUMN)
+"""Columns of the book. Other columns whose names begin so are stored with one more character."""
+REFERENCES_TYPE = pa.large_list(
     pa.struct([("column", pa.large_string()), ("at", pa.int64()), ("hash", pa.large_string())]),
 )
-LEAST = 1024
-MIN_BASE64 = -(-4 * LEAST // 3)
-"""Length of the base64 of `LEAST` bytes."""
+MIN_MEDIUM_BYTES = 1024
+MIN_BASE64 = -(-4 * MIN_MEDIUM_BYTES // 3)
+"""Length of the base64 of `MIN_MEDIUM_BYTES` bytes."""
 
 _HEADER = struct.Struct("<8sHHIQ32sQ")
-_UNIT = 64
+_ALIGN = 64
 _PREFIX = b"sha256:"
-_WIDTH = len(_PREFIX) + 64
+_REFERENCE_BYTES = len(_PREFIX) + 64
 _HASH = re.compile(r"[0-9a-f]{64}")
 _DESCRIPTION = re.compile(rb"([a-z0-9_]{1,32}) ((?:[0-9]{1,19}(?:,[0-9]{1,19}){0,63})?)")
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_%"
 _IN_ALPHABET = np.isin(np.arange(256, dtype=np.uint8), np.frombuffer(_ALPHABET, dtype=np.uint8))
-_WINDOW = 32
-_LEAD = re.compile(rb'"(?:(?:\$bytes|data|b64_json)":"|data:[ !#-+\--\[\]-~]{0,255};base64,)')
-"""What stands before a piece of base64, which then reaches to the next quote: inside a JSON string a quote is escaped.
-A key that only ends like one of these does no harm: the text is put back as it was, whatever it meant."""
+_WINDOW_BYTES = 32
+_BASE64_PREFIX = re.compile(rb'"(?:(?:\$bytes|data|b64_json)":"|data:[ !#-+\--\[\]-~]{0,255};base64,)')
+"""The text before base64, which then reaches to the next quote: inside a JSON string a quote is escaped. Another key
+that ends like one of these does no harm, since the text is restored unchanged."""
 
 
-# --- blobs --------------------------------------------------------------------------------------------------------
+# --- blobs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is asked for."""
+    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is read."""
 
     hash: str
     """64 hexadecimal digits; covers kind, dtype, shape and payload."""
@@ -114,7 +114,7 @@ class Blob:
     @property
     def size(self) -> int:
         """How many bytes `data` has."""
-        return _size(len(self.payload), len(_describe(self.kind, self.dtype, self.shape)))
+        return _padded_size(len(self.payload), len(_describe(self.kind, self.dtype, self.shape)))
 
     @property
     def data(self) -> bytes:
@@ -125,7 +125,7 @@ class Blob:
             MAGIC, VERSION, 1 + _KINDS.index(self.kind), len(described), length, bytes.fromhex(self.hash), 0
         )[:56]
         checksum = _checksum(head, self.payload, described)
-        padding = bytes(_size(length, len(described)) - _UNIT - length - len(described))
+        padding = bytes(_padded_size(length, len(described)) - _ALIGN - length - len(described))
         return b"".join((head, struct.pack("<Q", checksum), self.payload, described, padding))
 
 
@@ -133,8 +133,8 @@ def _describe(kind: Kind, dtype: str, shape: tuple[int, ...]) -> bytes:
     return f"{dtype} {','.join(map(str, shape))}".encode() if kind == "tensor" else b""
 
 
-def _size(length: int, described: int) -> int:
-    return -(-(_UNIT + length + described) // _UNIT) * _UNIT
+def _padded_size(length: int, described: int) -> int:
+    return -(-(_ALIGN + length + described) // _ALIGN) * _ALIGN
 
 
 def _checksum(*pieces: bytes | memoryview) -> int:
@@ -145,7 +145,7 @@ def _checksum(*pieces: bytes | memoryview) -> int:
 
 
 def _digest(kind: Kind, described: bytes, payload: bytes | memoryview) -> str:
-    # Of one cryptographic hash: whoever may write to a book must not be able to pass a medium off as another's.
+    # A cryptographic hash: a writer of a book must not be able to replace another's medium.
     state = hashlib.sha256(b"rollbook medium 1\0" + kind.encode() + b"\0" + described + b"\0")
     state.update(payload)
     return state.hexdigest()
@@ -157,8 +157,8 @@ def blob_size(head: bytes | memoryview) -> int:
 
 
 def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
-    if len(view) < _UNIT:
-        raise WireError(f"a blob is cut short: {len(view)} bytes, expected {_UNIT} of header", len(view))
+    if len(view) < _ALIGN:
+        raise WireError(f"a blob is cut short: {len(view)} bytes, expected {_ALIGN} of header", len(view))
     magic, version, kind, described, length, digest, checksum = _HEADER.unpack_from(view)
     if magic != MAGIC:
         raise WireError(f"bad magic {magic!r}: not a blob (a blob begins with {MAGIC!r})", 0)
@@ -168,7 +168,7 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
         raise WireError(f"blob kind {kind} is unknown", 10)
     if length > DEFAULT_LIMITS.max_bytes:
         raise WireError(f"a blob of {length} bytes is over the limit of {DEFAULT_LIMITS.max_bytes}", 16)
-    return _KINDS[kind - 1], described, length, digest, checksum, _size(length, described)
+    return _KINDS[kind - 1], described, length, digest, checksum, _padded_size(length, described)
 
 
 def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
@@ -194,8 +194,8 @@ def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     kind, described, length, digest, checksum, size = _read_header(view)
     if len(view) != size:
         raise WireError(f"the blob takes {size} bytes, {len(view)} are there", min(size, len(view)))
-    payload, end = view[_UNIT : _UNIT + length], _UNIT + length + described
-    description = bytes(view[_UNIT + length : end])
+    payload, end = view[_ALIGN : _ALIGN + length], _ALIGN + length + described
+    description = bytes(view[_ALIGN + length : end])
     if _checksum(view[:56], payload, description) != checksum:
         raise WireError("the blob does not match its checksum", 56)
     if any(view[end:]):
@@ -204,27 +204,27 @@ def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     if kind == "tensor":
         match = _DESCRIPTION.fullmatch(description)
         if match is None:
-            raise WireError(f"the blob is described as {description[:80]!r}, not a tensor", _UNIT + length)
+            raise WireError(f"the blob is described as {description[:80]!r}, not a tensor", _ALIGN + length)
         dtype = match[1].decode()
         shape = check_shape(dtype, [int(size) for size in match[2].split(b",") if size], length, "a blob's tensor")
     if _describe(kind, dtype, shape) != description:
-        raise WireError(f"the blob is described as {description[:80]!r}, not in canonical form", _UNIT + length)
+        raise WireError(f"the blob is described as {description[:80]!r}, not in canonical form", _ALIGN + length)
     if kind == "text" and not bytes(payload).isascii():
-        raise WireError("the blob holds text that is not ASCII", _UNIT)
+        raise WireError("the blob holds text that is not ASCII", _ALIGN)
     if verify and _digest(kind, description, payload) != digest.hex():
         raise WireError(f"the blob does not match its hash {digest.hex()}", 24)
     return Blob(digest.hex(), kind, dtype, shape, payload)
 
 
-# --- lifting ------------------------------------------------------------------------------------------------------
+# --- extracting -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """Records and their media, apart."""
+    """Records, with references instead of media, and their media."""
 
     stripped: Experiences
-    """The same records with references; the very object that was given if there was nothing to lift."""
+    """The same records with references; the same object if there are no media."""
     blobs: dict[str, Blob]
     """Each distinct medium, by hash."""
     uses: list[tuple[str, ...]]
@@ -233,7 +233,7 @@ class Extracted:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Bytes start to stop of a column's data, and what stands in their place."""
+    """A range of bytes of a column's data, and its replacement."""
 
     start: int
     stop: int
@@ -241,7 +241,7 @@ class _Cut:
 
 
 @dataclass
-class _Gathered:
+class _BlobCollector:
     """The media found so far; equal ones are hashed once."""
 
     blobs: dict[str, Blob] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class _Gathered:
 
     def add(self, kind: Kind, content: NDArray[np.uint8], dtype: str = "", shape: tuple[int, ...] = ()) -> str | None:
         """Hash and store a medium (a tensor's elements, or base64); return `None` for invalid base64."""
-        # The members of a group show the same pictures: those are known by a hash ten times as fast. A match is
+        # Records of a group often have the same images, which a hash that is ten times as fast finds. A match is
         # compared, not trusted.
         key = (kind, dtype, shape, len(content), xxhash.xxh3_128_intdigest(content.data))
         seen = self._seen.get(key)
@@ -276,18 +276,18 @@ def _from_base64(text: memoryview) -> bytes | None:
         data = binascii.a2b_base64(text, strict_mode=True)
     except binascii.Error:
         return None
-    # Bits behind the last byte must be zero, which no decoder asks for.
+    # Bits after the last byte must be zero, which decoders do not check.
     tail = len(data) // 3 * 3
     canonical = len(data) % 3 == 0 or binascii.b2a_base64(data[tail:], newline=False) == bytes(text[-4:])
     return data if canonical and len(text) == -(-len(data) // 3) * 4 else None
 
 
-def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool] = ()) -> Extracted:
+def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation: Sequence[bool] = ()) -> Extracted:
     """Separate records from their media.
 
     Args:
         records: The records.
-        least: The smallest size of a medium, in bytes.
+        min_bytes: The smallest size of a medium, in bytes.
         evaluation: Whether each record is for evaluation; by default none is.
 
     Returns:
@@ -297,14 +297,14 @@ def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool]
     >>> from rollbook import Experience
     >>> image = torch.zeros(4, 1176, dtype=torch.bfloat16)
     >>> row = Experience(tokens=[1, 2, 3], multi_modal_inputs={"pixel_values": image, "image_grid_thw": [[1, 2, 2]]})
-    >>> lifted = extract(Experiences([row, row]))
-    >>> [(blob.dtype, blob.shape) for blob in lifted.blobs.values()]
+    >>> extracted = extract(Experiences([row, row]))
+    >>> [(blob.dtype, blob.shape) for blob in extracted.blobs.values()]
     [('bfloat16', (4, 1176))]
     """
-    if type(least) is not int or least < 1:
-        raise ValueError(f"least: got {least!r}, expected a whole number of bytes, at least 1")
+    if type(min_bytes) is not int or min_bytes < 1:
+        raise ValueError(f"min_bytes: got {min_bytes!r}, expected a whole number of bytes, at least 1")
     columns = records.columns
-    gathered = _Gathered()
+    gathered = _BlobCollector()
     listed: dict[int, list[dict[str, Any]]] = {}
     changed: Columns = {}
     for name, column in columns.items():
@@ -312,37 +312,39 @@ def extract(records: Experiences, least: int = LEAST, evaluation: Sequence[bool]
         if entry is None or entry[0].kind not in ("json", "media"):
             continue
         kind = entry[0].kind
-        if kind == "json" and np.diff(_memory(column)[1]).max(initial=0) < least:
+        if kind == "json" and np.diff(_text_memory(column)[1]).max(initial=0) < min_bytes:
             continue  # Every text is shorter than a medium.
-        cuts = (_heavy_entries if kind == "media" else _heavy_texts)(column, least, gathered)
+        cuts = (_cut_tensors if kind == "media" else _cut_texts)(column, min_bytes, gathered)
         if cuts:
-            changed[name] = _with_cuts(column, [cut for _, _, cut in cuts])
+            changed[name] = _apply_cuts(column, [cut for _, _, cut in cuts])
         for row, at, cut in cuts:
             reference = cut.new.removeprefix(_PREFIX).decode()
             listed.setdefault(row, []).append({"column": name, "at": at, "hash": reference})
     stripped_columns = {
-        f"{name}+" if name.startswith(OWN) else name: changed.get(name, c) for name, c in columns.items()
+        f"{name}+" if name.startswith(BOOK_COLUMNS) else name: changed.get(name, c) for name, c in columns.items()
     }
     if changed:
-        stripped_columns[COLUMN] = pa.array([listed.get(row) for row in range(len(records))], REFERENCES)
+        stripped_columns[REFERENCES_COLUMN] = pa.array(
+            [listed.get(row) for row in range(len(records))], REFERENCES_TYPE
+        )
     if any(evaluation):
-        stripped_columns[EVALUATION] = pa.array(evaluation, pa.bool_())
+        stripped_columns[EVALUATION_COLUMN] = pa.array(evaluation, pa.bool_())
     stripped = records if stripped_columns.keys() == columns.keys() else Experiences._of(stripped_columns, len(records))
     uses: list[tuple[str, ...]] = [()] * len(records)
     for row, items in listed.items():
-        uses[row] = _distinct(items)
+        uses[row] = _distinct_hashes(items)
     return Extracted(stripped, gathered.blobs, uses)
 
 
-def _distinct(listed: list[dict[str, Any]]) -> tuple[str, ...]:
+def _distinct_hashes(listed: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item["hash"] for item in listed))
 
 
-def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
+def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
     """Return (row, entry in the row, cut in the data) of each large and valid tensor."""
-    entries, rows = _entries(column)
-    memory, bounds = _memory(entries.field("data"))
-    heavy = np.diff(bounds) >= least
+    entries, rows = _tensor_entries(column)
+    memory, bounds = _text_memory(entries.field("data"))
+    heavy = np.diff(bounds) >= min_bytes
     for array in (entries, entries.field("data")):
         there = arrow.validity(array)
         if there is not None:
@@ -353,21 +355,21 @@ def _heavy_entries(column: pa.Array, least: int, gathered: _Gathered) -> list[tu
     if there is not None:
         where, owners = where[there[owners]], owners[there[owners]]
     cuts = []
-    for entry, row, description in zip(where.tolist(), owners.tolist(), _said(entries, where), strict=True):
+    for entry, row, description in zip(where.tolist(), owners.tolist(), _describe_entries(entries, where), strict=True):
         start, stop = int(bounds[entry]), int(bounds[entry + 1])
         try:
             shape = check_shape(description["dtype"], description["shape"], stop - start, "")
         except WireError:
-            continue  # not a tensor: it is kept as it is, and whoever makes a row of it is told
+            continue  # Not a valid tensor: it is not changed, and making a row of it raises.
         if name := gathered.add("tensor", memory[start:stop], description["dtype"], shape):
             cuts.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
     return cuts
 
 
-def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tuple[int, int, _Cut]]:
+def _cut_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
     """Return (row, byte of the reference in the row, cut in the column's text) of each large base64 text."""
-    shortest = -(-4 * least // 3)
-    memory, bounds = _memory(column)
+    shortest = -(-4 * min_bytes // 3)
+    memory, bounds = _text_memory(column)
     cuts = []
     for row in _rows_with_runs(memory, bounds, shortest):
         if not column[row].is_valid:
@@ -375,7 +377,7 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
         start = int(bounds[row])
         text = memory[start : int(bounds[row + 1])].tobytes()
         grown = last = 0
-        while (lead := _LEAD.search(text, last)) is not None:
+        while (lead := _BASE64_PREFIX.search(text, last)) is not None:
             first = lead.end()
             last = text.find(b'"', first)
             if last < 0:
@@ -385,7 +387,7 @@ def _heavy_texts(column: pa.Array, least: int, gathered: _Gathered) -> list[tupl
             name = gathered.add("bytes", memory[start + first : start + last])
             if name is not None:
                 cuts.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
-                grown += _WIDTH - (last - first)
+                grown += _REFERENCE_BYTES - (last - first)
     return cuts
 
 
@@ -404,8 +406,8 @@ def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shorte
     """Return the rows that may hold a run of `shortest` base64 characters, by looking at a few bytes."""
     if not len(bounds) or int(np.diff(bounds).max(initial=0)) < shortest:
         return []
-    # Such a run covers one of the windows that begin every `step` bytes from end to end.
-    width = min(_WINDOW, -(-shortest // 2))
+    # Such a run completely covers one of the windows that begin every `step` bytes.
+    width = min(_WINDOW_BYTES, -(-shortest // 2))
     step = shortest - width + 1
     first = int(bounds[0])
     text = memory[first : int(bounds[-1])]
@@ -415,7 +417,7 @@ def _rows_with_runs(memory: NDArray[np.uint8], bounds: NDArray[np.int64], shorte
     return [int(row) for row in np.unique(rows)]
 
 
-# --- restoring ----------------------------------------------------------------------------------------------------
+# --- restoring ------------------------------------------------------------------------------------------------------
 
 
 def references(stripped: Experiences) -> list[tuple[str, ...]]:
@@ -425,51 +427,52 @@ def references(stripped: Experiences) -> list[tuple[str, ...]]:
     >>> references(Experiences([Experience(tokens=[1, 2])]))
     [()]
     """
-    if COLUMN not in stripped.columns:
+    if REFERENCES_COLUMN not in stripped.columns:
         return [()] * len(stripped)
-    return [_distinct(listed) for listed in _listed(stripped.columns[COLUMN])]
+    return [_distinct_hashes(listed) for listed in _parse_references(stripped.columns[REFERENCES_COLUMN])]
 
 
-def purposes(stripped: Experiences) -> list[bool]:
+def evaluation_flags(stripped: Experiences) -> list[bool]:
     """Return whether each record of a stored frame is for evaluation, [N]."""
-    column = stripped.columns.get(EVALUATION)
+    column = stripped.columns.get(EVALUATION_COLUMN)
     if column is None:
         return [False] * len(stripped)
     if not isinstance(column, pa.Array) or column.type != pa.bool_():
-        raise WireError(f"column {EVALUATION!r}: expected type bool")
+        raise WireError(f"column {EVALUATION_COLUMN!r}: expected type bool")
     return [bool(flag) for flag in column.to_pylist()]
 
 
-def _listed(column: pa.Array) -> list[list[dict[str, Any]]]:
+def _parse_references(column: pa.Array) -> list[list[dict[str, Any]]]:
     """Parse and check the references of each record."""
-    if column.type != REFERENCES:
-        raise WireError(f"column {COLUMN!r}: type {column.type}, expected {REFERENCES}")
+    if column.type != REFERENCES_TYPE:
+        raise WireError(f"column {REFERENCES_COLUMN!r}: type {column.type}, expected {REFERENCES_TYPE}")
     rows: list[list[dict[str, Any]]] = [listed or [] for listed in column.to_pylist()]
     for row, listed in enumerate(rows):
         for item in listed:
             if item is None or None in item.values() or not _HASH.fullmatch(item["hash"]) or item["at"] < 0:
-                raise WireError(f"record {row}: {COLUMN}: {item!r} is not a reference")
+                raise WireError(f"record {row}: {REFERENCES_COLUMN}: {item!r} is not a reference")
     return rows
 
 
 def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     """Return a copy of the records with their media restored.
 
-    `fetch(hash)` gives the blob's bytes, or raises `KeyError`; it is asked once for each hash. Columns that were left
-    out of `stripped` need nothing.
+    Args:
+        stripped: The records with references. Columns may be missing.
+        fetch: Returns the bytes of a blob by its hash, or raises `KeyError`; called once per hash.
 
     >>> from rollbook import Experience
-    >>> lifted = extract(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
-    >>> restore(lifted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
+    >>> extracted = extract(Experiences([Experience(tokens=[1, 2], info={"png": bytes(2000)})]))
+    >>> restore(extracted.stripped, {}.__getitem__)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     rollbook.core.errors.WireError: record 0: info: the medium sha256:... is missing
     """
     columns = stripped.columns
-    if not any(name.startswith(OWN) for name in columns):
+    if not any(name.startswith(BOOK_COLUMNS) for name in columns):
         return stripped
     places: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for row, listed in enumerate(_listed(columns[COLUMN]) if COLUMN in columns else ()):
+    for row, listed in enumerate(_parse_references(columns[REFERENCES_COLUMN]) if REFERENCES_COLUMN in columns else ()):
         for item in listed:
             places.setdefault(item["column"], []).append((row, item))
     opened: dict[str, Blob] = {}
@@ -481,14 +484,14 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
             continue
         column = columns[name]
         if not isinstance(column, pa.Array) or column.type not in (MEDIA, pa.large_string()):
-            raise WireError(f"{COLUMN}: refers to column {name!r}, which can hold no media")
+            raise WireError(f"{REFERENCES_COLUMN}: refers to column {name!r}, which can hold no media")
         cuts = []
-        for (row, item), (start, stop, entry) in zip(refs, _places(column, refs), strict=True):
+        for (row, item), (start, stop, entry) in zip(refs, _find_references(column, refs), strict=True):
             where, key = f"record {row}: {name}", item["hash"]
             if start == stop:
-                raise WireError(f"{where}: no reference to sha256:{key} stands at {item['at']}")
+                raise WireError(f"{where}: no reference to sha256:{key} at {item['at']}")
             if key not in opened:
-                opened[key] = _fetched(fetch, key, where)
+                opened[key] = _fetch_blob(fetch, key, where)
             blob = opened[key]
             new: Any = blob.payload
             if entry is not None:
@@ -501,31 +504,31 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
                 if key not in written:
                     written[key] = binascii.b2a_base64(blob.payload, newline=False)
                 new = written[key]
-            # A few bytes of reference can ask for any number of copies of a large medium.
+            # Small references could request any number of copies of a large medium.
             room -= len(new)
             if room < 0:
                 raise WireError(f"{where}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
             cuts.append(_Cut(start, stop, new))
-        changed[name] = _with_cuts(column, cuts)
+        changed[name] = _apply_cuts(column, cuts)
     restored = {
-        name[:-1] if name.startswith(OWN) else name: changed.get(name, column)
+        name[:-1] if name.startswith(BOOK_COLUMNS) else name: changed.get(name, column)
         for name, column in columns.items()
-        if name not in OWN
+        if name not in BOOK_COLUMNS
     }
     return Experiences._of(restored, len(stripped))
 
 
-def _places(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
+def _find_references(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
     """Return where each reference is in the column's bytes (start equals stop for none), and its entry's tensor."""
     in_media = column.type == MEDIA
-    entries, rows = _entries(column) if in_media else (column, None)
-    memory, bounds = _memory(entries.field("data") if in_media else column)
+    entries, rows = _tensor_entries(column) if in_media else (column, None)
+    memory, bounds = _text_memory(entries.field("data") if in_media else column)
     places: list[tuple[int, int, Any]] = []
     chosen = []
     for row, item in refs:
         if rows is None:
             start = int(bounds[row]) + item["at"]
-            stop, limit = start + _WIDTH, int(bounds[row + 1])
+            stop, limit = start + _REFERENCE_BYTES, int(bounds[row + 1])
         else:
             entry = int(rows[row]) + item["at"]
             inside = entry < int(rows[row + 1])
@@ -536,11 +539,11 @@ def _places(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tu
         places.append((start, stop if there else start, None))
     if not in_media or not len(entries):
         return places
-    descriptions = _said(entries, np.array(chosen, dtype=np.int64))
+    descriptions = _describe_entries(entries, np.array(chosen, dtype=np.int64))
     return [(start, stop, description) for (start, stop, _), description in zip(places, descriptions, strict=True)]
 
 
-def _fetched(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
+def _fetch_blob(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
     try:
         blob = open_blob(fetch(key))
     except KeyError:
@@ -548,42 +551,42 @@ def _fetched(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
     except WireError as error:
         raise WireError(f"{where}: the medium sha256:{key} is damaged: {error}") from None
     if blob.hash != key:
-        raise WireError(f"{where}: the medium sha256:{key} was asked for, and sha256:{blob.hash} given")
+        raise WireError(f"{where}: the medium sha256:{key} was requested, got sha256:{blob.hash}")
     return blob
 
 
-# --- Arrow memory -------------------------------------------------------------------------------------------------
+# --- Arrow memory ---------------------------------------------------------------------------------------------------
 
 
-def _memory(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _text_memory(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return the bytes of a text or binary array, and its offsets."""
     buffer = array.buffers()[2]
     memory = np.frombuffer(b"" if buffer is None else buffer, dtype=np.uint8)
     return memory, arrow.offsets(array, len(memory))
 
 
-def _entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
+def _tensor_entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
     """Return the tensors of a media column's rows, and the rows' offsets."""
     rows = arrow.offsets(column, len(column.values))
     return column.values.slice(int(rows[0]), int(rows[-1] - rows[0])), rows - rows[0]
 
 
-def _said(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Key, dtype and shape of some entries, without their data."""
+def _describe_entries(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Return key, dtype and shape of some entries, without their data."""
     chosen = pa.array(where)
     parts = {name: entries.field(name).take(chosen).to_pylist() for name in ("key", "dtype", "shape")}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
+def _apply_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
     """Replace pieces of a column's text, or of its tensors' data."""
     in_media = column.type == MEDIA
-    entries, rows = _entries(column) if in_media else (column, None)
+    entries, rows = _tensor_entries(column) if in_media else (column, None)
     array = entries.field("data") if in_media else column
-    memory, bounds = _memory(array)
+    memory, bounds = _text_memory(array)
     cuts = sorted(cuts, key=lambda cut: cut.start)
     if any(first.stop > other.start for first, other in pairwise(cuts)):
-        raise WireError(f"{COLUMN}: two references share a place")
+        raise WireError(f"{REFERENCES_COLUMN}: two references share a place")
     stops = np.array([cut.stop for cut in cuts], dtype=np.int64)
     growth = offsets_of([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
     moved = bounds + growth[np.searchsorted(stops, bounds, side="right")] - bounds[0]
@@ -595,14 +598,14 @@ def _with_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
         at += length
         joined[at : at + len(cut.new)] = np.frombuffer(cut.new, dtype=np.uint8)
         at, done = at + len(cut.new), cut.stop
-    data = _array(array, [pa.py_buffer(moved), pa.py_buffer(joined)])
+    data = _rebuild_array(array, [pa.py_buffer(moved), pa.py_buffer(joined)])
     if rows is None:
         return data
     parts = [data if part.name == "data" else entries.field(part.name) for part in entries.type]
-    return _array(column, [pa.py_buffer(rows)], [_array(entries, [], parts)])
+    return _rebuild_array(column, [pa.py_buffer(rows)], [_rebuild_array(entries, [], parts)])
 
 
-def _array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
+def _rebuild_array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
     """Return an array with the type, length and nulls of `like` on other buffers."""
     there = arrow.validity(like)
     nulls = None if there is None else pa.py_buffer(np.packbits(there, bitorder="little"))

@@ -24,7 +24,7 @@ import xxhash
 
 from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import BookError, ConnectionLostError, LockTimeoutError, NotABookError, OutcomeUnknownError
-from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, Turns
+from rollbook.book.ledger import BUSY_SECONDS, ConcurrentChangeError, TurnQueue
 from rollbook.core.addresses import redacted
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 LOCK = 0x726F6C6C  # "roll": the class of advisory locks that books take; the second number is the schema's.
 CONNECTIONS = 8
-"""How many connections the threads of one open book have at most; one thread needs one."""
+"""Maximum number of connections of one open book; a thread needs one."""
 SHARDS = 64
-"""A counter is the sum of so many rows: transactions that add to it seldom wait for each other."""
+"""Number of rows of a counter, so that transactions that add to it seldom wait for each other."""
 IDLE_SECONDS = 20.0
 """How long a writer may pause inside a transaction before its session is ended: shorter than `BUSY_SECONDS`, so that
 writers that wait for it get their turn. Also the longest wait for a lock in one statement."""
 READ_SECONDS = 3600.0
 """The same for a reader, which blocks nobody and may copy data between two statements."""
 RECONNECT_SECONDS = 30.0
-"""How long to wait for a server that restarts."""
-NETWORK = {
+"""Seconds to wait for a server that restarts."""
+NETWORK_LIMITS = {
     "connect_timeout": 10,
     "keepalives": 1,
     "keepalives_idle": 10,
@@ -50,18 +50,18 @@ NETWORK = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-"""libpq's limits for a server that does not answer; what the URL or the environment says comes first."""
-_HOLDERS = (
+"""libpq options for a server that does not answer; the URL and the environment take precedence."""
+_LOCK_HOLDERS = (
     "FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
     "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = %s::bigint::oid "
     "AND l.objid = (hashtext(%s)::bigint & 4294967295)::oid "
     "AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
 )
 _CLOCK = "SELECT extract(epoch FROM clock_timestamp())"
-_SCANS = ("enable_seqscan", "enable_hashjoin", "enable_mergejoin")
+_SCAN_SETTINGS = ("enable_seqscan", "enable_hashjoin", "enable_mergejoin")
 """Ways to read whole tables: right for queries, wrong for writes, which find a few rows by their keys. Before the
 server has statistics of a new or fast-growing table, it would choose them."""
-_left_behind: list[Any] = []
+_parent_connections: list[Any] = []
 
 
 def connect(url: str, schema: str) -> psycopg.Connection[Any]:
@@ -76,22 +76,22 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         chosen = conninfo_to_dict(url)
         if "PGCONNECT_TIMEOUT" in os.environ:
             chosen["connect_timeout"] = None
-        options: dict[str, Any] = {name: value for name, value in NETWORK.items() if name not in chosen}
+        options: dict[str, Any] = {name: value for name, value in NETWORK_LIMITS.items() if name not in chosen}
         options["fallback_application_name"] = f"rollbook {socket.gethostname()}/{os.getpid()}"
         connection = psycopg.connect(url, autocommit=True, **options)
         settings = (
             "SET search_path TO {}; SET statement_timeout TO 0; SET synchronous_commit TO on; "
             "SET client_min_messages TO warning; SET lock_timeout TO {}; SET idle_in_transaction_session_timeout TO {}"
-            + "".join(f"; SET {name} TO off" for name in _SCANS)
+            + "".join(f"; SET {name} TO off" for name in _SCAN_SETTINGS)
         )
         limit = sql.Literal(_milliseconds(IDLE_SECONDS))
         connection.execute(sql.SQL(settings).format(sql.Identifier(schema), limit, limit))
     except psycopg.OperationalError as error:
-        raise ConnectionLostError(f"{redacted(url)}: no connection to PostgreSQL: {_line(error)}") from None
+        raise ConnectionLostError(f"{redacted(url)}: no connection to PostgreSQL: {_one_line(error)}") from None
     return connection
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return an error's message as one line."""
     return " ".join(str(error).split())
 
@@ -112,30 +112,30 @@ class PostgresTransaction:
         self.connection = connection
         self.pipeline = pipeline
         self.now = now
-        self.woken: set[int] = set()
+        self.notified_consumers: set[int] = set()
         self.shard = connection.info.backend_pid % SHARDS
-        self._later: dict[str, tuple[str, Sequence[Any]]] = {}
+        self._deferred: dict[str, tuple[str, Sequence[Any]]] = {}
         """Statements that are sent as one, by the table that each changes."""
 
     def _send(self, sql: str, values: Sequence[Any]) -> psycopg.Cursor[Any]:
         self.flush()
         cursor = self.connection.cursor()
-        return cursor.execute(_marked(sql), values) if values else cursor.execute(sql.encode())
+        return cursor.execute(_to_percent(sql), values) if values else cursor.execute(sql.encode())
 
     def flush(self) -> None:
-        """Send what `later` has gathered."""
-        if self._later:
-            statements, self._later = list(self._later.values()), {}
+        """Send what `defer` has gathered."""
+        if self._deferred:
+            statements, self._deferred = list(self._deferred.values()), {}
             values = [value for _, values in statements for value in values]
-            self.connection.cursor().execute(_marked(_combined(tuple(sql for sql, _ in statements))), values)
+            self.connection.cursor().execute(_to_percent(_combine(tuple(sql for sql, _ in statements))), values)
 
     def run(self, sql: str, values: Sequence[Any] = ()) -> None:
         self._send(sql, values)
 
-    def later(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
-        if table in self._later:
+    def defer(self, table: str, sql: str, values: Sequence[Any] = ()) -> None:
+        if table in self._deferred:
             self.flush()
-        self._later[table] = (sql, values)
+        self._deferred[table] = (sql, values)
 
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         cursor = self._send(sql, values)
@@ -144,16 +144,16 @@ class PostgresTransaction:
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         self.flush()
-        self.connection.cursor().executemany(_marked(sql), list(rows))
+        self.connection.cursor().executemany(_to_percent(sql), list(rows))
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
         if rows:
-            self.later(table, _insert(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
+            self.defer(table, _insert_sql(table, tuple(columns), conflict), (_rows_json(table, tuple(columns), rows),))
 
     def update(self, table: str, keys: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         if rows:
             names = (*columns, *keys)
-            self.later(table, _update(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
+            self.defer(table, _update_sql(table, tuple(keys), tuple(columns)), (_rows_json(table, names, rows),))
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self._send(sql, values).fetchall()
@@ -161,7 +161,7 @@ class PostgresTransaction:
     def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self._send(sql, values).fetchone()
 
-    def ask(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
+    def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
         return [cursor.fetchall() for cursor in [self._send(sql, values) for sql, values in queries]]
 
     def array(self, values: Sequence[Any]) -> list[Any]:
@@ -171,7 +171,7 @@ class PostgresTransaction:
         return "SELECT take_numbers(?, ?)", (f"{table}_numbers", count)
 
     def notify(self, consumer: int) -> None:
-        self.woken.add(consumer)
+        self.notified_consumers.add(consumer)
 
 
 SEQUENCES = (
@@ -186,16 +186,16 @@ SEQUENCES = (
     f"PERFORM pg_advisory_unlock({LOCK + 1}, hashtext(current_schema() || sequence)); "
     "RETURN number; END $$",
 )
-"""What gives consecutive numbers without waiting for other transactions."""
+"""Sequences of consecutive numbers that do not wait for other transactions."""
 
 
 @lru_cache(maxsize=512)
-def _marked(sql: str) -> Any:
+def _to_percent(sql: str) -> Any:
     return sql.replace("%", "%%").replace("?", "%s")
 
 
 @lru_cache(maxsize=256)
-def _combined(statements: tuple[str, ...]) -> str:
+def _combine(statements: tuple[str, ...]) -> str:
     """Combine independent statements into one, which costs little more than one."""
     *first, last = statements
     return (f"WITH {', '.join(f'done{i} AS ({sql})' for i, sql in enumerate(first))} " if first else "") + last
@@ -223,7 +223,7 @@ def _rows_sql(table: str, columns: tuple[str, ...]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _insert(table: str, columns: tuple[str, ...], conflict: str) -> str:
+def _insert_sql(table: str, columns: tuple[str, ...], conflict: str) -> str:
     names = ", ".join(columns)
     # Rows with unique texts are inserted in one order, so that two transactions never wait for each other's rows.
     order = {"records": " ORDER BY uid", "media": " ORDER BY hash"}.get(table, "")
@@ -231,7 +231,7 @@ def _insert(table: str, columns: tuple[str, ...], conflict: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _update(table: str, keys: tuple[str, ...], columns: tuple[str, ...]) -> str:
+def _update_sql(table: str, keys: tuple[str, ...], columns: tuple[str, ...]) -> str:
     settings = ", ".join(f"{name} = given.{name}" for name in columns)
     condition = " AND ".join(f"{table}.{name} = given.{name}" for name in keys)
     return f"UPDATE {table} SET {settings} FROM {_rows_sql(table, (*columns, *keys))} WHERE {condition}"
@@ -251,25 +251,25 @@ def _rows_json(table: str, columns: tuple[str, ...], rows: Sequence[Sequence[Any
     return orjson.dumps(named, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
-WAITING_SECONDS = 30.0
-"""How long appends notify after somebody said that it waits."""
+NOTIFY_SECONDS = 30.0
+"""Seconds for which appends notify after a lease announced that it waits."""
 
 
 class _PostgresWaiter:
-    """Listens for notifications, and tells appends that somebody does."""
+    """Listens for notifications, and announces this to appends."""
 
     def __init__(self, ledger: PostgresLedger, connection: psycopg.Connection[Any], consumer: int) -> None:
         self.ledger = ledger
         self.connection = connection
         self.consumer = consumer
-        self.told = -math.inf
+        self.announced_at = -math.inf
 
     def mark(self) -> None:
-        if time.monotonic() < self.told + WAITING_SECONDS / 2:
+        if time.monotonic() < self.announced_at + NOTIFY_SECONDS / 2:
             return
         with self.ledger.write(shared=True, durable=False) as tx:
-            tx.run("UPDATE consumers SET waiting = ? WHERE id = ?", (tx.now + WAITING_SECONDS, self.consumer))
-        self.told = time.monotonic()
+            tx.run("UPDATE consumers SET waiting = ? WHERE id = ?", (tx.now + NOTIFY_SECONDS, self.consumer))
+        self.announced_at = time.monotonic()
 
     def wait(self, seconds: float) -> None:
         import psycopg
@@ -278,7 +278,7 @@ class _PostgresWaiter:
             for _ in self.connection.notifies(timeout=seconds, stop_after=1):
                 pass
         except psycopg.Error as error:
-            raise self.ledger._explained(error, self.connection.closed) from error
+            raise self.ledger._translate_error(error, self.connection.closed) from error
 
 
 @contextmanager
@@ -311,7 +311,7 @@ class PostgresLedger:
         self.read_only = read_only
         self.clock = clock
         self._changed = threading.Condition()
-        self._turns = Turns()
+        self._turns = TurnQueue()
         self._pid = os.getpid()
         self._closed = False
         self._idle: list[Any] = [connect(url, schema)]
@@ -319,7 +319,7 @@ class PostgresLedger:
         self._lock_key = f"""{LOCK}, hashtext('{schema.replace("'", "''")}')"""
 
     def make_schema(self) -> None:
-        """Make the schema if it is not there."""
+        """Create the schema if it does not exist."""
         import psycopg
         from psycopg import sql
 
@@ -330,17 +330,17 @@ class PostgresLedger:
                 try:
                     connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(name))
                 except psycopg.errors.UniqueViolation:
-                    pass  # Another process made it in the same moment.
+                    pass  # Another process created it at the same moment.
                 except psycopg.Error as error:
-                    raise NotABookError(f"schema {self.schema!r} cannot be made: {str(error).strip()}") from None
+                    raise NotABookError(f"schema {self.schema!r} cannot be created: {str(error).strip()}") from None
 
     @contextmanager
     def connection(self) -> Iterator[psycopg.Connection[Any]]:
         """Lend a connection to the calling thread; a broken one is replaced."""
         if self._pid != os.getpid():
-            # The parent's connections are the parent's to close.
-            _left_behind.extend(self._idle)
-            self._changed, self._turns = threading.Condition(), Turns()
+            # Only the parent may close its connections.
+            _parent_connections.extend(self._idle)
+            self._changed, self._turns = threading.Condition(), TurnQueue()
             self._idle, self._open, self._pid = [], 0, os.getpid()
         with self._changed:
             while not self._idle and self._open >= CONNECTIONS and not self._closed:
@@ -352,7 +352,7 @@ class PostgresLedger:
                 self._open += 1
         try:
             if connection is None or connection.closed:
-                connection = self._again()
+                connection = self._reconnect()
             yield connection
         finally:
             with self._changed:
@@ -376,7 +376,7 @@ class PostgresLedger:
     @contextmanager
     def read(self) -> Iterator[PostgresTransaction]:
         idle = f"SET LOCAL idle_in_transaction_session_timeout TO {_milliseconds(READ_SECONDS)}"
-        scans = "; ".join(f"SET LOCAL {name} TO on" for name in _SCANS)
+        scans = "; ".join(f"SET LOCAL {name} TO on" for name in _SCAN_SETTINGS)
         yield from self._transaction(
             f"SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY; {idle}; {scans}", False, math.inf
         )
@@ -386,7 +386,7 @@ class PostgresLedger:
 
         committing, broken = False, True
         try:
-            with self._begun(begin, seconds) as (connection, now):
+            with self._begin(begin, seconds) as (connection, now):
                 try:
                     with _pipeline(connection) as pipeline:
                         tx = PostgresTransaction(connection, pipeline, now)
@@ -396,7 +396,7 @@ class PostgresLedger:
                             hit_failpoint("before commit")
                         committing = writes
                         connection.execute("COMMIT")
-                        for consumer in tx.woken:
+                        for consumer in tx.notified_consumers:
                             # Not within the transaction: the server lets one commit at a time that notifies.
                             connection.execute("SELECT pg_notify(%s, '')", (self.channel(consumer),))
                 except BaseException as error:
@@ -404,14 +404,14 @@ class PostgresLedger:
                     failed = not broken and connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR
                     self._undo(connection)
                     if isinstance(error, psycopg.errors.LockNotAvailable):
-                        self._end_paused(connection)
+                        self._end_paused_sessions(connection)
                     if failed:
                         # The server skipped the rest of the pipeline. psycopg takes statements for prepared that were
                         # in it: the next transaction gets another connection.
                         connection.close()
                     raise
         except BaseException as error:
-            explained = self._explained(error, broken, committing, seconds)
+            explained = self._translate_error(error, broken, committing, seconds)
             if explained is error:
                 raise
             raise explained from error
@@ -419,7 +419,7 @@ class PostgresLedger:
             hit_failpoint("after commit")
 
     @contextmanager
-    def _begun(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
+    def _begin(self, begin: str, seconds: float) -> Iterator[tuple[psycopg.Connection[Any], float]]:
         """Return a connection in a new transaction, and the time.
 
         Connections that broke while idle (after a restart of the server) are replaced; no statement can be lost.
@@ -432,7 +432,7 @@ class PostgresLedger:
             while True:
                 connection = stack.enter_context(self.connection())
                 left = max(end - time.monotonic(), 0.0)
-                # Where more is left, the session's limit holds.
+                # With more time left, the session's limit applies.
                 limit = f"SET LOCAL lock_timeout TO {_milliseconds(left)}; " if left < IDLE_SECONDS else ""
                 try:
                     if self.clock is not None:
@@ -446,7 +446,7 @@ class PostgresLedger:
                     break
                 except psycopg.errors.LockNotAvailable:
                     self._undo(connection)
-                    self._end_paused(connection)
+                    self._end_paused_sessions(connection)
                     if time.monotonic() >= end:
                         raise
                     stack.close()
@@ -459,7 +459,7 @@ class PostgresLedger:
                     stack.close()
             yield connection, now
 
-    def _again(self) -> Any:
+    def _reconnect(self) -> Any:
         end = time.monotonic() + RECONNECT_SECONDS
         while True:
             try:
@@ -478,7 +478,7 @@ class PostgresLedger:
         except psycopg.Error:
             connection.close()
 
-    def _end_paused(self, connection: psycopg.Connection[Any]) -> None:
+    def _end_paused_sessions(self, connection: psycopg.Connection[Any]) -> None:
         """End the sessions that hold the book's lock and have waited for their clients for too long.
 
         The server's own timer does not run within a pipeline, nor after one that ended with a flush.
@@ -486,12 +486,12 @@ class PostgresLedger:
         import psycopg
 
         paused = (
-            f"{_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
+            f"{_LOCK_HOLDERS} AND (a.state LIKE 'idle in transaction%%' OR a.wait_event = 'ClientRead') "
             "AND a.state_change < clock_timestamp() - %s * interval '1 second'"
         )
         values = (LOCK, self.schema, IDLE_SECONDS)
         with suppress(psycopg.Error):
-            # Looked at twice: one that has just ended a long statement goes on.
+            # Checked twice: a session that has just finished a long statement continues.
             seen = connection.execute(f"SELECT a.pid, a.state_change {paused}", values).fetchall()
             if seen:
                 time.sleep(0.1)
@@ -501,12 +501,12 @@ class PostgresLedger:
                     (*values, pid, since),
                 )
 
-    def _explained(
+    def _translate_error(
         self, error: BaseException, broken: bool, committing: bool = False, seconds: float = math.inf
     ) -> BaseException:
         import psycopg
 
-        where, text = redacted(self.url), _line(error)
+        where, text = redacted(self.url), _one_line(error)
         if isinstance(error, psycopg.errors.DiskFull):
             return OSError(f"{where}: {text}")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
@@ -515,7 +515,9 @@ class PostgresLedger:
             return ConcurrentChangeError(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
             waited = min(seconds, BUSY_SECONDS)
-            return LockTimeoutError(f"{where}: other writers held the ledger for {waited:.3g} s{self._holder()}")
+            return LockTimeoutError(
+                f"{where}: other writers held the ledger for {waited:.3g} s{self._name_lock_holder()}"
+            )
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
             return ConnectionLostError(
                 f"{where}: this process paused for more than {IDLE_SECONDS:g} s inside a transaction, and the server "
@@ -532,16 +534,14 @@ class PostgresLedger:
             return ConnectionLostError(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
         return error
 
-    def _holder(self) -> str:
+    def _name_lock_holder(self) -> str:
         """Name a session that holds the book's lock, if there is one now."""
         import psycopg
 
         try:
             with self.connection() as connection:
-                row = connection.execute(
-                    f"SELECT a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state {_HOLDERS}",
-                    (LOCK, self.schema),
-                ).fetchone()
+                columns = "a.pid, a.application_name, COALESCE(a.client_addr::text, 'local'), a.state"
+                row = connection.execute(f"SELECT {columns} {_LOCK_HOLDERS}", (LOCK, self.schema)).fetchone()
         except (psycopg.Error, BookError):
             return ""
         return "" if row is None else f": session {row[0]} ({row[1]}, from {row[2]}) holds it, {row[3]}"
@@ -554,11 +554,11 @@ class PostgresLedger:
         while True:
             with self.connection() as connection:
                 try:
-                    return connection.execute(_marked(sql), values).fetchall()
+                    return connection.execute(_to_percent(sql), values).fetchall()
                 except psycopg.Error as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:
-                        raise self._explained(error, connection.closed) from error
+                        raise self._translate_error(error, connection.closed) from error
 
     def array(self, values: Sequence[Any]) -> list[Any]:
         """Return the parameter of `in_ints`."""
@@ -569,15 +569,17 @@ class PostgresLedger:
         return f"rollbook_{xxhash.xxh3_64_hexdigest(self.schema.encode())}_{consumer}"
 
     @contextmanager
-    def turn(self, consumer: int, seconds: float | None, stop: threading.Event) -> Iterator[_PostgresWaiter | None]:
-        """See `Ledger.turn`. Processes wait in line for an advisory lock, over a connection of their own."""
+    def wait_turn(
+        self, consumer: int, seconds: float | None, stop: threading.Event
+    ) -> Iterator[_PostgresWaiter | None]:
+        """Implement `Ledger.wait_turn`. Processes wait for an advisory lock, over a separate connection."""
         import psycopg
 
         end = math.inf if seconds is None else time.monotonic() + seconds
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             waiter = None
             if mine:
-                connection = stack.enter_context(self._again())
+                connection = stack.enter_context(self._reconnect())
                 key = f"{LOCK + 2}, hashtext('{self.channel(consumer)}')"
                 while waiter is None and not stop.is_set() and time.monotonic() < end:
                     # Short: a statement that waits for long keeps the server from vacuuming the book's tables.
@@ -590,12 +592,13 @@ class PostgresLedger:
                     except psycopg.errors.LockNotAvailable:
                         continue
                     except psycopg.Error as error:
-                        raise self._explained(error, connection.closed) from error
+                        raise self._translate_error(error, connection.closed) from error
             yield waiter
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
-        # Alone for a moment: whoever took smaller numbers has committed. One exchange: nobody waits for this client.
+        # With the exclusive lock, transactions with smaller numbers have committed. One exchange with the server, so
+        # that nobody waits for this client.
         sql = (
             f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); "
             "SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events); COMMIT"
@@ -609,14 +612,14 @@ class PostgresLedger:
             except BaseException as error:
                 broken = connection.closed
                 self._undo(connection)
-                raise self._explained(error, broken) from error
+                raise self._translate_error(error, broken) from error
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
-        """Nothing: old versions of rows leave with the server's vacuum."""
+        """Do nothing: the server's vacuum removes old versions of rows."""
 
     def close(self) -> None:
-        """Close the connections; what was committed is safe in any case."""
+        """Close the connections. Commits are durable with or without it."""
         if self._pid != os.getpid():
             self._closed = True
             return

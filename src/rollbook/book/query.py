@@ -25,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from rollbook.book import query
 from rollbook.book.ledger import TABLES
 from rollbook.book.read import LEDGER_TYPES, frame_arrays, ledger_arrays
 from rollbook.core import columns as arrow
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 _NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
 _NUMBERS[pa.bool_()] = "bool"
 # Every 64-bit whole number, signed or not.
-_WIDE = pa.decimal128(20, 0)
+_INT_128 = pa.decimal128(20, 0)
 _TIME_UNITS = ("s", "ms", "us", "ns")
 
 
@@ -77,7 +76,7 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
     ValueError: column 'reward': got float and string, which have no type in common
     """
     types: dict[str, dict[pa.DataType, None]] = {}
-    for schema in set_in_order(schemas):
+    for schema in distinct_schemas(schemas):
         if len(set(schema.names)) != len(schema.names):
             twice = next(name for name in schema.names if schema.names.count(name) > 1)
             raise ValueError(f"column {twice!r}: stands twice in one schema")
@@ -86,7 +85,7 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
     return pa.schema([pa.field(name, _join(name, list(kinds))) for name, kinds in types.items()])
 
 
-def set_in_order(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
+def distinct_schemas(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
     """Return the distinct schemas, in order; a book's thousands of frames have a few."""
     return list(dict.fromkeys(schema.remove_metadata() for schema in schemas))
 
@@ -94,8 +93,12 @@ def set_in_order(schemas: Iterable[pa.Schema]) -> list[pa.Schema]:
 def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) -> pa.Table:
     """Return one table of all batches, a chunk for each; missing columns are null.
 
-    `schema`: the columns wanted and their types (default: the superset of the batches'). A column of a batch that
-    is not in it is left out; one whose type it cannot hold raises `ValueError`.
+    Args:
+        batches: The batches.
+        schema: Columns and types of the table; by default the superset of the batches'. Other columns are left out.
+
+    Raises:
+        ValueError: A column has a type that the schema's cannot hold.
 
     >>> narrow = pa.record_batch({"step": pa.array([1, 2], pa.int32())})
     >>> wide = pa.record_batch({"step": pa.array([2**40]), "note": ["late"]})
@@ -106,9 +109,9 @@ def unify(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) ->
     if schema is None:
         schema = superset(batch.schema for batch in batches)
     else:
-        for other in set_in_order(batch.schema for batch in batches):
+        for other in distinct_schemas(batch.schema for batch in batches):
             _check_holds(schema, other)
-    return pa.Table.from_batches([_fit(batch, schema) for batch in batches], schema=schema)
+    return pa.Table.from_batches([_cast_batch(batch, schema) for batch in batches], schema=schema)
 
 
 def _check_holds(schema: pa.Schema, other: pa.Schema) -> None:
@@ -121,7 +124,7 @@ def _check_holds(schema: pa.Schema, other: pa.Schema) -> None:
             raise ValueError(f"column {field.name!r}: got {kind}, which {field.type} cannot hold")
 
 
-def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+def _cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     if batch.schema.equals(schema):
         return batch
     arrays = []
@@ -132,32 +135,32 @@ def _fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         elif batch.column(place).type == field.type:
             arrays.append(batch.column(place))
         else:
-            # Not "safe", which would refuse 2**53 + 1 as a float: what the types allow was settled above.
+            # Not "safe", which would reject 2**53 + 1 as a float; the types were checked above.
             column = batch.column(place)
-            counted = retyped(column.type, _COUNTED)
+            counted = replace_types(column.type, _BOOL_AS_NUMBER)
             if counted != column.type:  # Arrow casts a bool to any number but a decimal.
                 column = column.cast(counted, safe=False)
             arrays.append(column.cast(field.type, safe=False))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-_COUNTED = {pa.bool_(): pa.uint8()}
+_BOOL_AS_NUMBER = {pa.bool_(): pa.uint8()}
 
 
-def retyped(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
+def replace_types(kind: pa.DataType, instead: Mapping[pa.DataType, pa.DataType]) -> pa.DataType:
     """Replace types, also within lists and structs.
 
-    >>> retyped(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
+    >>> replace_types(pa.large_list(pa.bool_()), {pa.bool_(): pa.uint8()})
     LargeListType(large_list<item: uint8>)
     """
     if pa.types.is_large_list(kind):
-        return pa.large_list(retyped(kind.value_type, instead))
+        return pa.large_list(replace_types(kind.value_type, instead))
     if pa.types.is_list(kind):
-        return pa.list_(retyped(kind.value_type, instead))
+        return pa.list_(replace_types(kind.value_type, instead))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(retyped(kind.value_type, instead), kind.list_size)
+        return pa.list_(replace_types(kind.value_type, instead), kind.list_size)
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, retyped(field.type, instead)) for field in kind])
+        return pa.struct([pa.field(field.name, replace_types(field.type, instead)) for field in kind])
     return instead.get(kind, kind)
 
 
@@ -170,13 +173,13 @@ def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     if len(distinct) == 1:
         return kinds[0] if len(set(kinds)) == 1 else distinct[0]
     joined: pa.DataType | None = None
-    if all(kind in _NUMBERS or kind == _WIDE for kind in distinct):
+    if all(kind in _NUMBERS or kind == _INT_128 for kind in distinct):
         joined = _join_numbers(distinct)
-    elif _all(distinct, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list):
+    elif _all_match(distinct, pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list):
         joined = _join_lists(name, distinct)
-    elif _all(distinct, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view):
+    elif _all_match(distinct, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view):
         joined = pa.large_string()
-    elif _all(
+    elif _all_match(
         distinct,
         pa.types.is_binary,
         pa.types.is_large_binary,
@@ -184,13 +187,13 @@ def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
         pa.types.is_fixed_size_binary,
     ):
         joined = pa.large_binary()
-    elif _all(distinct, pa.types.is_struct):
+    elif _all_match(distinct, pa.types.is_struct):
         fields: dict[str, dict[pa.DataType, None]] = {}
         for kind in distinct:
             for field in kind:
                 fields.setdefault(field.name, {})[field.type] = None
         joined = pa.struct([pa.field(key, _join(f"{name}.{key}", list(types))) for key, types in fields.items()])
-    elif _all(distinct, pa.types.is_timestamp) and len({kind.tz for kind in distinct}) == 1:
+    elif _all_match(distinct, pa.types.is_timestamp) and len({kind.tz for kind in distinct}) == 1:
         joined = pa.timestamp(max((kind.unit for kind in distinct), key=_TIME_UNITS.index), distinct[0].tz)
     if joined is None:
         names = " and ".join(sorted(map(str, distinct)))
@@ -198,27 +201,27 @@ def _join(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     return joined
 
 
-def _all(kinds: list[pa.DataType], *tests: Callable[[pa.DataType], bool]) -> bool:
+def _all_match(kinds: list[pa.DataType], *tests: Callable[[pa.DataType], bool]) -> bool:
     return all(any(test(kind) for test in tests) for kind in kinds)
 
 
 def _join_numbers(kinds: list[pa.DataType]) -> pa.DataType:
-    exact = promote(_NUMBERS[kind] for kind in kinds) if _WIDE not in kinds else None
+    exact = promote(_NUMBERS[kind] for kind in kinds) if _INT_128 not in kinds else None
     if exact is not None:
         return pa.from_numpy_dtype(np.dtype(exact))
-    return pa.float64() if any(pa.types.is_floating(kind) for kind in kinds) else _WIDE
+    return pa.float64() if any(pa.types.is_floating(kind) for kind in kinds) else _INT_128
 
 
 def _join_lists(name: str, kinds: list[pa.DataType]) -> pa.DataType:
     value = _join(name, list(dict.fromkeys(kind.value_type for kind in kinds)))
-    if _all(kinds, pa.types.is_list):
+    if _all_match(kinds, pa.types.is_list):
         return pa.list_(value)
     sizes = {kind.list_size if pa.types.is_fixed_size_list(kind) else None for kind in kinds}
     size = sizes.pop()
     return pa.list_(value, size) if size is not None and not sizes else pa.large_list(value)
 
 
-# --- a query's answer -------------------------------------------------------------------------------------------
+# --- query results --------------------------------------------------------------------------------------------------
 
 
 class Result:
@@ -243,7 +246,7 @@ class Result:
                     table = table.set_column(place, field.name, table.column(place).cast(pa.int64()))
                 except pa.ArrowInvalid:
                     continue
-        self._table = table.rename_columns(_distinct(table.column_names))
+        self._table = table.rename_columns(_number_duplicates(table.column_names))
         self.more = more
         """Whether `max_rows` cut off rows."""
 
@@ -291,7 +294,7 @@ class Result:
     def text(self, rows: int = 20, width: int = 160) -> str:
         """Format the first rows in lines of at most `width` characters; long values, lists and rows are truncated.
 
-        What EXPLAIN says comes as it is.
+        The output of EXPLAIN is not changed.
         """
         if self.columns == ["explain_key", "explain_value"]:
             return "\n".join(plan for _, plan in self)
@@ -306,7 +309,7 @@ class Result:
             lines.append("  ".join(c.rjust(size) if right else c.ljust(size) for c, size, right in cells).rstrip())
         hidden = [
             f"{len(self) - rows} more rows" if len(self) > rows else "",
-            f"{len(widths) - fit} more columns: {_cut(', '.join(self.columns[fit:]), width)}"
+            f"{len(widths) - fit} more columns: {_shorten(', '.join(self.columns[fit:]), width)}"
             if fit < len(widths)
             else "",
             "cut by max_rows" if self.more else "",
@@ -327,11 +330,11 @@ class Result:
 
     def _cells(self, rows: int, size: int) -> list[list[str]]:
         first = self._table.slice(0, rows)
-        columns = [[_cut(str(n), size), *(_cell(v, size) for v in first.column(n))] for n in self.columns]
+        columns = [[_shorten(str(n), size), *(_format_cell(v, size) for v in first.column(n))] for n in self.columns]
         return [list(line) for line in zip(*columns, strict=True)]
 
 
-def _distinct(names: list[str]) -> list[str]:
+def _number_duplicates(names: list[str]) -> list[str]:
     used = set(names)
     seen: set[str] = set()
     result = []
@@ -345,7 +348,7 @@ def _distinct(names: list[str]) -> list[str]:
     return result
 
 
-def _cell(value: pa.Scalar, size: int) -> str:
+def _format_cell(value: pa.Scalar, size: int) -> str:
     """Format a value as one short line; only the first items of a long list are formatted."""
     if not value.is_valid:
         return "NULL"
@@ -353,23 +356,23 @@ def _cell(value: pa.Scalar, size: int) -> str:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         count = len(value.values)
         few = count if count <= 6 else 4
-        inside = ", ".join(_cell(element, max(8, size // 2)) for element in value.values.slice(0, few))
+        inside = ", ".join(_format_cell(element, max(8, size // 2)) for element in value.values.slice(0, few))
         tail = f", … {count} in all]" if few < count else "]"
-        return "[" + _cut(inside, max(8, size - len(tail) - 1)) + tail
+        return "[" + _shorten(inside, max(8, size - len(tail) - 1)) + tail
     if pa.types.is_floating(kind):
         return f"{value.as_py():.6g}" if len(repr(value.as_py())) > 12 else repr(value.as_py())
-    return _cut(str(value.as_py()), size)
+    return _shorten(str(value.as_py()), size)
 
 
-def _cut(text: str, size: int) -> str:
-    # Texts come from models: what is not printable would move the cursor or colour the terminal.
+def _shorten(text: str, size: int) -> str:
+    # Texts come from models: unprintable characters could move the cursor or color the terminal.
     short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: size + 1])
     return short if len(short) <= size else short[: size - 1] + "…"
 
 
-_READS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
-_LARGE_PIECE = 8 << 20
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_READING_STATEMENTS = "SELECT, WITH, FROM, VALUES, PIVOT, EXPLAIN, DESCRIBE, SHOW or SUMMARIZE"
+_PIECE_BYTES = 8 << 20
+_MEMORY_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 
 
 class QueryError(RollbookError, ValueError):
@@ -383,13 +386,13 @@ class QueryTimeoutError(QueryError):
 class Source(Protocol):
     """A table that can be loaded in part. Every load of one source gives the same rows in the same order.
 
-    DuckDB answers `count(*)` with the first column, so that a cheap one stands there best. Names that differ in case
-    only are one name in SQL: of `a` and `A` the second is called `A_1` there.
+    The first column should be cheap to load, since DuckDB answers `count(*)` with it. Names that differ only in case
+    are one name in SQL: of `a` and `A` the second is called `A_1` there.
     """
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns there are; asked for by every query, so it should cost nothing."""
+        """The columns; every query reads it, so it should be cheap."""
 
     def load(self, columns: list[str]) -> pa.Table:
         """Return these columns, with the types of `schema`; read-only (mapped) memory is fine."""
@@ -407,14 +410,21 @@ def run_query(
 ) -> Result:
     """Run one reading DuckDB statement on sources, each a table under its name.
 
-    `parameters`: values for `?` and `$1`, or by name for `$name`. `memory`: what DuckDB may use, as "1GB" or in bytes,
-    for all queries of this process that give the same limit; the result, which is not part of it, may be as large
-    again. Nothing is spilled to disk. `seconds`: after which the query is stopped with `QueryTimeoutError` (one that is
-    inside a single call of a function is stopped when that returns). `threads`: up to 8 by default. `max_rows`: stop
-    after so many rows; `Result.more` then says whether there are more.
+    Nothing is spilled to disk. Exceptions of a source's `load` are raised unchanged.
 
-    Anything but one reading statement, and whatever DuckDB refuses, raises `QueryError`; what a source's `load`
-    raises comes through as it is.
+    Args:
+        query: The statement.
+        sources: Tables by name.
+        parameters: Values for `?` and `$1`, or by name for `$name`.
+        memory: Memory limit of DuckDB, as "1GB" or in bytes, shared by all queries of this process with the same limit.
+            The result is not part of it and may be as large again.
+        seconds: Time limit. A query inside a single call of a function is stopped when the call returns.
+        threads: Number of threads, by default up to 8.
+        max_rows: Stop after so many rows; `Result.more` says whether there are more.
+
+    Raises:
+        QueryError: It is not one reading statement, or DuckDB rejects it.
+        QueryTimeoutError: The query exceeded its time limit.
 
     >>> class Rewards:
     ...     schema = pa.schema([("task", pa.string()), ("reward", pa.float64()), ("tokens", pa.list_(pa.int32()))])
@@ -439,17 +449,17 @@ def run_query(
         raise QueryError(f"query: got {query!r}, expected text")
     if isinstance(parameters, (str, bytes)):
         raise QueryError(f"parameters: got {parameters!r}, expected a list of values or a dict")
-    limit = _bytes(memory)
+    limit = _parse_memory(memory)
     seconds = check_float("seconds", seconds, 0.0)
     threads = min(8, os.cpu_count() or 1) if threads is None else check_int("threads", threads, 1)
     if max_rows is not None:
         max_rows = check_int("max_rows", max_rows)
     lower = [name.lower() for name in sources]
     if len(set(lower)) != len(lower):
-        raise QueryError(f"sources: got {', '.join(sources)}, of which two are one name in SQL")
+        raise QueryError(f"sources: got {', '.join(sources)}, expected names that differ in more than case")
 
     tables: dict[str, _Table] = {}
-    with _closing(tables), _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
+    with _close_tables(tables), _connection(limit, threads) as connection, _Watch(connection, seconds) as watch:
         try:
             _check_reads(query, connection)
             tables.update((name, _Table(name, source, watch)) for name, source in sources.items())
@@ -461,11 +471,11 @@ def run_query(
             reader = connection.sql(query, params=parameters).to_arrow_reader(8192)
             return _collect(reader, limit, max_rows, watch)
         except RuntimeError as error:
-            # As such DuckDB shows the user's Ctrl-C while it computes.
+            # DuckDB raises this for Ctrl-C during a computation.
             if str(error) == "Query interrupted":
                 raise KeyboardInterrupt from None
             raise
-        # Once rows flow, DuckDB's errors come through Arrow's stream, as OSError or one of Arrow's own.
+        # Errors of DuckDB while rows are read come through Arrow's stream, as OSError or an Arrow exception.
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             failure = next((table.failure for table in tables.values() if table.failure is not None), None)
             if failure is not None:
@@ -480,31 +490,31 @@ def _duckdb() -> Any:
         import duckdb
     except ImportError:
         raise ImportError("SQL over a book needs DuckDB: pip install 'rollbook[sql]'") from None
-    # Before 2.0 comparisons that are pushed into an Arrow scan lose NaN, and scans take raw pointers.
+    # Before 2.0, comparisons that are pushed into an Arrow scan lose NaN, and scans take raw pointers.
     if int(duckdb.__version__.split(".")[0]) < 2:
         raise ImportError(f"SQL over a book needs DuckDB 2.0 or later, not {duckdb.__version__}: pip install -U duckdb")
     return duckdb
 
 
-def _bytes(memory: str | int) -> int:
+def _parse_memory(memory: str | int) -> int:
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
         if match is None or (match[3] and not match[2]):
             raise ValueError(f"memory: got {memory!r}, expected a size such as '1GB' or a number of bytes")
-        unit = _UNITS[match[2].upper()]
-        memory = int(float(match[1]) * (1024 ** list(_UNITS).index(match[2].upper()) if match[3] else unit))
+        unit = _MEMORY_UNITS[match[2].upper()]
+        memory = int(float(match[1]) * (1024 ** list(_MEMORY_UNITS).index(match[2].upper()) if match[3] else unit))
     return check_int("memory", memory, 1)
 
 
-# --- the connection ---------------------------------------------------------------------------------------------
+# --- the connection -------------------------------------------------------------------------------------------------
 
 
 class _Engine:
-    """A DuckDB instance, kept because making one takes 20 ms; queries run on connections of their own."""
+    """A DuckDB instance, reused because creating one takes 20 ms; each query has its own connection."""
 
     def __init__(self, memory: int, threads: int) -> None:
         self.users = 0
-        # The last word locks the others: no query can change them.
+        # The last setting locks the others: no query can change them.
         self.main = _duckdb().connect(
             ":memory:",
             config={
@@ -525,7 +535,7 @@ class _Engine:
 
 _engines: dict[tuple[int, int], _Engine] = {}
 _engines_lock = threading.Lock()
-_parents: list[_Engine] = []
+_parent_engines: list[_Engine] = []
 
 
 def _close_idle() -> None:
@@ -534,14 +544,14 @@ def _close_idle() -> None:
 
 
 def _before_fork() -> None:
-    # A child has none of the threads of an instance, and dies of it when it takes the instance down.
+    # A forked child does not have the threads of an instance, and crashes when it closes the instance.
     _engines_lock.acquire()
     _close_idle()
 
 
 def _in_child() -> None:
-    # One that another thread was using could not be closed: here it is never used, and kept from being taken down.
-    _parents.extend(_engines.values())
+    # An instance that another thread was using could not be closed: the child keeps it unused and open.
+    _parent_engines.extend(_engines.values())
     _engines.clear()
     _engines_lock.release()
 
@@ -595,7 +605,7 @@ class _Watch:
         if self._done.wait(min(self._seconds, threading.TIMEOUT_MAX)):
             return
         self.expired = True
-        # Again and again: an interrupt that comes between two steps of a query is forgotten by the next.
+        # Repeatedly: an interrupt between two steps of a query is lost.
         while not self._done.wait(0.02):
             with self._lock:
                 if self._connection is not None and not self._done.is_set():
@@ -608,25 +618,25 @@ class _Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The thread sees this soon; to wait for it would take longer than most queries. It keeps no connection that
-        # DuckDB would report as leaked if the interpreter exits before.
+        # The thread ends soon; waiting for it would take longer than most queries. It keeps no connection, which
+        # DuckDB would report as leaked if the interpreter exits first.
         with self._lock:
             self._done.set()
             self._connection = None
 
 
-# --- what may run -----------------------------------------------------------------------------------------------
+# --- allowed statements ---------------------------------------------------------------------------------------------
 
 
 def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
-    """Refuse what is not one reading statement, by name. (That it could not do harm is the connection's part.)"""
+    """Raise unless the query is one reading statement. (The connection ensures that it can do no harm.)"""
     duckdb = _duckdb()
     text = query.encode()  # tokens are counted in bytes
     starts = [place for place, kind in duckdb.tokenize(query) if kind != duckdb.token_type.comment]
     words = [text[a:b].split(maxsplit=1)[0].decode().upper() for a, b in pairwise([*starts, len(text)])]
     statements = connection.extract_statements(query)
     if not statements:
-        raise QueryError(f"query: got {query!r}, expected one statement that reads: {_READS}")
+        raise QueryError(f"query: got {query!r}, expected one statement that reads: {_READING_STATEMENTS}")
     if len(statements) > 1:
         raise QueryError(f"query: got {len(statements)} statements, expected one")
     try:
@@ -634,15 +644,15 @@ def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
     except ValueError:  # one that DuckDB's Python package has no name for
         kind = words[0]
     if kind == "EXPLAIN":
-        _check_reads(_explained(text, words, starts, connection), connection)
+        _check_reads(_find_explained(text, words, starts, connection), connection)
     # PIVOT without IN is several statements to DuckDB: it looks for the columns, then selects. CREATE TABLE ... AS
     # PIVOT is too.
     elif kind != "SELECT" and not (kind == "MULTI" and words[0] in ("PIVOT", "PIVOT_WIDER", "SELECT", "FROM", "(")):
         name = words[0] if kind in (words[0], "MULTI") else f"{words[0]} ({kind})"
-        raise QueryError(f"query: got {name}, expected one statement that reads: {_READS}")
+        raise QueryError(f"query: got {name}, expected one statement that reads: {_READING_STATEMENTS}")
 
 
-def _explained(text: bytes, words: list[str], starts: list[int], connection: DuckDBPyConnection) -> str:
+def _find_explained(text: bytes, words: list[str], starts: list[int], connection: DuckDBPyConnection) -> str:
     """Return the statement that an EXPLAIN is about."""
     duckdb = _duckdb()
     first = 2 if words[1] in ("ANALYZE", "VERBOSE") else 1
@@ -655,7 +665,7 @@ def _explained(text: bytes, words: list[str], starts: list[int], connection: Duc
 
 
 def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) -> str:
-    """DuckDB's message, and what would help."""
+    """Return DuckDB's message, with a hint."""
     text = str(error)
     if "Out of Memory" in text:
         return f"{text}\nmemory: {limit} bytes were allowed; memory= sets another limit"
@@ -669,11 +679,11 @@ def _explain(error: BaseException, sources: Mapping[str, Source], limit: int) ->
     return text
 
 
-# --- tables -----------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------------------------
 
 
 class _Scan:
-    """A started scan in the place of the scanner that DuckDB asks a dataset for."""
+    """A started scan, instead of the scanner that DuckDB requests from a dataset."""
 
     def __init__(self, reader: pa.RecordBatchReader) -> None:
         self.reader = reader
@@ -683,7 +693,7 @@ class _Scan:
 
 
 @contextmanager
-def _closing(tables: Mapping[str, _Table]) -> Iterator[None]:
+def _close_tables(tables: Mapping[str, _Table]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -692,13 +702,13 @@ def _closing(tables: Mapping[str, _Table]) -> Iterator[None]:
 
 
 class _Table(ds.InMemoryDataset):  # type: ignore[misc]
-    """A source as a dataset that is empty until DuckDB, which by then has planned the query, asks for columns."""
+    """A source as a dataset that is empty until DuckDB has planned the query and requests columns."""
 
     def __init__(self, name: str, source: Source, watch: _Watch) -> None:
         schema = source.schema
         if len(set(schema.names)) != len(schema.names):
             raise ValueError(f"source {name!r}: names a column twice: {', '.join(schema.names)}")
-        self.offered = pa.schema([pa.field(field.name, retyped(field.type, _KNOWN)) for field in schema])
+        self.offered = pa.schema([pa.field(field.name, replace_types(field.type, _DUCKDB_TYPES)) for field in schema])
         self.empty = self.offered.empty_table()
         super().__init__(self.empty)
         self.name = name
@@ -748,7 +758,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         shown = str(filter)
         for name in self.offered.names:
             if name not in names and name in shown:
-                # It may be the text of a constant: the filter reads a column if it cannot do without.
+                # The name may be part of a constant: the filter reads a column if it fails without it.
                 try:
                     ds.InMemoryDataset(self.empty.drop_columns([name])).scanner(filter=filter)
                 except pa.ArrowInvalid:
@@ -765,7 +775,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         promised = self.source.schema
         for name in names:
             column = table.column(name)
-            # DuckDB would read the memory of one type as another.
+            # DuckDB would reinterpret the memory of another type.
             if column.type != promised.field(name).type:
                 expected = promised.field(name).type
                 raise ValueError(f"source {self.name!r}, column {name!r}: got {column.type}, expected {expected}")
@@ -778,7 +788,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         DuckDB takes far longer for a thousand chunks of few rows than for one of many, and chunks of many long rows
         would fill the memory once they are filtered. A piece within one chunk is a view.
         """
-        rows = max(64, min(65536, _LARGE_PIECE * table.num_rows // max(table.nbytes, 1)))
+        rows = max(64, min(65536, _PIECE_BYTES * table.num_rows // max(table.nbytes, 1)))
         for start in range(0, table.num_rows, rows):
             if self.closed:
                 return
@@ -786,11 +796,11 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
             yield from table.slice(start, rows).combine_chunks().to_batches()
 
 
-_KNOWN = {pa.float16(): pa.float32()}
-"""DuckDB does not know half floats."""
+_DUCKDB_TYPES = {pa.float16(): pa.float32()}
+"""Types that DuckDB does not have, with the types that are used instead."""
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------------
 
 
 def _collect(reader: pa.RecordBatchReader, limit: int, max_rows: int | None, watch: _Watch) -> Result:
@@ -814,8 +824,8 @@ def _collect(reader: pa.RecordBatchReader, limit: int, max_rows: int | None, wat
     return Result(pa.Table.from_batches(batches, schema=reader.schema), more)
 
 
-_KINDS = {"INT": pa.int64(), "REAL": pa.float64(), "EVENT_ID": pa.int64(), "BYTES": pa.large_binary()}
-SHOWN = {
+_LEDGER_TYPES = {"INT": pa.int64(), "REAL": pa.float64(), "EVENT_ID": pa.int64(), "BYTES": pa.large_binary()}
+LEDGER_TABLES = {
     "events": ("id", "time", "seq", "uid", "consumer", "kind", "reason", "step", "lease", "detail"),
     "work": ("seq", "uid", "consumer", "state", "reason", "rank", "weight", "version", "uses", "attempts", "lease"),
     "leases": ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
@@ -823,11 +833,11 @@ SHOWN = {
     "checkpoints": ("name", "event", "seq", "made"),
     "media": ("hash", "size", "uses"),
 }
-"""The ledger's tables that queries see, with ids and names in the place of numbers; `ledger` is another name of
+"""Tables of the ledger that queries see, with ids and names instead of numbers; `ledger` is another name of
 `events`."""
 
 
-_WORK = (
+_WORK_WITH_INBOX = (
     "(SELECT seq, consumer, state, reason, rank, weight, version, uses, attempts, lease FROM work UNION ALL "
     "SELECT records.seq, inbox.consumer, 'waiting', NULL, NULL, NULL, records.version_min, 0, 0, NULL FROM inbox "
     "JOIN records ON records.seq BETWEEN inbox.first AND inbox.last AND records.evaluation = 0) AS work"
@@ -835,13 +845,13 @@ _WORK = (
 """`work` with the records of inboxes, which wait and have no rank yet."""
 
 
-def _type(table: str, column: str) -> pa.DataType:
+def _ledger_type(table: str, column: str) -> pa.DataType:
     if column in ("uid", "consumer"):
         return pa.large_string()
     if (table, column) == ("media", "uses"):
         return pa.int64()
     declared = next(definition for definition in TABLES[table] if definition.split()[0] == column).split()[1]
-    return _KINDS.get(declared.strip("{}"), pa.large_string())
+    return _LEDGER_TYPES.get(declared.strip("{}"), pa.large_string())
 
 
 class LedgerTable:
@@ -850,7 +860,7 @@ class LedgerTable:
     def __init__(self, book: Book, name: str) -> None:
         self.book = book
         self.name = name
-        self.schema = pa.schema([(column, _type(name, column)) for column in SHOWN[name]])
+        self.schema = pa.schema([(column, _ledger_type(name, column)) for column in LEDGER_TABLES[name]])
 
     def load(self, columns: list[str]) -> pa.Table:
         """Return these columns, read at once."""
@@ -869,30 +879,29 @@ class LedgerTable:
             joins += f" LEFT JOIN consumers ON consumers.id = {name}.consumer"
         order = {"events": "id", "leases": "id", "checkpoints": "event", "media": "hash"}.get(name, "seq")
         listed = ", ".join(expressions.get(column, f"{name}.{column}") for column in columns)
-        source = _WORK if name == "work" else name
+        source = _WORK_WITH_INBOX if name == "work" else name
         with self.book.ledger.read() as tx:
             rows = tx.all(f"SELECT {listed} FROM {source}{joins} ORDER BY {name}.{order}")
         arrays = [pa.array([row[i] for row in rows], self.schema.field(c).type) for i, c in enumerate(columns)]
         return pa.Table.from_arrays(arrays, names=columns)
 
 
-_KEPT = "(gone IS NULL OR gone <> 'rewound')"
-RECORDS = {
-    "experiences": _KEPT,
-    "training": f"{_KEPT} AND evaluation = 0",
-    "evaluations": f"{_KEPT} AND evaluation = 1",
+_NOT_REWOUND = "(gone IS NULL OR gone <> 'rewound')"
+RECORD_TABLES = {
+    "experiences": _NOT_REWOUND,
+    "training": f"{_NOT_REWOUND} AND evaluation = 0",
+    "evaluations": f"{_NOT_REWOUND} AND evaluation = 1",
     "all_experiences": "1 = 1",
 }
-"""The tables of records, each with the condition that its rows meet; `all_experiences` has also those that a rewind
-took back."""
+"""Tables of records with the condition on their rows; only `all_experiences` has records that a rewind dropped."""
 
 
 class RecordsTable:
-    """Records as they are now, whether or not their bytes are still there."""
+    """The current state of records, with or without bytes."""
 
     def __init__(self, book: Book) -> None:
         self.book = book
-        self.condition = RECORDS["experiences"]
+        self.condition = RECORD_TABLES["experiences"]
         with book.ledger.read() as tx:
             self.last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0]
             noted = tx.all("SELECT name, type FROM columns ORDER BY name, type")
@@ -932,7 +941,7 @@ class RecordsTable:
                 arrays |= columns_read
             chosen = [name for name in columns if name in arrays and not pa.types.is_null(arrays[name].type)]
             if not chosen:
-                # Bytes that are gone: as many nulls as there are records.
+                # No record has bytes: a column of nulls.
                 chosen, arrays = [columns[0]], {columns[0]: pa.nulls(len(seqs), requested.field(columns[0]).type)}
             batches.append(pa.RecordBatch.from_arrays([arrays[name] for name in chosen], names=chosen))
         return unify(batches, requested)
@@ -982,7 +991,7 @@ _COMPUTED = {
 
 
 class MetricsTable:
-    """What `Book.log` was given: a row for each name of each training step, without what was rewound."""
+    """Metrics of `Book.log`: one row per name and training step, without those that a rewind undid."""
 
     schema = pa.schema([("train_step", pa.int64()), ("name", pa.large_string()), ("value", pa.float64())])
 
@@ -996,21 +1005,21 @@ class MetricsTable:
         return pa.Table.from_arrays(arrays, schema=self.schema).select(columns)
 
 
-def sql_tables(book: Book) -> dict[str, query.Source]:
+def sql_tables(book: Book) -> dict[str, Source]:
     """Return the tables of a book by name."""
     records = RecordsTable(book)
-    tables: dict[str, query.Source] = {name: records.where(condition) for name, condition in RECORDS.items()}
+    tables: dict[str, Source] = {name: records.where(condition) for name, condition in RECORD_TABLES.items()}
     tables["metrics"] = MetricsTable(book)
-    tables |= {name: LedgerTable(book, name) for name in SHOWN}
+    tables |= {name: LedgerTable(book, name) for name in LEDGER_TABLES}
     tables["ledger"] = tables["events"]
     return tables
 
 
 def run_sql(
-    book: Book, text: str, parameters: Sequence[Any] | Mapping[str, Any] | None, memory: str | int, seconds: float
+    book: Book, query: str, parameters: Sequence[Any] | Mapping[str, Any] | None, memory: str | int, seconds: float
 ) -> Result:
-    """See `Book.sql`."""
-    return query.run_query(text, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)
+    """Implement `Book.sql`."""
+    return run_query(query, sql_tables(book), parameters=parameters, memory=memory, seconds=seconds)
 
 
 _TENSOR = re.compile(r"([a-z0-9]{3,8})((?:x[0-9]{1,9}){0,32})")

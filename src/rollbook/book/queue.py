@@ -33,6 +33,7 @@ from rollbook.book.consumer import (
     SELECT_CONSUMERS,
     Consumer,
     ConsumerConfig,
+    ConsumerSetting,
     all_consumers,
     create_consumer,
     find_consumer,
@@ -42,7 +43,7 @@ from rollbook.book.consumer import (
     save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
-from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, let_others, parsed
+from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, parse_object, yield_to_writers
 from rollbook.book.read import read_numbers
 from rollbook.core.columns import texts
 
@@ -72,7 +73,7 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
         return
     among = tx.in_ints if key == "seq" else tx.in_texts
     # Rows of records that came after the checkpoint did not exist then.
-    tx.later(
+    tx.defer(
         f"{table}_before",
         f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {_UNDO_SELECTED[table]} "
         f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
@@ -112,28 +113,28 @@ UNRANKED = math.inf
 """The rank of a group that has none yet, or has lost it."""
 
 
-def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], other: Collection[str] = ()) -> None:
+def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], rerank: Collection[str] = ()) -> None:
     """Update groups whose members changed.
 
     Args:
         tx: The transaction.
         consumer: A consumer that leases by group.
         gids: The groups.
-        other: Those of them whose members have other uses or values, and need a new rank.
+        rerank: Those of them that need a new rank, since the uses or values of members changed.
     """
     listed = list(gids)
     if not listed:
         return
     save_undo(tx, GROUPS_TABLE, consumer.id, "gid", listed)
     chosen = tx.array(listed)
-    work_rows, record_rows, group_rows = tx.ask(
+    work_rows, record_rows, group_rows = tx.query_many(
         (
-            # Without an order, which would have SQLite read all rows of the consumer in that order.
+            # Unordered: with an order SQLite would read all rows of the consumer.
             f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts}",
             (consumer.id, chosen),
         ),
         (
-            # Runs that are still in the inbox do not complete a group: it would be handed out without them.
+            # Runs that are still in the inbox do not complete a group, which would be leased without them.
             "SELECT records.gid, COUNT(DISTINCT run), MAX(group_size), MIN(records.seq), MIN(admitted) FROM records "
             "JOIN work ON work.consumer = ? AND work.seq = records.seq "
             f"WHERE records.gid {tx.in_texts} AND evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY 1",
@@ -156,7 +157,7 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], oth
     rows = []
     empty = []
     for gid in listed:
-        row = _refresh_group(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in other)
+        row = _refresh_group(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in rerank)
         if row is None:
             empty.append(gid)
         else:
@@ -179,12 +180,13 @@ def _refresh_group(
     members: Sequence[Any],
     total: Sequence[Any] | None,
     earlier: Sequence[Any] | None,
-    other: bool,
+    rerank: bool,
 ) -> tuple[Any, ...] | None:
     """Compute a group's row; `None` if all of its records were rewound."""
     runs, size, first, since = total or (0, None, None, None)
-    was, rank, had = earlier or (0, UNRANKED, 1.0)
-    if type(was) is not int or not {type(rank), type(had), type(size or 0), type(since or 0)} <= {int, float}:
+    was_ready, rank, old_weight = earlier or (0, UNRANKED, 1.0)
+    types = {type(rank), type(old_weight), type(size or 0), type(since or 0)}
+    if type(was_ready) is not int or not types <= {int, float}:
         raise CorruptBookError(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
@@ -198,38 +200,38 @@ def _refresh_group(
             if value is not None:
                 values.append(value)
     due = None if settings.partial_after is None or since is None else since + settings.partial_after
-    # A group of unknown size is what has been brought of it.
+    # A group of unknown size is always complete.
     complete = size is None or runs >= size or (due is not None and due <= tx.now)
     ready = complete and bool(uses) and not leased and first is not None
-    weight = had
-    if other or not (uses or leased):
+    weight = old_weight
+    if rerank or not (uses or leased):
         rank = UNRANKED
     if ready and first is not None:
         sampler = settings.sampler
         mean = sum(values) / len(values) if values else None
         item = consumer.item(first, min(uses), max(versions, default=None), mean, group=True)
         weight = sampler.weight(item)
-        # A place that chance or turns gave is kept, by what was given back too; other ranks follow from the members.
-        if not sampler.keeps or rank == UNRANKED or weight != had:
+        # Random and balanced samplers keep a rank, also of groups that were given back; others compute it anew.
+        if not sampler.keeps_rank or rank == UNRANKED or weight != old_weight:
             rank = sampler.rank(item, consumer.state)
-    if ready or was:
+    if ready or was_ready:
         count, weights = consumer.state.get("ready", (0, 0.0))
-        count += int(ready) - was
-        consumer.state["ready"] = (count, weights + (ready * weight - was * had) if count else 0.0)
+        count += int(ready) - was_ready
+        consumer.state["ready"] = (count, weights + (ready * weight - was_ready * old_weight) if count else 0.0)
     if first is None:
         return None
     return consumer.id, gid, first, size, runs, int(ready), rank, weight, None if complete else due
 
 
-def release_due_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def release_due_groups(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     """Make incomplete groups ready after `partial_after` seconds; return whether none is left."""
     due = tx.all(
         "SELECT gid FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL AND due <= ? ORDER BY due, seq "
         "LIMIT ?",
-        (consumer.id, tx.now, most),
+        (consumer.id, tx.now, limit),
     )
     refresh_groups(tx, consumer, [gid for (gid,) in due])
-    return len(due) < most
+    return len(due) < limit
 
 
 def begin_groups(tx: Transaction, consumer: Consumer) -> None:
@@ -243,18 +245,18 @@ def begin_groups(tx: Transaction, consumer: Consumer) -> None:
         consumer.state["ungrouped"], consumer.state["ungrouped_last"] = 1, last
 
 
-def build_groups(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def build_groups(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     """Create the groups of rows that existed at `begin_groups`, in order; return whether all are done."""
     start = consumer.state.get("ungrouped")
     if start is None:
         return True
     rows = tx.all(
         "SELECT seq, gid FROM work WHERE consumer = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?",
-        (consumer.id, start, consumer.state.get("ungrouped_last", start), most),
+        (consumer.id, start, consumer.state.get("ungrouped_last", start), limit),
     )
     gids = dict.fromkeys(gid for _, gid in rows)
     refresh_groups(tx, consumer, gids, gids)
-    if len(rows) < most:
+    if len(rows) < limit:
         del consumer.state["ungrouped"]
         consumer.state.pop("ungrouped_last", None)
         return True
@@ -286,15 +288,15 @@ class Lineage:
 
     announced: int | None
     branches: list[list[int]] = field(default_factory=list)
-    """[version, after, last] of each rewind: the checkpoint's version, its last record, the rewind's last record."""
+    """[version, after, last] of each rewind: version and last record of the checkpoint, last record at the rewind."""
     top: int | None = None
-    """The highest version that an abandoned lineage announced."""
+    """The highest version that an abandoned lineage announced, or `None`."""
     seen: int = 0
-    """The last record that was there at the last rewind or announcement."""
+    """The last record at the last rewind or announcement."""
     late: list[list[int]] = field(default_factory=list)
-    """[version, top, after, last]: records of later versions, up to `top`, that came before these were announced."""
+    """[version, top, after, last]: ranges of records whose versions, up to `top`, were not yet announced again."""
     named: list[list[int]] = field(default_factory=list)
-    """[abandoned, after, last]: records of which the lineage that they name says otherwise than the rest of this."""
+    """[abandoned, after, last]: ranges of records whose stated lineage overrides the other rules."""
 
     def is_abandoned(self, seq: int, version: int | None) -> bool:
         """Return whether an abandoned version sampled a record; `version` is its newest one."""
@@ -354,7 +356,7 @@ def _join_ranges(named: list[list[int]]) -> list[list[int]]:
     return joined
 
 
-def name_lineage(records: Experiences | RowLayout) -> bool:
+def names_lineage(records: Experiences | RowLayout) -> bool:
     """Return whether any of these records names its lineage."""
     return any(lineage is not None for lineage in _named_lineages(records))
 
@@ -370,12 +372,31 @@ def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
     return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
+def read_policy_lineage(book: Book) -> int:
+    """Return the number of the policy's lineage, which every rewind increases.
+
+    A sampler that reads it with `Book.policy_version` and writes it to `info["policy_lineage"]` of its records lets the
+    book detect records of a version that a rewind abandoned, whenever they are appended.
+
+    Args:
+        book: The book.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.rewind(book.checkpoint())
+    >>> read_policy_lineage(book)
+    1
+    """
+    with book.ledger.read() as tx:
+        return len(read_lineage(tx).branches)
+
+
 def parse_lineage(values: dict[str, str]) -> Lineage:
     """Parse the announced version and the lineage from rows of `meta`."""
     announced = int(values["policy_version"]) if "policy_version" in values else None
     if "lineage" not in values:
         return Lineage(announced)
-    state: dict[str, Any] = parsed(values["lineage"], "meta: lineage")
+    state: dict[str, Any] = parse_object(values["lineage"], "meta: lineage")
     lists: dict[str, Any] = {name: state.get(name) for name in ("branches", "late", "named")}
     numbers = [state.get("seen"), 0 if state.get("top") is None else state.get("top")]
     for (name, entries), width in zip(lists.items(), (3, 4, 3), strict=True):
@@ -458,9 +479,22 @@ class Row(NamedTuple):
 
 
 ROW_COLUMNS = ", ".join(Row._fields)
-_NONE = type(None)
-_WHOLE, _REAL = (int, _NONE), (float, _NONE)
-_ROW_TYPES: tuple[Any, ...] = (int, str, str, (str, _NONE), float, _REAL, float, _WHOLE, int, int, _WHOLE, _REAL)
+_NoneType = type(None)
+_OPTIONAL_INT, _OPTIONAL_FLOAT = (int, _NoneType), (float, _NoneType)
+_ROW_TYPES: tuple[Any, ...] = (
+    int,
+    str,
+    str,
+    (str, _NoneType),
+    float,
+    _OPTIONAL_FLOAT,
+    float,
+    _OPTIONAL_INT,
+    int,
+    int,
+    _OPTIONAL_INT,
+    _OPTIONAL_FLOAT,
+)
 
 
 class Event(NamedTuple):
@@ -493,13 +527,13 @@ def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]
 
 
 def check_rows(values: Iterable[Any]) -> list[Row]:
-    """Parse rows of `work`, which anybody may have written."""
+    """Parse rows of `work`, which are not trusted."""
     rows = list(map(Row._make, values))
     for row in rows:
         if not all(map(isinstance, row, _ROW_TYPES)):
-            # SQLite keeps whatever it is given, text in a column of numbers too.
+            # SQLite stores text in a column of numbers, too.
             raise CorruptBookError(
-                f"work: record number {row.seq}: got {str(row)[:200]}, which has values of other types"
+                f"work: record number {row.seq}: got {str(row)[:200]}, expected the types of its columns"
             )
     return rows
 
@@ -514,14 +548,27 @@ def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int])
 
 def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, float, int]]) -> None:
     """Add to counts: (consumer, state, reason, number, weight, `tx.shard`)."""
-    # In one order, so that two transactions with the same shard never wait for each other.
+    # Sorted, so that two transactions with the same shard never deadlock.
     tx.insert(
         "tallies",
         ("consumer", "state", "reason", "n", "weight", "shard"),
         sorted(changes),
         "ON CONFLICT (consumer, state, reason, shard) DO UPDATE SET n = tallies.n + excluded.n, "
-        # Rounding errors do not outlive the rows they came from.
+        # Without rows the weight is exactly 0, whatever the rounding errors.
         "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
+    )
+
+
+def recount_all(tx: Transaction) -> None:
+    """Recompute all tallies from `work` and `records`, within an exclusive transaction."""
+    tx.run("DELETE FROM tallies")
+    tx.run(
+        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT consumer, state, "
+        "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+    )
+    tx.run(
+        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT 0, "
+        "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records GROUP BY 2"
     )
 
 
@@ -546,7 +593,7 @@ def enter_rows(
         rows: One row per record.
         details: Details of the events of dropped records, by record number.
     """
-    about = details or {}
+    details = details or {}
     changes: dict[tuple[str, str], list[float]] = {}
     gids: dict[str, None] = {}
     dropped = []
@@ -556,7 +603,7 @@ def enter_rows(
         entry[1] += row.weight
         gids[row.gid] = None
         if row.state == DROPPED:
-            dropped.append(Event(DROPPED, row.seq, consumer.id, row.reason, detail=about.get(row.seq)))
+            dropped.append(Event(DROPPED, row.seq, consumer.id, row.reason, detail=details.get(row.seq)))
     tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
     counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
     add_counts(tx, counts)
@@ -619,13 +666,13 @@ def drop_rows(
         reason: Why they are dropped.
         details: Details of the events, by record number.
     """
-    about = details or {}
+    details = details or {}
     consumer.samples -= sum(row.state == LEASED for row in rows)
     change_rows(
         tx,
         consumer,
         [(row, row._replace(state=DROPPED, reason=reason, lease=None, until=None, attempts=0)) for row in rows],
-        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease, detail=about.get(row.seq)) for row in rows],
+        [Event(DROPPED, row.seq, consumer.id, reason, lease=row.lease, detail=details.get(row.seq)) for row in rows],
     )
 
 
@@ -639,46 +686,48 @@ def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason
 
 def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind: str, reason: str | None) -> None:
     """Offer leased rows again, with their former rank; drop those that came back `max_attempts` times."""
-    most = consumer.settings.max_attempts
-    spent = [row for row in rows if most is not None and row.attempts + 1 >= most]
-    back = [row for row in rows if most is None or row.attempts + 1 < most]
-    consumer.samples -= len(back)
+    max_attempts = consumer.settings.max_attempts
+    exhausted = [row for row in rows if max_attempts is not None and row.attempts + 1 >= max_attempts]
+    returned = [row for row in rows if max_attempts is None or row.attempts + 1 < max_attempts]
+    consumer.samples -= len(returned)
     sampler = consumer.settings.sampler
     moves = []
-    for row in back:
+    for row in returned:
         rank = row.rank
-        if not sampler.keeps:  # Its number may have been revised while it was leased.
+        if not sampler.keeps_rank:  # Its number may have been revised while it was leased.
             rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
         moves.append((row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1, rank=rank)))
     change_rows(
         tx,
         consumer,
         moves,
-        [Event(kind, row.seq, consumer.id, reason, lease=row.lease) for row in back],
+        [Event(kind, row.seq, consumer.id, reason, lease=row.lease) for row in returned],
     )
-    drop_rows(tx, consumer, spent, "attempts")
+    drop_rows(tx, consumer, exhausted, "attempts")
 
 
 def expire_leases(tx: Transaction, consumer: Consumer) -> None:
     """Take back the records of leases that have expired, by the database's clock."""
-    # A clock that was put back would keep them as much longer: from now on they have the time they were given.
+    # If the clock was put back, leases would last longer: restart their time.
     tx.run(
         "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
         (tx.now, consumer.id, tx.now),
     )
-    # A holder that acknowledges in this moment has its lease's row.
+    # A holder that acknowledges at this moment has locked the row of its lease.
     for (lease,) in tx.all(
         f"SELECT id FROM leases WHERE consumer = ? AND state = 'active' AND expires <= ? ORDER BY id{tx.for_update}",
         (consumer.id, tx.now),
     ):
-        tx.later("leases", "UPDATE leases SET state = 'expired' WHERE id = ?", (lease,))
+        tx.defer("leases", "UPDATE leases SET state = 'expired' WHERE id = ?", (lease,))
         requeue_rows(tx, consumer, select_rows(tx, "lease = ? ORDER BY seq", (lease,)), "expired", None)
 
 
-def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def end_cooldowns(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     """Offer records again whose cooldown is over; return whether none is left."""
     due = select_rows(
-        tx, "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?", (consumer.id, tx.now, most)
+        tx,
+        "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?",
+        (consumer.id, tx.now, limit),
     )
     change_rows(
         tx,
@@ -686,26 +735,26 @@ def end_cooldowns(tx: Transaction, consumer: Consumer, most: int) -> bool:
         [(row, row._replace(state=WAITING, until=None)) for row in due],
         [Event("rested", row.seq, consumer.id) for row in due],
     )
-    return len(due) < most
+    return len(due) < limit
 
 
-def drop_over_age(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def drop_over_age(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     """Drop records that have waited longer than `MaxAge`; return whether none is left."""
     age = consumer.settings.max_age
     if age is None:
         return True
-    # Numbers are given in the order of admission: the oldest waiting ones come first.
+    # Record numbers follow the order of admission: the oldest come first.
     oldest = tx.all(
         "SELECT work.seq, records.admitted FROM work JOIN records ON records.seq = work.seq "
         "WHERE work.consumer = ? AND work.state = 'waiting' ORDER BY work.seq LIMIT ?",
-        (consumer.id, most),
+        (consumer.id, limit),
     )
     late = [seq for seq, admitted in oldest if admitted <= tx.now - age]
     drop_rows(tx, consumer, select_rows_by_seq(tx, consumer, late), "max_age")
-    return len(late) < most
+    return len(late) < limit
 
 
-def drop_over_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
+def drop_over_size(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     """Drop records beyond `MaxSize`; return whether none is left."""
     part = consumer.settings.max_size
     if part is None:
@@ -715,23 +764,23 @@ def drop_over_size(tx: Transaction, consumer: Consumer, most: int) -> bool:
         return True
     order = "seq" if part.drop == "oldest" else "rank DESC, seq"
     surplus = select_rows(
-        tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, most))
+        tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, limit))
     )
     drop_rows(tx, consumer, surplus, "max_size")
-    return len(surplus) < most
+    return len(surplus) < limit
 
 
-def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, most: int) -> bool:
+def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, limit: int) -> bool:
     """Drop waiting records whose oldest token is of a version below `floor`; return whether none is left."""
     if floor is None:
         return True
-    # Looked for each time: what was leased or resting when the floor rose may have come back since.
+    # Every time: records that were leased or cooling down when the floor rose may have come back since.
     consumer.floor = floor if consumer.floor is None else max(floor, consumer.floor)
     stale = select_rows(
-        tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq LIMIT ?", (consumer.id, floor, most)
+        tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq LIMIT ?", (consumer.id, floor, limit)
     )
     drop_rows(tx, consumer, stale, "stale")
-    return len(stale) < most
+    return len(stale) < limit
 
 
 def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
@@ -796,7 +845,7 @@ def announce_version(tx: Transaction, version: int) -> bool:
     if now == version:
         return False
     if lineage.top is not None and (now or 0) < lineage.top:
-        # Settle which records came with versions that are about to be announced in this lineage, too.
+        # Note which records came with versions that are about to be announced in this lineage, too.
         _close_lineage(tx, lineage)
         save_lineage(tx, lineage)
     set_announced_version(tx, version)
@@ -805,9 +854,9 @@ def announce_version(tx: Transaction, version: int) -> bool:
 
 
 QUARANTINED = "quarantined"
-"""The reason in `work`, the kind of the events and of the findings."""
+"""Reason of dropped rows, and kind of events and findings."""
 _QUARANTINE_KEY = "quarantine"
-"""The entry of `meta` with the first event that counts; without it, no record is in quarantine."""
+"""Key of `meta` with the first event that counts; without it, no record is in quarantine."""
 
 
 def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
@@ -871,9 +920,9 @@ def release_quarantine(tx: Transaction) -> int:
 
 
 INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
-"""`numbers` is a JSON list of what the consumer's sampler ranks the records by, if the ledger does not have it."""
+"""`numbers` is a JSON list of the values that the sampler ranks by, if they are not in index columns."""
 CHUNK = 1000
-"""How many records one transaction drains: it holds its locks for a moment only."""
+"""Records that one transaction drains, so that it holds its locks only for a moment."""
 
 
 def backfill_consumer(tx: Transaction, consumer: int) -> None:
@@ -883,17 +932,17 @@ def backfill_consumer(tx: Transaction, consumer: int) -> None:
         tx.insert("inbox", INBOX_COLUMNS, [(consumer, 1, last, count, None)])
 
 
-def add_consumer(tx: Transaction, name: str, settings: Mapping[str, Any] | None = None) -> Consumer:
+def add_consumer(tx: Transaction, name: str, settings: Mapping[str, ConsumerSetting] | None = None) -> Consumer:
     """Create a consumer group and offer it all training records of the book, within an exclusive transaction."""
-    consumer = create_consumer(tx, name, ConsumerConfig().changed(dict(settings or {})))
+    consumer = create_consumer(tx, name, ConsumerConfig().changed(settings or {}))
     backfill_consumer(tx, consumer.id)
     return consumer
 
 
 def configure_consumer(
-    tx: Transaction, name: str, settings: dict[str, Any], *, create: bool, change: bool
+    tx: Transaction, name: str, settings: Mapping[str, ConsumerSetting], *, create: bool, change: bool
 ) -> ConsumerConfig:
-    """See `Book.consumer`."""
+    """Implement `Book.consumer`."""
     if create and find_consumer(tx, name) is None:
         return add_consumer(tx, name, settings).settings
     current = get_consumer(tx, name)
@@ -902,15 +951,15 @@ def configure_consumer(
         names = [key for key in settings if getattr(new, key) != getattr(current.settings, key)]
         raise BookError(
             f"consumer {name!r}: {names[0]}: got {getattr(new, names[0])!r}, the book has "
-            f"{getattr(current.settings, names[0])!r}; change=True changes it for everybody"
+            f"{getattr(current.settings, names[0])!r}; change=True changes it for all users"
         )
     if new != current.settings:
         save_settings(tx, current, new)
-        # All that waits is ranked anew, piece by piece, before the next lease.
+        # All waiting records are ranked again, in chunks, before the next lease.
         current.state["unranked"] = current.state["oversized"] = 1
         save_consumer(tx, current)
         tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
-        # Whoever waits for a lease looks again when there is an event.
+        # The event wakes waiting leases.
         detail = {"settings": json.loads(new.to_json())}
         record_events(tx, [Event("configured", consumer=current.id, detail=detail)])
     return new
@@ -921,10 +970,10 @@ def inbox_size(tx: Transaction, consumer: int) -> int:
     return int(tx.one("SELECT COALESCE(SUM(count), 0) FROM inbox WHERE consumer = ?", (consumer,))[0])
 
 
-def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHUNK) -> bool:
-    """Make rows of `work` for about `most` records, at least one range; return whether the inbox is empty now."""
+def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CHUNK) -> bool:
+    """Make rows of `work` for about `limit` records, at least one range; return whether the inbox is empty now."""
     ranges = tx.all(
-        f"SELECT first, last, numbers FROM inbox WHERE consumer = ? ORDER BY first LIMIT {most + 1}", (consumer.id,)
+        f"SELECT first, last, numbers FROM inbox WHERE consumer = ? ORDER BY first LIMIT {limit + 1}", (consumer.id,)
     )
     if not ranges:
         return True
@@ -933,13 +982,13 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     done: list[int] = []
     cut: tuple[int, int] | None = None
     for first, last, numbers in ranges:
-        left = most - len(seqs)
+        left = limit - len(seqs)
         if left <= 0:
             break
         if numbers is not None:
             values.update(zip(range(first, last + 1), _parse_numbers(numbers, last - first + 1), strict=True))
         elif last - first >= left:
-            cut = (first, first + left)  # a long range, of a new consumer, is drained in pieces
+            cut = (first, first + left)  # a long range, of a new consumer, is drained in chunks
             seqs.extend(range(*cut))
             break
         seqs.extend(range(first, last + 1))
@@ -974,7 +1023,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
     if consumer.settings.max_size is not None:
         drop_over_size(tx, consumer, CHUNK)
     if done:
-        tx.later("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
+        tx.defer("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
     if cut is not None:
         tx.run(
             "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",
@@ -984,7 +1033,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, most: int = CHU
 
 
 def _parse_numbers(numbers: LedgerValue, count: int) -> list[float | None]:
-    """Parse a list of numbers from a ledger, which anybody may have written."""
+    """Parse a list of numbers of a ledger, which is not trusted."""
     try:
         values = json.loads(numbers)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError):
@@ -1009,8 +1058,8 @@ def drain_inboxes(book: Book, bounded: bool = False) -> None:
     """Drain the inbox of every consumer in short transactions; nothing if the book is read-only.
 
     Args:
-        bounded: Leave out consumers that drop no record because of its age or their size: what is in the inbox of one
-            of those waits.
+        book: The book.
+        bounded: Leave out consumers without bounds on age, staleness or size, whose inboxes only hold waiting records.
     """
     if book.read_only:
         return
@@ -1019,14 +1068,14 @@ def drain_inboxes(book: Book, bounded: bool = False) -> None:
     for consumer in parse_consumers(rows):
         empty = bounded and not consumer.settings.bounded
         while not empty:
-            # What a crash undoes is in the inbox again.
+            # Not durable: what a crash undoes is in the inbox again.
             with book.ledger.write(shared=True, durable=False) as tx:
                 current = find_consumer(tx, consumer.name, lock=True)
                 empty = current is None or drain_inbox(tx, book, current)
                 if current is not None:
                     save_consumer(tx, current)
             if not empty:
-                let_others(book.ledger)
+                yield_to_writers(book.ledger)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from rollbook.book import index_columns
 from rollbook.book.content_hash import content_hashes
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
 from rollbook.book.ledger import Ledger, Transaction, check_text, chunks
-from rollbook.book.media import COLUMN, OWN, references, restore
+from rollbook.book.media import BOOK_COLUMNS, REFERENCES_COLUMN, references, restore
 from rollbook.book.segments.files import Place, check_place
 from rollbook.core import columns as arrow
 from rollbook.core.checks import check_float, check_int, suggest
@@ -43,35 +43,35 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _ATTEMPTS = 20
-_TOGETHER = 16 << 20
-"""How many bytes are mapped together at most: a view of a few of them keeps all."""
-_WHOLE = 3
-"""A frame is read whole where the records to read are more than a third of it: their ranges would be most of it."""
-_WHOLE_BYTES = 16 << 10
-"""A frame of at most this size is read whole: the requests for ranges take longer than the bytes."""
+_MAX_RUN_BYTES = 16 << 20
+"""Maximum size of a run that is mapped at once: a view of a part of it keeps all of it."""
+_WHOLE_FRAME_SHARE = 3
+"""A frame is read whole if the requested records are more than a third of it."""
+_WHOLE_FRAME_BYTES = 16 << 10
+"""A frame up to this size is read whole, since requests for ranges would take longer."""
 Location = tuple[int, str | None, int, int, int, str | None, int]
-"""seq, segment, start, size, slot, why it is gone, bytes (an equal share of the frame)"""
-_SLOT = operator.itemgetter(4)
+"""(seq, segment, start, size, slot, gone, bytes): where a record is; `bytes` is its equal share of the frame."""
+_get_slot = operator.itemgetter(4)
 
 
-class Frames:
+class FrameCache:
     """A cache of decoded frames. Rows are copied from them, never returned as views."""
 
-    def __init__(self, book: Book, most: int = 64) -> None:
+    def __init__(self, book: Book, max_frames: int = 64) -> None:
         self.book = book
-        self.most = most
-        self._kept: OrderedDict[Place, Experiences] = OrderedDict()
+        self.max_frames = max_frames
+        self._cache: OrderedDict[Place, Experiences] = OrderedDict()
 
     def get(self, place: Place, verify: bool = True) -> Experiences:
         """Return the frame at a place."""
-        frame = self._kept.get(place)
+        frame = self._cache.get(place)
         if frame is None:
             frame = read_frame(self.book, place, verify)
-            self._kept[place] = frame
-            while len(self._kept) > self.most:
-                self._kept.popitem(last=False)
+            self._cache[place] = frame
+            while len(self._cache) > self.max_frames:
+                self._cache.popitem(last=False)
         else:
-            self._kept.move_to_end(place)
+            self._cache.move_to_end(place)
         return frame
 
 
@@ -83,7 +83,7 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
     for place in places:
         check_place(place)
     if len(places) > 1 and book.store.transactional:
-        yield from _together(book, places)
+        yield from _read_in_requests(book, places)
         return
     at = 0
     while at < len(places):
@@ -91,26 +91,26 @@ def read_runs(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
         while (
             end < len(places)
             and (places[end].segment, places[end].offset) == (first.segment, places[end - 1].stop)
-            and places[end].stop - first.offset <= _TOGETHER
+            and places[end].stop - first.offset <= _MAX_RUN_BYTES
         ):
             end += 1
         run = list(places[at:end])
         try:
             memory = book.store.get(Place(first.segment, first.offset, run[-1].stop - first.offset))
         except CorruptBookError:
-            # Of a segment that is cut short, what is still there.
+            # The segment may be cut short: read the parts that are still there.
             yield from ((book.store.get(place), [place]) for place in run)
         else:
             yield memory, run
         at = end
 
 
-def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
-    """Do the same for a database, where each frame is a segment: read many of them in one request."""
+def _read_in_requests(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview, list[Place]]]:
+    """Read many frames in one request from a database, where each frame is a segment."""
     at = 0
     while at < len(places):
         end, size = at, 0
-        while end < len(places) and (end == at or size + places[end].length <= _TOGETHER):
+        while end < len(places) and (end == at or size + places[end].length <= _MAX_RUN_BYTES):
             size += places[end].length
             end += 1
         for place, data in zip(places[at:end], book.store.get_many(places[at:end]), strict=True):
@@ -118,7 +118,7 @@ def _together(book: Book, places: Sequence[Place]) -> Iterator[tuple[memoryview,
         at = end
 
 
-def _stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | None:
+def _read_stack(memory: memoryview, run: Sequence[Place], verify: bool) -> Stack | None:
     """Read the frames of a run as one, if they have the same layout."""
     spans = [(place.offset - run[0].offset, place.stop - run[0].offset) for place in run]
     return read_stack(np.frombuffer(memory, dtype=np.uint8), spans, verify)
@@ -135,13 +135,13 @@ def read_frame(book: Book, place: Place, verify: bool = True) -> Experiences:
 
 
 def _check_frame(view: memoryview) -> None:
-    """Raise unless the bytes are one uncompressed frame; a few bytes of a compressed one could be any number."""
+    """Raise unless the bytes are one uncompressed frame; a compressed one could expand to any size."""
     head = read_header(view)
     if head.compression is not None or head.stop != len(view):
         raise WireError(f"a frame of {head.stop} bytes, compression {head.compression}; expected {len(view)}, None")
 
 
-def whole_arrays(
+def read_whole_frames(
     book: Book, frames: Sequence[tuple[Place, Sequence[int]]], fields: Collection[str]
 ) -> Iterator[dict[str, pa.Array] | None]:
     """Yield the columns of each frame without copying; `None` if its slots are not all of its records in order.
@@ -151,7 +151,7 @@ def whole_arrays(
     """
     slots = iter([numbers for _, numbers in frames])  # a place may come twice
     for memory, run in read_runs(book, [place for place, _ in frames]):
-        stack = _stack(memory, run, False)
+        stack = _read_stack(memory, run, False)
         if stack is not None:
             for count, arrays in zip(stack.counts, stack.arrays(fields), strict=True):
                 yield arrays if _all_in_order(next(slots), count) else None
@@ -197,7 +197,7 @@ def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]
     return locations
 
 
-def retried(
+def retry_when_moved(
     book: Book,
     seqs: Sequence[int],
     read: Callable[[list[Location]], Result],
@@ -248,8 +248,8 @@ def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool =
     for _ in range(_ATTEMPTS):
         places = check_present(book, seqs, locate(book.ledger, seqs))
         try:
-            parts = _parts(book, places, verify, sparse=media or not verify)
-            return _complete(book, places, parts, verify, media)
+            parts = _read_parts(book, places, verify, sparse=media or not verify)
+            return _assemble(book, places, parts, verify, media)
         except MissingSegmentError as error:  # Compaction moved it.
             missing = error
     raise CorruptBookError(f"{missing}: a segment that the ledger refers to; see `rollbook check`") from None
@@ -279,21 +279,21 @@ def fetch_present(
     def read(places: list[Location]) -> tuple[list[int], Experiences]:
         if not places:
             return [], Experiences()
-        parts = _parts(book, places, verify, sparse=media or not verify)
-        return [place[0] for place in places], _complete(book, places, parts, verify, media)
+        parts = _read_parts(book, places, verify, sparse=media or not verify)
+        return [place[0] for place in places], _assemble(book, places, parts, verify, media)
 
-    return retried(book, seqs, read, skip=True, located=located) if seqs else ([], Experiences())
+    return retry_when_moved(book, seqs, read, skip=True, located=located) if seqs else ([], Experiences())
 
 
-def _complete(book: Book, places: Sequence[Location], parts: _Parts, verify: bool, media: bool) -> Experiences:
+def _assemble(book: Book, places: Sequence[Location], parts: _Parts, verify: bool, media: bool) -> Experiences:
     """Join the records of each frame and restore their media; read frames whole if a sparse record is damaged."""
-    records = restore_media(book, _joined(parts)) if media else _joined(parts)
-    if verify and parts.sparse and not _match(book, records, places, parts.sparse):
+    records = restore_media(book, _join(parts)) if media else _join(parts)
+    if verify and parts.sparse and not _matches_hashes(book, records, places, parts.sparse):
         records = restore_media(book, gather(book, places, verify))
     return records
 
 
-def _match(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
+def _matches_hashes(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
     """Return whether some rows of `records` have the hashes that the ledger has for them."""
     hashes = book.ledger.all(
         "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
@@ -323,12 +323,12 @@ def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
     def read(places: list[Location]) -> list[Experience]:
         if not places:
             return []
-        parts = _parts(book, places, together=_in_order(places))
-        restored = [restore_media(book, part) for part in (parts.parts if parts.order is None else [_joined(parts)])]
+        parts = _read_parts(book, places, together=_in_order(places))
+        restored = [restore_media(book, part) for part in (parts.parts if parts.order is None else [_join(parts)])]
         with uncollected():
             return [row for part in restored for row in part.rows()]
 
-    return retried(book, list(located), read, skip=True, located=located) if located else []
+    return retry_when_moved(book, list(located), read, skip=True, located=located) if located else []
 
 
 def _in_order(where: Sequence[Location]) -> bool:
@@ -341,7 +341,7 @@ def gather(
     book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
 ) -> Experiences:
     """Read records, each frame once; with `only`, the columns of these fields."""
-    return _joined(_parts(book, where, verify, only, sparse=not verify))
+    return _join(_read_parts(book, where, verify, only, sparse=not verify))
 
 
 def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
@@ -358,12 +358,12 @@ def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
 class _Parts(NamedTuple):
     parts: list[Experiences]
     order: list[int] | None
-    """Which records the parts have, one behind the other; `None` if all, in order."""
+    """Index of each record of the joined parts; `None` if they are in order."""
     sparse: list[int]
-    """Which records were read without the rest of their frames, and are not verified."""
+    """Indices of records that were read without the rest of their frames, and are not verified."""
 
 
-def _parts(
+def _read_parts(
     book: Book,
     where: Sequence[Location],
     verify: bool = True,
@@ -374,24 +374,24 @@ def _parts(
     """Read the records of each frame.
 
     Args:
-        book: Where to read.
-        where: The places of the records.
-        verify: Whether to check the frames' checksums.
+        book: The book.
+        where: Locations of the records.
+        verify: Verify the checksums of frames.
         only: Fields to read; all if `None`.
-        sparse: Read the records without the rest of their frame where they are few.
-        together: Read frames that lie together as one; the records are then good to make rows of, and nothing else.
+        sparse: Read the records without the rest of their frame if they are few.
+        together: Read adjacent frames as one; only rows can be made from the result.
     """
     grouped: dict[tuple[Any, ...], list[int]] = {}
     for i, location in enumerate(where):
         grouped.setdefault(location[1:4], []).append(i)
     frames = {Place(*place): indices for place, indices in grouped.items()}
-    slots = {place: list(map(_SLOT, map(where.__getitem__, indices))) for place, indices in frames.items()}
+    slots = {place: list(map(_get_slot, map(where.__getitem__, indices))) for place, indices in frames.items()}
     shares = {place: where[indices[0]][6] for place, indices in frames.items()}
     rows = _sparse_rows(book, slots, shares, only) if sparse else {}
     rest = [place for place in frames if place not in rows]
     parts = {place: [records] for place, records in rows.items()}
     for memory, run in read_runs(book, rest):
-        stacked = _stacked(memory, run, verify, slots) if together else None
+        stacked = _read_stacked(memory, run, verify, slots) if together else None
         if stacked is not None:
             parts.update({place: [] for place in run} | {run[0]: [stacked]})
             continue
@@ -416,19 +416,19 @@ def _parts(
     )
 
 
-def _stacked(
+def _read_stacked(
     memory: memoryview, run: Sequence[Place], verify: bool, slots: Mapping[Place, Sequence[Any]]
 ) -> Experiences | None:
     """Read all records of a run as one, if the frames have the same layout and `slots` are all of them."""
-    stack = _stack(memory, run, verify)
-    if stack is None or COLUMN in stack.schema.names:
+    stack = _read_stack(memory, run, verify)
+    if stack is None or REFERENCES_COLUMN in stack.schema.names:
         return None
     if not all(_all_in_order(slots[place], count) for place, count in zip(run, stack.counts, strict=True)):
         return None
     try:
         return stack.experiences(verify)
     except WireError:
-        return None  # Read one by one, they say which is wrong.
+        return None  # Reading them one by one reports the damaged one.
 
 
 def _sparse_rows(
@@ -449,14 +449,14 @@ def _sparse_rows(
     for place, numbers in frames.items():
         share = shares[place]
         plain = {*map(type, (place.length, share, *numbers))} == {int}
-        if plain and place.length > max(_WHOLE_BYTES, _WHOLE * share * len(numbers)):
+        if plain and place.length > max(_WHOLE_FRAME_BYTES, _WHOLE_FRAME_SHARE * share * len(numbers)):
             places.append(check_place(place))
             slots.append(numbers)
             spare.append(share * len(set(numbers)) // 2)
     if not places:
         return {}
     readers = [
-        _tolerate(read_rows(place.length, sorted(set(numbers)), only))
+        _ignore_damage(read_rows(place.length, sorted(set(numbers)), only))
         for place, numbers in zip(places, slots, strict=True)
     ]
     try:
@@ -473,7 +473,7 @@ def _sparse_rows(
     return rows
 
 
-def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
+def _ignore_damage(reader: Reader[Experiences]) -> Reader[Experiences | None]:
     """Return the reader's result, or `None` if the bytes are damaged: reading the whole frame then reports it."""
     try:
         return (yield from reader)
@@ -484,13 +484,13 @@ def _tolerate(reader: Reader[Experiences]) -> Reader[Experiences | None]:
 def _read_ranges(
     book: Book, places: Sequence[Place], readers: Sequence[Reader[Result]], spare: Sequence[int]
 ) -> list[Result | None]:
-    """Run a reader for each place, all in step: the store is asked a few times, however many they are.
+    """Run a reader for each frame, all in step, so that the store gets few requests.
 
     Args:
-        book: Where to read.
-        places: Where each frame lies.
-        readers: What reads each frame.
-        spare: How many bytes more than needed may be read of each frame at a time, so that there are fewer ranges.
+        book: The book.
+        places: Place of each frame.
+        readers: Reader of each frame.
+        spare: Unneeded bytes that may be read of each frame per step, to request fewer ranges.
     """
     results: list[Result | None] = [None] * len(readers)
     pending: list[tuple[int, list[Span] | None, list[Any]]] = [(i, None, []) for i in range(len(readers))]
@@ -502,7 +502,7 @@ def _read_ranges(
             except StopIteration as finished:
                 results[i] = finished.value
             else:
-                requests.append((i, following, _merged(following, spare[i])))
+                requests.append((i, following, _merge_spans(following, spare[i])))
         needed = [
             Place(places[i].segment, places[i].offset + start, stop - start)
             for i, _, merged in requests
@@ -521,10 +521,10 @@ def _read_ranges(
     return results
 
 
-def _merged(spans: Sequence[Span], spare: int) -> list[Span]:
-    """Ranges that cover `spans`, the nearest ones joined for as long as what lies between is at most `spare` bytes.
+def _merge_spans(spans: Sequence[Span], spare: int) -> list[Span]:
+    """Return ranges that cover `spans`, the nearest ones joined while the gaps total at most `spare` bytes.
 
-    >>> _merged([(50, 60), (0, 10), (12, 20), (100, 110)], 35)
+    >>> _merge_spans([(50, 60), (0, 10), (12, 20), (100, 110)], 35)
     [(0, 60), (100, 110)]
     """
     merged: list[Span] = []
@@ -549,7 +549,7 @@ def _merged(spans: Sequence[Span], spare: int) -> list[Span]:
     return ranges
 
 
-def _joined(parts: _Parts) -> Experiences:
+def _join(parts: _Parts) -> Experiences:
     joined = parts.parts[0] if len(parts.parts) == 1 else Experiences.concat(parts.parts)
     if parts.order is None:
         return joined
@@ -560,7 +560,7 @@ def _joined(parts: _Parts) -> Experiences:
 
 def restore_media(book: Book, records: Experiences) -> Experiences:
     """Replace references to media by the media."""
-    if not any(name.startswith(OWN) for name in records.columns):
+    if not any(name.startswith(BOOK_COLUMNS) for name in records.columns):
         return records
     hashes = {key for keys in references(records) for key in keys}
     if not hashes:
@@ -575,7 +575,7 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
 
     def get(key: str) -> memoryview:
         if key not in places:
-            # Removed with its last record, since that was read: look again.
+            # It was removed with its last record after that was read: read again.
             raise MissingSegmentError(f"the medium sha256:{key} is not in the ledger")
         last.append(places[key])
         return book.store.get(places[key])
@@ -589,7 +589,7 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
         raise CorruptBookError(f"segment {last[-1].segment}, byte {last[-1].offset}: {error}") from None
 
 
-def seqs_of(book: Book, uids: Sequence[str]) -> list[int]:
+def find_seqs(book: Book, uids: Sequence[str]) -> list[int]:
     """Return the numbers of records by id, in order; an unknown id raises `KeyError`."""
     listed: list[int] = []
     for marks, part in chunks(uids):
@@ -613,7 +613,7 @@ def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> 
     return index_columns.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
 
 
-def uid_of(record: RecordId) -> str:
+def get_uid(record: RecordId) -> str:
     """Return the id of a record, from the id itself, an `EID` or an `Experience`."""
     if isinstance(record, str):
         return check_text("uid", record, 0)
@@ -623,25 +623,26 @@ def uid_of(record: RecordId) -> str:
     return uid
 
 
-def uids_of(records: RecordIds) -> list[str]:
+def get_uids(records: RecordIds) -> list[str]:
     """Return the distinct ids of one record or of several."""
     if isinstance(records, str) or hasattr(records, "uid") or hasattr(records, "eid"):
-        return [uid_of(records)]  # type: ignore[arg-type]
-    return list(dict.fromkeys(uid_of(record) for record in records))
+        return [get_uid(records)]  # type: ignore[arg-type]
+    return list(dict.fromkeys(get_uid(record) for record in records))
 
 
 LEDGER_COLUMNS = (*index_columns.IndexColumns._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
-"""What a condition can ask the ledger for."""
-_ASKED = tuple(
+"""Columns of the ledger that a condition can be on."""
+_CONDITION_COLUMNS = tuple(
     dict.fromkeys(
         [*LEDGER_COLUMNS, *(name for name, field in FIELDS.items() if field.kind in ("text", "number", "integer"))]
     )
 )
-"""What a condition can be on, with the entries of `info` and `metrics`."""
-Operand = str | float | bool | None | Sequence[str | float | bool]
+"""All columns that a condition can be on, beside entries of `info` and `metrics`."""
+Scalar = str | float | bool
+Operand = Scalar | None | Sequence[Scalar]
 Condition = tuple[str, str, Any]
 """Column, operator (one of `OPERATORS`) and operand."""
-_TESTS: dict[str, Callable[[Any, Any], Any]] = {
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
     "!=": operator.ne,
@@ -650,11 +651,11 @@ _TESTS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_SQL = {"=": "=", "==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
-OPERATORS = (*_TESTS, "in", "not in", "is", "is not")
-PIECE = 1024
-MOST = 10_000
-"""How many values one `in` may have; `book.get` takes any number of ids."""
+_SQL_OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+OPERATORS = (*_COMPARISONS, "in", "not in", "is", "is not")
+PAGE_ROWS = 1024
+MAX_IN_VALUES = 10_000
+"""Maximum number of values of one `in`; `Book.get` takes any number of ids."""
 
 
 def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[Condition]:
@@ -671,13 +672,15 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
             raise ValueError(f"where: {name}: got operator {test!r}, expected one of {', '.join(OPERATORS)}")
         head = name.split(".")[0]
         if name not in LEDGER_COLUMNS and head not in FIELDS:
-            raise ValueError(f"where: unknown column {name!r}{suggest(name, [*_ASKED, 'info.NAME', 'metrics.NAME'])}")
+            raise ValueError(
+                f"where: unknown column {name!r}{suggest(name, [*_CONDITION_COLUMNS, 'info.NAME', 'metrics.NAME'])}"
+            )
         if test in ("in", "not in"):
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected several values")
             value = list(value)
-            if len(value) > MOST:
-                raise ValueError(f"where: {name}: got {len(value)} values, expected at most {MOST}")
+            if len(value) > MAX_IN_VALUES:
+                raise ValueError(f"where: {name}: got {len(value)} values, expected at most {MAX_IN_VALUES}")
         elif test in ("is", "is not"):
             if value is not None:
                 raise ValueError(f"where: {name}: got {test} {value!r}, expected {test} None")
@@ -694,12 +697,16 @@ def parse_conditions(conditions: Sequence[Any], equal: dict[str, Any]) -> list[C
                 f"where: {name!r} is a {FIELDS[head].kind}; conditions are on numbers and texts, book.sql on all"
             )
         if name in LEDGER_COLUMNS and value is not None:
-            value = [_fit(name, condition) for condition in value] if isinstance(value, list) else _fit(name, value)
+            value = (
+                [_coerce_operand(name, condition) for condition in value]
+                if isinstance(value, list)
+                else _coerce_operand(name, value)
+            )
         parsed.append((name, test, value))
     return parsed
 
 
-def _fit(name: str, value: Any) -> Any:
+def _coerce_operand(name: str, value: Scalar) -> str | float:
     """Convert a value so that every database compares it with a column in the same way."""
     if name in ("batch", "task"):
         value = str(value)
@@ -708,19 +715,19 @@ def _fit(name: str, value: Any) -> Any:
         if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
             raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
         return value
-    # Integers beyond 64 bits and numpy's are none to a database.
+    # Databases accept neither integers beyond 64 bits nor numpy numbers.
     number = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)
     return int(value) if isinstance(value, Integral) and abs(number) < 2**63 else number
 
 
-def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
+def build_ledger_condition(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
     """Return the SQL of the conditions that the ledger can answer, and its parameters."""
     parts: list[str] = []
     values: list[Any] = []
     for name, test, value in conditions:
         if name not in LEDGER_COLUMNS:
             continue
-        # The ledger has no number for a reward that is NaN: it differs from every number, and it is not missing.
+        # The ledger stores no number for a NaN reward, which differs from every number and is not missing.
         nan = f" OR scored = {index_columns.NOT_A_NUMBER}" if name == "reward" and test in ("!=", "not in") else ""
         if test in ("is", "is not") and name == "reward":
             parts.append(f"scored {'=' if test == 'is' else '<>'} {index_columns.UNSCORED}")
@@ -733,13 +740,18 @@ def in_ledger(conditions: Sequence[Condition]) -> tuple[str, list[Any]]:
             parts.append(f"({name} {test.upper()} ({','.join('?' * len(value))}){nan})")
             values += value
         else:
-            parts.append(f"({name} {_SQL[test]} ?{nan})")
+            parts.append(f"({name} {_SQL_OPERATORS[test]} ?{nan})")
             values.append(value)
     return " AND ".join(parts) or "1 = 1", values
 
 
 class Selection:
     """The records that meet some conditions, read lazily; created by `Book.where`.
+
+    Args:
+        book: The book.
+        conditions: (column, operator, value) of each condition.
+        order: Column of the ledger to order by.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -751,21 +763,21 @@ class Selection:
 
     def __init__(self, book: Book, conditions: Sequence[Condition], order: str = "seq") -> None:
         self._book = book
-        self._asked = list(conditions)
+        self._conditions = list(conditions)
         self._order = order
 
     def where(self, *conditions: Condition, **equal: Operand) -> Selection:
         """Return those of these records that also meet these conditions; see `Book.where`."""
-        return Selection(self._book, [*self._asked, *parse_conditions(conditions, equal)], self._order)
+        return Selection(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
 
     @property
-    def _late(self) -> list[Condition]:
-        return [condition for condition in self._asked if condition[0] not in LEDGER_COLUMNS]
+    def _record_conditions(self) -> list[Condition]:
+        return [condition for condition in self._conditions if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
         """Count the records, including failed runs and those whose bytes are gone (the column `gone` says why)."""
-        if not self._late:
-            sql, values = in_ledger(self._asked)
+        if not self._record_conditions:
+            sql, values = build_ledger_condition(self._conditions)
             with self._book.ledger.read() as tx:
                 return int(tx.one(f"SELECT COUNT(*) FROM records WHERE {sql}", values)[0])
         return sum(len(piece) for piece in self._pieces())
@@ -778,7 +790,7 @@ class Selection:
         """Return all records at once; those whose bytes are gone are left out."""
         return Experiences.concat(list(self.batches()))
 
-    def batches(self, rows: int = PIECE) -> Iterator[Experiences]:
+    def batches(self, rows: int = PAGE_ROWS) -> Iterator[Experiences]:
         """Yield the records in batches; those whose bytes are gone are left out.
 
         Args:
@@ -794,7 +806,7 @@ class Selection:
         for piece in self._pieces():
             yield from fetch_rows(self._book, _locations(piece))
 
-    def scan(self, columns: Sequence[str] | None = None, rows: int = PIECE) -> Iterator[pa.RecordBatch]:
+    def scan(self, columns: Sequence[str] | None = None, rows: int = PAGE_ROWS) -> Iterator[pa.RecordBatch]:
         """Return Arrow batches of some columns of the records.
 
         Memory is that of one batch. Columns that are not named are not read, and those of mapped segments are not
@@ -807,9 +819,9 @@ class Selection:
         check_int("rows", rows, 1)
         return scan(self._book, self, columns, rows)
 
-    def _pieces(self, rows: int = PIECE) -> Iterator[list[Any]]:
+    def _pieces(self, rows: int = PAGE_ROWS) -> Iterator[list[Any]]:
         """Yield (seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
-        sql, values = in_ledger(self._asked)
+        sql, values = build_ledger_condition(self._conditions)
         last = 0
         while True:
             with self._book.ledger.read() as tx:
@@ -822,7 +834,7 @@ class Selection:
                 return
             last = page[-1][0]
             matches = page
-            for condition in self._late:
+            for condition in self._record_conditions:
                 matches = self._filtered(matches, condition)
             if matches:
                 yield matches
@@ -830,11 +842,11 @@ class Selection:
                 return
 
     def _filtered(self, piece: list[Any], condition: Condition) -> list[Any]:
-        values = _values(self._book, [row[0] for row in piece if row[2] is not None], condition[0])
-        return [row for row in piece if row[0] in values and _meets(values[row[0]], condition)]
+        values = _read_values(self._book, [row[0] for row in piece if row[2] is not None], condition[0])
+        return [row for row in piece if row[0] in values and _meets_condition(values[row[0]], condition)]
 
     def __repr__(self) -> str:
-        shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._asked)
+        shown = " and ".join(f"{name} {test} {value!r}" for name, test, value in self._conditions)
         return f"Selection({self._book.url!r}, {shown or 'all'})"
 
 
@@ -843,7 +855,7 @@ def _locations(piece: Sequence[Any]) -> dict[int, Location]:
     return {row[0]: (row[0], *row[2:]) for row in piece if row[2] is not None}
 
 
-def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
+def _read_values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
     """Return one field of those of these records that have bytes, by number."""
     head, dot, key = name.partition(".")
     present, records = fetch_present(book, seqs, verify=False, media=False)
@@ -853,7 +865,7 @@ def _values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
     return dict(zip(present, values, strict=True))
 
 
-def _meets(value: Any, condition: Condition) -> bool:
+def _meets_condition(value: Any, condition: Condition) -> bool:
     _, test, operand = condition
     if test == "is":
         return value is None
@@ -866,7 +878,7 @@ def _meets(value: Any, condition: Condition) -> bool:
             return value in operand
         if test == "not in":
             return value not in operand
-        return bool(_TESTS[test](value, operand))
+        return bool(_COMPARISONS[test](value, operand))
     except TypeError:
         return False
 
@@ -874,8 +886,8 @@ def _meets(value: Any, condition: Condition) -> bool:
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
-def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
-    """Names of columns: of the ledger, or fields of a record."""
+def check_columns(columns: Sequence[str] | None) -> list[str] | None:
+    """Check names of columns: of the ledger, or fields of a record."""
     if columns is None:
         return None
     for name in columns:
@@ -888,16 +900,18 @@ def checked_columns(columns: Sequence[str] | None) -> list[str] | None:
 
 
 def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
-    """Batches with what the ledger has of the columns from the ledger, and the rest from the frames: a batch a frame,
-    so that columns of mapped segments are not copied."""
-    requested = checked_columns(columns)
+    """Implement `Selection.scan`: columns of the ledger come from it, the others from frames.
+
+    There is a batch per frame, so that columns of mapped segments are not copied.
+    """
+    requested = check_columns(columns)
     names = (
         [*LEDGER_COLUMNS, *(name for name in FIELDS if name not in LEDGER_COLUMNS)] if requested is None else requested
     )
     from_ledger = [name for name in names if name in LEDGER_COLUMNS]
     from_frames = [name for name in names if name not in LEDGER_COLUMNS]
-    if from_frames and set(from_ledger) <= _IN_FRAMES:
-        # The frames have the same numbers: the ledger need not be asked twice.
+    if from_frames and set(from_ledger) <= _ALSO_IN_FRAMES:
+        # Frames have the same numbers, which saves a query of the ledger.
         from_ledger, from_frames = [], names
     for piece in selection._pieces(rows):
         with_bytes = [row for row in piece if row[2] is not None] if from_frames else piece
@@ -908,33 +922,33 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
             with book.ledger.read() as tx:
                 arrays = ledger_arrays(tx, from_ledger, [row[0] for row in with_bytes])
         if not from_frames:
-            yield _batch(names, arrays)
+            yield _build_batch(names, arrays)
             continue
         runs = [list(run) for _, run in groupby(with_bytes, key=lambda row: row[2:5])]
         start = 0
-        for run, (present, frame_columns) in zip(runs, _runs(book, runs, from_frames), strict=True):
+        for run, (present, frame_columns) in zip(runs, _read_run_columns(book, runs, from_frames), strict=True):
             here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
             start += len(run)
             if len(present) < len(run):
                 rows_present = [i for i, row in enumerate(run) if row[0] in set(present)]
                 here = {name: array.take(pa.array(rows_present, pa.int64())) for name, array in here.items()}
             if present:
-                yield _batch(names, here | frame_columns)
+                yield _build_batch(names, here | frame_columns)
 
 
-def _batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
-    ordered = _ordered(tuple(names), tuple(arrays))
+def _build_batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
+    ordered = _order_columns(tuple(names), tuple(arrays))
     return pa.RecordBatch.from_arrays([arrays[name] for name in ordered], names=ordered)
 
 
 @lru_cache(256)
-def _ordered(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
-    """Return the arrays of some fields, with side columns, in the order of the fields."""
+def _order_columns(names: tuple[str, ...], arrays: tuple[str, ...]) -> list[str]:
+    """Return the names of the arrays of some fields, with side columns, in the order of the fields."""
     sides = (name for field in names for name in arrays if name == field or name.startswith(f"{field}__"))
     return list(dict.fromkeys(sides))
 
 
-def _runs(
+def _read_run_columns(
     book: Book, runs: Sequence[list[Any]], fields: Sequence[str]
 ) -> Iterator[tuple[list[int], dict[str, pa.Array]]]:
     """Yield the numbers and columns of each run of records of one frame, without those deleted meanwhile.
@@ -944,7 +958,7 @@ def _runs(
     frames = [(Place(*run[0][2:5]), [row[5] for row in run]) for run in runs]
     done = 0
     try:
-        for run, arrays in zip(runs, whole_arrays(book, frames, fields), strict=True):
+        for run, arrays in zip(runs, read_whole_frames(book, frames, fields), strict=True):
             if arrays is None:
                 yield frame_arrays(book, [row[0] for row in run], fields)
             else:
@@ -989,7 +1003,7 @@ LEDGER_TYPES: dict[str, pa.DataType] = {
 }
 
 
-_IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name].kind in ("number", "integer")}
+_ALSO_IN_FRAMES = {name for name in LEDGER_COLUMNS if name in FIELDS and FIELDS[name].kind in ("number", "integer")}
 """Columns of the ledger that frames have as well, of the same type."""
 
 
@@ -1030,4 +1044,4 @@ def frame_arrays(
         missing = {name: pa.nulls(len(places)) for name in fields if name not in arrays}
         return [place[0] for place in places], {**missing, **arrays}
 
-    return retried(book, seqs, read, skip=True)
+    return retry_when_moved(book, seqs, read, skip=True)

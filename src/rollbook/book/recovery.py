@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from rollbook.book import content_hash, index_columns, media, queue, revision
-from rollbook.book.book import LEDGER, Book, _folder, _postgres
+from rollbook.book.book import LEDGER, Book, open_folder, open_postgres
 from rollbook.book.book import open as open_book
 from rollbook.book.check import (
-    EMPTY,
-    FORGOTTEN,
-    PAGE,
-    UNHELD,
-    Past,
+    EXPIRED_AND_EMPTY,
+    LEASE_WITHOUT_STATE,
+    LEASED_WITHOUT_LEASE,
+    PAGE_ROWS,
+    EventSummary,
     Report,
-    _layout,
-    _types,
-    beside,
     check,
+    check_layout,
+    check_types,
+    expected_columns,
+    find_foreign_files,
     media_problems,
-    names_of,
-    past,
-    readable,
+    parse_each_consumer,
     record_problems,
+    summarize_events,
     wrong_groups,
 )
 from rollbook.book.consumer import (
@@ -52,14 +52,23 @@ from rollbook.book.consumer import (
 from rollbook.book.content_hash import printed_ids
 from rollbook.book.disk import Disk, folder_lock
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError, NewerLayoutError, NotABookError
-from rollbook.book.ledger import BUSY_SECONDS, TABLES, SQLiteLedger, Transaction, check_files, chunks, parsed, prepare
+from rollbook.book.ledger import (
+    BUSY_SECONDS,
+    TABLES,
+    SQLiteLedger,
+    Transaction,
+    check_files,
+    chunks,
+    parse_object,
+    prepare_tables,
+)
 from rollbook.book.queue import QUARANTINED
 from rollbook.book.read import read_frame, read_numbers, restore_media
 from rollbook.book.segments.files import ALIGN, FileSegmentStore, Place, is_name
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
-from rollbook.core.files import FOLDER, make_private, private_opener
+from rollbook.core.files import FOLDER_MODE, make_private, private_opener
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 if TYPE_CHECKING:
@@ -68,22 +77,22 @@ if TYPE_CHECKING:
     from rollbook.core.experiences import Experiences
 
 
-_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
-_LONGEST = 64 << 20
-_DEFAULT_SIZE = 4096
-"""The size of the pages of a ledger, which its first page states."""
-_INTEGERS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
+_TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
+_MAX_PAYLOAD_BYTES = 64 << 20
+_DEFAULT_PAGE_BYTES = 4096
+"""Page size of ledgers; the first page states it."""
+_INTEGER_BYTES = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 """Bytes of an integer by its serial type."""
 
 Row = tuple[Any, ...]
 
 
 class _MalformedPageError(Exception):
-    """A page that is not what it should be."""
+    """A page that cannot be parsed."""
 
 
 class PageFile:
-    """The pages of a SQLite file of which any may be damaged.
+    """The pages of a SQLite file, any of which may be damaged.
 
     >>> import sqlite3, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -101,12 +110,12 @@ class PageFile:
         self.file = file
         self.length = file.seek(0, os.SEEK_END)
         head = self._read(0, 100)
-        size, reserved = _DEFAULT_SIZE, 0
+        size, reserved = _DEFAULT_PAGE_BYTES, 0
         if len(head) == 100 and head[:16] == b"SQLite format 3\0":
             (size,) = struct.unpack_from(">H", head, 16)
             reserved = head[20]
         if size < 512 or size & (size - 1):
-            size, reserved = _DEFAULT_SIZE, 0
+            size, reserved = _DEFAULT_PAGE_BYTES, 0
         self.size = size
         self.usable = size - reserved
 
@@ -116,7 +125,7 @@ class PageFile:
 
     def tables(self) -> Iterator[list[Row]]:
         """Yield the rows of each leaf page of a table: the row number, then its values."""
-        return self._scan((_LEAF,), self._table_cell)
+        return self._scan((_TABLE_LEAF,), self._table_cell)
 
     def indices(self) -> Iterator[list[Row]]:
         """Yield the entries of each page of an index: the values, then the row number."""
@@ -145,16 +154,19 @@ class PageFile:
         length, at = _varint(page, at)
         number, at = _varint(page, at)
         most = self.usable - 35
-        return (number - (1 << 64) if number >= 1 << 63 else number, *_record(self._payload(page, at, length, most)))
+        return (
+            number - (1 << 64) if number >= 1 << 63 else number,
+            *_decode_record(self._payload(page, at, length, most)),
+        )
 
     def _index_cell(self, page: bytes, at: int, kind: int) -> Row:
         length, at = _varint(page, at + (4 if kind == _INDEX_INTERIOR else 0))
         most = (self.usable - 12) * 64 // 255 - 23
-        return _record(self._payload(page, at, length, most))
+        return _decode_record(self._payload(page, at, length, most))
 
     def _payload(self, page: bytes, at: int, length: int, most: int) -> bytes:
         """Read the payload of a cell from its page and overflow pages."""
-        if length > min(_LONGEST, self.length):
+        if length > min(_MAX_PAYLOAD_BYTES, self.length):
             raise _MalformedPageError
         local = length
         if length > most:
@@ -189,7 +201,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     return value << 8 | data[at + 8], at + 9
 
 
-def _record(payload: bytes) -> Row:
+def _decode_record(payload: bytes) -> Row:
     """Decode the values of a SQLite record."""
     header, at = _varint(payload, 0)
     if header > len(payload):
@@ -198,8 +210,8 @@ def _record(payload: bytes) -> Row:
     body = header
     while at < header:
         code, at = _varint(payload, at)
-        if code in _INTEGERS:
-            length = _INTEGERS[code]
+        if code in _INTEGER_BYTES:
+            length = _INTEGER_BYTES[code]
             values.append(int.from_bytes(payload[body : body + length], "big", signed=True))
         elif code == 7:
             length = 8
@@ -219,7 +231,7 @@ def _record(payload: bytes) -> Row:
     return tuple(values)
 
 
-_PAGE_ROWS = 500
+_BATCH_ROWS = 500
 _FIRST, _LAST = -(1 << 63), (1 << 63) - 1
 _TYPES: dict[str, tuple[type, ...]] = {
     "TEXT": (str,),
@@ -230,41 +242,49 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+_COLUMNS = {
+    table: [column.split() for column in columns if not column.startswith("PRIMARY KEY")]
+    for table, columns in TABLES.items()
+}
+
+
 # --- rows of a damaged ledger ---------------------------------------------------------------------------------------
 
 
-class Lost:
+class LostRows:
     """How much of each table could not be read."""
 
     def __init__(self) -> None:
         self.gaps: dict[str, int] = {}
-        """Ranges of rows, by table, that raised."""
+        """Number of unreadable ranges of rows, by table."""
         self.rows: dict[str, int] = {}
-        """Rows, by table, that hold values of other types."""
+        """Number of rows with values of other types, by table."""
         self.tables: dict[str, str] = {}
-        """Tables of which nothing could be read, and why."""
+        """Reasons why nothing could be read, by table."""
 
     def any(self, table: str) -> bool:
         """Return whether rows of the table are lost."""
         return table in self.gaps or table in self.rows or table in self.tables
 
 
-def connect(path: str, fresh: str) -> sqlite3.Connection | None:
+def connect_to_copy(path: str, fresh: str) -> sqlite3.Connection | None:
     """Connect to a copy of a damaged ledger; return `None` if it is not a database at all.
 
-    Where its first page is damaged, which says where the tables begin, that of `fresh` takes its place, a ledger that
-    was just made: tables are always made in the same order, and so begin on the same pages.
+    If its first page, which says where the tables begin, is damaged, that of `fresh`, a new ledger, replaces it: tables
+    are always created in the same order and begin on the same pages.
     """
     _apply_log(path)
-    size = page_bytes(path)
-    os.truncate(path, os.path.getsize(path) // size * size)  # Half a page would be read as one that ends in zeros.
+    size = read_page_size(path)
+    os.truncate(
+        path, os.path.getsize(path) // size * size
+    )  # SQLite would read an incomplete page as one that ends in zeros.
     for transplant in (False, True):
-        if transplant and not _transplant(path, fresh):
+        if transplant and not _copy_schema_pages(path, fresh):
             return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
-            connection.execute("PRAGMA writable_schema=ON")  # A file that is shorter than it says is read, too.
+            connection.execute("PRAGMA writable_schema=ON")  # Also read a file that is shorter than it says.
             connection.execute("PRAGMA cell_size_check=ON")
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables & set(TABLES):
@@ -275,14 +295,14 @@ def connect(path: str, fresh: str) -> sqlite3.Connection | None:
     return None
 
 
-def page_bytes(path: str) -> int:
+def read_page_size(path: str) -> int:
     """Return the page size of a SQLite file."""
     with open(path, "rb") as file:
         return PageFile(file).size
 
 
-def _transplant(path: str, fresh: str) -> bool:
-    """Write the pages of a fresh ledger's schema over those of a damaged one; whether both have the same pages."""
+def _copy_schema_pages(path: str, fresh: str) -> bool:
+    """Copy the schema pages of a new ledger to a damaged one; return whether both have the same pages."""
     with open(fresh, "rb") as file:
         good = file.read()
     size = struct.unpack_from(">H", good, 16)[0]
@@ -294,16 +314,16 @@ def _transplant(path: str, fresh: str) -> bool:
         for page in pages:
             file.seek((page - 1) * size)
             file.write(good[(page - 1) * size : page * size])
-        # How many pages there are, and none that are free: what the header says of those is not known any more.
+        # The number of pages, and no free pages, since the damaged header listed those.
         file.seek(28)
         file.write(struct.pack(">III", -(-length // size), 0, 0))
     return True
 
 
 def _apply_log(path: str) -> None:
-    """Write the pages that the log has committed into the database, as SQLite would: its checksums say how far it goes.
+    """Write the committed pages of the log to the database, as SQLite would; checksums show where the log ends.
 
-    The log is then removed, or it would put its first page in the place of the one that is transplanted.
+    The log is then removed, since SQLite would replace the copied first page by that of the log.
     """
     try:
         with open(f"{path}-wal", "rb") as file:
@@ -315,13 +335,13 @@ def _apply_log(path: str) -> None:
         return
     magic, _, size = struct.unpack_from(">III", log)
     order = ">" if magic & 1 else "<"
-    salts, total = log[16:24], _sum(log[:24], (0, 0), order)
+    salts, total = log[16:24], _log_checksum(log[:24], (0, 0), order)
     committed: dict[int, int] = {}
     since: dict[int, int] = {}
     at = 32
     while magic & ~1 == 0x377F0682 and 512 <= size <= 65536 and at + 24 + size <= len(log):
         page, commit = struct.unpack_from(">II", log, at)
-        total = _sum(log[at + 24 : at + 24 + size], _sum(log[at : at + 8], total, order), order)
+        total = _log_checksum(log[at + 24 : at + 24 + size], _log_checksum(log[at : at + 8], total, order), order)
         if log[at + 8 : at + 16] != salts or struct.unpack_from(">II", log, at + 16) != total:
             break
         since[page] = at + 24
@@ -335,7 +355,7 @@ def _apply_log(path: str) -> None:
             file.write(log[start : start + size])
 
 
-def _sum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
+def _log_checksum(data: bytes, start: tuple[int, int], order: str) -> tuple[int, int]:
     """Compute the running checksum of a log."""
     first, second = start
     words = struct.unpack(f"{order}{len(data) // 4}I", data)
@@ -354,12 +374,12 @@ def _children(data: bytes) -> list[int]:
     return [struct.unpack_from(">I", data, cell)[0] for cell in (*cells, 108)]
 
 
-def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tuple[Any, ...]]:
+def read_rows(connection: sqlite3.Connection, table: str, lost: LostRows) -> Iterator[tuple[Any, ...]]:
     """Yield all readable rows of a table, in the order of its columns; damage is skipped."""
-    columns = [column.split() for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+    columns = _COLUMNS[table]
     names = ", ".join(column[0] for column in columns)
     sql = f"SELECT rowid, {names} FROM {table} WHERE rowid >= ? ORDER BY rowid LIMIT ?"
-    at, count = _FIRST, _PAGE_ROWS
+    at, count = _FIRST, _BATCH_ROWS
     while True:
         try:
             batch = connection.execute(sql, (at, count)).fetchall()
@@ -377,13 +397,13 @@ def rows(connection: sqlite3.Connection, table: str, lost: Lost) -> Iterator[tup
             at = after
             continue
         for row in batch:
-            if all(_fits(value, column) for value, column in zip(row[1:], columns, strict=True)):
+            if all(_fits_column(value, column) for value, column in zip(row[1:], columns, strict=True)):
                 yield row[1:]
             else:
                 lost.rows[table] = lost.rows.get(table, 0) + 1
         if len(batch) < count or batch[-1][0] == _LAST:
             return
-        at, count = batch[-1][0] + 1, min(2 * count, _PAGE_ROWS)
+        at, count = batch[-1][0] + 1, min(2 * count, _BATCH_ROWS)
 
 
 def _next_readable(connection: sqlite3.Connection, sql: str, at: int) -> int | None:
@@ -391,21 +411,21 @@ def _next_readable(connection: sqlite3.Connection, sql: str, at: int) -> int | N
     bad, step = at, 1
     while True:
         good = min(at + step, _LAST)
-        if _reads(connection, sql, good):
+        if _is_readable(connection, sql, good):
             break
         if good == _LAST:
             return None
         bad, step = good, step * 2
     while good - bad > 1:
         middle = (good + bad) // 2
-        if _reads(connection, sql, middle):
+        if _is_readable(connection, sql, middle):
             good = middle
         else:
             bad = middle
     return good
 
 
-def _reads(connection: sqlite3.Connection, sql: str, at: int) -> bool:
+def _is_readable(connection: sqlite3.Connection, sql: str, at: int) -> bool:
     try:
         connection.execute(sql, (at, 1)).fetchall()
     except sqlite3.Error:
@@ -413,24 +433,18 @@ def _reads(connection: sqlite3.Connection, sql: str, at: int) -> bool:
     return True
 
 
-_COLUMNS = {
-    table: [column.split() for column in columns if not column.startswith("PRIMARY KEY")]
-    for table, columns in TABLES.items()
-}
-
-
-def page_rows(file: BinaryIO) -> Iterator[tuple[str, Row]]:
+def read_page_rows(file: BinaryIO) -> Iterator[tuple[str, Row]]:
     """Yield (table, row) of all rows on intact pages, whether or not a b-tree refers to them."""
     for rows in PageFile(file).tables():
         tables = [table for table in _COLUMNS if all(_fits_table(table, row) for row in rows)]
         if len(tables) > 1:
-            tables = _told_apart(tables, rows)
+            tables = _distinguish_tables(tables, rows)
         for table in tables[:1]:
             for number, *values in rows:
                 yield table, tuple(values) if not _is_numbered(table) else (number, *values[1:])
 
 
-def page_numbers(file: BinaryIO) -> Iterator[tuple[str, int]]:
+def read_page_numbers(file: BinaryIO) -> Iterator[tuple[str, int]]:
     """Yield (id, number) of records, from intact pages of the index of ids."""
     for entries in PageFile(file).indices():
         if all(len(entry) == 2 and type(entry[0]) is str and type(entry[1]) is int for entry in entries):
@@ -451,11 +465,11 @@ def _fits_table(table: str, row: Row) -> bool:
         if values[0] is not None:
             return False
         values[0] = number
-    return all(map(_fits, values, columns))
+    return all(map(_fits_column, values, columns))
 
 
-def _told_apart(tables: list[str], rows: list[Row]) -> list[str]:
-    """Tables of two columns look alike: tell them by what they hold."""
+def _distinguish_tables(tables: list[str], rows: list[Row]) -> list[str]:
+    """Distinguish tables of two columns by their values."""
     first = [row[1] for row in rows]
     if "meta" in tables:
         return ["meta" if "layout" in first else "columns"]
@@ -464,7 +478,7 @@ def _told_apart(tables: list[str], rows: list[Row]) -> list[str]:
     return ["media_uses"] if "media_uses" in tables and all(len(text) == 64 for text in first) else []
 
 
-def _fits(value: LedgerValue, column: list[str]) -> bool:
+def _fits_column(value: LedgerValue, column: list[str]) -> bool:
     if value is None:
         return "NOT" not in column and "KEY" not in column
     return type(value) in _TYPES[column[1]]
@@ -474,7 +488,7 @@ def _fits(value: LedgerValue, column: list[str]) -> bool:
 
 
 class Part(NamedTuple):
-    """A whole frame, or a whole medium, in a segment."""
+    """A complete frame or medium in a segment."""
 
     place: Place
     uids: list[str]
@@ -483,11 +497,11 @@ class Part(NamedTuple):
     """Of a medium."""
 
 
-def parts(store: SegmentStore, segment: str, size: int) -> Iterator[Part]:
+def read_parts(store: SegmentStore, segment: str, size: int) -> Iterator[Part]:
     """Yield every intact part of a segment, in order; damage is skipped, 64 bytes at a time."""
     at = ALIGN
     while at + ALIGN <= size:
-        part = _part(store, segment, at, size)
+        part = _read_part(store, segment, at, size)
         if part is not None:
             yield part
             at += -(-part.place.length // ALIGN) * ALIGN
@@ -495,7 +509,7 @@ def parts(store: SegmentStore, segment: str, size: int) -> Iterator[Part]:
             at += ALIGN
 
 
-def _part(store: SegmentStore, segment: str, at: int, size: int) -> Part | None:
+def _read_part(store: SegmentStore, segment: str, at: int, size: int) -> Part | None:
     try:
         head = store.get(Place(segment, at, ALIGN))
         if bytes(head[:8]) == media.MAGIC:
@@ -515,108 +529,116 @@ def _part(store: SegmentStore, segment: str, at: int, size: int) -> Part | None:
 
 
 RECOVERED = "recovered"
-LOGS = ("", "-wal", "-shm", "-journal")
-"""What the files of a SQLite database are called behind its name."""
-_SALVAGED = [name for name in TABLES if name not in ("blobs", "orphans")]
-_OWN = ("layout", "digests")
+DATABASE_SUFFIXES = ("", "-wal", "-shm", "-journal")
+"""Suffixes of the files of a SQLite database."""
+_RECOVERED_TABLES = [name for name in TABLES if name not in ("blobs", "orphans")]
+_FORMAT_KEYS = ("layout", "digests")
 _REDACTABLE = (*revision.REDACTABLE, "info", "metrics", "multi_modal_inputs")
 
 
-def take_rows(book: Book, aside: str, report: Report) -> Lost:
+def recover_rows(book: Book, aside: str, report: Report) -> LostRows:
     """Copy all readable rows of the old ledger."""
-    lost = Lost()
+    lost = LostRows()
     copied = os.path.join(aside, LEDGER)
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE numbers (uid TEXT PRIMARY KEY, seq INT)")
     if not os.path.exists(copied):
-        lost.tables = dict.fromkeys(_SALVAGED, "there is no ledger")
+        lost.tables = dict.fromkeys(_RECOVERED_TABLES, "there is no ledger")
         return lost
     working = os.path.join(aside, "working")
-    os.mkdir(working, FOLDER)
+    os.mkdir(working, FOLDER_MODE)
     try:
         for tail in ("", "-wal", "-journal"):
             if os.path.exists(copied + tail):
                 shutil.copyfile(copied + tail, os.path.join(working, LEDGER + tail))
-        # What a new ledger looks like, all of it in one file.
+        # A new ledger, all of it in one file.
         model = os.path.join(working, "model")
         other = SQLiteLedger(Path(model))
-        prepare(other, create=True, where=model, meta={})
+        prepare_tables(other, create=True, where=model, meta={})
         other.close()
-        connection = connect(os.path.join(working, LEDGER), model)
+        connection = connect_to_copy(os.path.join(working, LEDGER), model)
         if connection is None:
-            lost.tables = dict.fromkeys(_SALVAGED, "its b-tree cannot be read")
+            lost.tables = dict.fromkeys(_RECOVERED_TABLES, "its b-tree cannot be read")
         else:
             try:
-                for table in _SALVAGED:
-                    _take_rows(book, table, rows(connection, table, lost))
+                for table in _RECOVERED_TABLES:
+                    _insert_rows(book, table, read_rows(connection, table, lost))
             finally:
                 connection.close()
-        _take_pages(book, os.path.join(working, LEDGER), lost, report)
+        _recover_pages(book, os.path.join(working, LEDGER), lost, report)
     finally:
         shutil.rmtree(working)
-    for table in _SALVAGED:
+    for table in _RECOVERED_TABLES:
         if lost.any(table):
             gaps, wrong = lost.gaps.get(table, 0), lost.rows.get(table, 0)
             description = lost.tables.get(table, f"{gaps} ranges and {wrong} single rows could not be read")
-            report.did("lost", description, f"table {table}")
+            report.add_repair("lost", description, f"table {table}")
     with book.ledger.write() as tx:
         if lost.any("meta") and tx.one(f"SELECT 1 FROM events WHERE kind = '{queue.QUARANTINED}' LIMIT 1"):
             queue.add_to_quarantine(tx, [], first=0)
     return lost
 
 
-def _take_pages(book: Book, path: str, lost: Lost, report: Report) -> None:
+def _recover_pages(book: Book, path: str, lost: LostRows, report: Report) -> None:
     """Copy rows of intact pages that no b-tree refers to, and the numbers that records had."""
-    broken = [table for table in _SALVAGED if lost.any(table)]
+    broken = [table for table in _RECOVERED_TABLES if lost.any(table)]
     if not broken:
         return
     batches: defaultdict[str, list[Sequence[Any]]] = defaultdict(list)
     with open(path, "rb") as file:
-        for table, row in page_rows(file):
+        for table, row in read_page_rows(file):
             if table in broken:
                 batches[table].append(row)
-                if len(batches[table]) >= PAGE:
-                    _take_page(book, table, batches.pop(table), report)
+                if len(batches[table]) >= PAGE_ROWS:
+                    _recover_page(book, table, batches.pop(table), report)
         for table, rows in batches.items():
-            _take_page(book, table, rows, report)
+            _recover_page(book, table, rows, report)
         with book.ledger.write() as tx:
-            tx.many("INSERT OR IGNORE INTO numbers VALUES (?, ?)", page_numbers(file))
+            tx.many("INSERT OR IGNORE INTO numbers VALUES (?, ?)", read_page_numbers(file))
 
 
-def _take_page(book: Book, table: str, rows: Sequence[Sequence[Any]], report: Report) -> None:
-    report.did("salvaged", "rows of intact pages", f"table {table}", count=_take_rows(book, table, rows))
+def _recover_page(book: Book, table: str, rows: Sequence[Sequence[Any]], report: Report) -> None:
+    report.add_repair("salvaged", "rows of intact pages", f"table {table}", count=_insert_rows(book, table, rows))
 
 
-def _take_rows(book: Book, table: str, rows: Iterable[Sequence[Any]]) -> int:
+def _insert_rows(book: Book, table: str, rows: Iterable[Sequence[Any]]) -> int:
     """Write rows that are not there yet; return how many."""
-    names = names_of(table)
-    # What was just made says little of the book: what the old ledger says of it stands.
+    names = expected_columns(table)
+    # Rows of the old ledger replace those of the new one.
     verb = "INSERT OR REPLACE" if table == "meta" else "INSERT OR IGNORE"
     sql = f"{verb} INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    remaining = (row for row in rows if table != "meta" or row[0] not in _OWN)
+    remaining = (row for row in rows if table != "meta" or row[0] not in _FORMAT_KEYS)
     count = 0
-    while batch := list(islice(remaining, PAGE)):
+    while batch := list(islice(remaining, PAGE_ROWS)):
         with book.ledger.write() as tx:
             count += sum(tx.count(sql, row) for row in batch)
     return count
 
 
-def take_parts(
+def recover_parts(
     book: Book,
     sizes: dict[str, int],
-    lost: Lost,
+    lost: LostRows,
     listed: Sequence[revision.Deletion],
     complete: bool,
     report: Report,
 ) -> None:
-    """Admit what the segments hold and the ledger does not know; a later copy of a record stands for an earlier one.
-    What is `listed` as deleted or redacted stays so; `complete` says whether all that was is listed."""
+    """Admit records of the segments that the ledger does not have; of several copies the last one counts.
+
+    Args:
+        book: The book.
+        sizes: Sizes of the segments.
+        lost: What could not be read of the old ledger.
+        listed: Records that were deleted or redacted, which is repeated.
+        complete: Whether all deletions and redactions are listed.
+        report: Where to report.
+    """
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE found (uid TEXT PRIMARY KEY, segment TEXT, start INT, size INT, slot INT, n INT)")
         tx.run("CREATE TEMP TABLE whole (segment TEXT, start INT, PRIMARY KEY (segment, start))")
     for segment, size in sizes.items():
         report.segments += 1
-        for part in parts(book.store, segment, size):
+        for part in read_parts(book.store, segment, size):
             place = (part.place.segment, part.place.offset, part.place.length)
             with book.ledger.write() as tx:
                 tx.run("INSERT OR IGNORE INTO whole VALUES (?, ?)", place[:2])
@@ -635,13 +657,13 @@ def take_parts(
                 )
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE recovered (uid TEXT PRIMARY KEY)")
-        _find_again(tx, report)
-        _withhold(tx, lost, complete, report)
-    _admit(book, report)
-    _delete_again(book, listed, report)
+        _find_other_copies(tx, report)
+        _leave_out(tx, lost, complete, report)
+    _admit_found(book, report)
+    _repeat_deletions(book, listed, report)
 
 
-def _find_again(tx: Transaction, report: Report) -> None:
+def _find_other_copies(tx: Transaction, report: Report) -> None:
     """Find another copy of records whose place in the ledger is damaged, except redacted ones."""
     moved = tx.all(
         "SELECT records.seq, records.uid, found.segment, found.start, found.size, found.slot FROM records "
@@ -652,22 +674,26 @@ def _find_again(tx: Transaction, report: Report) -> None:
     )
     for seq, uid, *place in moved:
         tx.run("UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?", (*place, seq))
-        report.did(RECOVERED, "another copy of it was found; it may lack its last revision", uid)
+        report.add_repair(RECOVERED, "another copy of it was found; it may lack its last revision", uid)
 
 
-def _withhold(tx: Transaction, lost: Lost, complete: bool, report: Report) -> None:
-    """Leave out ids that the ledger has, what it never admitted and, if the list of deletions is not complete, what may
-    have been deleted or redacted: bytes that were to be purged and, where it is known that unknown records were deleted
-    and not which, every unknown one."""
+def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) -> None:
+    """Leave out records that the ledger has or never admitted and, without a complete list, that may have been deleted.
+
+    The latter are records in segments that were to be purged, and all unknown records if it is known that some were
+    deleted, but not which.
+    """
     tx.run("DELETE FROM found WHERE uid IN (SELECT uid FROM records)")
-    # A rewound record's id has its number behind it.
+    # The id of a rewound record ends with its number.
     tx.run("DELETE FROM found WHERE uid IN (SELECT substr(uid, 1, length(uid) - length('~' || seq)) FROM records "
            "WHERE gone = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
     missing = "SELECT 1 FROM {} WHERE seq IS NOT NULL AND seq NOT IN (SELECT seq FROM records) LIMIT 1"
     if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "work")):
-        # No row is missing: these are bytes of appends that raised, or that a crash ended.
+        # No row is missing: these are bytes of appends that failed.
         for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
-            report.did("uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid)
+            report.add_repair(
+                "uncommitted", "its bytes are there, but the ledger never admitted it: append it again", uid
+            )
         tx.run("DELETE FROM found")
     if complete:
         return
@@ -680,11 +706,11 @@ def _withhold(tx: Transaction, lost: Lost, complete: bool, report: Report) -> No
     if unknown and lost.any("purges"):
         where, why = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
     for (uid,) in tx.all(f"SELECT uid FROM found WHERE {where} ORDER BY uid"):
-        report.did("lost", f"not recovered: {why}", uid)
+        report.add_repair("lost", f"not recovered: {why}", uid)
     tx.run(f"DELETE FROM found WHERE {where}")
 
 
-def _admit(book: Book, report: Report) -> None:
+def _admit_found(book: Book, report: Report) -> None:
     """Insert rows for recovered records as if they came now; consumers get theirs later."""
     with book.ledger.read() as tx:
         base = 1 + max(
@@ -693,7 +719,7 @@ def _admit(book: Book, report: Report) -> None:
         )
     while True:
         with book.ledger.read() as tx:
-            page = tx.all(f"SELECT segment, start, size, slot, uid, n FROM found ORDER BY 1, 2, 4 LIMIT {PAGE}")
+            page = tx.all(f"SELECT segment, start, size, slot, uid, n FROM found ORDER BY 1, 2, 4 LIMIT {PAGE_ROWS}")
         if not page:
             return
         frames: defaultdict[Place, list[tuple[int, str, int]]] = defaultdict(list)
@@ -708,19 +734,19 @@ def _admit(book: Book, report: Report) -> None:
                     content_hash.content_hashes(records),
                     media.references(stripped),
                 )
-                purposes = media.purposes(stripped)
+                purposes = media.evaluation_flags(stripped)
             except (WireError, ValueError) as error:
                 for _, uid, _ in mine:
-                    report.did("lost", f"found, and cannot be restored: {error}", uid)
+                    report.add_repair("lost", f"found, and cannot be restored: {error}", uid)
             else:
-                numbers = _numbers(book, [uid for _, uid, _ in mine])
+                numbers = _former_numbers(book, [uid for _, uid, _ in mine])
                 seqs = [numbers.get(uid, base + i) for i, (_, uid, _) in enumerate(mine)]
-                _insert(book, seqs, place, mine, records, entries, digest, uses, purposes)
+                _insert_records(book, seqs, place, mine, records, entries, digest, uses, purposes)
                 base += len(mine)
                 for _, uid, n in mine:
                     history = "its number is known" if uid in numbers else "its history is not known"
                     more = f"; {n} versions were there, the last one stands" if n > 1 else ""
-                    report.did(RECOVERED, f"{history}{more}", uid)
+                    report.add_repair(RECOVERED, f"{history}{more}", uid)
                 with book.ledger.write() as tx:
                     tx.many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in mine])
                     unknown = [
@@ -733,18 +759,18 @@ def _admit(book: Book, report: Report) -> None:
                 tx.many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in mine])
 
 
-def _numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
+def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
     """Return the former numbers of records by id, if they are free, since events and work refer to them."""
     numbers: dict[str, int] = {}
     with book.ledger.read() as tx:
         for marks, part in chunks(uids):
             sql = f"SELECT uid, seq FROM numbers WHERE uid IN ({marks}) AND seq NOT IN (SELECT seq FROM records)"
             numbers.update(tx.all(sql, part))
-    # A damaged index may give one number to two.
+    # A damaged index may have one number twice.
     return {uid: seq for seq, uid in {seq: uid for uid, seq in numbers.items()}.items()}
 
 
-def _delete_again(book: Book, listed: Sequence[revision.Deletion], report: Report) -> None:
+def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: Report) -> None:
     """Delete and redact what was deleted and redacted before, by the list of deletions and the old ledger's events."""
     with book.ledger.read() as tx:
         rows = tx.all(
@@ -757,10 +783,10 @@ def _delete_again(book: Book, listed: Sequence[revision.Deletion], report: Repor
     entries = [entry for entry in listed if entry.uid in there]
     for uid, kind, when, reason, detail in rows:
         try:
-            values = parsed(detail or "{}", uid)
+            values = parse_object(detail or "{}", uid)
         except CorruptBookError:
             values = {}
-        # Where it is not known any more which fields were redacted, all that can be are.
+        # If it is unknown which fields were redacted, redact all.
         fields = values.get("fields")
         fields = tuple(map(str, fields)) if isinstance(fields, list) and fields else _REDACTABLE
         fields = fields if kind == "redacted" else ()
@@ -770,19 +796,19 @@ def _delete_again(book: Book, listed: Sequence[revision.Deletion], report: Repor
         if not entry.fields:
             deleted[entry.author, entry.reason][entry.uid] = None
         elif entry.uid in recovered:
-            # The version that was found may be the one from before.
+            # The recovered version may be the one before the redaction.
             try:
                 revision.redact_records(book, [entry.uid], entry.fields, author=entry.author, reason=entry.reason)
             except ValueError:
                 revision.redact_records(book, [entry.uid], _REDACTABLE, author="repair", reason=entry.reason)
-            report.did("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
+            report.add_repair("redacted", f"{', '.join(entry.fields)} redacted again", entry.uid)
     for (author, reason), uids in deleted.items():
         revision.delete_records(book, list(uids), author=author, reason=reason)
         for uid in uids:
-            report.did("deleted", "it was deleted before, and stays so", uid)
+            report.add_repair("deleted", "it was deleted before, and stays so", uid)
 
 
-def _insert(
+def _insert_records(
     book: Book,
     seqs: Sequence[int],
     place: Place,
@@ -822,8 +848,8 @@ def _insert(
 
 
 DAMAGED = "damaged"
-OLD_SECONDS = 60.0
-"""A temporary file younger than this may be a living writer's."""
+LEFTOVER_SECONDS = 60.0
+"""Age in seconds up to which a temporary file may belong to a live writer."""
 
 
 def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
@@ -854,8 +880,8 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     """
     address = os.fspath(url)
     if address.startswith(POSTGRES):
-        with Book(address, *_postgres(address, "r+", None, {}, None)) as book:
-            return _mended(book, Report(book.url), lambda: _copy_schema(book), offer)
+        with Book(address, *open_postgres(address, "r+", None, {}, None)) as book:
+            return _repair_readable(book, Report(book.url), lambda: _copy_schema(book), offer)
     if "://" in address:
         raise ValueError(f"url: got {redacted(address)!r}, expected a folder or 'postgresql://...'")
     folder = Path(os.path.abspath(os.path.expanduser(address)))
@@ -864,29 +890,29 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     if not folder.is_dir():
         raise NotABookError(f"{folder}: there is no book here")
     report = Report(address)
-    why = _unsound(address, path)
+    why = _rebuild_reason(address, path)
     if why is None:
-        # Not opened as users do: that looks at a consumer, which may be what is damaged.
-        with Book(address, *_folder(folder, "r+", 256 << 20, None, Disk())) as book:
-            return _mended(book, report, lambda: _copy_ledger(path, _aside(folder)), offer)
-    # Write transactions share this lock: those that come later see that the ledger is another one, and raise.
+        # Not `rollbook.open`, which reads a consumer that may be damaged.
+        with Book(address, *open_folder(folder, "r+", 256 << 20, None, Disk())) as book:
+            return _repair_readable(book, report, lambda: _copy_ledger(path, _make_backup_folder(folder)), offer)
+    # Write transactions share this lock; later ones see that the ledger was replaced, and raise.
     with folder_lock(folder, shared=False, seconds=BUSY_SECONDS) as alone:
         if not alone:
             raise BookError(f"{folder}: other processes wrote to the book for {BUSY_SECONDS:g} s; repair it later")
-        why = _unsound(address, path)
+        why = _rebuild_reason(address, path)
         if why is not None:
-            return _rebuilt(folder, path, report, why, offer)
-    return repair(url, offer=offer)  # Another repair was faster.
+            return _rebuild(folder, path, report, why, offer)
+    return repair(url, offer=offer)  # Another repair replaced it.
 
 
-def _unsound(address: str, path: Path) -> str | None:
+def _rebuild_reason(address: str, path: Path) -> str | None:
     """Return why the ledger has to be rebuilt, or `None` if it can be repaired in place."""
     if not path.exists():
         return "the ledger is missing"
     try:
         with open_book(address, "r") as book:
             report = Report(address)
-            for stage in (_layout, _types):
+            for stage in (check_layout, check_types):
                 stage(book, report)
     except NewerLayoutError:
         raise
@@ -895,45 +921,45 @@ def _unsound(address: str, path: Path) -> str | None:
     return next((f"{finding.where}: {finding.description}" for finding in report.findings), None)
 
 
-_UNMENDED = {"orphan", "unused", "stranger", "event", QUARANTINED}
+_NOT_REPAIRED = {"orphan", "unused", "stranger", "event", QUARANTINED}
 
 
-def _mended(book: Book, report: Report, copy: Callable[[], str], offer: bool) -> Report:
-    """Mend a book whose ledger can be read."""
+def _repair_readable(book: Book, report: Report, copy: Callable[[], str], offer: bool) -> Report:
+    """Repair a book whose ledger can be read."""
     before = check(book)
-    well = set(before.counts) <= _UNMENDED
-    if well and not (offer and before.counts[QUARANTINED]):
+    intact = set(before.counts) <= _NOT_REPAIRED
+    if intact and not (offer and before.counts[QUARANTINED]):
         return before
     report.aside = copy()
-    if not well:
-        _mend(book, report)
+    if not intact:
+        _repair_tables(book, report)
     if offer:
-        _release(book, report)
-    return _with_check(book, report)
+        _release_quarantine(book, report)
+    return _check_again(book, report)
 
 
-def _release(book: Book, report: Report) -> None:
+def _release_quarantine(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
-        report.did("offered", "quarantined records are offered for training", count=queue.release_quarantine(tx))
+        report.add_repair("offered", "quarantined records are offered for training", count=queue.release_quarantine(tx))
 
 
-def _with_check(book: Book, report: Report) -> Report:
+def _check_again(book: Book, report: Report) -> Report:
     after = check(book)
     after.repaired, after.repairs, after.aside = report.repaired, report.repairs, report.aside
     return after
 
 
-# --- what is kept of what was ---------------------------------------------------------------------------------------
+# --- backups --------------------------------------------------------------------------------------------------------
 
 
-def _aside(folder: Path) -> str:
+def _make_backup_folder(folder: Path) -> str:
     """Create a new folder next to the book's."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     base = f"{os.path.abspath(folder)}.before-repair-{stamp}"
     for n in range(1000):
         name = base if not n else f"{base}-{n}"
         try:
-            os.mkdir(name, FOLDER)
+            os.mkdir(name, FOLDER_MODE)
         except FileExistsError:
             continue
         return name
@@ -950,7 +976,7 @@ def _copy_ledger(path: Path, aside: str) -> str:
         target.close()
         source.close()
     make_private(os.path.join(aside, LEDGER))
-    _sync(os.path.join(aside, LEDGER))
+    _sync_file(os.path.join(aside, LEDGER))
     return aside
 
 
@@ -965,7 +991,7 @@ def _copy_schema(book: Book) -> str:
     return name
 
 
-def _sync(path: str) -> None:
+def _sync_file(path: str) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -973,30 +999,31 @@ def _sync(path: str) -> None:
         os.close(fd)
 
 
-# --- mending, in order ----------------------------------------------------------------------------------------------
+# --- repairs of a readable ledger -----------------------------------------------------------------------------------
 
 
-def _mend(book: Book, report: Report, lost: Lost | None = None) -> None:
-    complete = _mend_consumers(book, report)
+def _repair_tables(book: Book, report: Report, lost: LostRows | None = None) -> None:
+    complete = _repair_consumers(book, report)
     if lost is not None and not complete:
         _quarantine_all(book)
-    _mend_records(book, report)
-    _mend_work(book, report, lost is not None and lost.any("events"))
-    _mend_leases(book, report)
-    _mend_counts(book, report)
+    _repair_records(book, report)
+    _repair_work(book, report, lost is not None and lost.any("events"))
+    _repair_leases(book, report)
+    _repair_counts(book, report)
     if isinstance(book.store, FileSegmentStore) and report.aside is not None:
-        _mend_files(book.store, report.aside, report)
+        _repair_files(book.store, report.aside, report)
     with book.ledger.write() as tx:
         queue.record_events(tx, [queue.Event("repaired", detail=dict(report.repairs))])
 
 
 def _quarantine_all(book: Book) -> None:
-    """Hold all records back from new consumers: one that takes a lost consumer's name would train on them again."""
+    """Quarantine all records: a new consumer with the name of a lost one would train on them again."""
     last = 0
     while True:
         with book.ledger.write() as tx:
             rows = tx.all(
-                f"SELECT seq FROM records WHERE evaluation = 0 AND gone IS NULL AND seq > ? ORDER BY seq LIMIT {PAGE}",
+                "SELECT seq FROM records WHERE evaluation = 0 AND gone IS NULL AND seq > ? "
+                f"ORDER BY seq LIMIT {PAGE_ROWS}",
                 (last,),
             )
             if not rows:
@@ -1007,21 +1034,21 @@ def _quarantine_all(book: Book) -> None:
         last = seqs[-1]
 
 
-def _mend_consumers(book: Book, report: Report) -> bool:
-    """Reset what cannot be read of consumers, and make those again that others' rows name; whether none was missing."""
+def _repair_consumers(book: Book, report: Report) -> bool:
+    """Reset unreadable settings of consumers and create missing consumers; return whether none was missing."""
     with book.ledger.write() as tx:
-        for number, why in readable(tx)[1].items():
+        for number, why in parse_each_consumer(tx)[1].items():
             settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
             try:
                 parse_settings(settings)
             except ValueError:
                 settings = ConsumerConfig().to_json()
-                report.did("consumer", f"its settings are those of a new one now: {why}", str(name))
+                report.add_repair("consumer", f"its settings are those of a new one now: {why}", str(name))
             try:
                 parse_state(state)
             except ValueError:
                 state = "{}"
-                report.did("consumer", f"its sampler begins anew: {why}", str(name))
+                report.add_repair("consumer", f"its sampler begins anew: {why}", str(name))
             tx.run(
                 "UPDATE consumers SET settings = ?, state = ?, grouped = CASE WHEN grouped = 1 THEN 1 ELSE 0 END, "
                 "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM work WHERE consumer = ? AND "
@@ -1039,32 +1066,30 @@ def _mend_consumers(book: Book, report: Report) -> bool:
             name = "train" if number == 1 else f"recovered-{number}"
             consumer = create_consumer(tx, name, ConsumerConfig())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, consumer.id))
-            report.did("consumer", f"number {number} had no row: it has the settings of a new one now", name)
+            report.add_repair("consumer", f"number {number} had no row: it has the settings of a new one now", name)
         return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
 
 
-def _mend_records(book: Book, report: Report) -> None:
-    """Give up records whose bytes are damaged, and correct the index columns and media of the others."""
+def _repair_records(book: Book, report: Report) -> None:
+    """Drop records whose bytes are damaged, and correct the index columns and media of the others."""
     lost = {key for key, _ in media_problems(book, True)}
     bad: list[tuple[int, str, str]] = []
     for problem in record_problems(book, True):
         if problem.kind == "tags":
             with book.ledger.write() as tx:
                 settings = ", ".join(f"{name} = ?" for name in index_columns.IndexColumns._fields)
-                tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.mend, problem.seq))
-                tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.mend.gid, problem.seq))
-            report.did("tags", problem.description, problem.uid)
+                tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.fix, problem.seq))
+                tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.fix.gid, problem.seq))
+            report.add_repair("tags", problem.description, problem.uid)
         elif problem.kind == "uses":
             with book.ledger.write() as tx:
                 tx.run("DELETE FROM media_uses WHERE seq = ?", (problem.seq,))
-                tx.many(
-                    "INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.mend]
-                )
-            report.did("uses", problem.description, problem.uid)
+                tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.fix])
+            report.add_repair("uses", problem.description, problem.uid)
         else:
             bad.append((problem.seq, problem.uid, problem.description))
-            if len(bad) >= PAGE:
-                _give_up(book, bad, report)
+            if len(bad) >= PAGE_ROWS:
+                _drop_damaged(book, bad, report)
                 bad = []
     with book.ledger.read() as tx:
         for marks, part in chunks(sorted(lost)):
@@ -1076,7 +1101,7 @@ def _mend_records(book: Book, report: Report) -> None:
                     part,
                 )
             ]
-    _give_up(book, bad, report)
+    _drop_damaged(book, bad, report)
     with book.ledger.write() as tx:
         for marks, part in chunks(sorted(lost)):
             tx.run(f"DELETE FROM media WHERE hash IN ({marks})", part)
@@ -1084,11 +1109,11 @@ def _mend_records(book: Book, report: Report) -> None:
             "DELETE FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM records WHERE records.seq = media_uses.seq "
             "AND records.segment IS NOT NULL) OR NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash)"
         )
-        report.did("uses", f"{count} uses of media by records that are not there", count=count)
+        report.add_repair("uses", f"{count} uses of media by records that are not there", count=count)
 
 
-def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
-    """Detach the bytes of records, and keep the segments that held them aside."""
+def _drop_damaged(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
+    """Detach the bytes of damaged records, and keep a copy of their segments."""
     seqs = list(dict.fromkeys(seq for seq, _, _ in bad))
     if not seqs:
         return
@@ -1116,13 +1141,13 @@ def _give_up(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) ->
     for seq, uid, description in bad:
         if seq in seqs:
             seqs.remove(seq)
-            report.did("lost", description, uid)
+            report.add_repair("lost", description, uid)
     if isinstance(book.store, FileSegmentStore) and report.aside is not None:
         for name in filter(is_name, busy):
-            _link(book.store, name, report.aside)
+            _link_segment(book.store, name, report.aside)
 
 
-def _link(store: FileSegmentStore, name: str, aside: str) -> None:
+def _link_segment(store: FileSegmentStore, name: str, aside: str) -> None:
     """Link a segment to another name, so that compaction does not remove it; skip one that does not exist."""
     if not store.has(name):
         return
@@ -1131,10 +1156,10 @@ def _link(store: FileSegmentStore, name: str, aside: str) -> None:
         try:
             os.link(source, target, follow_symlinks=False)
         except OSError:
-            _copy(store.disk, source, target)
+            _copy_file(store.disk, source, target)
 
 
-def _copy(disk: Disk, source: str, target: str) -> None:
+def _copy_file(disk: Disk, source: str, target: str) -> None:
     """Copy a plain file durably; links and devices, which could be of any size, are not followed."""
     fd = disk.open_read(source)
     with os.fdopen(fd, "rb") as file, open(target, "xb", opener=private_opener) as copy:
@@ -1143,7 +1168,7 @@ def _copy(disk: Disk, source: str, target: str) -> None:
         os.fsync(copy.fileno())
 
 
-def _mend_work(book: Book, report: Report, gaps: bool) -> None:
+def _repair_work(book: Book, report: Report, gaps: bool) -> None:
     """Ensure one row per record and consumer, from the events if it is missing; `gaps` if events are lost."""
     queue.drain_inboxes(book)
     with book.ledger.write() as tx:
@@ -1151,32 +1176,34 @@ def _mend_work(book: Book, report: Report, gaps: bool) -> None:
             "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq AND records.evaluation = 0) "
             "OR consumer NOT IN (SELECT id FROM consumers)"
         )
-        report.did("work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}"))
+        report.add_repair(
+            "work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}")
+        )
         for table in ("work_before", "groups_before"):
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(queue.STATES))
         count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", queue.STATES)
-        report.did("work", "rows in no known state, made anew from their events", count=count)
+        report.add_repair("work", "rows in no known state, made anew from their events", count=count)
         tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in all_consumers(tx):
-            _enter_missing(tx, book, consumer, report, gaps)
+            _enter_missing_rows(tx, book, consumer, report, gaps)
             save_consumer(tx, consumer)
 
 
-def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Report, gaps: bool) -> None:
+def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report: Report, gaps: bool) -> None:
     key = consumer.settings.sampler.key
     while True:
         rows = tx.all(
             "SELECT seq, uid, gid, version_min, gone FROM records WHERE evaluation = 0 AND NOT EXISTS "
             "(SELECT 1 FROM work WHERE work.consumer = ? AND work.seq = records.seq) ORDER BY seq "
-            f"LIMIT {PAGE}",
+            f"LIMIT {PAGE_ROWS}",
             (consumer.id,),
         )
         if not rows:
             return
         stored = [row[0] for row in rows if row[4] is None]
         numbers = dict(zip(stored, read_numbers(book, tx, stored, key), strict=True)) if key is not None else {}
-        histories = past(tx, [row[0] for row in rows])
+        histories = summarize_events(tx, [row[0] for row in rows])
         versions = {
             seq
             for marks, part in chunks([row[0] for row in rows])
@@ -1186,7 +1213,7 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
         entries = []
         unknown = []
         for seq, uid, gid, version, gone in rows:
-            mine = histories.get((seq, consumer.id), Past())
+            mine = histories.get((seq, consumer.id), EventSummary())
             reason = gone or (mine.reason if mine.kind == queue.DROPPED else None)
             if gone is None and mine.kind not in (queue.DROPPED, queue.TRAINED):
                 if seq not in quarantined and (gaps or seq not in versions):
@@ -1197,69 +1224,64 @@ def _enter_missing(tx: Transaction, book: Book, consumer: Consumer, report: Repo
             if mine.kind == queue.TRAINED:
                 row = row._replace(state=queue.TRAINED, reason=None)
             entries.append(row._replace(uses=uses))
-            report.did("work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid)
+            report.add_repair(
+                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid
+            )
         if unknown:
             queue.add_to_quarantine(tx, unknown)
         queue.enter_rows(tx, consumer, entries)
 
 
-def _mend_leases(book: Book, report: Report) -> None:
+def _repair_leases(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
         for consumer in all_consumers(tx):
-            rows = queue.select_rows(tx, f"consumer = ? AND {UNHELD} ORDER BY seq", (consumer.id,))
+            rows = queue.select_rows(tx, f"consumer = ? AND {LEASED_WITHOUT_LEASE} ORDER BY seq", (consumer.id,))
             queue.requeue_rows(tx, consumer, rows, "expired", "repair")
             save_consumer(tx, consumer)
-            report.did(
+            report.add_repair(
                 "lease",
                 f"consumer {consumer.name!r}: records without an active lease are offered again",
                 count=len(rows),
             )
-        count = tx.count(f"UPDATE work SET lease = NULL WHERE {FORGOTTEN}")
-        report.did("lease", "rows that named a lease and were not leased", count=count)
-        count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EMPTY}", (tx.now,))
-        report.did("lease", "leases that held nothing are ended", count=count)
+        count = tx.count(f"UPDATE work SET lease = NULL WHERE {LEASE_WITHOUT_STATE}")
+        report.add_repair("lease", "rows that named a lease and were not leased", count=count)
+        count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EXPIRED_AND_EMPTY}", (tx.now,))
+        report.add_repair("lease", "leases that held nothing are ended", count=count)
 
 
-_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0"
+_SELECT_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies GROUP BY 1, 2, 3 HAVING SUM(n) <> 0"
 
 
-def _mend_counts(book: Book, report: Report) -> None:
+def _repair_counts(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
-        before = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
-        tx.run("DELETE FROM tallies")
-        tx.run(
-            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT consumer, state, "
-            "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
-        )
-        tx.run(
-            "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT 0, "
-            "CASE WHEN evaluation = 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
-            "GROUP BY 2"
-        )
-        after = {row[:3]: row[3:] for row in tx.all(_TALLIES)}
+        before = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
+        queue.recount_all(tx)
+        after = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
         changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
-        report.did("tally", "counts were made anew", count=changed)
+        report.add_repair("tally", "counts were made anew", count=changed)
         for consumer in all_consumers(tx):
             wrong = wrong_groups(tx, consumer)
             if wrong:
                 queue.rebuild_groups(tx, consumer)
                 save_consumer(tx, consumer)
-                report.did("group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong))
+                report.add_repair(
+                    "group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong)
+                )
 
 
-def _mend_files(store: FileSegmentStore, aside: str, report: Report) -> None:
-    """Move what crashes left behind away."""
-    for kind, path in beside(store):
-        if kind == "leftover" and os.lstat(path).st_mtime < time.time() - OLD_SECONDS:
+def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
+    """Move files that crashes left to the backup."""
+    for kind, path in find_foreign_files(store):
+        if kind == "leftover" and os.lstat(path).st_mtime < time.time() - LEFTOVER_SECONDS:
             os.rename(path, os.path.join(aside, os.path.basename(path)))
-            report.did("leftover", "moved away", path)
+            report.add_repair("leftover", "moved away", path)
     for name in store.segments():
         try:
             store.get(Place(name, 64, 0))
         except WireError:
             if not store.busy(name):
                 os.rename(os.path.join(store.folder, name), os.path.join(aside, name))
-                report.did("begun", "moved away", name)
+                report.add_repair("begun", "moved away", name)
         except LookupError:
             continue
 
@@ -1267,7 +1289,7 @@ def _mend_files(store: FileSegmentStore, aside: str, report: Report) -> None:
 # --- a new ledger ---------------------------------------------------------------------------------------------------
 
 
-def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
+def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
     """Replace a ledger by one that is rebuilt from its readable rows and the segments."""
     disk = Disk()
     store = FileSegmentStore(str(folder), disk)
@@ -1276,45 +1298,45 @@ def _rebuilt(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
         raise NotABookError(f"{folder}: there is no book here: neither a ledger nor segments")
     busy = [name for name in sizes if store.busy(name)]
     if busy:
-        raise BookError(f"{folder}: a living process writes to {busy[0]}; a ledger is built anew when all are away")
-    report.did("ledger", f"built anew: {why}", LEDGER)
-    report.aside = aside = _aside(folder)
-    for tail in LOGS:
+        raise BookError(f"{folder}: another process writes to {busy[0]}; close all writers to rebuild the ledger")
+    report.add_repair("ledger", f"built anew: {why}", LEDGER)
+    report.aside = aside = _make_backup_folder(folder)
+    for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):
-            _copy(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
-    # In a folder of its own, which has a lock of its own.
+            _copy_file(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
+    # In a separate folder, which has its own lock.
     work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
-    work_folder.mkdir(FOLDER)
+    work_folder.mkdir(FOLDER_MODE)
     fresh = work_folder / LEDGER
     try:
         ledger = SQLiteLedger(fresh)
         try:
-            prepare(ledger, create=True, where=str(folder), meta={})
+            prepare_tables(ledger, create=True, where=str(folder), meta={})
             book = Book(str(folder), ledger, store)
-            lost = take_rows(book, aside, report)
-            take_parts(book, sizes, lost, *revision.read_deletions(folder, disk), report)
-            _mend(book, report, lost)
+            lost = recover_rows(book, aside, report)
+            recover_parts(book, sizes, lost, *revision.read_deletions(folder, disk), report)
+            _repair_tables(book, report, lost)
             if offer:
-                _release(book, report)
+                _release_quarantine(book, report)
         finally:
             ledger.close()
             store.close()
-        _settle(fresh, path)
+        _replace_ledger(fresh, path)
         disk.sync_folder(str(folder))
     finally:
         shutil.rmtree(work_folder)
     with open_book(folder, "r") as book:
-        return _with_check(book, report)
+        return _check_again(book, report)
 
 
-def _settle(fresh: Path, path: Path) -> None:
-    """Put the new ledger in the old one's place. The old one's log goes first: SQLite would play it into the new."""
+def _replace_ledger(fresh: Path, path: Path) -> None:
+    """Replace the old ledger. Its log is removed first, since SQLite would apply it to the new one."""
     connection = sqlite3.connect(fresh)
     try:
         connection.execute("PRAGMA journal_mode=DELETE")
     finally:
         connection.close()
-    _sync(str(fresh))
-    for tail in LOGS[1:]:
+    _sync_file(str(fresh))
+    for tail in DATABASE_SUFFIXES[1:]:
         Path(f"{path}{tail}").unlink(missing_ok=True)
     os.replace(fresh, path)

@@ -19,7 +19,7 @@ import numpy as np
 from rollbook.book import queue
 from rollbook.book.consumer import get_consumer
 from rollbook.book.errors import CorruptBookError
-from rollbook.book.ledger import parsed
+from rollbook.book.ledger import parse_object
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ class Entry:
 class Counts:
     """Number of records in each state of a consumer.
 
+    Attributes:
+        consumer: The consumer group.
+        admitted: Training records of the book.
+        waiting: Records that wait or cool down.
+        leased: Records in active leases.
+        trained: Records that are done.
+        dropped: Dropped records by reason.
+        evaluation: Records for evaluation, which no consumer gets and `admitted` does not count.
+
     >>> counts = Counts("train", admitted=3, waiting=1, leased=0, trained=1, dropped={"stale": 1})
     >>> counts.adds_up
     True
@@ -54,13 +63,10 @@ class Counts:
     consumer: str
     admitted: int
     waiting: int
-    """Including records that are cooling down."""
     leased: int
     trained: int
     dropped: dict[str, int]
-    """By reason."""
     evaluation: int = 0
-    """Records for evaluation, which are offered to no consumer and not counted as admitted."""
 
     @property
     def adds_up(self) -> bool:
@@ -68,25 +74,29 @@ class Counts:
         return self.admitted == self.waiting + self.leased + self.trained + sum(self.dropped.values())
 
 
-_TALLY = "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
-"""SQLite keeps whatever it is given, text in a column of numbers too."""
+_SELECT_TALLIES = (
+    "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
+)
+"""With casts, since SQLite stores text in a column of numbers, too."""
 
 
-def counts(book: Book, name: str) -> Counts:
-    """See `Book.counts`."""
+def count_records(book: Book, name: str) -> Counts:
+    """Implement `Book.counts`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         mine = (get_consumer(tx, name).id,)
-        totals = {state: n for state, _, n in tx.all(f"{_TALLY} WHERE consumer = 0 GROUP BY 1, 2")}
-        tallies = [row for row in tx.all(f"{_TALLY} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]]
-        unseen = queue.inbox_size(tx, mine[0])
+        totals = {state: n for state, _, n in tx.all(f"{_SELECT_TALLIES} WHERE consumer = 0 GROUP BY 1, 2")}
+        tallies = [
+            row for row in tx.all(f"{_SELECT_TALLIES} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]
+        ]
+        inbox = queue.inbox_size(tx, mine[0])
     by_state: Counter[str] = Counter()
     for state, _, n in tallies:
         by_state[state] += n
     return Counts(
         name,
         admitted=totals.get("admitted", 0),
-        waiting=by_state["waiting"] + by_state["cooling"] + unseen,
+        waiting=by_state["waiting"] + by_state["cooling"] + inbox,
         leased=by_state["leased"],
         trained=by_state["trained"],
         dropped={reason: n for state, reason, n in tallies if state == "dropped"},
@@ -94,8 +104,8 @@ def counts(book: Book, name: str) -> Counts:
     )
 
 
-def history(book: Book, uid: str) -> list[Entry]:
-    """See `Book.history`."""
+def read_history(book: Book, uid: str) -> list[Entry]:
+    """Implement `Book.history`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
         row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
@@ -107,7 +117,7 @@ def history(book: Book, uid: str) -> list[Entry]:
             row,
         )
     return [
-        Entry(at, kind, reason, consumer, step, lease, parsed(detail, "an event's detail") if detail else {})
+        Entry(at, kind, reason, consumer, step, lease, parse_object(detail, "an event's detail") if detail else {})
         for at, kind, reason, consumer, step, lease, detail in rows
     ]
 
@@ -142,6 +152,13 @@ def keep_rates(
 
     Returns:
         One entry per range. Failed runs, which have neither length nor reward, are left out.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.0, 1.0)])
+    >>> _ = book.lease(1).ack()
+    >>> [(rate.low, rate.high, rate.admitted, rate.trained) for rate in keep_rates(book, "reward", [0.0, 0.5, 1.0])]
+    [(0.0, 0.5, 1, 1), (0.5, 1.0, 1, 0)]
     """
     check_choice("by", by, ("length", "reward"))
     column = "response_tokens" if by == "length" else "reward"
@@ -157,12 +174,12 @@ def keep_rates(
             mine,
         )
     if edges is None:
-        edges = _edges([row[0] for row in rows])
+        edges = _equal_ranges([row[0] for row in rows])
     rising = [float(edge) for edge in edges]
     if len(rising) < 2 or any(b <= a for a, b in pairwise(rising)):
         if not rows:
             return []
-        raise ValueError(f"edges: got {list(edges)!r}, expected at least two numbers that rise")
+        raise ValueError(f"edges: got {list(edges)!r}, expected at least two rising numbers")
     rates = []
     for low, high in pairwise(rising):
         last = high == rising[-1]
@@ -179,7 +196,7 @@ def keep_rates(
     return rates
 
 
-def _edges(values: Sequence[float]) -> list[float]:
+def _equal_ranges(values: Sequence[float]) -> list[float]:
     """Return the edges of up to eight ranges of equal width."""
     finite = [float(value) for value in values if math.isfinite(value)]
     if not finite:
@@ -191,11 +208,11 @@ def _edges(values: Sequence[float]) -> list[float]:
 
 
 METRICS_KIND = "metrics"
-"""Of the events: `step` is the step's number, `detail` the numbers by name."""
-_MOST = 1 << 63
+"""Kind of the events with metrics: `step` is the training step, `detail` the numbers by name."""
+_INT64_END = 1 << 63
 
 
-def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
+def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     """Convert metrics to strict JSON: NaN and infinity become strings that `float` and SQL's CAST parse.
 
     Args:
@@ -205,9 +222,9 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
         ValueError: A name is empty, or a value is not a number.
 
     >>> import numpy as np
-    >>> json_number({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
+    >>> encode_metrics({"loss": np.float32(0.5), "kl": float("nan"), "low": -float("inf"), "tokens": 7})
     {'loss': 0.5, 'kl': 'NaN', 'low': '-Infinity', 'tokens': 7}
-    >>> json_number({"loss": "0.5"})
+    >>> encode_metrics({"loss": "0.5"})
     Traceback (most recent call last):
         ...
     ValueError: metrics['loss']: got '0.5', expected an int or a float
@@ -217,11 +234,11 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     numbers: dict[str, int | float | str] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise ValueError(f"metrics: got the name {name!r}, expected a text that is not empty")
+            raise ValueError(f"metrics: got the name {name!r}, expected a non-empty text")
         if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
-            hint = "; .item() gives a tensor's" if hasattr(value, "item") else ""
+            hint = "; use .item() for a tensor" if hasattr(value, "item") else ""
             raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
-        if isinstance(value, Integral) and -_MOST <= int(value) < _MOST:
+        if isinstance(value, Integral) and -_INT64_END <= int(value) < _INT64_END:
             numbers[name] = int(value)
             continue
         try:
@@ -235,8 +252,8 @@ def json_number(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
     return numbers
 
 
-def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Convert JSON of `json_number`, which anybody may have written, back to numbers.
+def decode_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
+    """Convert JSON of `encode_metrics`, which anybody may have written, back to numbers.
 
     Args:
         metrics: Numbers, or names of special numbers, by name.
@@ -245,7 +262,7 @@ def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
     Raises:
         CorruptBookError: A value is not a number.
 
-    >>> finite_numbers({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
+    >>> decode_metrics({"loss": 0.5, "kl": "NaN", "tokens": 7}, "a line")
     {'loss': 0.5, 'kl': nan, 'tokens': 7}
     """
     numbers: dict[str, float] = {}
@@ -260,16 +277,16 @@ def finite_numbers(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
 
 
 def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
-    """See `Book.log`."""
-    if check_int("step", step) >= _MOST:
+    """Implement `Book.log`."""
+    if check_int("step", step) >= _INT64_END:
         raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
-    event = queue.Event(METRICS_KIND, step=int(step), detail=json_number(metrics))
+    event = queue.Event(METRICS_KIND, step=int(step), detail=encode_metrics(metrics))
     with book.ledger.write() as tx:
         queue.record_events(tx, [event])
 
 
 def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
-    """See `Book.metrics`."""
+    """Implement `Book.metrics`."""
     with book.ledger.read() as tx:
         # Events of no record are few, and together in the index.
         rows = tx.all(
@@ -277,17 +294,15 @@ def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
         )
     entries: list[tuple[int, int, dict[str, float]]] = []
     for event, kind, step, detail in rows:
-        metrics = parsed(detail, f"event {event}")
+        metrics = parse_object(detail, f"event {event}")
         if kind == METRICS_KIND:
             if type(step) is not int:
                 raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
-            entries.append((event, step, finite_numbers(metrics, f"event {event}")))
+            entries.append((event, step, decode_metrics(metrics, f"event {event}")))
         else:
             back = metrics.get("event")
             if type(back) is not int:
-                raise CorruptBookError(
-                    f"event {event}: got {str(metrics)[:60]!r}, expected the checkpoint that was gone back to"
-                )
+                raise CorruptBookError(f"event {event}: got {str(metrics)[:60]!r}, expected the event of a checkpoint")
             while entries and entries[-1][0] > back:
                 entries.pop()
     steps: dict[int, dict[str, float]] = {}

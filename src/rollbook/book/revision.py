@@ -21,9 +21,9 @@ from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
 from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, ConflictError
-from rollbook.book.ledger import Transaction, check_text, chunks, let_others
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, yield_to_writers
 from rollbook.book.media import extract
-from rollbook.book.read import check_present, fetch, locate, seqs_of
+from rollbook.book.read import check_present, fetch, find_seqs, get_uids, locate
 from rollbook.book.segments.files import FileSegmentStore, SegmentStore
 from rollbook.core.checks import suggest
 from rollbook.core.experiences import from_rows
@@ -34,18 +34,19 @@ from rollbook.core.wire import encode
 if TYPE_CHECKING:
     from rollbook.book.append import AppendTransaction, PendingAppend
     from rollbook.book.book import Book
+    from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
 
 
 class Difference(NamedTuple):
-    """The first thing in which two records that should be one differ.
+    """The first field in which two records of one id differ.
 
     >>> str(Difference("reward", "1.0", "0.5"))
     'reward: stored 1.0, given 0.5'
     """
 
     field: str
-    """Its name; of an entry of a dict, `info.score`."""
+    """Name of the field, or `info.score` for an entry of a dict."""
     stored: str
     """The values, abbreviated."""
     new: str
@@ -56,14 +57,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What a record adds to the one that is stored under its id."""
+    """What a record adds to the stored one of the same id."""
 
     merged: Experience
-    """The stored record with what the other adds; the stored one itself if that is nothing, or they conflict."""
+    """The stored record with the additions; the stored record itself if there are none, or a conflict."""
     added: tuple[str, ...] = ()
-    """What it adds: names of fields, and of entries of dicts as `info.score`."""
+    """Names of added fields, and of entries of dicts as `info.score`."""
     conflict: Difference | None = None
-    """Why it is another record."""
+    """The difference, if it is another record."""
 
 
 def compare(old: Experience, new: Experience) -> Addition:
@@ -82,7 +83,7 @@ def compare(old: Experience, new: Experience) -> Addition:
     'reward: stored 1.0, given 0.0'
     """
     added: list[str] = []
-    brought: dict[str, Any] = {}
+    changes_to_old: dict[str, Any] = {}
     additions: dict[str, Any] = {}
     for name, field in FIELDS.items():
         a, b = getattr(old, name), getattr(new, name)
@@ -95,24 +96,24 @@ def compare(old: Experience, new: Experience) -> Addition:
                 return Addition(old, conflict=conflict)
             added.extend(f"{name}.{key}" for key in new_entries)
             if new_entries:
-                brought[name] = {**a, **new_entries}
+                changes_to_old[name] = {**a, **new_entries}
             additions[name] = {**b, **a}
         elif b is None:
             additions[name] = a
         elif a is None:
             added.append(name)
-            brought[name] = b
+            changes_to_old[name] = b
         elif not same(a, b):
             return Addition(old, conflict=_difference(name, a, b))
     for name in sorted({*old.unknown, *new.unknown}):
         c, d = (row.unknown[name] if name in row.unknown else pa.nulls(1) for row in (old, new))
-        # An unknown column's null may be a neighbour's doing (see `digests`), and is as good as no column.
+        # A null in an unknown column may come from another record of the frame; it equals a missing column.
         if not same(c, d) and (c.null_count, d.null_count) != (1, 1):
             return Addition(old, conflict=_difference(name, c.to_pylist()[0], d.to_pylist()[0]))
     if not added:
         return Addition(old)
-    # A record read with odd shapes keeps them only by its own `replace`.
-    return Addition(new.replace(**additions) if new.odd else old.replace(**brought), tuple(added))
+    # A record that was read with unusual shapes keeps them only in its own `replace`.
+    return Addition(new.replace(**additions) if new.odd else old.replace(**changes_to_old), tuple(added))
 
 
 def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:
@@ -126,8 +127,8 @@ def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tup
     return additions, None
 
 
-_short = Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 60
+_abbreviator = Repr()
+_abbreviator.maxstring = _abbreviator.maxother = _abbreviator.maxlong = 60
 
 
 def _difference(field: str, old: Any, new: Any) -> Difference:
@@ -150,11 +151,11 @@ def _show_value(value: Any, beside: Any) -> str:
         )
         start = max(0, at - 10)
         return f"{value[start : start + 50]!r} from character {start} of {len(value)}"
-    return _short.repr(value)
+    return _abbreviator.repr(value)
 
 
 DELETIONS_FILE = "deletions.jsonl"
-_LONGEST = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,8 @@ class Deletion:
     fields: tuple[str, ...] = ()
 
 
-def add_deletion(store: SegmentStore, entries: Iterable[Deletion]) -> None:
-    """Append entries and sync them; a book that has no folder keeps no list. Call it in a write transaction."""
+def append_deletions(store: SegmentStore, entries: Iterable[Deletion]) -> None:
+    """Append entries to the list of deletions and sync it, in a write transaction; only books in folders have one."""
     if not isinstance(store, FileSegmentStore):
         return
     lines = [_format_deletion(entry) for entry in entries]
@@ -193,15 +194,15 @@ def _format_deletion(entry: Deletion) -> bytes:
 
 
 def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Deletion], bool]:
-    """Return the entries, and whether the list is there and all of it can be read.
+    """Return the list of deletions, and whether it exists and all of it could be read.
 
     >>> import rollbook, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with rollbook.open(folder) as book:
     ...         _ = book.append(rollbook.Experience(eid={"suffix": "a"}, tokens=[1, 2, 3]))
-    ...         _ = book.delete(["//0/0/a"], author="ana", reason="asked")
+    ...         _ = book.delete(["//0/0/a"], author="ana", reason="on request")
     ...     [(entry.uid, entry.author, entry.reason) for entry in read_deletions(folder, Disk())[0]]
-    [('//0/0/a', 'ana', 'asked')]
+    [('//0/0/a', 'ana', 'on request')]
     """
     entries: list[Deletion] = []
     try:
@@ -210,7 +211,7 @@ def read_deletions(folder: str | os.PathLike[str], disk: Disk) -> tuple[list[Del
         return entries, False
     complete = True
     with os.fdopen(fd, "rb") as file:
-        while line := file.readline(_LONGEST):
+        while line := file.readline(_MAX_LINE_BYTES):
             if line == b"\n":
                 continue
             entry = _parse_deletion(line)
@@ -233,13 +234,13 @@ def _parse_deletion(line: bytes) -> Deletion | None:
 
 
 Change = Callable[["Experience", int], tuple["Experience", Sequence[str]] | None]
-"""From a record as it is and its place among those asked for: as it should be, and what changed; `None`: nothing."""
-_TRIES = 50
-_AT_ONCE = 500
-"""How many records one transaction of a deletion holds: others wait for it."""
-_REDACTED_AT_ONCE = 500
-_REDACTED_BYTES = 16 << 20
-"""How many records, and about how many bytes, a redaction reads and writes at once."""
+"""(record, index) -> (changed record, names of changed fields), or `None` if nothing changes."""
+_MAX_ATTEMPTS = 50
+_CHUNK = 500
+"""Records that one transaction deletes, while other writers wait."""
+_REDACT_CHUNK = 500
+_REDACT_BYTES = 16 << 20
+"""Records, and about how many bytes, that a redaction rewrites at once."""
 
 
 def rewrite_records(
@@ -260,9 +261,9 @@ def rewrite_records(
     Returns:
         The indices of the changed records. If there are none, nothing is appended either.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with book.ledger.read() as tx:
-            before = _revisions(tx, seqs)
+            before = _read_revisions(tx, seqs)
         rows = fetch(book, seqs).rows()
         rewritten: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
         for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
@@ -272,10 +273,10 @@ def rewrite_records(
         if not rewritten:
             return []
         records = from_rows([new for _, _, _, new, _ in rewritten])
-        lifted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
-        blobs = list(lifted.blobs)
-        parts = [encode(lifted.stripped), *(lifted.blobs[key].data for key in blobs)]
-        if book.quota is not None and kind != "redacted":  # What must go is never kept for want of room.
+        extracted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
+        blobs = list(extracted.blobs)
+        parts = [encode(extracted.stripped), *(extracted.blobs[key].data for key in blobs)]
+        if book.quota is not None and kind != "redacted":  # A redaction is never refused for lack of space.
             from rollbook.book.append import check_quota
 
             check_quota(book, sum(len(part) for part in parts))
@@ -283,25 +284,27 @@ def rewrite_records(
             also.write_bytes()
         places = book.store.put(parts)
         media = dict(zip(blobs, places[1:], strict=True))
-        found_tags = index_columns.index_columns(records)
-        digest = content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
+        index_rows = index_columns.index_columns(records)
+        stored_hashes = (
+            content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
+        )
         values: dict[str, list[float | None]] = {}
         with queue.write_drained(book, timeout=timeout) as tx:
-            if _revisions(tx, seqs) != before or not book.store.has(places[0].segment):
-                continue  # Somebody else revised or deleted one of them meanwhile: on top of that, then.
+            if _read_revisions(tx, seqs) != before or not book.store.has(places[0].segment):
+                continue  # Another writer revised or deleted one of them: start again from that.
             if kind == "redacted":
-                to_purge(tx, [seq for _, seq, *_ in rewritten])
-                _scrub(tx, seqs)
+                mark_for_purge(tx, [seq for _, seq, *_ in rewritten])
+                _clear_quoted_values(tx, seqs)
             segment = places[0].segment
             if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
-                book.store.seal()  # As in an append.
+                book.store.seal()  # See `AppendTransaction.__call__`.
             share = -(-places[0].length // len(rewritten))
             columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
             place = (places[0].segment, places[0].offset, places[0].length)
             tx.many(
                 f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
                 [
-                    (*found_tags[slot], before[seq][0] + 1, *place, slot, share, seq)
+                    (*index_rows[slot], before[seq][0] + 1, *place, slot, share, seq)
                     for slot, (_, seq, *_) in enumerate(rewritten)
                 ],
             )
@@ -310,7 +313,7 @@ def rewrite_records(
                 [
                     (
                         *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
-                        digest[slot],
+                        stored_hashes[slot],
                     )
                     for slot, (_, seq, _, _, names) in enumerate(rewritten)
                 ],
@@ -318,7 +321,7 @@ def rewrite_records(
             tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in rewritten])
             uses = [
                 (key, seq)
-                for (_, seq, *_), keys in zip(rewritten, lifted.uses or [()] * len(rewritten), strict=True)
+                for (_, seq, *_), keys in zip(rewritten, extracted.uses or [()] * len(rewritten), strict=True)
                 for key in keys
             ]
             tx.many(
@@ -330,8 +333,12 @@ def rewrite_records(
             for _, seq, old, new, names in rewritten:
                 detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
                 if kind == "revised":
-                    detail["was"] = {name: _scalar(old, name) for name in names if _scalar(old, name) is not None}
-                    detail["is"] = {name: _scalar(new, name) for name in names if _scalar(new, name) is not None}
+                    detail["was"] = {
+                        name: _event_value(old, name) for name in names if _event_value(old, name) is not None
+                    }
+                    detail["is"] = {
+                        name: _event_value(new, name) for name in names if _event_value(new, name) is not None
+                    }
                 events.append(queue.Event(kind, seq, reason=reason, detail=detail))
             queue.record_events(tx, events)
             tx.many(
@@ -341,24 +348,24 @@ def rewrite_records(
             for consumer in all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
                 if ranked_by is not None and ranked_by not in values:
-                    found_numbers = index_columns.number_column(records, ranked_by)
-                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in found_numbers]
-                seqs_made = [seq for _, seq, *_ in rewritten]
-                follow_revisions(tx, consumer, seqs_made, values.get(ranked_by or ""), retrain is not False)
+                    numbers = index_columns.number_column(records, ranked_by)
+                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in numbers]
+                rewritten_seqs = [seq for _, seq, *_ in rewritten]
+                apply_revisions(tx, consumer, rewritten_seqs, values.get(ranked_by or ""), retrain is not False)
                 if retrain == "group":
-                    follow_revisions(
-                        tx, consumer, _siblings(tx, [tag.gid for tag in found_tags], seqs_made), None, True
+                    apply_revisions(
+                        tx, consumer, _find_siblings(tx, [row.gid for row in index_rows], rewritten_seqs), None, True
                     )
             if also is not None:
                 also(tx)
             if kind == "redacted":
                 blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in rewritten]
-                add_deletion(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
+                append_deletions(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
         return [i for i, *_ in rewritten]
-    raise BookError(f"records {list(seqs)[:3]}...: others revised them {_TRIES} times while this revision was made")
+    raise BookError(f"records {list(seqs)[:3]}...: other writers revised them during each of {_MAX_ATTEMPTS} attempts")
 
 
-def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
+def _read_revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
     """Return the revision of each record, why it is gone, and whether it is for evaluation."""
     states: dict[int, tuple[int, str | None, bool]] = {}
     for marks, part in chunks(seqs):
@@ -367,7 +374,7 @@ def _revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str
     return states
 
 
-def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
+def _find_siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
     """Return the other records of these groups that can be trained on."""
     siblings: list[int] = []
     for marks, part in chunks(list(dict.fromkeys(gids))):
@@ -381,7 +388,7 @@ def _siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> l
     return [seq for seq in siblings if seq not in left]
 
 
-def _scalar(row: Experience, name: str) -> Any:
+def _event_value(row: Experience, name: str) -> Any:
     """Return a number or text for an event, or `None` for anything else."""
     head, _, key = name.partition(".")
     value = getattr(row, head)
@@ -392,10 +399,10 @@ def _scalar(row: Experience, name: str) -> Any:
     return value if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= 200) else None
 
 
-def follow_revisions(
+def apply_revisions(
     tx: Transaction, consumer: Consumer, seqs: Sequence[int], values: Sequence[float | None] | None, retrain: bool
 ) -> None:
-    """Let a consumer know of the new numbers, and have the records wait again if that is asked."""
+    """Update a consumer's rows to new numbers; with `retrain`, return finished records to the queue."""
     numbers = dict(zip(seqs, values, strict=True)) if values is not None else {}
     sampler = consumer.settings.sampler
     moves = []
@@ -418,7 +425,7 @@ def follow_revisions(
     save_consumer(tx, consumer)
 
 
-# --- what users ask for -------------------------------------------------------------------------------------------
+# --- public operations ----------------------------------------------------------------------------------------------
 
 
 def add_fields(
@@ -442,24 +449,32 @@ def add_fields(
         if addition.conflict is not None:
             raise ConflictError(
                 f"{old.eid.uid}: got another record under the same id; {addition.conflict}; "
-                "append only adds what is missing, book.revise changes what is there"
+                "append only adds missing fields; book.revise changes existing ones"
             )
         return (addition.merged, addition.added) if addition.added else None
 
-    digest = [pending.digests.full[i] for i in indices]
+    stored_hashes = [pending.hashes.full[i] for i in indices]
     seqs = [seq for _, seq in revisions]
     revised = rewrite_records(
-        book, seqs, change, kind="revised", author=author, reason="append", hashes=digest, also=also, timeout=timeout
+        book,
+        seqs,
+        change,
+        kind="revised",
+        author=author,
+        reason="append",
+        hashes=stored_hashes,
+        also=also,
+        timeout=timeout,
     )
     if len(revised) < len(seqs):
-        _remember(book, seqs, digest, author)
-    return [pending.tags[indices[i]].uid for i in revised]
+        _store_hashes(book, seqs, stored_hashes, author)
+    return [pending.index_rows[indices[i]].uid for i in revised]
 
 
-def _remember(book: Book, seqs: Sequence[int], digest: Sequence[bytes], author: str) -> None:
+def _store_hashes(book: Book, seqs: Sequence[int], stored_hashes: Sequence[bytes], author: str) -> None:
     """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
-        for seq, content in zip(seqs, digest, strict=True):
+        for seq, content in zip(seqs, stored_hashes, strict=True):
             if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
                 n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
                 tx.run(
@@ -478,7 +493,7 @@ def check_signature(author: str, reason: str | None) -> None:
 def revise_records(
     book: Book, changes: Mapping[str, Mapping[str, Any]], *, author: str, reason: str | None, retrain: bool | str
 ) -> int:
-    """See `Book.revise`."""
+    """Implement `Book.revise`."""
     allowed = [name for name, field in FIELDS.items() if content_hash.is_late(field)]
     for uid, fields in changes.items():
         for name in fields:
@@ -495,33 +510,60 @@ def revise_records(
         names = [name for name in new_fields if not same(getattr(old, name), getattr(new, name))]
         return (new, names) if names else None
 
-    seqs = seqs_of(book, list(changes))
+    seqs = find_seqs(book, list(changes))
     done = rewrite_records(book, seqs, change, kind="revised", author=author, reason=reason, retrain=retrain)
     same_as_before = [seq for i, seq in enumerate(seqs) if i not in set(done)]
     if retrain and same_as_before:
-        _return(book, same_as_before, retrain)
+        _requeue_unchanged(book, same_as_before, retrain)
     return len(done)
 
 
-def _return(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
-    """Have records wait again to which a revision changed nothing."""
+def _requeue_unchanged(book: Book, seqs: Sequence[int], retrain: bool | str) -> None:
+    """Return records to the queue that a revision did not change."""
     with queue.write_drained(book) as tx:
         returned = list(seqs)
         if retrain == "group":
             gids: list[str] = []
             for marks, part in chunks(seqs):
                 gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
-            returned += _siblings(tx, gids, seqs)
+            returned += _find_siblings(tx, gids, seqs)
         for consumer in all_consumers(tx):
-            follow_revisions(tx, consumer, returned, None, True)
+            apply_revisions(tx, consumer, returned, None, True)
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
-"""What can be blanked; `info`, `metrics` and `multi_modal_inputs` too, and single keys of them as `info.NAME`."""
+"""Fields that can be redacted, beside `info`, `metrics`, `multi_modal_inputs` and their keys as `info.NAME`."""
 
 
-def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, author: str, reason: str | None) -> int:
-    """See `Book.redact`."""
+def redact_records(
+    book: Book, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None
+) -> int:
+    """Blank texts, messages, media or keys of `info` of records; the next compaction removes the old bytes.
+
+    Records are redacted in chunks: a call that fails leaves the rest unchanged, and repeating it finishes.
+
+    Args:
+        book: The book.
+        uids: One id or record, or several.
+        fields: Fields, or keys of `info` as `info.NAME`.
+        author: Who redacts; stored in the ledger.
+        reason: Why; stored in the ledger.
+
+    Returns:
+        How many records changed.
+
+    Raises:
+        ValueError: A field cannot be redacted.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> record = rollbook.Experience(tokens=[1, 2, 3], info={"name": "Ana", "level": 2})
+    >>> _ = book.append(record)
+    >>> redact_records(book, record, ["info.name"], author="ana"), book[record.eid.uid].info
+    (1, {'level': 2})
+    """
+    check_writable(book, "redact_records")
+    check_signature(author, reason)
     allowed = (*REDACTABLE, "info", "metrics", "multi_modal_inputs")
     for name in fields:
         head, dot, _ = name.partition(".")
@@ -542,19 +584,19 @@ def redact_records(book: Book, uids: Sequence[str], fields: Sequence[str], *, au
         names = [name for name, head in heads.items() if not same(getattr(old, head), getattr(new, head))]
         return (new, names) if names else None
 
-    seqs = list(dict.fromkeys(seqs_of(book, uids)))
+    seqs = find_seqs(book, get_uids(uids))
     return sum(
         len(rewrite_records(book, piece, change, kind="redacted", author=author, reason=reason))
-        for piece in _pieces(book, seqs)
+        for piece in _split_by_size(book, seqs)
     )
 
 
-def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
+def _split_by_size(book: Book, seqs: Sequence[int]) -> list[list[int]]:
     """Split records into pieces that are rewritten together; raise if one of them has no bytes."""
     pieces: list[list[int]] = []
     room = 0
-    for start in range(0, len(seqs), _AT_ONCE):
-        part = seqs[start : start + _AT_ONCE]
+    for start in range(0, len(seqs), _CHUNK):
+        part = seqs[start : start + _CHUNK]
         with book.ledger.read() as tx:
             places = locate(tx, part)
             sizes = dict(
@@ -564,16 +606,16 @@ def _pieces(book: Book, seqs: Sequence[int]) -> list[list[int]]:
             )
         check_present(book, part, places)
         for seq in part:
-            if not pieces or len(pieces[-1]) == _REDACTED_AT_ONCE or sizes[seq] > room:
+            if not pieces or len(pieces[-1]) == _REDACT_CHUNK or sizes[seq] > room:
                 pieces.append([])
-                room = _REDACTED_BYTES
+                room = _REDACT_BYTES
             pieces[-1].append(seq)
             room -= sizes[seq]
     return pieces
 
 
-def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
-    """Note the segments that hold bytes which must go, however few: the next compaction writes them anew."""
+def mark_for_purge(tx: Transaction, seqs: Sequence[int]) -> None:
+    """Mark the segments of these records, which the next compaction has to rewrite."""
     for marks, part in chunks(seqs):
         for table, condition in (
             ("records", f"seq IN ({marks}) AND segment IS NOT NULL"),
@@ -586,33 +628,33 @@ def to_purge(tx: Transaction, seqs: Sequence[int]) -> None:
             )
 
 
-def _scrub(tx: Transaction, seqs: Sequence[int]) -> None:
-    """Values that events quote of a record are not kept longer than the record's own."""
+def _clear_quoted_values(tx: Transaction, seqs: Sequence[int]) -> None:
+    """Clear the values of records that events quote."""
     for marks, part in chunks(seqs):
         tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
 
 
 def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
-    """See `Book.delete`."""
-    seqs = seqs_of(book, uids)
+    """Implement `Book.delete`."""
+    seqs = find_seqs(book, uids)
     count = 0
-    for start in range(0, len(seqs), _AT_ONCE):
+    for start in range(0, len(seqs), _CHUNK):
         with queue.write_drained(book) as tx:
-            count += _delete(tx, book, seqs[start : start + _AT_ONCE], author, reason)
+            count += _delete_chunk(tx, book, seqs[start : start + _CHUNK], author, reason)
         hit_failpoint("during delete")
-        if start + _AT_ONCE < len(seqs):
-            let_others(book.ledger)
+        if start + _CHUNK < len(seqs):
+            yield_to_writers(book.ledger)
     return count
 
 
-def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
-    """Delete those of these records that are not deleted yet; how many."""
+def _delete_chunk(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
+    """Delete those of these records that are not deleted yet; return how many."""
     present = tx.all(
         f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
         (tx.array(seqs),),
     )
     fresh = [seq for seq, _ in present]
-    to_purge(tx, fresh)
+    mark_for_purge(tx, fresh)
     tx.run(
         "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
         f"bytes = 0, reward = NULL, scored = 0 WHERE seq {tx.in_ints}",
@@ -626,6 +668,6 @@ def _delete(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reaso
             tx, consumer, [row for row in rows if row.state in (queue.WAITING, queue.COOLING, queue.LEASED)], "deleted"
         )
         save_consumer(tx, consumer)
-    _scrub(tx, fresh)
-    add_deletion(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
+    _clear_quoted_values(tx, fresh)
+    append_deletions(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
     return len(fresh)

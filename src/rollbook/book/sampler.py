@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import xxhash
 
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
+from rollbook.core.freeform import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +49,28 @@ State = dict[str, Any]
 """A sampler's state, stored in the ledger as JSON: a few numbers."""
 
 
-def chance(*parts: int) -> float:
+def hash_uniform(*parts: int) -> float:
     """Return a pseudo-random number in (0, 1) that depends only on `parts`.
 
-    >>> chance(1, 2) == chance(1, 2), chance(1, 2) == chance(2, 1), 0 < chance(3) < 1
+    >>> hash_uniform(1, 2) == hash_uniform(1, 2), hash_uniform(1, 2) == hash_uniform(2, 1), 0 < hash_uniform(3) < 1
     (True, False, True)
     """
     word = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(parts)}q", *parts))
     return ((word >> 11) + 0.5) / (1 << 53)
 
 
-def finish(item: Item, weight: float, state: State) -> float:
+def draw_rank(item: Item, weight: float, state: State) -> float:
     """Return the consumer's clock plus a random exponential time of rate `weight`."""
     clock = float(state.get("clock", 0.0))
-    # The clock is a part of the chance: an item ranked again later must not race with a time that is known to be long.
+    # The clock is hashed, too: an item that is ranked again later must not get the same (long) time again.
     (moment,) = struct.unpack("<q", struct.pack("<d", clock))
-    return clock - math.log(chance(item.seed, item.seq, item.uses, moment)) / weight
+    return clock - math.log(hash_uniform(item.seed, item.seq, item.uses, moment)) / weight
 
 
 class Sampler(Protocol):
     """Computes a rank for each item; smaller ranks are leased first."""
 
-    keeps: ClassVar[bool]
+    keeps_rank: ClassVar[bool]
     """Whether an unchanged item keeps its rank; otherwise the rank depends on the item alone."""
 
     @property
@@ -87,32 +88,36 @@ class Sampler(Protocol):
     def weight(self, item: Item) -> float:
         """Return the item's relative probability; 1 for samplers that are not random."""
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         """Update the state after an item of this rank was leased."""
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         """Return whether an item may be used again after `item.uses` uses, and its cooldown in seconds."""
 
 
 class _Ordered:
     """Base of samplers without randomness, state and cooldown."""
 
-    keeps: ClassVar[bool] = False
+    keeps_rank: ClassVar[bool] = False
     key: str | None = None
 
     def weight(self, item: Item) -> float:
         return 1.0
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         return None
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         return True, 0.0
 
 
 @dataclass(frozen=True)
 class First(_Ordered):
-    """First in, first out."""
+    """First in, first out.
+
+    >>> First().rank(Item(seq=3), {})
+    3.0
+    """
 
     def rank(self, item: Item, state: State) -> float:
         """Return the record's number."""
@@ -121,7 +126,11 @@ class First(_Ordered):
 
 @dataclass(frozen=True)
 class Last(_Ordered):
-    """Last in, first out."""
+    """Last in, first out.
+
+    >>> Last().rank(Item(seq=3), {})
+    -3.0
+    """
 
     def rank(self, item: Item, state: State) -> float:
         """Return the negative of the record's number."""
@@ -130,28 +139,39 @@ class Last(_Ordered):
 
 @dataclass(frozen=True)
 class NewestPolicy(_Ordered):
-    """Newest policy version first, then first in, first out. Records without a version come last."""
+    """Newest policy version first, then first in, first out. Records without a version come last.
+
+    >>> NewestPolicy().rank(Item(seq=3, version=7), {})
+    -7.0
+    """
 
     def rank(self, item: Item, state: State) -> float:
         """Return the negative of the policy version."""
         return math.inf if item.version is None else -float(item.version)
 
 
-class _Racing:
-    """Base of random samplers, which rank by exponential times on the consumer's clock."""
+class _Random:
+    """Base of random samplers, which rank by exponential times on the consumer's clock (see the module)."""
 
-    keeps: ClassVar[bool] = True
+    keeps_rank: ClassVar[bool] = True
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         state["clock"] = max(rank, state.get("clock", 0.0))
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         return True, 0.0
 
 
 @dataclass(frozen=True)
-class Uniform(_Racing):
-    """Draws waiting records with equal probability."""
+class Uniform(_Random):
+    """Draws waiting records with equal probability.
+
+    Args:
+        key: Must be `None`; `Proportional` takes a key.
+
+    >>> Uniform().weight(Item(seq=0))
+    1.0
+    """
 
     key: str | None = None
 
@@ -165,11 +185,11 @@ class Uniform(_Racing):
 
     def rank(self, item: Item, state: State) -> float:
         """Return the clock plus an exponential time of rate 1."""
-        return finish(item, 1.0, state)
+        return draw_rank(item, 1.0, state)
 
 
 @dataclass(frozen=True)
-class Proportional(_Racing):
+class Proportional(_Random):
     """Draws record i with probability `P(i) = p_i ** alpha / sum(p ** alpha)`, where `p` is its value under `key`.
 
     `Lease.weights` are the importance weights `(1 / (N * P(i))) ** beta`, divided by the largest of the lease.
@@ -204,12 +224,12 @@ class Proportional(_Racing):
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
         size = min(max(value, self.least), 1e100)
         powers = self.alpha * math.log10(size)
-        # Bounded: floats could not tell the ranks of heavy items apart after the clock has run for a light one.
+        # Bounded, since after a light item was leased, floats could not tell the ranks of heavy items apart.
         return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
 
     def rank(self, item: Item, state: State) -> float:
         """Return the clock plus an exponential time whose rate is the weight."""
-        return finish(item, self.weight(item), state)
+        return draw_rank(item, self.weight(item), state)
 
 
 @dataclass(frozen=True)
@@ -246,16 +266,16 @@ class Priority(_Ordered):
         """Return the negative of the priority."""
         priority = (item.version or 0) - self.decay * item.uses
         if self.function == "decay_limit_randomization" and self.sigma:
-            radius = math.sqrt(-2 * math.log(chance(item.seed, item.seq, item.uses, 1)))
-            priority += self.sigma * radius * math.cos(2 * math.pi * chance(item.seed, item.seq, item.uses, 2))
+            radius = math.sqrt(-2 * math.log(hash_uniform(item.seed, item.seq, item.uses, 1)))
+            priority += self.sigma * radius * math.cos(2 * math.pi * hash_uniform(item.seed, item.seq, item.uses, 2))
         return -priority
 
-    def after(self, item: Item) -> tuple[bool, float]:
+    def reuse(self, item: Item) -> tuple[bool, float]:
         """Return whether uses are left, and the cooldown."""
-        return self.most is None or item.uses < self.most, self.cooldown
+        return self.max_uses is None or item.uses < self.max_uses, self.cooldown
 
     @property
-    def most(self) -> int | None:
+    def max_uses(self) -> int | None:
         """Maximum number of uses, or `None`."""
         return self.limit if self.function == "decay_limit_randomization" and self.limit else None
 
@@ -267,6 +287,9 @@ class EasyToHard(_Ordered):
     Args:
         key: An index column, `info.NAME` or `metrics.NAME`.
         ascending: The smallest value first, for lengths and difficulties.
+
+    >>> EasyToHard().rank(Item(seq=3, value=0.5), {})
+    -0.5
     """
 
     key: str = "reward"
@@ -297,7 +320,7 @@ class Balanced(_Ordered):
     [1.0, 2.0, 1.6]
     """
 
-    keeps: ClassVar[bool] = True
+    keeps_rank: ClassVar[bool] = True
     key: str = "reward"
     edges: tuple[float, ...] = (0.25, 0.5, 0.75)
 
@@ -312,13 +335,13 @@ class Balanced(_Ordered):
         bands = len(self.edges) + 1
         has_value = item.value is not None and not math.isnan(item.value)
         band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
-        # Rounds are whole numbers; within a round the bands come in order. A group's turn is not one of its records'.
+        # Rounds are whole numbers; within a round the bands come in order. Groups and records have separate rounds.
         turns = state.setdefault("group_rounds" if item.group else "rounds", {})
         turn = max(int(turns.get(str(band), 0)), int(state.get("round", 0))) + 1
         turns[str(band)] = turn
         return turn + band / (bands + 1)
 
-    def took(self, rank: float, state: State) -> None:
+    def record_lease(self, rank: float, state: State) -> None:
         """Advance the round, so that a band that was empty for long does not catch up all its turns at once."""
         state["round"] = max(int(state.get("round", 0)), math.floor(rank) - 1)
 
@@ -346,7 +369,7 @@ def part_to_json(kinds: Mapping[str, type[Part]], part: Part) -> dict[str, Any]:
     return {"name": name, **asdict(part)}  # type: ignore[call-overload]
 
 
-def part_from_json(kinds: Mapping[str, type[Part]], label: str, description: object) -> Part:
+def part_from_json(kinds: Mapping[str, type[Part]], label: str, description: Json) -> Part:
     """Create the sampler, remover or limiter that `part_to_json` described.
 
     Args:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,26 +32,30 @@ from rollbook.core.wire import decode, encode
 if TYPE_CHECKING:
     from rollbook.book.book import Book
     from rollbook.book.checkpoint import Point
+    from rollbook.core.vocabulary import Tokenizer
 
-OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
-"""What of `rollbook.open` says how a copy is kept; what consumers do is in the book."""
-OWN = ("layout", "book", "made", "data", "from")
-"""What `meta` says of a book itself."""
-PIECE = 2000
-"""Rows that are copied at a time."""
+    StorageOption = str | int | Mapping[str, Any] | Callable[[], float] | Disk | Tokenizer | None
+
+COPY_OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
+"""Options of `rollbook.open` that say how a copy is stored; settings of consumers are copied."""
+_BOOK_META = ("layout", "book", "made", "data", "from")
+"""Keys of `meta` that belong to one book and are not copied."""
+_PAGE_ROWS = 2000
+"""Rows that are copied at once."""
 PUT_BYTES = 16 << 20
-"""Bytes that are put at a time."""
-FACTS = "('revised', 'redacted', 'deleted')"
-_OF_RECORDS = ("records", "work", "groups", "revisions", "media_uses")
-_NOT_COPIED = ("meta", "blobs", "purges", "orphans")
-_TRIES = 10
+"""Bytes that are put at once."""
+_KEPT_KINDS = "('revised', 'redacted', 'deleted')"
+"""Events after a checkpoint that a fork keeps."""
+_TABLES_BY_SEQ = ("records", "work", "groups", "revisions", "media_uses")
+_TABLES_NOT_COPIED = ("meta", "blobs", "purges", "orphans")
+_MAX_ATTEMPTS = 10
 
 
 class _SourceChangedError(Exception):
-    """A record changed and its old bytes went while they were copied."""
+    """A record changed, and its old bytes were removed, while they were copied."""
 
 
-def snapshot(book: Book, url: str | os.PathLike[str], **options: Any) -> Book:
+def snapshot(book: Book, url: str | os.PathLike[str], **options: StorageOption) -> Book:
     """Copy the book, in its current state, to an empty address of any kind, while others go on writing.
 
     Active leases are void in the copy.
@@ -75,7 +79,7 @@ def snapshot(book: Book, url: str | os.PathLike[str], **options: Any) -> Book:
     return _copy_book(book, url, None, options)
 
 
-def fork(book: Book, name: str, url: str | os.PathLike[str], **options: Any) -> Book:
+def fork(book: Book, name: str, url: str | os.PathLike[str], **options: StorageOption) -> Book:
     """Start another run from a checkpoint: copy the book as it was then to `url`.
 
     The copy has nothing that came after the checkpoint, except revisions and deletions of older records.
@@ -88,6 +92,14 @@ def fork(book: Book, name: str, url: str | os.PathLike[str], **options: Any) -> 
 
     Returns:
         The copy, open.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
+    >>> saved = book.checkpoint()
+    >>> _ = book.append([rollbook.Experience(tokens=[4, 5, 6])])
+    >>> len(fork(book, saved, "memory:"))
+    1
     """
     return _copy_book(book, url, name, options)
 
@@ -114,6 +126,15 @@ def export_records(
 
     Returns:
         How many records were written.
+
+    >>> import rollbook, tempfile
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.0, 1.0)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_records(book, f"{folder}/good.parquet", ("reward", ">", 0.5))
+    ...     import_records(rollbook.open("memory:"), f"{folder}/good.parquet")
+    1
+    AppendResult(admitted=1, existing=0, revised=0, stale=0)
     """
     from rollbook.io import formats
 
@@ -141,6 +162,16 @@ def import_records(
         author: As for `Book.append`.
         on_error: `"skip"` leaves out rows that cannot be read, and warns.
         options: Options of the format.
+
+    Returns:
+        How many records are new, known, revised, and stale for some consumer.
+
+    >>> import rollbook, tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".frames") as file:
+    ...     _ = file.write(rollbook.Experience(tokens=[1, 2, 3]).serialize())
+    ...     file.flush()
+    ...     import_records(rollbook.open("memory:"), file.name).admitted
+    1
     """
     from rollbook.io import formats
 
@@ -162,37 +193,37 @@ def _copy_book(book: Book, url: str | os.PathLike[str], name: str | None, option
     if not isinstance(address, str) or not address or ("://" in address and not address.startswith(POSTGRES)):
         raise ValueError(f"url: got {redacted(url)!r}, expected a folder, 'memory:' or 'postgresql://...'")
     for option in options:
-        if option not in OPTIONS:
-            raise ValueError(f"snapshot: unknown option {option!r}{suggest(option, list(OPTIONS))}")
+        if option not in COPY_OPTIONS:
+            raise ValueError(f"snapshot: unknown option {option!r}{suggest(option, list(COPY_OPTIONS))}")
     if name is not None:
         with book.ledger.read() as tx:
             find_checkpoint(tx, name)
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         with suppress(_SourceChangedError):
             if address.startswith(POSTGRES):
-                return _to_postgres(book, address, name, options)
+                return _copy_to_postgres(book, address, name, options)
             if address == "memory:":
-                return _to_memory(book, name, options)
-            return _to_folder(book, address, name, options)
-    raise BookError(f"{book.url}: compaction removed what was copied {_TRIES} times while it was copied")
+                return _copy_to_memory(book, name, options)
+            return _copy_to_folder(book, address, name, options)
+    raise BookError(f"{book.url}: compaction removed records during each of {_MAX_ATTEMPTS} attempts to copy them")
 
 
-# --- where to -----------------------------------------------------------------------------------------------------
+# --- destinations ---------------------------------------------------------------------------------------------------
 
 
-def _to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
+def _copy_to_memory(book: Book, name: str | None, options: Mapping[str, Any]) -> Book:
     from rollbook.book.book import open
 
     copy = open("memory:", **options)
     try:
-        _fill(book, copy, name)
+        _fill_copy(book, copy, name)
     except BaseException:
         copy.close()
         raise
     return copy
 
 
-def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
+def _copy_to_folder(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
     from rollbook.book.book import open
 
     disk: Disk = options.get("disk") or Disk()
@@ -203,7 +234,7 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     aside = os.path.join(above, f".{last}.{os.urandom(8).hex()}.copying")
     try:
         with open(aside, **options) as copy:
-            _fill(book, copy, name)
+            _fill_copy(book, copy, name)
         hit_failpoint("before rename")
         disk.rename(aside, target)
     except BaseException:
@@ -214,7 +245,7 @@ def _to_folder(book: Book, address: str, name: str | None, options: Mapping[str,
     return open(address, "r+", **options)
 
 
-def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
+def _copy_to_postgres(book: Book, address: str, name: str | None, options: Mapping[str, Any]) -> Book:
     from psycopg import sql
 
     from rollbook.book.book import open
@@ -232,7 +263,7 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
                     raise BookError(
                         f"data: {redacted(str(options.get('data')))!r} holds segments already, expected an empty place"
                     )
-                _fill(book, copy, name)
+                _fill_copy(book, copy, name)
             hit_failpoint("before rename")
             with connection.transaction():
                 # Only an empty schema is dropped: one that others filled meanwhile is an error.
@@ -246,22 +277,22 @@ def _to_postgres(book: Book, address: str, name: str | None, options: Mapping[st
     return open(address, "r+", **options)
 
 
-# --- the ledger ---------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------------------------
 
 
-def _fill(book: Book, copy: Book, name: str | None) -> None:
-    with _apart(book) as source:
+def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
+    with _open_separately(book) as source:
         with source.read() as tx, copy.ledger.write() as out:
             point = None if name is None else find_checkpoint(tx, name)
             for table in TABLES:
                 if table != "meta":
                     out.run(f"DELETE FROM {table}")
-                if table not in _NOT_COPIED:
+                if table not in _TABLES_NOT_COPIED:
                     _copy_table(tx, out, table, point)
             out.run("DELETE FROM media WHERE hash NOT IN (SELECT hash FROM media_uses)")
             _copy_meta(tx, out, point)
             if copy.ledger.dialect == "postgresql":
-                # Numbers that were written are none that the sequence gave: it goes on behind them.
+                # The copied numbers did not come from the sequences, which have to continue after them.
                 number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
                 out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
                 for table, key in (("records", "seq"), ("leases", "id")):
@@ -281,12 +312,12 @@ def _fill(book: Book, copy: Book, name: str | None) -> None:
                     queue.refresh_groups(out, consumer, gids)
                 save_consumer(out, consumer)
         else:
-            _count_anew(out)
-            _void_then(out, point)
+            queue.recount_all(out)
+            _void_leases_at(out, point)
             last = out.one("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
             undo_work(out, copy, point, "drop")
-            # In this book nothing of what was undone ever happened.
+            # The copy has no trace of what happened after the checkpoint.
             queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
@@ -295,7 +326,7 @@ def _fill(book: Book, copy: Book, name: str | None) -> None:
 
 
 @contextmanager
-def _apart(book: Book) -> Iterator[Ledger]:
+def _open_separately(book: Book) -> Iterator[Ledger]:
     """Open the ledger with another connection, so that a long read does not block users of the book."""
     ledger: Any = book.ledger
     separate: Ledger
@@ -306,7 +337,7 @@ def _apart(book: Book) -> Iterator[Ledger]:
     elif ledger.path is not None:
         separate = SQLiteLedger(ledger.path, read_only=True, clock=ledger.clock)
     else:
-        # What is in memory cannot be reached twice.
+        # A database in memory has a single connection.
         yield ledger
         return
     try:
@@ -315,7 +346,7 @@ def _apart(book: Book) -> Iterator[Ledger]:
         separate.close()
 
 
-def _columns(table: str) -> tuple[list[str], list[str]]:
+def _list_columns(table: str) -> tuple[list[str], list[str]]:
     """Return a table's columns, and those of its key."""
     names, key = [], []
     for column in TABLES[table]:
@@ -329,20 +360,22 @@ def _columns(table: str) -> tuple[list[str], list[str]]:
 
 
 def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | None) -> None:
-    names, key = _columns(table)
+    names, key = _list_columns(table)
     listed, marks, keys = ", ".join(names), ", ".join("?" * len(names)), ", ".join(key)
     where = "1 = 1"
     if point is not None and table == "events":
-        where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {FACTS})"
+        where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {_KEPT_KINDS})"
     elif point is not None and table == "inbox":
         where = "1 = 0"  # a checkpoint is made when all inboxes are empty
-    elif point is not None and table in _OF_RECORDS:
+    elif point is not None and table in _TABLES_BY_SEQ:
         where = f"seq <= {point.seq}"
     at = [names.index(column) for column in key]
     last: tuple[Any, ...] | None = None
     while True:
         after = "" if last is None else f" AND ({keys}) > ({', '.join('?' * len(key))})"
-        rows = tx.all(f"SELECT {listed} FROM {table} WHERE {where}{after} ORDER BY {keys} LIMIT {PIECE}", last or ())
+        rows = tx.all(
+            f"SELECT {listed} FROM {table} WHERE {where}{after} ORDER BY {keys} LIMIT {_PAGE_ROWS}", last or ()
+        )
         if not rows:
             return
         out.many(f"INSERT INTO {table} ({listed}) VALUES ({marks})", rows)
@@ -358,14 +391,14 @@ def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
         "checkpoint": None if point is None else point.name,
         "from": json.loads(values["from"]) if "from" in values else None,
     }
-    new = {key: value for key, value in values.items() if key not in OWN} | {"from": json.dumps(meta)}
+    new = {key: value for key, value in values.items() if key not in _BOOK_META} | {"from": json.dumps(meta)}
     for key, value in new.items():
         out.run("DELETE FROM meta WHERE key = ?", (key,))
         out.run("INSERT INTO meta (key, value) VALUES (?, ?)", (key, value))
 
 
-def _void_then(out: Transaction, point: Point) -> None:
-    """Say of what was leased at the checkpoint that it is not in the copy: its holders know the other book only."""
+def _void_leases_at(out: Transaction, point: Point) -> None:
+    """Void the leases at the checkpoint, whose holders only have the other book."""
     out.run(
         "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
         f"SELECT {out.now!r}, held.seq, held.consumer, 'voided', ?, held.lease, '{{\"what\": \"leased\"}}' "
@@ -376,25 +409,11 @@ def _void_then(out: Transaction, point: Point) -> None:
     )
 
 
-def _count_anew(out: Transaction) -> None:
-    """Tallies of what was copied, where not all was."""
-    out.run("DELETE FROM tallies")
-    out.run(
-        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
-        "SELECT consumer, state, COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
-    )
-    out.run(
-        "INSERT INTO tallies (consumer, state, reason, shard, n, weight) "
-        "SELECT 0, CASE evaluation WHEN 0 THEN 'admitted' ELSE 'evaluation' END, '', 0, COUNT(*), 0 FROM records "
-        "GROUP BY evaluation"
-    )
-
-
-# --- the bytes ----------------------------------------------------------------------------------------------------
+# --- the bytes ------------------------------------------------------------------------------------------------------
 
 
 def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
-    """Put every frame that the copied ledger speaks of on the new store, less the records that it does not speak of."""
+    """Copy every frame that the copied ledger refers to, without records that it does not refer to."""
     with copy.ledger.read() as out:
         sizes = out.all("SELECT segment, COUNT(*) FROM records WHERE segment IS NOT NULL GROUP BY segment ORDER BY 1")
     waiting = deque(sizes)
@@ -402,18 +421,18 @@ def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
         # Segments of a folder hold many records each, those of a database few.
         names: list[str] = []
         rows = 0
-        while waiting and len(names) < PIECE and rows < PIECE:
+        while waiting and len(names) < _PAGE_ROWS and rows < _PAGE_ROWS:
             name, count = waiting.popleft()
             names.append(name)
             rows += count
-        frames = _frames(copy, names)
+        frames = _list_frames(copy, names)
         batch: list[tuple[list[tuple[int, int]], Any]] = []
         size = 0
         for place, members in frames.items():
             try:
-                part = _part(book, place, [slot for _, slot in members])
+                part = _read_part(book, place, [slot for _, slot in members])
             except MissingSegmentError:
-                waiting += _moved(source, copy, place, [seq for seq, _ in members])
+                waiting += _follow_move(source, copy, place, [seq for seq, _ in members])
                 continue
             batch.append(([(seq, i) for i, (seq, _) in enumerate(members)], part))
             size += memoryview(part).nbytes
@@ -423,7 +442,7 @@ def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
         _put_frames(copy, batch)
 
 
-def _frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int]]]:
+def _list_frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int]]]:
     """Return the frames of some segments: their places, and the records (number, slot) to copy."""
     frames: dict[Place, list[tuple[int, int]]] = {}
     with copy.ledger.read() as out:
@@ -437,7 +456,7 @@ def _frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int, int
     return frames
 
 
-def _part(book: Book, place: Place, slots: list[int]) -> Any:
+def _read_part(book: Book, place: Place, slots: list[int]) -> Any:
     """Return a frame with only these records."""
     view = book.store.get(place)
     try:
@@ -448,13 +467,13 @@ def _part(book: Book, place: Place, slots: list[int]) -> Any:
     return view if slots == list(range(len(records))) else encode(records.take(slots))
 
 
-def _moved(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
+def _follow_move(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) -> list[tuple[str, int]]:
     """Return where compaction moved a frame's records, and the segments to read for them."""
-    now, then = _places(source, seqs), _places(copy.ledger, seqs)
+    now, then = _list_places(source, seqs), _list_places(copy.ledger, seqs)
     if any(now[seq][0] is None or now[seq][4] != then[seq][4] for seq in seqs):
         raise _SourceChangedError
     if any(Place(*now[seq][:3]) == place for seq in seqs):
-        raise CorruptBookError(f"segment {place.segment} is missing, and the ledger speaks of it; see `rollbook check`")
+        raise CorruptBookError(f"segment {place.segment} is missing, but the ledger refers to it; see `rollbook check`")
     with copy.ledger.write() as out:
         out.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?",
@@ -463,8 +482,8 @@ def _moved(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) -> lis
     return [(name, len(seqs)) for name in sorted({now[seq][0] for seq in seqs})]
 
 
-def _places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ...]]:
-    """segment, start, size, slot and revision of records"""
+def _list_places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ...]]:
+    """Return (segment, start, size, slot, revision) of records by number."""
     places: dict[int, tuple[Any, ...]] = {}
     with ledger.read() as tx:
         for marks, part in chunks(seqs):
@@ -478,7 +497,7 @@ def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
         return
     places = copy.store.put([part for _, part in batch])
     with copy.ledger.write() as out:
-        _check_there(copy, places)
+        _check_stored(copy, places)
         out.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? WHERE seq = ?",
             [
@@ -489,8 +508,8 @@ def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
         )
 
 
-def _check_there(copy: Book, places: Sequence[Place]) -> None:
-    """Check that segments exist within the transaction that commits: only then are they sure to stay."""
+def _check_stored(copy: Book, places: Sequence[Place]) -> None:
+    """Check that segments exist, within the transaction that refers to them: only then are they not removed."""
     if not all(copy.store.has(name) for name in {place.segment for place in places}):
         raise BookError(f"{copy.url}: the server lost what was put before it was committed")
 
@@ -500,14 +519,14 @@ def _copy_media(book: Book, source: Ledger, copy: Book) -> None:
     while True:
         with copy.ledger.read() as out:
             rows = out.all(
-                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {PIECE}", (last,)
+                f"SELECT hash, segment, start, size FROM media WHERE hash > ? ORDER BY hash LIMIT {_PAGE_ROWS}", (last,)
             )
         if not rows:
             return
         batch: list[tuple[str, Any]] = []
         size = 0
         for key, *place in rows:
-            batch.append((key, _medium(book, source, key, Place(*place))))
+            batch.append((key, _read_medium(book, source, key, Place(*place))))
             size += memoryview(batch[-1][1]).nbytes
             if size >= PUT_BYTES:
                 _put_media(copy, batch)
@@ -516,7 +535,7 @@ def _copy_media(book: Book, source: Ledger, copy: Book) -> None:
         last = rows[-1][0]
 
 
-def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
+def _read_medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
     try:
         return book.store.get(place)
     except MissingSegmentError:
@@ -526,9 +545,9 @@ def _medium(book: Book, source: Ledger, key: str, place: Place) -> memoryview:
             raise _SourceChangedError from None
         if Place(*row) == place:
             raise CorruptBookError(
-                f"segment {place.segment} is missing, and a medium lies in it; see `rollbook check`"
+                f"segment {place.segment} is missing, but a medium refers to it; see `rollbook check`"
             ) from None
-        return _medium(book, source, key, Place(*row))
+        return _read_medium(book, source, key, Place(*row))
 
 
 def _put_media(copy: Book, batch: Sequence[tuple[str, Any]]) -> None:
@@ -536,7 +555,7 @@ def _put_media(copy: Book, batch: Sequence[tuple[str, Any]]) -> None:
         return
     places = copy.store.put([data for _, data in batch])
     with copy.ledger.write() as out:
-        _check_there(copy, places)
+        _check_stored(copy, places)
         out.many(
             "UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ?",
             [(p.segment, p.offset, p.length, key) for (key, _), p in zip(batch, places, strict=True)],

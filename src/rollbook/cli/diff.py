@@ -16,10 +16,10 @@ from rollbook.cli.run import OpenRun, open_run, resolve_uid
 from rollbook.core.terminal import (
     OK,
     block,
-    coloured,
     columns,
     cut,
     figure,
+    has_color,
     percent,
     print_json,
     printable,
@@ -35,18 +35,18 @@ def diff(options: argparse.Namespace) -> int:
     from rollbook.inspect.comparison import Side, compare
 
     if options.words is not None:
-        return _words(options)
+        return _diff_trajectories(options)
     with contextlib.ExitStack() as stack:
         if options.other is None:
             first = other = stack.enter_context(
-                open_run(options.path, spans=lambda source: _spans(options, source.steps()))
+                open_run(options.path, spans=lambda source: _step_ranges(options, source.steps()))
             )
         else:
-            first = stack.enter_context(open_run(options.path, spans=lambda source: _spans(options)[:1]))
-            other = stack.enter_context(open_run(options.other, spans=lambda source: _spans(options)[1:]))
+            first = stack.enter_context(open_run(options.path, spans=lambda source: _step_ranges(options)[:1]))
+            other = stack.enter_context(open_run(options.other, spans=lambda source: _step_ranges(options)[1:]))
         sides = [
-            Side(run.source, run.index, *span)
-            for run, span in zip((first, other), _spans(options, _steps(first)), strict=True)
+            Side(run.source, run.index, *steps)
+            for run, steps in zip((first, other), _step_ranges(options, _training_steps(first)), strict=True)
         ]
         comparison = compare(*sides, texts=options.texts, limit=options.limit, solved=options.solved)
     for name, span_text, run in (("a", options.a, first), ("b", options.b, other)):
@@ -57,25 +57,25 @@ def diff(options: argparse.Namespace) -> int:
     if options.json:
         print_json(comparison)
     else:
-        _print(comparison)
+        _print_comparison(comparison)
     return OK
 
 
-def _spans(options: argparse.Namespace, steps: Sequence[int] = ()) -> list[tuple[int | None, int | None]]:
+def _step_ranges(options: argparse.Namespace, steps: Sequence[int] = ()) -> list[tuple[int | None, int | None]]:
     """Return the steps of both sides; by default all of two runs, or the first and last quarter of one."""
-    from rollbook.inspect.comparison import span
+    from rollbook.inspect.comparison import parse_steps
 
-    named = [None if text is None else span(text) for text in (options.a, options.b)]
-    others: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
-    if options.other is None and None in named:
+    ranges = [None if text is None else parse_steps(text) for text in (options.a, options.b)]
+    defaults: list[tuple[int | None, int | None]] = [(None, None), (None, None)]
+    if options.other is None and None in ranges:
         if len(steps) < 2:
             raise ValueError(f"diff: the run has {len(steps)} steps, expected two or more, or a second run")
         size = max(1, len(steps) // 4)
-        others = [(steps[0], steps[size - 1]), (steps[-size], steps[-1])]
-    return [chosen or default for chosen, default in zip(named, others, strict=True)]
+        defaults = [(steps[0], steps[size - 1]), (steps[-size], steps[-1])]
+    return [chosen or default for chosen, default in zip(ranges, defaults, strict=True)]
 
 
-def _steps(run: OpenRun) -> list[int]:
+def _training_steps(run: OpenRun) -> list[int]:
     from rollbook.inspect.sources import BookSource
 
     if isinstance(run.source, BookSource):
@@ -83,7 +83,7 @@ def _steps(run: OpenRun) -> list[int]:
     return [step for (step,) in run.index.query("SELECT DISTINCT step FROM samples WHERE evaluation = 0 ORDER BY step")]
 
 
-def _print(comparison: dict[str, Any]) -> None:
+def _print_comparison(comparison: dict[str, Any]) -> None:
     for name in ("a", "b"):
         side = comparison[name]
         first, last = side["steps"]
@@ -94,11 +94,11 @@ def _print(comparison: dict[str, Any]) -> None:
     rows = [
         [
             name,
-            _interval(metric["a"]),
-            _interval(metric["b"]),
-            _change(metric),
+            _format_mean(metric["a"]),
+            _format_mean(metric["b"]),
+            _format_change(metric),
             figure(metric["ks"]),
-            _sure(metric["p"]),
+            _describe_p_value(metric["p"]),
         ]
         for name, metric in metrics.items()
     ]
@@ -150,7 +150,7 @@ def _print(comparison: dict[str, Any]) -> None:
             print(f"{text}  {cut(printable(entry['opening']), max(20, min(90, columns() - width(text) - 2)))}")
 
 
-def _interval(side: dict[str, float] | None) -> str:
+def _format_mean(side: dict[str, float] | None) -> str:
     """Format the mean of a side and the half-width of its confidence interval."""
     if side is None:
         return ""
@@ -158,7 +158,7 @@ def _interval(side: dict[str, float] | None) -> str:
     return figure(side["mean"]) + (f" ± {figure((side['high'] - side['low']) / 2)}" if has_interval else "")
 
 
-def _change(metric: dict[str, Any]) -> str:
+def _format_change(metric: dict[str, Any]) -> str:
     if metric["shift"] is None:
         return ""
     sign = "+" if metric["shift"] > 0 else ""
@@ -167,43 +167,43 @@ def _change(metric: dict[str, Any]) -> str:
     return f"{sign}{figure(metric['shift'])}{half}"
 
 
-def _sure(chance: float | None) -> str:
-    return "" if chance is None else "clear" if chance < 0.001 else "likely" if chance < 0.05 else ""
+def _describe_p_value(p: float | None) -> str:
+    return "" if p is None else "clear" if p < 0.001 else "likely" if p < 0.05 else ""
 
 
 # --- two trajectories -----------------------------------------------------------------------------------------------
 
 
-def _words(options: argparse.Namespace) -> int:
-    from rollbook.inspect.comparison import responses
+def _diff_trajectories(options: argparse.Namespace) -> int:
+    from rollbook.inspect.comparison import read_responses
 
     uids, texts = [], []
     for path, name in zip((options.path, options.other or options.path), options.words, strict=True):
         with open_run(path, ids=[name]) as run:
             uids.append(resolve_uid(run.index, name))
-            texts.append(next(iter(responses(run.source, uids[-1:])))[1])
+            texts.append(next(iter(read_responses(run.source, uids[-1:])))[1])
     pieces = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in texts]
     changes: list[dict[str, str]] = []
     for kind, a, b, c, d in difflib.SequenceMatcher(None, pieces[0], pieces[1], autojunk=False).get_opcodes():
-        one_side, other_side = "".join(pieces[0][a:b]), "".join(pieces[1][c:d])
+        a_text, b_text = "".join(pieces[0][a:b]), "".join(pieces[1][c:d])
         # A space between two changes is part of the change.
-        if changes and (changes[-1]["kind"] != "equal") and (kind != "equal" or one_side.isspace()):
-            changes[-1] = {"kind": "replace", "a": changes[-1]["a"] + one_side, "b": changes[-1]["b"] + other_side}
+        if changes and (changes[-1]["kind"] != "equal") and (kind != "equal" or a_text.isspace()):
+            changes[-1] = {"kind": "replace", "a": changes[-1]["a"] + a_text, "b": changes[-1]["b"] + b_text}
         else:
-            changes.append({"kind": kind, "a": one_side, "b": other_side})
+            changes.append({"kind": kind, "a": a_text, "b": b_text})
     if options.json:
         print_json({"a": uids[0], "b": uids[1], "changes": changes})
         return OK
     print(styled(f"- {printable(uids[0])}", "red"))
     print(styled(f"+ {printable(uids[1])}", "green"))
-    pieces_shown = []
+    output = []
     for change in changes:
         if change["kind"] == "equal":
-            pieces_shown.append(block(change["a"]))
+            output.append(block(change["a"]))
             continue
         for side, sign, color in (("a", "-", "red"), ("b", "+", "green")):
             if change[side]:
                 text = block(change[side])
-                pieces_shown.append(styled(text, color) if coloured() else f"[{sign}{text}{sign}]")
-    print("\n".join(map(wrapped, "".join(pieces_shown).split("\n"))))
+                output.append(styled(text, color) if has_color() else f"[{sign}{text}{sign}]")
+    print("\n".join(map(wrapped, "".join(output).split("\n"))))
     return OK

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from rollbook.core import __version__
 from rollbook.core.errors import explain_missing
-from rollbook.core.terminal import OK, UNREADABLE, WHEN, print_json, printable, use_colour, wrapped
+from rollbook.core.terminal import COLOR_MODES, OK, UNREADABLE, print_json, printable, set_color_mode, wrapped
 
 BOOK = "a book: its folder or postgresql://..."
 RUN = "a book, the folder of a run, or saved rollouts of this or another tool"
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_parser().print_help()
         return OK
     options = build_parser().parse_args(words)
-    use_colour(options.color)
+    set_color_mode(options.color)
     module, _, name = options.run.partition(":")
     try:
         with warnings.catch_warnings():
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
-    """Remove the secrets of addresses among the arguments from the text of an error."""
+def _redact_arguments(text: str, arguments: Iterable[Any]) -> str:
+    """Remove passwords of addresses in the arguments from an error message."""
     from pathlib import Path
 
     from rollbook.core.addresses import redacted
@@ -80,15 +80,15 @@ def _without_secrets(text: str, arguments: Iterable[Any]) -> str:
     for argument in arguments:
         for address in argument if isinstance(argument, list) else [argument]:
             if isinstance(address, str) and address:
-                for shown in (address, str(Path(address))):
-                    text = text.replace(shown, redacted(shown))
+                for spelling in (address, str(Path(address))):
+                    text = text.replace(spelling, redacted(spelling))
     return text
 
 
 def _print_error(options: argparse.Namespace, text: str) -> None:
     """Print one line on standard error, wrapped on a terminal."""
-    command, text = options.command, _without_secrets(text, vars(options).values())
-    text = f"rollbook {command}: {_one_line(text.removeprefix(f'{command}: '))}"
+    command, text = options.command, _redact_arguments(text, vars(options).values())
+    text = f"rollbook {command}: {_escape_lines(text.removeprefix(f'{command}: '))}"
     if sys.stderr.isatty():
         limit = max(40, shutil.get_terminal_size().columns)
         text = "\n".join(wrapped(line, 2, limit=limit) for line in text.split("\n"))
@@ -106,12 +106,12 @@ def _join_negative_values(arguments: list[str]) -> list[str]:
     return words
 
 
-def _one_line(text: str) -> str:
+def _escape_lines(text: str) -> str:
     return "\n  ".join(printable(line) for line in text.splitlines())
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests the closest name for an unknown command or option."""
+    """An argument parser that suggests the closest name for an unknown command or option."""
 
     def error(self, message: str) -> NoReturn:
         words = message.split("'")
@@ -130,10 +130,12 @@ class _Parser(argparse.ArgumentParser):
             message += f"; did you mean {near[0]}?" if near else ""
         super().error(message)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         options, rest = super().parse_known_args(args, namespace)
         if hasattr(options, "changes"):
-            # argparse collects only those before an option.
+            # argparse collects only the overrides before the first option.
             options.changes += [word for word in rest if "=" in word and not word.startswith("-")]
             rest = [word for word in rest if word not in options.changes]
         if rest and self.prog != "rollbook" and any(word.startswith("--") for word in rest):
@@ -141,16 +143,16 @@ class _Parser(argparse.ArgumentParser):
         return options, rest
 
 
-def _int_between(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """Return a parser of an option's integer from `least` to `most` (by default, what a ledger can hold)."""
+def _int_between(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return a parser for integers from `low` to `high` (by default the largest integer a ledger can store)."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            span = f">= {least}" if number < least and most == 2**63 - 1 else f"from {least} to {most}"
+            number = low - 1
+        if not low <= number <= high:
+            span = f">= {low}" if number < low and high == 2**63 - 1 else f"from {low} to {high}"
             raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer {span}")
         return number
 
@@ -187,12 +189,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rollbook {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    def command(name: str, run: str, *, path: str | None = BOOK) -> Any:
+    def command(name: str, run: str, *, path: str | None = BOOK) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=COMMANDS[name], description=COMMANDS[name])
         if path is not None:
             subparser.add_argument("path", metavar="PATH", help=path)
         subparser.add_argument("--json", action="store_true", help="print JSON")
-        subparser.add_argument("--color", choices=WHEN, default="auto", help="when to use colors (auto: on a terminal)")
+        subparser.add_argument(
+            "--color", choices=COLOR_MODES, default="auto", help="when to use colors (auto: on a terminal)"
+        )
         subparser.set_defaults(run=run)
         return subparser
 
@@ -232,7 +236,7 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("--tokens", metavar="A:B", help="list these tokens, one per line, with their values")
     show.add_argument("--tokenizer", metavar="PATH", help=_TOKENIZER)
 
-    view = command("view", "view:view", path=RUN)
+    view = command("view", "show:view", path=RUN)
     view.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     view.add_argument("--port", type=_int_between(0, 65535), default=None, help="port (default: 8420, or a free one)")
     view.add_argument("--socket", metavar="PATH", help="listen on a Unix socket instead")
@@ -244,10 +248,10 @@ def build_parser() -> argparse.ArgumentParser:
     view.add_argument("--trusted-host", metavar="HOST", action="append", default=[], help="also accept this host name")
     view.add_argument("--annotate", action="store_true", help="save stars and notes next to the data")
     view.add_argument(
-        "--unsafe-allow-unauthenticated", action="store_true", help="serve without a token, to anyone who can connect"
+        "--unsafe-allow-unauthenticated", action="store_true", help="serve without a token to anyone who can connect"
     )
 
-    doctor = command("doctor", "view:doctor", path=RUN)
+    doctor = command("doctor", "show:doctor", path=RUN)
     doctor.add_argument("--steps", metavar="A-B", help="check only these steps")
     doctor.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="change a threshold")
     doctor.add_argument("--verbose", action="store_true", help="also list passed checks")
@@ -265,10 +269,16 @@ def build_parser() -> argparse.ArgumentParser:
     diff.add_argument("--a", metavar="STEPS", help="steps of A: 7 or 3-9 (default: the first quarter)")
     diff.add_argument("--b", metavar="STEPS", help="steps of B (default: the last quarter)")
     diff.add_argument(
-        "--texts", metavar="N", type=_int_between(0), default=400, help="responses per side for phrase counts (400)"
+        "--texts",
+        metavar="N",
+        type=_int_between(0),
+        default=400,
+        help="responses per side for phrase counts (default: 400)",
     )
     diff.add_argument("--solved", type=float, help="minimum reward of a solved sample")
-    diff.add_argument("--limit", metavar="N", type=_int_between(0), default=15, help="phrases and prompts to list (15)")
+    diff.add_argument(
+        "--limit", metavar="N", type=_int_between(0), default=15, help="phrases and prompts to list (default: 15)"
+    )
     diff.add_argument("--words", metavar="ID", nargs=2, help="compare two trajectories word by word")
 
     sql = command("sql", "query:sql")
@@ -322,10 +332,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def completion(options: argparse.Namespace) -> int:
-    """Print the completion script of a shell; `eval "$(rollbook completion bash)"` loads it."""
-
-    commands = dict(_commands(build_parser()))
-    text = {"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](commands)
+    """Print the completion script of a shell. `eval "$(rollbook completion bash)"` loads it."""
+    commands = dict(_list_options(build_parser()))
+    text = {"bash": _bash_script, "zsh": _zsh_script, "fish": _fish_script}[options.shell](commands)
     if options.json:
         print_json({"shell": options.shell, "script": text})
     else:
@@ -333,7 +342,7 @@ def completion(options: argparse.Namespace) -> int:
     return OK
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, dict[str, tuple[str, tuple[str, ...]]]]]:
+def _list_options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, dict[str, tuple[str, tuple[str, ...]]]]]:
     """Yield each command with its options: their help, and their choices if they have any."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -349,12 +358,12 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, dict[str, 
                 )
 
 
-_Commands = dict[str, dict[str, tuple[str, tuple[str, ...]]]]
+_CommandOptions = dict[str, dict[str, tuple[str, tuple[str, ...]]]]
 
 
-def _bash(commands: _Commands) -> str:
+def _bash_script(commands: _CommandOptions) -> str:
     cases = "\n".join(f'        {name}) words="{" ".join(options)}" ;;' for name, options in commands.items())
-    fixed = {
+    with_choices = {
         (option, choices)
         for options in commands.values()
         for option, (_, choices) in options.items()
@@ -362,7 +371,7 @@ def _bash(commands: _Commands) -> str:
     }
     values = "\n".join(
         f'        {option}) COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$word")); return ;;'
-        for option, choices in sorted(fixed)
+        for option, choices in sorted(with_choices)
     )
     return f"""_rollbook() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
@@ -386,17 +395,18 @@ def _bash(commands: _Commands) -> str:
 complete -F _rollbook rollbook"""
 
 
-def _zsh(commands: _Commands) -> str:
-    listed = "\n".join(f"        '{name}:{_quoted(COMMANDS[name])}'" for name in commands)
-    cases = "\n".join(
-        f"        {name}) _values -w 'option' {' '.join(_value(option, options[option][0]) for option in options)} ;;"
+def _zsh_script(commands: _CommandOptions) -> str:
+    entries = "\n".join(f"        '{name}:{_strip_special(COMMANDS[name])}'" for name in commands)
+    values = {
+        name: " ".join(_zsh_value(option, text) for option, (text, _) in options.items())
         for name, options in commands.items()
-    )
+    }
+    cases = "\n".join(f"        {name}) _values -w 'option' {words} ;;" for name, words in values.items())
     return f"""#compdef rollbook
 _rollbook() {{
     local -a commands
     commands=(
-{listed}
+{entries}
     )
     if (( CURRENT == 2 )); then
         _describe 'command' commands
@@ -413,26 +423,27 @@ _rollbook() {{
 compdef _rollbook rollbook"""
 
 
-def _value(option: str, text: str) -> str:
-    return f"'{option}[{_quoted(text)}]'"
+def _zsh_value(option: str, text: str) -> str:
+    return f"'{option}[{_strip_special(text)}]'"
 
 
-def _quoted(text: str) -> str:
+def _strip_special(text: str) -> str:
     """Remove the characters that are special to zsh in a description."""
     return text.replace("'", "").replace("[", "(").replace("]", ")").replace(":", ",")
 
 
-def _fish(commands: _Commands) -> str:
+def _fish_script(commands: _CommandOptions) -> str:
     lines = ["complete -c rollbook -n __fish_use_subcommand -f"]
     lines += [
-        f"complete -c rollbook -n __fish_use_subcommand -a {name} -d '{_quoted(COMMANDS[name])}'" for name in commands
+        f"complete -c rollbook -n __fish_use_subcommand -a {name} -d '{_strip_special(COMMANDS[name])}'"
+        for name in commands
     ]
     for name, options in commands.items():
         for option, (text, choices) in options.items():
             seen = f"complete -c rollbook -n '__fish_seen_subcommand_from {name}'"
             if option.startswith("--"):
                 words = f" -x -a '{' '.join(choices)}'" if choices else ""
-                lines.append(f"{seen} -l {option.removeprefix('--')}{words} -d '{_quoted(text)}'")
+                lines.append(f"{seen} -l {option.removeprefix('--')}{words} -d '{_strip_special(text)}'")
             else:
                 lines.append(f"{seen} -f -a {option}")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rollbook.cli.run import LEDGER, book_at
+from rollbook.cli.run import LEDGER, resolve_book
 from rollbook.core.addresses import POSTGRES
 from rollbook.core.ids import step_of
 from rollbook.core.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 def ls(options: argparse.Namespace) -> int:
     """List the contents of a book, the runs of a folder, or the samples that match a filter."""
     if any(option is not None for option in (options.where, options.sort, options.limit)):
-        return _samples(options)
-    path = options.path if _is_shared(options.path) else book_at(os.path.expanduser(options.path))
-    if _is_shared(path) or os.path.lexists(os.path.join(path, LEDGER)):
+        return _list_samples(options)
+    path = options.path if _is_postgres(options.path) else resolve_book(os.path.expanduser(options.path))
+    if _is_postgres(path) or os.path.lexists(os.path.join(path, LEDGER)):
         summary = _summarize(path)
         if options.json:
             print_json(summary)
             return OK
-        for name in (*_SUMMARY, "policy_version", "segments", "bytes", "made"):
-            shown = size(summary[name]) if name == "bytes" and summary[name] is not None else summary[name]
-            if shown is not None:
-                print(f"{name.replace('_', ' '):19}{printable(shown)}")
+        for name in (*_SUMMARY_FIELDS, "policy_version", "segments", "bytes", "created"):
+            value = size(summary[name]) if name == "bytes" and summary[name] is not None else summary[name]
+            if value is not None:
+                print(f"{name.replace('_', ' '):19}{printable(value)}")
         if summary["checkpoints"]:
             print(wrapped(f"{'checkpoints':19}{printable(', '.join(summary['checkpoints']))}", 19))
-        rows = [[entry[name] for name in STATES] for entry in summary["consumers"]]
+        rows = [[entry[name] for name in _CONSUMER_COLUMNS] for entry in summary["consumers"]]
         if rows:
             print()
-            print_table(STATES, rows)
+            print_table(_CONSUMER_COLUMNS, rows)
         return OK
     if not os.path.isdir(path):
         if not os.path.lexists(path):
             raise FileNotFoundError(f"{path}: no such file or folder")
-        return _rollouts(options)
+        return _summarize_rollouts(options)
     runs = []
-    for name, book in _runs(path):
+    for name, book in _find_runs(path):
         try:
             runs.append({"name": name, **_summarize(book)})
         except (ValueError, OSError) as error:
@@ -55,7 +55,7 @@ def ls(options: argparse.Namespace) -> int:
             runs.append({"name": name, "error": "permission denied" if denied else str(error)})
     if not runs and any(os.scandir(path)):
         try:
-            return _rollouts(options)
+            return _summarize_rollouts(options)
         except (ValueError, OSError):
             pass  # not a folder of rollouts
     if options.json:
@@ -76,28 +76,29 @@ def ls(options: argparse.Namespace) -> int:
     return OK
 
 
-_DEPTH = 3
+_MAX_DEPTH = 3
 """Levels below a folder that are searched for runs."""
-_SUMMARY = ("steps", "records", "evaluation", "reward", "evaluation_reward", "written")
+_CONSUMER_COLUMNS = ("consumer", "waiting", "leased", "trained", "dropped")
+_SUMMARY_FIELDS = ("steps", "records", "evaluation", "reward", "evaluation_reward", "written")
 
 
-def _runs(folder: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+def _find_runs(folder: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
     """Yield the name and the book of each run in a folder, by name; links are not followed."""
     with os.scandir(folder) as entries:
-        inside = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
-    for name in inside:
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
+    for name in names:
         path = os.path.join(folder, name)
-        book = book_at(path)
+        book = resolve_book(path)
         if os.path.lexists(os.path.join(book, LEDGER)):
             yield name, book
         elif depth > 1:
             try:
-                yield from ((f"{name}/{below}", below_book) for below, below_book in _runs(path, depth - 1))
+                yield from ((f"{name}/{below}", below_book) for below, below_book in _find_runs(path, depth - 1))
             except PermissionError:
                 yield name, path  # reported as unreadable
 
 
-def _rollouts(options: argparse.Namespace) -> int:
+def _summarize_rollouts(options: argparse.Namespace) -> int:
     """Summarize saved rollouts."""
     from rollbook.cli.run import open_run
 
@@ -114,12 +115,13 @@ def _rollouts(options: argparse.Namespace) -> int:
     return OK
 
 
-def _samples(options: argparse.Namespace) -> int:
+def _list_samples(options: argparse.Namespace) -> int:
     from rollbook.cli.run import open_run, sample_table
 
     with open_run(options.path) as run:
-        order, most = options.sort or "n", options.limit or 50
-        page = run.answers.list(view="samples", filter=options.where, sort=order, limit=most)
+        page = run.answers.list(
+            view="samples", filter=options.where, sort=options.sort or "n", limit=options.limit or 50
+        )
     if options.json:
         print_json(page["rows"])
         return OK
@@ -130,20 +132,17 @@ def _samples(options: argparse.Namespace) -> int:
     return OK
 
 
-STATES = ("consumer", "waiting", "leased", "trained", "dropped")
-
-
-def _is_shared(path: str) -> bool:
+def _is_postgres(path: str) -> bool:
     return path.startswith(POSTGRES)
 
 
 def _summarize(path: str) -> dict[str, Any]:
     """Summarize a book from its ledger, loading only the ledger's modules."""
-    if _is_shared(path):
+    if _is_postgres(path):
         from rollbook.book import open as open_book
 
         with open_book(path, "r") as book:
-            summary = _from_ledger(book.ledger)
+            summary = _summarize_ledger(book.ledger)
             sizes = book.store.segments()
         return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
     from pathlib import Path
@@ -152,18 +151,18 @@ def _summarize(path: str) -> dict[str, Any]:
 
     ledger = SQLiteLedger(Path(path) / "ledger.sqlite", read_only=True)
     try:
-        summary = _from_ledger(ledger)
+        summary = _summarize_ledger(ledger)
     finally:
         ledger.close()
-    parts = os.path.join(path, "segments")
+    segments = os.path.join(path, "segments")
     sizes = {}
-    if os.path.isdir(parts) and not os.path.islink(parts):
-        with os.scandir(parts) as entries:
+    if os.path.isdir(segments) and not os.path.islink(segments):
+        with os.scandir(segments) as entries:
             sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
     return {**summary, "segments": len(sizes), "bytes": sum(sizes.values())}
 
 
-def _from_ledger(ledger: Ledger) -> dict[str, Any]:
+def _summarize_ledger(ledger: Ledger) -> dict[str, Any]:
     import sqlite3
 
     from rollbook.book.ledger import LAYOUT
@@ -177,7 +176,7 @@ def _from_ledger(ledger: Ledger) -> dict[str, Any]:
             tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
             unseen = dict(tx.all("SELECT consumer, SUM(count) FROM inbox GROUP BY 1"))
             names = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
-            points = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
+            checkpoints = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
             logged = tx.all("SELECT step FROM events WHERE seq IS NULL AND kind = 'metrics' ORDER BY id DESC LIMIT 1")
             written = tx.all("SELECT time FROM events ORDER BY id DESC LIMIT 1")
             rewound: dict[int, int] = {}
@@ -185,8 +184,8 @@ def _from_ledger(ledger: Ledger) -> dict[str, Any]:
                 rewound = dict(
                     tx.all("SELECT evaluation, COUNT(*) FROM records WHERE gone = 'rewound' GROUP BY evaluation")
                 )
-            step, reward = _last(tx, 0)
-            evaluation_reward = _last(tx, 1)[1]
+            step, reward = _last_step_and_reward(tx, 0)
+            evaluation_reward = _last_step_and_reward(tx, 1)[1]
     except sqlite3.Error as error:
         raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` gives details") from None
     count = {(consumer, state): n for consumer, state, n in tallies}
@@ -198,22 +197,22 @@ def _from_ledger(ledger: Ledger) -> dict[str, Any]:
         "evaluation_reward": evaluation_reward,
         "written": when(written[0][0]) if written else None,
         "policy_version": meta.get("policy_version"),
-        "made": when(meta.get("made")),
-        "checkpoints": [str(name) for name in points],
+        "created": when(meta.get("made")),
+        "checkpoints": [str(name) for name in checkpoints],
         "consumers": [
             {
                 "consumer": name,
                 "waiting": sum(count.get((number, state), 0) for state in ("waiting", "cooling"))
                 + unseen.get(number, 0),
-                **{state: count.get((number, state), 0) for state in STATES[2:]},
+                **{state: count.get((number, state), 0) for state in _CONSUMER_COLUMNS[2:]},
             }
             for number, name in names
         ],
     }
 
 
-def _last(tx: Transaction, evaluation: int) -> tuple[int | None, float | None]:
-    """Return the training step and the mean reward of the last records, for training or for evaluation."""
+def _last_step_and_reward(tx: Transaction, evaluation: int) -> tuple[int | None, float | None]:
+    """Return the step and mean reward of the newest batch of training (0) or evaluation (1) records."""
     present = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
     rows = tx.all(f"SELECT batch, version_min FROM records WHERE {present} ORDER BY seq DESC LIMIT 1")
     if not rows:
@@ -226,7 +225,7 @@ def sql(options: argparse.Namespace) -> int:
     """Run a SQL query on a book."""
     from rollbook.book import open as open_book
 
-    with open_book(book_at(options.path), "r") as book:
+    with open_book(resolve_book(options.path), "r") as book:
         table = book.sql(options.query, memory=options.memory, seconds=options.seconds).arrow()
     if options.json:
         print_json(table.to_pylist())
@@ -239,7 +238,7 @@ def history(options: argparse.Namespace) -> int:
     """Print the history of a record."""
     from rollbook.book import open as open_book
 
-    with open_book(book_at(options.path), "r") as book:
+    with open_book(resolve_book(options.path), "r") as book:
         entries = book.history(_resolve_uid(book, options.uid))
     names = ("time", "kind", "reason", "consumer", "step", "lease", "detail")
     if options.json:
@@ -252,7 +251,7 @@ def history(options: argparse.Namespace) -> int:
 
 
 def _resolve_uid(book: Book, uid: str) -> str:
-    """Return the only uid with this prefix; `3/12/0` means run 0 of a task before it means a longer run number."""
+    """Return the only uid with this prefix; `3/12/0` matches run 0 of a task before runs 01, 02, ..."""
     with book.ledger.read() as tx:
         for beginning in (uid, f"{uid}/", uid):
             last = beginning + "\U0010ffff"

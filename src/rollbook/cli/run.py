@@ -32,10 +32,10 @@ class OpenRun:
     answers: Answers
 
 
-def book_at(path: str) -> str:
-    """Return the address of the book at `path`: for the folder of a run, the book in it.
+def resolve_book(path: str) -> str:
+    """Return the path or URL of a book; for the folder of a run, the book in it.
 
-    >>> book_at("postgresql://host/database"), book_at("some/book")
+    >>> resolve_book("postgresql://host/database"), resolve_book("some/book")
     ('postgresql://host/database', 'some/book')
     """
     inside = os.path.join(path, "book")
@@ -92,20 +92,20 @@ def resolve_uid(index: Index, prefix: str) -> str:
     )
 
 
-_NUMBERS = ("reward", "advantage", "tokens", "entropy", "kl")
-_FIRST_TO_GO = ("kl", "entropy", "advantage", "state", "tokens")
+_NUMBER_COLUMNS = ("reward", "advantage", "tokens", "entropy", "kl")
+_OPTIONAL_COLUMNS = ("kl", "entropy", "advantage", "state", "tokens")
 
 
-def sample_table(rows: Sequence[dict[str, Any]], more: Sequence[str] = ()) -> Iterator[str]:
+def sample_table(rows: Sequence[dict[str, Any]], extra_columns: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a table of samples.
 
     On a narrow terminal, ids are printed without their last part, which `rollbook show` does not need.
 
     Args:
         rows: Samples, as `Answers.list` returns them.
-        more: Additional numeric columns, placed first.
+        extra_columns: Additional numeric columns, placed first.
     """
-    numbers = (*more, *_NUMBERS)
+    numbers = (*extra_columns, *_NUMBER_COLUMNS)
     names = ("uid", *numbers, "status", "state", "ends with")
     lines = []
     for row in rows:
@@ -118,13 +118,13 @@ def sample_table(rows: Sequence[dict[str, Any]], more: Sequence[str] = ()) -> It
     total_width = sum(max(width(line[i]) for line in (names, *lines)) + 1 for i in range(len(names) - 1)) + len(
         names[-1]
     )
-    short = [line[0].rpartition("/")[0] for line in lines]
-    if total_width > columns() and len(set(short)) == len(short):
-        lines = [[name, *line[1:]] for name, line in zip(short, lines, strict=True)]
+    short_ids = [line[0].rpartition("/")[0] for line in lines]
+    if total_width > columns() and len(set(short_ids)) == len(short_ids):
+        lines = [[name, *line[1:]] for name, line in zip(short_ids, lines, strict=True)]
     yield from table(
         names,
         lines,
         right=range(1, 1 + len(numbers)),
         ends=(len(names) - 1,),
-        optional=[names.index(name) for name in _FIRST_TO_GO],
+        optional=[names.index(name) for name in _OPTIONAL_COLUMNS],
     )

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rollbook.core.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
 
 if TYPE_CHECKING:
-    from rollbook.train.step_replay import Changed
+    from rollbook.train.step_replay import CounterfactualResult
 
 
 def train(options: argparse.Namespace) -> int:
     """Train a configuration: a file or a recipe, with overrides."""
-    from rollbook.train.config import effective, recipes, shown
+    from rollbook.train.config import dump_config, list_recipes, load_config
 
     if options.recipes:
-        paths = recipes()
+        paths = list_recipes()
         if options.json:
             print(json.dumps(list(paths)))
         else:
@@ -37,9 +37,9 @@ def train(options: argparse.Namespace) -> int:
         name, changes = None, [name, *changes]
     overrides: dict[str, Any] = {"out": options.out, "seed": options.seed, "steps": options.steps}
     changes += [f"{key}={value}" for key, value in overrides.items() if value is not None]
-    config = effective(name, [*changes, *(["overwrite=true"] if options.overwrite else [])])
+    config = load_config(name, [*changes, *(["overwrite=true"] if options.overwrite else [])])
     if options.show_config:
-        print(json.dumps(config.to_dict()) if options.json else shown(config), end="\n" if options.json else "")
+        print(json.dumps(config.to_dict()) if options.json else dump_config(config), end="\n" if options.json else "")
         return OK
     from rollbook.rewards.types import RewardError
     from rollbook.train.learner import NonFiniteLossError
@@ -62,30 +62,35 @@ def evaluate(options: argparse.Namespace) -> int:
     """Evaluate a model on the held-out prompts of a configuration."""
     from rollbook.models.loading import transformers_module
     from rollbook.train import checkpoint
-    from rollbook.train.config import effective
-    from rollbook.train.display import evaluation_line
-    from rollbook.train.run import CONFIG, evaluate_model
+    from rollbook.train.config import load_config
+    from rollbook.train.run import CONFIG_FILE, evaluate_model
+    from rollbook.train.tracker import format_evaluation
     from rollbook.train.user_code import check_trusted
 
     config, model, step = Path(options.config), options.model, 0
-    if (config / CONFIG).is_file():
-        checkpoints = checkpoint.saved(config)
+    if (config / CONFIG_FILE).is_file():
+        checkpoints = checkpoint.list_checkpoints(config)
         if model is None and checkpoints:
             model, step = str(checkpoints[-1].model), checkpoints[-1].step
         if not options.trust:
-            check_trusted(config, effective(config / CONFIG), remote=True)
-        config = config / CONFIG
+            check_trusted(config, load_config(config / CONFIG_FILE), remote=True)
+        config = config / CONFIG_FILE
     changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
     transformers_module().utils.logging.disable_progress_bar()
-    evaluation = evaluate_model(effective(config, changes), step)
+    evaluation = evaluate_model(load_config(config, changes), step)
     if options.json:
         print_json(evaluation.metrics())
     else:
-        print(f"{printable(model or 'the model of the configuration')}: {evaluation_line(evaluation.metrics())}")
+        print(f"{printable(model or 'the model of the configuration')}: {format_evaluation(evaluation.metrics())}")
     return OK
 
 
-_STYLES = {"same": ("green",), "differs by rounding": ("yellow",), "differs": ("bold", "red"), "not compared": ("dim",)}
+_VERDICT_STYLES = {
+    "same": ("green",),
+    "differs by rounding": ("yellow",),
+    "differs": ("bold", "red"),
+    "not compared": ("dim",),
+}
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -105,16 +110,22 @@ def replay(options: argparse.Namespace) -> int:
     source = f"{outcome.records:,} records, from {outcome.checkpoint}"
     print(styled(f"{printable(str(outcome.folder))}, step {outcome.step}", "bold") + f": {source}")
     rows = [
-        [printable(check.quantity), *map(_shown, (check.recorded, check.recomputed, check.difference)), check.verdict]
+        [
+            printable(check.quantity),
+            *map(_format_value, (check.recorded, check.recomputed, check.difference)),
+            check.verdict,
+        ]
         for check in outcome.checks
     ]
     print()
     for i, line in enumerate(table(("", "recorded", "computed", "difference", "verdict"), rows, right=(1, 2, 3))):
         verdict = outcome.checks[i - 1].verdict if i else ""
-        print(line[: -len(verdict)] + styled(verdict, *_STYLES[verdict]) if i and line.endswith(verdict) else line)
+        print(
+            line[: -len(verdict)] + styled(verdict, *_VERDICT_STYLES[verdict]) if i and line.endswith(verdict) else line
+        )
     count = Counter(check.verdict for check in outcome.checks)
-    beside = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
-    more = f" ({', '.join(beside)})".replace("differs ", "") if beside else ""
+    others = [f"{count[name]} {name}" for name in ("differs by rounding", "not compared") if count[name]]
+    more = f" ({', '.join(others)})".replace("differs ", "") if others else ""
     notes = [f"{check.quantity}: {check.note}" for check in outcome.checks if check.note] + outcome.notes
     print()
     for text in notes:
@@ -129,17 +140,18 @@ def replay(options: argparse.Namespace) -> int:
     return OK if outcome.agrees else FOUND
 
 
-def _shown(value: float | str | None) -> str:
+def _format_value(value: float | str | None) -> str:
     return printable(value) if isinstance(value, str) else figure(value, 6)
 
 
-def _print_changed(changed: Changed) -> None:
+def _print_changed(changed: CounterfactualResult) -> None:
     print()
     for text in changed.changes:
         print(styled(f"with {printable(text)}", "bold"))
     print()
     rows = [
-        [printable(name), _shown(old), _shown(new), _less(old, new)] for name, (old, new) in changed.numbers.items()
+        [printable(name), _format_value(old), _format_value(new), _format_difference(old, new)]
+        for name, (old, new) in changed.numbers.items()
     ]
     for line in table(("", "trained", "changed", "difference"), rows, right=(1, 2, 3)):
         print(line)
@@ -167,5 +179,5 @@ def _print_changed(changed: Changed) -> None:
         print(line)
 
 
-def _less(old: float | None, new: float | None) -> str:
+def _format_difference(old: float | None, new: float | None) -> str:
     return "-" if old is None or new is None else figure(new - old, 6)

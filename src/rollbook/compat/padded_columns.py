@@ -27,8 +27,9 @@ from rollbook.core.ids import EID
 COLUMN = "rollbook"
 """The key of `RowExtras` in a framework's batch."""
 LAYOUT = "prompt_left_response_right"
-"""How the frameworks pad."""
+"""Padding of the frameworks."""
 ENGINE = "extras.logprobs"
+"""The engine's log-probs."""
 _PER_SAMPLE = ("labels", "references", "raw_images")
 _RESPONSE = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response" and name != "action_mask")
 
@@ -48,7 +49,7 @@ class RowExtras(dict[str, Any]):
         return RowExtras, (dict(self),)
 
 
-def require(package: str, user: str) -> Any:
+def import_package(package: str, user: str) -> Any:
     """Import `package`; the `ImportError` names the function that needs it."""
     try:
         return importlib.import_module(package)
@@ -120,7 +121,7 @@ def to_columns(
     if chosen is None:
         chosen = attended[:, attended.shape[1] - widths.slots :]
     for name, mask in (("attention_mask", attended), ("action_mask", chosen)):
-        # What records gave is known to be 0 and 1 but for masks of other types than the usual.
+        # Masks of records are checked already, except action masks of unusual types.
         if mask.dtype != torch.bool and (records is None or name == "action_mask"):
             wrong = (mask != 0) & (mask != 1)
             if bool(wrong.any()):
@@ -176,10 +177,10 @@ class _Widths:
     right: int
 
     def tokens(self, value: torch.Tensor, fill: float) -> torch.Tensor:
-        return _wider(value, self.left, self.right, fill)
+        return _widen(value, self.left, self.right, fill)
 
     def responses(self, value: torch.Tensor, fill: float) -> torch.Tensor:
-        return _wider(value, 0, self.right, fill)
+        return _widen(value, 0, self.right, fill)
 
 
 def _widths(batch: ExperienceBatch, items: list[BufferItem], prompt: int | None, response: int | None) -> _Widths:
@@ -207,7 +208,7 @@ def _slots(item: BufferItem) -> int:
     return next((len(row) for row in rows if row is not None), 0)
 
 
-def _wider(value: torch.Tensor, left: int, right: int, fill: float) -> torch.Tensor:
+def _widen(value: torch.Tensor, left: int, right: int, fill: float) -> torch.Tensor:
     if not left and not right:
         return value
     width = value.shape[1]
@@ -293,7 +294,7 @@ def _add_record_fields(rows: list[RowExtras], records: Experiences) -> None:
             continue
         for row, value in zip(rows, records.values(name), strict=True):
             if field.kind == "media" or field.axis == "response":
-                # One number for all tokens is spread over them, and no media are none.
+                # In a batch, one number is expanded to all tokens, and an empty dict of media becomes `None`.
                 stored = isinstance(value, int) or (isinstance(value, dict) and not value)
             else:
                 stored = value is not None and field.kind != "eid"
@@ -305,7 +306,7 @@ def _add_record_fields(rows: list[RowExtras], records: Experiences) -> None:
 
 
 def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = False) -> torch.Tensor:
-    """Put each reward on the last action of its row: [B, R] float32. A row without actions gets none.
+    """[B, R] float32: place each reward on the last action of its row. A row without actions gets none.
 
     >>> on_last_action([1.0, 2.0], torch.tensor([[1, 1, 0], [0, 0, 0]]))
     tensor([[0., 1., 0.],
@@ -316,13 +317,13 @@ def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = 
     last = sampled.shape[1] - 1 - sampled[:, ::-1].argmax(axis=1)
     rows = np.flatnonzero(sampled[np.arange(len(sampled)), last])
     if warn and len(rows) < len(sampled):
-        warnings.warn(f"reward: {len(sampled) - len(rows)} rows have no action to carry theirs", stacklevel=3)
+        warnings.warn(f"reward: {len(sampled) - len(rows)} rows have no action, and lose their reward", stacklevel=3)
     scores = torch.zeros(chosen.shape, dtype=torch.float32)
     scores[rows, last[rows]] = torch.tensor(rewards, dtype=torch.float32)[rows]
     return scores.to(chosen.device)
 
 
-# --- coming back --------------------------------------------------------------------------------------------------
+# --- back to batches and records ----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -430,7 +431,7 @@ def _record(item: BufferItem, row: RowExtras, engine: bool) -> Experience:
     fields.setdefault("prompt_length", length - slots)
     info = dict(item.info or {})
     if "record" not in row:
-        # What was not a record before: everything the batch knows, the reward apart.
+        # The row was not a record before: all of `info` is kept, and the reward is a field.
         fields["reward"] = info.pop("reward", None)
         fields["info"] = info
         if fields["prompt_length"] and slots and bool((fields.get("action_mask", torch.ones(1)) != 0).all()):
@@ -455,7 +456,7 @@ def _field_of(name: str, engine: bool) -> str | None:
     return name if name in FIELDS and FIELDS[name].axis == "response" else None
 
 
-def take_back(out: PaddedColumns, key: str) -> list[Any]:
+def pop_foreign(out: PaddedColumns, key: str) -> list[Any]:
     """Remove and return the framework's own entries in `info[key]` of each row; [] if any row has none."""
     entries = [(row.get("info") or {}).get(key) for row in out.row_extras]
     if any(entry is None for entry in entries):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -24,10 +24,13 @@ from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Spans, segments
 from rollbook.io.hf import dataset_from_table, from_hf, to_hf
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 Records: TypeAlias = Sequence[Experience] | Experiences
 
 
-def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
+def _check_shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
     """Return the prompt and response lengths [N], checked against the maxima."""
     if not isinstance(experiences, Sequence):
         raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
@@ -37,16 +40,16 @@ def _shapes(experiences: Records, max_prompt: int | None, max_response: int) -> 
     else:
         prompts = np.array([row.prompt_length for row in experiences], dtype=np.int64)
         totals = np.array([len(row.tokens) for row in experiences], dtype=np.int64)
-    # With a truncated prompt the tokens may be fewer than the prompt was long: all of them are prompt then.
+    # A truncated prompt may have fewer tokens than `prompt_length`: then all tokens are prompt.
     prompts = np.minimum(prompts, totals)
     if max_prompt is not None:
-        _fits("max_prompt_length", max_prompt, prompts, experiences)
+        _check_limit("max_prompt_length", max_prompt, prompts, experiences)
     responses = totals - prompts
-    _fits("max_response_length", max_response, responses, experiences)
+    _check_limit("max_response_length", max_response, responses, experiences)
     return prompts, responses
 
 
-def _fits(name: str, limit: int, lengths: NDArray[np.int64], experiences: Records) -> None:
+def _check_limit(name: str, limit: int, lengths: NDArray[np.int64], experiences: Records) -> None:
     over = np.flatnonzero(lengths > limit)
     if limit < 0 or over.size:
         if not over.size:
@@ -60,7 +63,7 @@ def _fits(name: str, limit: int, lengths: NDArray[np.int64], experiences: Record
 
 def _response_lengths(experiences: Records) -> Any:
     """Return the response slots [N] of each record: its response tokens, or the log-probs of a truncated prompt."""
-    _, responses = _shapes(experiences, None, sys.maxsize)
+    _, responses = _check_shapes(experiences, None, sys.maxsize)
     if isinstance(experiences, Experiences):
         status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
     else:
@@ -113,7 +116,7 @@ def _padded(
     if isinstance(column, Ragged) and column.valid is None:
         kind = result_dtype(name, column.row_dtypes(), fill)
         if kind != column.dtype:
-            # Other rows of the column, which are not among these, made it wider.
+            # The column is wider because of rows that are not among these.
             padded = spans.pad(column, fill).to(getattr(torch, kind))
             return padded if out is None else out.copy_(padded)
         return spans.pad(column, fill, out)
@@ -132,10 +135,21 @@ def gather_token_ids(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return token ids [N, P + R]: prompts padded on the left to P, responses on the right to R.
+    """Pad token ids: prompts on the left, responses on the right.
 
-    `out`, a tensor of that shape and the tokens' type, is filled and given back: memory that was used before takes a
-    third of the time of fresh memory.
+    Args:
+        experiences: The records.
+        max_prompt_length: P.
+        max_response_length: R.
+        pad_token_id: Token id of the padding.
+        out: A tensor of the result's shape and type to be filled and returned; reusing memory takes a third of the
+            time.
+
+    Returns:
+        [N, P + R]
+
+    Raises:
+        ValueError: If a prompt or response is longer than its maximum.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[11, 12, 13]), Experience(tokens=[21, 22, 23, 24, 25], prompt_length=2)]
@@ -143,7 +157,7 @@ def gather_token_ids(
     tensor([[ 9, 11, 12, 13,  9],
             [21, 22, 23, 24, 25]], dtype=torch.int32)
     """
-    prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
+    prompts, responses = _check_shapes(experiences, max_prompt_length, max_response_length)
     starts = max_prompt_length - prompts
     width = max_prompt_length + max_response_length
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
@@ -152,13 +166,24 @@ def gather_token_ids(
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
-    """Return [N, P + R]: True on tokens, False on the padding of `gather_token_ids`.
+    """Return the attention masks of `gather_token_ids`.
+
+    Args:
+        experiences: The records.
+        max_prompt_length: P.
+        max_response_length: R.
+
+    Returns:
+        [N, P + R] bool: True on tokens, False on padding.
+
+    Raises:
+        ValueError: If a prompt or response is longer than its maximum.
 
     >>> from rollbook import Experience
     >>> gather_attention_masks([Experience(tokens=[11, 12, 13])], 2, 3)
     tensor([[False,  True,  True,  True, False]])
     """
-    prompts, responses = _shapes(experiences, max_prompt_length, max_response_length)
+    prompts, responses = _check_shapes(experiences, max_prompt_length, max_response_length)
     device = "cpu"
     if not isinstance(experiences, Experiences) and len(experiences):
         device = str(experiences[0].tokens.device)
@@ -167,7 +192,17 @@ def gather_attention_masks(experiences: Records, max_prompt_length: int, max_res
 
 
 def gather_action_masks(experiences: Records, max_response_length: int) -> torch.Tensor:
-    """Return the action masks [N, R], padded on the right with False.
+    """Pad the action masks on the right with False.
+
+    Args:
+        experiences: The records.
+        max_response_length: R.
+
+    Returns:
+        [N, R] bool.
+
+    Raises:
+        ValueError: If a response is longer than R.
 
     >>> from rollbook import Experience
     >>> gather_action_masks([Experience(tokens=[1, 2, 3, 4], action_mask=[1, 0, 1])], 4)
@@ -179,7 +214,19 @@ def gather_action_masks(experiences: Records, max_response_length: int) -> torch
 def gather_response_attrs(
     experiences: Records, attr_name: str, max_response_length: int, pad_value: float = 0
 ) -> torch.Tensor:
-    """Return a response-axis field [N, R, ...], padded on the right with `pad_value`.
+    """Pad a response-axis field on the right.
+
+    Args:
+        experiences: The records.
+        attr_name: Name of the field.
+        max_response_length: R.
+        pad_value: Value of the padding.
+
+    Returns:
+        [N, R, ...]
+
+    Raises:
+        ValueError: If the field is unknown or missing in a record, or a response is longer than R.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2], logprobs=[-0.5]), Experience(tokens=[1, 2, 3], logprobs=[-1.0, -2.0])]
@@ -196,12 +243,18 @@ def gather_response_attrs(
         lengths = column.lengths
     else:
         lengths = np.array([len(row) for row in _rows(experiences, attr_name)], dtype=np.int64)
-    _fits("max_response_length", max_response_length, lengths, experiences)
+    _check_limit("max_response_length", max_response_length, lengths, experiences)
     return _padded(experiences, attr_name, max_response_length, pad_value, np.zeros_like(lengths), lengths)
 
 
 def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tensor]]:
-    """Return the media tensors by name, one per record: an empty tensor for a record without it.
+    """Return the media tensors of records by name.
+
+    Args:
+        experiences: The records.
+
+    Returns:
+        By name, a tensor for each record; an empty one for a record without it.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.ones(2, 2)}), Experience(tokens=[1, 2])]
@@ -224,9 +277,14 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
 
 
 def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
-    """Group records by task, run or step (`id_type`), in order of appearance.
+    """Group records by id, in order of appearance.
 
-    A list gives lists, `Experiences` gives `Experiences`.
+    Args:
+        experiences: The records.
+        id_type: `task`, `run` or `step`.
+
+    Returns:
+        Records by id: lists for a list, `Experiences` for `Experiences`.
 
     >>> from rollbook import EID, Experience
     >>> rows = [Experience(eid=EID(0, task, run), tokens=[1, 2]) for task in range(2) for run in range(2)]
@@ -292,7 +350,7 @@ def _trinity_values(records: Experiences, field: Field) -> list[Any]:
     if field.kind == "eid":
         parts = [eid.to_dict() for eid in records.eids()]
         for name in ("batch", "task"):
-            if len({type(part[name]) for part in parts}) > 1:  # which print alike as numbers and as text
+            if len({type(part[name]) for part in parts}) > 1:  # numbers and texts of ids print alike
                 parts = [{**part, name: str(part[name])} for part in parts]
         return parts
     if field.kind == "media":
@@ -306,7 +364,7 @@ def _trinity_values(records: Experiences, field: Field) -> list[Any]:
                 )
         return [{key: tensor.tolist() for key, tensor in value.items()} if value else None for value in values]
     if field.name == "action_mask":
-        # Without a mask Trinity makes that of a single turn, and with it the right kind.
+        # Without a mask, Trinity builds that of a single turn, and infers the type of the record.
         return [
             None if value is None or implied_mask(row) else (value != 0).tolist()
             for row, value in zip(records.rows(), values, strict=True)
@@ -316,8 +374,19 @@ def _trinity_values(records: Experiences, field: Field) -> list[Any]:
     return [value if value or field.kind != "json" else None for value in values]
 
 
-def from_hf_datasets(dataset: Any) -> list[Experience]:
-    """Return the records of a dataset from `to_hf_datasets`, also Trinity's."""
+def from_hf_datasets(dataset: Dataset) -> list[Experience]:
+    """Return the records of a dataset.
+
+    Args:
+        dataset: A dataset from `to_hf_datasets`, also Trinity's.
+
+    Returns:
+        The records.
+
+    >>> from rollbook import Experience
+    >>> from_hf_datasets(to_hf_datasets([Experience(tokens=[1, 2], reward=0.5)]))[0].reward
+    0.5
+    """
     return from_hf(dataset).rows()
 
 

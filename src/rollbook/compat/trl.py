@@ -40,8 +40,8 @@ from rollbook.compat.padded_columns import (
     ReturnedColumns,
     RowExtras,
     custom_names,
+    pop_foreign,
     read_ids,
-    take_back,
     to_columns,
 )
 
@@ -121,7 +121,7 @@ def to_trl(
         if name not in KEYS and key in reserved:
             raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
         batch[key] = value
-    if take_back(out, FOREIGN):
+    if pop_foreign(out, FOREIGN):
         for key, value in out.info[FOREIGN].items():
             batch.setdefault(key, value)
     if out.ids is not None:
@@ -132,14 +132,14 @@ def to_trl(
 
 def _advantages(advantages: torch.Tensor | None, out: PaddedColumns, per_token: bool) -> torch.Tensor:
     if advantages is None:
-        raise ValueError("advantages: got None, expected them: TRL's loss is made of them")
+        raise ValueError("advantages: got None, expected them: TRL's loss needs them")
     if per_token:
         return advantages
     chosen = out.action_mask
     low = advantages.masked_fill(~chosen, torch.inf).amin(dim=1)
     high = advantages.masked_fill(~chosen, -torch.inf).amax(dim=1)
-    acts = chosen.any(dim=1)
-    uneven = torch.nonzero(acts & (low != high)).flatten().tolist()
+    has_actions = chosen.any(dim=1)
+    uneven = torch.nonzero(has_actions & (low != high)).flatten().tolist()
     if uneven:
         i = uneven[0]
         who = "" if out.ids is None else f" ({out.ids[i]})"
@@ -147,17 +147,17 @@ def _advantages(advantages: torch.Tensor | None, out: PaddedColumns, per_token: 
             f"advantages: got {low[i].item():g} to {high[i].item():g} in row {i}{who}, expected one number for each "
             "row; per_token_advantages=True gives TRL one for each token"
         )
-    flat = torch.where(acts, low, torch.zeros_like(low)).float()
+    flat = torch.where(has_actions, low, torch.zeros_like(low)).float()
     spread = flat[:, None].to(advantages.dtype) * chosen
     for i in torch.nonzero((spread != advantages).any(dim=1)).flatten().tolist():
-        # Tokens that are no actions may have one too, which TRL has no use for.
+        # Advantages of tokens that are not actions, which TRL ignores, are kept for the way back.
         length = int(out.attention_mask[i, out.prompt_width :].sum())
         out.row_extras[i]["advantages"] = advantages[i, :length].clone()
     return flat
 
 
 def _add_media(batch: dict[str, Any], out: PaddedColumns) -> None:
-    """The rows' media together, as TRL's trainer divides them."""
+    """Add the concatenated media of all rows, in the form that TRL's trainer splits."""
     names = dict.fromkeys(key for media in out.media for key in media)
     if not names:
         return
@@ -273,7 +273,7 @@ def _media(
         if value is None:
             continue
         if numbers is None:
-            raise ValueError(f"{key}: got no 'num_images' with it, expected how many images each row has")
+            raise ValueError(f"{key}: missing 'num_images', expected the number of images of each row")
         sizes = torch.tensor(numbers)
         if key == "pixel_values" and grids is not None:
             ends = torch.cat([torch.zeros(1, dtype=torch.int64), grids.prod(dim=-1).cpu().cumsum(0)])

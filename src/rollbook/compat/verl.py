@@ -24,8 +24,8 @@ under `rollbook` what verl has no key for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -39,10 +39,10 @@ from rollbook.compat.padded_columns import (
     ReturnedColumns,
     RowExtras,
     custom_names,
+    import_package,
     on_last_action,
+    pop_foreign,
     read_ids,
-    require,
-    take_back,
     to_columns,
 )
 from rollbook.core.experiences import Experiences
@@ -93,7 +93,7 @@ def to_verl(
         data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
         data.batch["token_level_scores"], data.non_tensor_batch["uid"]
     """
-    package = require("tensordict" if tensordict_only else "verl", "to_verl")
+    package = import_package("tensordict" if tensordict_only else "verl", "to_verl")
     out = to_columns(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)
     tensors, rows = _tensors(out, mask_dtype), _rows(out)
     if get_rope_index is not None:
@@ -198,7 +198,7 @@ FOREIGN = "verl"
 
 def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
     """Restore the keys that `from_verl` kept in `info`."""
-    entries = take_back(out, FOREIGN)
+    entries = pop_foreign(out, FOREIGN)
     if not entries:
         return
     for key in entries[0].get("rows", ()):
@@ -217,7 +217,26 @@ def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dic
 # --- from verl ------------------------------------------------------------------------------------------------------
 
 
-def from_verl(data: Any, *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
+@runtime_checkable
+class DataProto(Protocol):
+    """`verl.DataProto`, as far as it is read here."""
+
+    batch: Any
+    """Tensors by name, or `None`."""
+    non_tensor_batch: Mapping[str, Sequence[Any]]
+
+
+@runtime_checkable
+class TensorDict(Protocol):
+    """`tensordict.TensorDict`, as far as it is read here."""
+
+    batch_size: Sequence[int]
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return the tensors and the other columns by name."""
+
+
+def from_verl(data: DataProto | TensorDict, *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
     """Convert a `DataProto`, or a `TensorDict` with the same keys, to an `ExperienceBatch`.
 
     Rows from `to_verl` come back as they were, with the columns that verl added. For rows that verl made, the engine's
@@ -227,8 +246,14 @@ def from_verl(data: Any, *, pad_token_id: int = 0, layout: str = LAYOUT) -> Expe
 
     Args:
         data: The `DataProto` or `TensorDict`.
-        pad_token_id: The token id of padding, which is computed anew.
+        pad_token_id: Token id of the new padding.
         layout: `prompt_left_response_right`, `left` or `packed`.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: If `data` is of another type, or lacks `responses` or `attention_mask`.
 
     >>> from types import SimpleNamespace
     >>> rollout = {
@@ -242,19 +267,32 @@ def from_verl(data: Any, *, pad_token_id: int = 0, layout: str = LAYOUT) -> Expe
     return _read(data).batch(pad_token_id, layout)
 
 
-def experiences_from_verl(data: Any) -> Experiences:
+def experiences_from_verl(data: DataProto | TensorDict) -> Experiences:
     """Convert a `DataProto` or `TensorDict` to records, with the columns that verl added.
 
-    Columns that a record has no field for go to `info["trainer"]`.
+    Args:
+        data: The `DataProto` or `TensorDict`.
+
+    Returns:
+        The records. Columns that a record has no field for are in `info["trainer"]`.
+
+    Raises:
+        ValueError: If `data` is of another type, or lacks `responses` or `attention_mask`.
+
+    >>> from types import SimpleNamespace
+    >>> rollout = {"prompts": torch.tensor([[1, 2]]), "responses": torch.tensor([[3, 4]]),
+    ...            "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    >>> experiences_from_verl(SimpleNamespace(batch=rollout, non_tensor_batch={}))[0].tokens.tolist()
+    [1, 2, 3, 4]
     """
     return _read(data).records()
 
 
-def _read(data: Any) -> ReturnedColumns:
+def _read(data: DataProto | TensorDict) -> ReturnedColumns:
     tensors, rows = _parts(data)
     for key in ("responses", "attention_mask"):
         if key not in tensors:
-            raise ValueError(f"data: got no {key!r} among {', '.join(sorted(tensors))}, expected a rollout's batch")
+            raise ValueError(f"data: missing {key!r} among {', '.join(sorted(tensors))}, expected a rollout's batch")
     responses = tensors["responses"]
     count, width = responses.shape[:2]
     attended = tensors["attention_mask"]
@@ -297,12 +335,12 @@ def _read(data: Any) -> ReturnedColumns:
     return incoming
 
 
-def _parts(data: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
-    """The tensors and the object columns; what stands for the batch as a whole is left out."""
-    if hasattr(data, "non_tensor_batch"):
+def _parts(data: DataProto | TensorDict) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
+    """Return the tensors and the object columns; entries of the whole batch are left out."""
+    if isinstance(data, DataProto):
         tensors = {} if data.batch is None else dict(data.batch.items())
         return tensors, {key: list(values) for key, values in data.non_tensor_batch.items()}
-    if not hasattr(data, "batch_size") or not hasattr(data, "items"):
+    if not isinstance(data, TensorDict):
         raise ValueError(f"data: got {type(data).__name__}, expected a verl.DataProto or a TensorDict")
     tensors, rows = {}, {}
     for key, value in data.items():
@@ -316,7 +354,7 @@ def _parts(data: Any) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
 def _scores(
     columns: dict[str, torch.Tensor], chosen: torch.Tensor, row_extras: list[RowExtras] | None, count: int
 ) -> list[dict[str, Any]]:
-    """What the scores add to `info`; those that only said what the reward says already are taken out of the columns."""
+    """Return the `info` entries of the scores, and drop scores from the columns that only repeat the reward."""
     name = "extras.token_level_reward"
     info: list[dict[str, Any]] = [{} for _ in range(count)]
     scores = columns.get(name)

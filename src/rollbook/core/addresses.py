@@ -1,7 +1,7 @@
-"""Addresses of books, servers and stores: parsed, and shown without their secrets.
+"""Addresses of books, servers and stores: parsing, and redaction of secrets.
 
-Invariant: `redacted` is what every message, page and report shows of an address. It works on parsed parts (libpq's
-parser for PostgreSQL, urllib's for the rest); what cannot be parsed is hidden whole.
+Invariant: every message, page and report shows an address through `redacted`. It works on parsed parts (libpq's parser
+for PostgreSQL, urllib's otherwise); an address that cannot be parsed is hidden completely.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 HIDDEN = "***"
 POSTGRES = ("postgresql://", "postgres://")
-_SCRAM = ("scram_client_key", "scram_server_key")
-_ONE_SLASH = re.compile(r"\s*[a-z][a-z0-9+.-]+:/(?!/).*[:@?]", re.IGNORECASE | re.DOTALL)
-_ENCODE = "special characters in a user name or password are percent-encoded (%40 for @, %2F for /)"
-_WORDS = frozenset({"apikey", "authorization", "cookie", "credentials", "passphrase", "passwd", "password"})
-_KEYS = ("api_key", "access_key", "private_key", "secret_key")
-_ENDINGS = (*_KEYS, "_secret", "access_token", "api_token", "auth_token", "hf_token")
-_STRICT = frozenset({"auth", "secret", "session", "sig", "signature", "token"})
+_SCRAM_KEYS = ("scram_client_key", "scram_server_key")
+_SINGLE_SLASH_URL = re.compile(r"\s*[a-z][a-z0-9+.-]+:/(?!/).*[:@?]", re.IGNORECASE | re.DOTALL)
+_ENCODING_HINT = "special characters in a user name or password are percent-encoded (%40 for @, %2F for /)"
+_SECRET_WORDS = frozenset({"apikey", "authorization", "cookie", "credentials", "passphrase", "passwd", "password"})
+_SECRET_KEYS = ("api_key", "access_key", "private_key", "secret_key")
+_SECRET_ENDINGS = (*_SECRET_KEYS, "_secret", "access_token", "api_token", "auth_token", "hf_token")
+_STRICT_WORDS = frozenset({"auth", "secret", "session", "sig", "signature", "token"})
 
 
 def is_secret_name(name: str, strict: bool = False) -> bool:
-    """Whether an option, a header or a parameter of this name holds a secret.
+    """Return whether an option, a header or a parameter of this name holds a secret.
 
     Args:
         name: The name.
-        strict: Whether names such as `token` and `key` count, too: in headers and URLs.
+        strict: Whether names such as `token` and `key` count, as in headers and URLs.
 
     >>> [is_secret_name(name) for name in ("X-Api-Key", "api_key_env", "token")], is_secret_name("token", strict=True)
     ([True, False, False], True)
     """
-    plain = name.lower().replace("-", "_")
-    words = set(plain.split("_"))
-    return bool(words & _WORDS) or plain.endswith(_ENDINGS) or (strict and (plain == "key" or bool(words & _STRICT)))
+    normalized = name.lower().replace("-", "_")
+    words = set(normalized.split("_"))
+    return (
+        bool(words & _SECRET_WORDS)
+        or normalized.endswith(_SECRET_ENDINGS)
+        or (strict and (normalized == "key" or bool(words & _STRICT_WORDS)))
+    )
 
 
 # --- PostgreSQL -------------------------------------------------------------------------------------------------------
@@ -43,14 +47,22 @@ def is_secret_name(name: str, strict: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class PostgresAddress:
-    """A PostgreSQL URL that libpq understands, and the schema that Rollbook adds to it."""
+    """A PostgreSQL URL with the parameter `schema` of Rollbook.
+
+    Attributes:
+        base: The URL without parameters.
+        query: The parameters except `schema`.
+        schema: Schema of the book.
+        parameters: Decoded values by libpq's names.
+
+    >>> PostgresAddress.parse("postgresql://ana:word@db/runs?schema=demo").shown()
+    'postgresql://ana:***@db/runs?schema=demo'
+    """
 
     base: str = field(repr=False)
     query: str = field(repr=False)
-    """All parameters but `schema`."""
     schema: str
     parameters: dict[str, str] = field(repr=False)
-    """By libpq's names, decoded."""
 
     @classmethod
     def parse(cls, url: str) -> PostgresAddress:
@@ -66,12 +78,12 @@ class PostgresAddress:
             ValueError: The URL is not valid.
         """
         scheme, _, rest = url.partition("://")
-        # As libpq does: the user ends with the first @ that comes before a slash.
+        # As in libpq, the user ends with the first @ before a slash.
         stop = next((i for i, character in enumerate(rest) if character in "@/"), len(rest))
         user = rest[: stop + 1] if rest[stop : stop + 1] == "@" else ""
         place, _, query = rest.removeprefix(user).partition("?")
         if "@" in place:
-            raise ValueError(f"url: got '{scheme}://{HIDDEN}' with an @ behind its user, expected one: {_ENCODE}")
+            raise ValueError(f"url: got '{scheme}://{HIDDEN}' with an @ after its user, expected one: {_ENCODING_HINT}")
         pairs = [pair for pair in query.split("&") if pair]
         named = [(unquote(pair.partition("=")[0]), pair) for pair in pairs]
         schema = next((unquote(pair.partition("=")[2]) for name, pair in named if name == "schema"), "rollbook")
@@ -81,9 +93,9 @@ class PostgresAddress:
         others = "&".join(pair for name, pair in named if name == "ssl" or name in _keywords())
         parameters = _conninfo(f"{base}?{others}")
         if parameters is None:
-            raise ValueError(f"url: got '{scheme}://{HIDDEN}', which cannot be parsed: {_ENCODE}")
+            raise ValueError(f"url: got '{scheme}://{HIDDEN}', which cannot be parsed: {_ENCODING_HINT}")
         if not all(port.isdecimal() for port in parameters.get("port", "").split(",") if port):
-            raise ValueError(f"url: got '{scheme}://{HIDDEN}' with a port that is no number: {_ENCODE}")
+            raise ValueError(f"url: got '{scheme}://{HIDDEN}' with a port that is not a number: {_ENCODING_HINT}")
         address = cls(base, others, schema, parameters)
         for name, _ in named:
             if name not in ("schema", "ssl") and name not in _keywords():
@@ -92,7 +104,7 @@ class PostgresAddress:
 
     @property
     def plain(self) -> str:
-        """The URL as libpq takes it: without `schema`, with its secrets."""
+        """The URL for libpq: without `schema`, with its secrets."""
         return f"{self.base}?{self.query}" if self.query else self.base
 
     def with_schema(self, schema: str) -> str:
@@ -108,19 +120,21 @@ class PostgresAddress:
 
     def shown(self) -> str:
         """Return the address without its secrets."""
-        shown = {name: HIDDEN if _is_hidden(name) else quote(value, safe="") for name, value in self.parameters.items()}
-        user, password = shown.pop("user", ""), shown.pop("password", "")
+        values = {
+            name: HIDDEN if _is_hidden(name) else quote(value, safe="") for name, value in self.parameters.items()
+        }
+        user, password = values.pop("user", ""), values.pop("password", "")
         hosts, ports = (self.parameters.get(name, "").split(",") for name in ("host", "port"))
-        shown.pop("host", None), shown.pop("port", None)
+        values.pop("host", None), values.pop("port", None)
         ports = ports * len(hosts) if len(ports) == 1 else ports
         place = ",".join(
             _bracketed(host) + (f":{port}" if port else "") for host, port in zip(hosts, ports, strict=False)
         )
-        name = shown.pop("dbname", "")
-        query = "&".join(f"{key}={value}" for key, value in shown.items())
+        name = values.pop("dbname", "")
+        query = "&".join(f"{key}={value}" for key, value in values.items())
         query += ("&" if query else "") + f"schema={self.schema}" if self.schema != "rollbook" else ""
-        who = f"{user}{f':{password}' if password else ''}@" if user or password else ""
-        return f"postgresql://{who}{place}/{name}" + (f"?{query}" if query else "")
+        login = f"{user}{f':{password}' if password else ''}@" if user or password else ""
+        return f"postgresql://{login}{place}/{name}" + (f"?{query}" if query else "")
 
 
 def _bracketed(host: str) -> str:
@@ -129,13 +143,13 @@ def _bracketed(host: str) -> str:
 
 @functools.cache
 def _keywords() -> dict[str, bool]:
-    """libpq's parameters, and whether each is a secret."""
+    """Return the parameters of libpq, and whether each is a secret."""
     try:
         from psycopg import pq
     except ImportError:
         raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
     return {
-        option.keyword.decode(): option.dispchar == b"*" or option.keyword.decode() in _SCRAM
+        option.keyword.decode(): option.dispchar == b"*" or option.keyword.decode() in _SCRAM_KEYS
         for option in pq.Conninfo.get_defaults()
     }
 
@@ -145,13 +159,13 @@ def _is_hidden(name: str) -> bool:
 
 
 def _conninfo(text: str) -> dict[str, str] | None:
-    """libpq's parameters of a URL or of `key=value` pairs; `None` if it cannot be parsed."""
+    """Parse a URL or `key=value` pairs with libpq; return `None` if that fails."""
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
     try:
         return {name: str(value) for name, value in conninfo_to_dict(text).items()}
-    except psycopg.ProgrammingError:  # whose message quotes what it tripped over
+    except psycopg.ProgrammingError:  # its message would quote secrets
         return None
 
 
@@ -177,7 +191,7 @@ def redacted(address: str | os.PathLike[str]) -> str:
     text = os.fspath(address)
     if not isinstance(text, str):
         return HIDDEN
-    if _ONE_SLASH.match(text):  # mistyped, or made a path
+    if _SINGLE_SLASH_URL.match(text):  # a typo, or a URL that was converted to a path
         text = text.replace(":/", "://", 1)
     if "::" in text and "://" in text:  # fsspec's chains: simplecache::s3://key:secret@bucket
         return "::".join(map(redacted, text.split("::")))
@@ -194,9 +208,9 @@ def redacted(address: str | os.PathLike[str]) -> str:
 
 def _redacted_url(text: str) -> str:
     parts = urlsplit(text)
-    _ = parts.port  # raises if it is no number: a slash in a password ends the host early
+    _ = parts.port  # raises if it is not a number, which happens if a password has a slash
     _, at, host = parts.netloc.rpartition("@")
-    if not at and "@" in text:  # behind the host, which then is a part of a user or password that holds a slash
+    if not at and "@" in text:  # after the host: a user name or password has a slash
         return f"{parts.scheme}://{HIDDEN}@{text.rpartition('@')[2]}"
     query = "&".join(f"{quote(name)}={HIDDEN}" for name, _ in parse_qsl(parts.query, keep_blank_values=True))
     if (not at and not parts.query) or not parts.scheme:
@@ -212,6 +226,9 @@ def is_conninfo(text: str) -> bool:
 
     Returns:
         Whether it has that form.
+
+    >>> is_conninfo("host=db dbname=runs"), is_conninfo("runs/a=b")
+    (True, False)
     """
     names = [entry.partition("=")[0] for entry in text.split() if "=" in entry]
     return bool({"host", "hostaddr", "dbname", "password", "service"} & set(names))

@@ -4,28 +4,48 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable
 from math import nan
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-def suggest(name: str, names: Mapping[str, Any] | list[str]) -> str:
-    """What to say of a name that is not known: the nearest that is, and all."""
-    lower = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
-    # action_mask: mask; epsilon: eps
-    inside = [
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the closest name, and all names.
+
+    Args:
+        name: The unknown name.
+        names: The known names.
+
+    Returns:
+        The text, to be appended to the message.
+
+    >>> suggest("epsilon", ["eps", "gamma"]), suggest("beta", ["eps", "gamma"])
+    ("; did you mean 'eps'? (eps, gamma)", '; there are (eps, gamma)')
+    """
+    names = list(names)
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    # Names that are part of the unknown one come first: mask for action_mask, eps for epsilon.
+    parts = [
         candidate
         for candidate in names
         if candidate in str(name).split("_") or (len(candidate) > 2 and str(name).startswith(candidate))
     ]
-    guess = f"; did you mean {(inside or [lower[close[0]]])[0]!r}?" if inside or close else "; there are"
+    guess = f"; did you mean {(parts or [by_lower[close[0]]])[0]!r}?" if parts or close else "; there are"
     return f"{guess} ({', '.join(names) or 'none'})"
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuse an option that is none of its choices."""
+def check_choice(name: str, value: T, choices: tuple[T, ...]) -> None:
+    """Raise `ValueError` if a value is not one of the choices.
+
+    >>> check_choice("side", "top", ("left", "right"))
+    Traceback (most recent call last):
+        ...
+    ValueError: side: got 'top', expected one of 'left', 'right'
+    """
     if value not in choices:
         raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
 
@@ -33,7 +53,24 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def check_float(
     name: str, value: object, low: float = float("-inf"), high: float = float("inf"), what: str = ""
 ) -> float:
-    """A number within its bounds (infinity too, where they allow it), else an error that says so."""
+    """Check a number.
+
+    Args:
+        name: Name of the argument.
+        value: A real number, not a bool or NaN.
+        low: Smallest value.
+        high: Largest value.
+        what: Description of what is expected; by default the range.
+
+    Returns:
+        The number as a float.
+
+    Raises:
+        ValueError: The value is not a number, or out of range.
+
+    >>> check_float("top_p", 1, 0, 1)
+    1.0
+    """
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else nan
     except OverflowError:
@@ -43,26 +80,44 @@ def check_float(
     return number
 
 
-def check_bool(name: str, value: Any) -> bool:
-    """True or False, and nothing that only counts as one of them (the text "false" would be true).
+def check_bool(name: str, value: bool) -> bool:
+    """Check a bool. Other values, such as 1 or "false", raise `ValueError`.
 
     >>> check_bool("whiten", True)
     True
     """
     kind = type(value)
-    # By name: numpy is not imported, since the command line starts without it.
+    # numpy's bool by name: the command line starts without importing numpy.
     if kind is not bool and (kind.__module__, kind.__name__) not in (("numpy", "bool"), ("numpy", "bool_")):
         raise ValueError(f"{name}: got {value!r}, expected True or False")
     return bool(value)
 
 
 def check_int(name: str, value: Any, low: int = 0, high: int | None = None) -> int:
-    """A whole number within its bounds, else an error that says so."""
+    """Check a whole number.
+
+    Args:
+        name: Name of the argument.
+        value: An integer, not a bool.
+        low: Smallest value.
+        high: Largest value, or `None` for no limit.
+
+    Returns:
+        The number as an int.
+
+    Raises:
+        ValueError: The value is not an integer, or out of range.
+
+    >>> check_int("group_size", 0, 1)
+    Traceback (most recent call last):
+        ...
+    ValueError: group_size: got 0, expected a whole number from 1 on
+    """
     try:
         number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = low - 1
     if number < low or (high is not None and number > high):
-        end = "on" if high is None else f"to {high:,}"
-        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {end}")
+        limit = "on" if high is None else f"to {high:,}"
+        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {limit}")
     return number

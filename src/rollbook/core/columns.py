@@ -67,7 +67,7 @@ EID_TYPE = pa.struct(
         ("ints", pa.uint8()),
     ]
 )
-"""`ints`: 1 if batch was a number, 2 if task was, 3 if both were."""
+"""Type of an id. `ints`: 1 if the batch is a number, 2 if the task is, 3 if both are."""
 _EID_FIELDS = list(EID_TYPE)
 
 PLAIN_TYPES: dict[tuple[str, str], pa.DataType] = {
@@ -83,11 +83,11 @@ PLAIN_TYPES: dict[tuple[str, str], pa.DataType] = {
     ("tensor", "one"): pa.int64(),
     ("tensor", "dtype"): pa.uint8(),
 }
-"""The Arrow type of each (kind, side) but a tensor's main column, whose type follows its elements."""
+"""Arrow type of each (kind, side), except for the main column of tensors, which depends on their elements."""
 
 
 class Values:
-    """A column as Python values, where rows need no Arrow array (see `rollbook.core.wire`)."""
+    """A column as Python values, for rows that are written without Arrow arrays (see `wire.RowLayout`)."""
 
     __slots__ = ("_values", "data", "flat")
 
@@ -99,13 +99,13 @@ class Values:
     ) -> None:
         self._values = values
         self.data = data
-        """The UTF-8 of each text, for columns of text and JSON."""
+        """UTF-8 of each text, for columns of text and JSON."""
         self.flat = flat
-        """For JSON: the dicts that loading the text would give again, where that is known."""
+        """For JSON: the dicts that a plain JSON parser reads from the texts, if known."""
 
     @property
     def values(self) -> list[Any]:
-        """The value of each record: a number, a text, or the text of JSON."""
+        """Value of each record: a number, a text, or JSON text."""
         if self._values is None:
             self._values = [None if text is None else text.decode() for text in self.data or ()]
         return self._values
@@ -145,7 +145,7 @@ def encode(
         try:
             return _encode_tensors(field, values, odd, copy)
         except RuntimeError as error:
-            # A device that cannot be read from, a layout that has no rows.
+            # A device that cannot be read, or a layout without rows.
             raise ValueError(f"{name}: a tensor cannot be kept: {error}") from None
     if field.kind == "text":
         try:
@@ -233,7 +233,7 @@ def _encode_eids(name: str, values: Sequence[EID | None]) -> pa.Array:
         [
             pa.array(map(str, batch), pa.large_string()),
             pa.array(map(str, task), pa.large_string()),
-            pa.array(np.array(run, dtype=np.int64)),  # through numpy: several times as fast
+            pa.array(np.array(run, dtype=np.int64)),  # several times faster through numpy
             pa.array(np.array(step, dtype=np.int64)),
             pa.array(suffix, pa.large_string()),
             pa.array(ints),
@@ -247,7 +247,7 @@ eid_parts = attrgetter("batch", "task", "run", "step", "suffix")
 
 
 def plain_part(part: int | str) -> bool:
-    """Whether a batch or task needs no validation: a 64-bit integer or ASCII text."""
+    """Return whether a batch or task needs no validation: a 64-bit integer or ASCII text."""
     return -(1 << 63) <= part < 1 << 63 if type(part) is int else type(part) is str and part.isascii()
 
 
@@ -322,7 +322,7 @@ def _encode_tensors(
 
 
 def uniform_dtype(present: list[Any]) -> str | None:
-    """The one type of all rows, if they are one-dimensional tensors of it: what nearly every column is."""
+    """Return the type of all rows if they are one-dimensional tensors of one type, which is the common case."""
     import torch
 
     try:
@@ -395,7 +395,7 @@ def _tensor(box: dict[str, Any], where: str) -> torch.Tensor:
 
 
 def numbers(column: pa.Array) -> list[Any]:
-    """A number column's values, `None` where there is none (only `to_pylist` tells NaN from null; it is slower)."""
+    """Return the values of a number column, with `None` for nulls (`to_pylist` is slower)."""
     if isinstance(column, Values):
         return column.values
     values: list[Any] = column.to_pylist() if column.null_count else column.to_numpy().tolist()
@@ -403,7 +403,7 @@ def numbers(column: pa.Array) -> list[Any]:
 
 
 def texts(column: pa.Array) -> list[str | None]:
-    """A text column's values (`to_numpy` makes the strings several times faster than `to_pylist`)."""
+    """Return the values of a text column (`to_numpy` is several times faster than `to_pylist`)."""
     if isinstance(column, Values):
         return column.values
     try:
@@ -453,7 +453,7 @@ def _media(entries: list[dict[str, Any]] | None, where: str) -> dict[str, Any] |
         raise WireError(f"{where}: a tensor without a key")
     media = {entry["key"]: _tensor(entry, f"{where}[{entry['key']!r}]") for entry in entries}
     if len(media) != len(entries):
-        raise WireError(f"{where}: a key stands twice")
+        raise WireError(f"{where}: a duplicate key")
     return media
 
 
@@ -477,16 +477,16 @@ def check_depth(columns: Mapping[str, Column], max_depth: int) -> None:
 
 
 def set_aside(field: Field, columns: Mapping[str, Column], count: int) -> list[frozenset[str]]:
-    """For each record, the field's name if its value stands in the `__other` column."""
+    """Return for each record the name of the field if its value is in the `__other` column, else nothing."""
     other = columns.get(f"{field.name}__other")
     if other is None:
         return [frozenset()] * count
-    here, nothing = frozenset((field.name,)), frozenset[str]()
-    return [here if valid else nothing for valid in other.is_valid().to_pylist()]
+    name, nothing = frozenset((field.name,)), frozenset[str]()
+    return [name if valid else nothing for valid in other.is_valid().to_pylist()]
 
 
 def concat(parts: Sequence[tuple[Columns, int]]) -> Columns:
-    """The columns of all parts, one after the other; a part without a column has absent rows there."""
+    """Concatenate columns; a part without a column gets absent rows."""
     names: dict[str, None] = {}
     for columns, _ in parts:
         names.update(dict.fromkeys(sorted(columns)))
@@ -515,7 +515,7 @@ def _concat_ragged(name: str, parts: Sequence[tuple[Columns, int]], joined: Colu
     ragged = [column for column in columns if isinstance(column, Ragged)]
     dtype = promote(column.dtype for column in ragged)
     if dtype is None or len({column.trailing for column in ragged}) > 1:
-        # Types or shapes that no one column holds: sort the rows again, which sets some aside.
+        # No column type fits all rows: encode them again, which moves some to the side column.
         field = FIELDS[name]
         values: list[Any] = []
         aside: list[frozenset[str]] = []
@@ -588,7 +588,7 @@ def implied(storage: str, field: Field) -> str:
 
 
 def empty_type(field: Field) -> pa.DataType:
-    """The type of a field's main column when nothing in it says otherwise."""
+    """Return the type of the main column of a field without values."""
     if field.kind != "tensor":
         return PLAIN_TYPES[field.kind, ""]
     kind = _STORAGE[DTYPES[field.dtype].storage]
@@ -601,16 +601,16 @@ def empty_type(field: Field) -> pa.DataType:
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Refuse a schema that the field table does not allow; of unknown columns it says nothing."""
+    """Raise `WireError` if a schema does not fit the field table. Unknown columns are not checked."""
     if len(set(schema.names)) != len(schema.names):
-        raise WireError("the schema names a column twice")
+        raise WireError("the schema has a duplicate column")
     for arrow_field in schema:
         kind = arrow_field.type
         if arrow_field.name not in OWNERS:
             continue
         field, side = OWNERS[arrow_field.name]
         if side == "dtype" and field.name not in schema.names:
-            raise WireError(f"column {arrow_field.name!r} stands without {field.name!r}")
+            raise WireError(f"column {arrow_field.name!r} is there without {field.name!r}")
         if side == "one" and not field.broadcast:
             raise WireError(f"column {arrow_field.name!r}: one number cannot stand for all of {field.name}")
         if field.kind == "tensor" and not side:
@@ -657,7 +657,7 @@ def from_arrays(arrays: Mapping[str, pa.Array], memory: NDArray[np.uint8] | None
 
 
 def validity(array: pa.Array) -> NDArray[np.bool_] | None:
-    """Which entries are there; `None` if all are."""
+    """Return which entries are not null, or `None` if all are."""
     bitmap = array.buffers()[0]
     if bitmap is None or array.null_count == 0:
         return None
@@ -666,7 +666,7 @@ def validity(array: pa.Array) -> NDArray[np.bool_] | None:
 
 
 def offsets(array: pa.Array, limit: int) -> NDArray[np.int64]:
-    """The 64-bit offsets of a large list or text array, once they are known to rise and to stay in bounds."""
+    """Return the 64-bit offsets of a large list or text array; raise `WireError` if they decrease or exceed `limit`."""
     buffer = array.buffers()[1]
     if len(array) == 0:
         return np.zeros(1, dtype=np.int64)
@@ -674,7 +674,7 @@ def offsets(array: pa.Array, limit: int) -> NDArray[np.int64]:
         raise WireError("an offsets buffer is too short")
     values = np.frombuffer(buffer, dtype=np.int64, count=len(array) + 1, offset=8 * array.offset)
     if values[0] < 0 or values[-1] > limit or bool((values[1:] < values[:-1]).any()):
-        raise WireError("offsets fall, or leave their values")
+        raise WireError("offsets decrease, or exceed their values")
     return values
 
 
@@ -699,7 +699,7 @@ def _arrow_to_ragged(array: pa.Array, field: Field, codes: pa.Array | None, memo
         values: NDArray[Any] = np.empty(0, dtype=dtype)
     else:
         if buffer.size < (child.offset + len(child)) * dtype.itemsize:
-            raise WireError(f"column {field.name!r}: its values are cut short")
+            raise WireError(f"column {field.name!r}: its values are truncated")
         values = np.frombuffer(buffer, dtype=dtype, count=len(child), offset=child.offset * dtype.itemsize)
     if memory is not None and values.size:
         # pyarrow hands out read-only views: take the same bytes of the memory that they are views of.
@@ -736,7 +736,7 @@ def _row_codes(
     return storage, codes
 
 
-# --- the promises of the table ----------------------------------------------------------------------------------
+# --- checks against the field table-------------------------------------------------------------------------------
 
 
 def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
@@ -750,8 +750,8 @@ def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
     Raises:
         ValueError: Names the field, the record, what it has and what was expected.
     """
-    # Small batches come by the thousand, and one call into Arrow takes longer than comparing eight numbers: columns
-    # without nulls, or with records of one kind, which is nearly all, are recognized at once.
+    # Small batches are frequent, and a call into Arrow takes longer than comparing eight numbers: the common cases,
+    # columns without nulls and records of one kind, are recognized early.
     lengths, present = token_lengths(columns, count)
     if not present.all():
         _fail(present, "tokens: got None, expected token ids")
@@ -787,7 +787,7 @@ def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
         scored = has(columns, "logprobs", count) | ~cut
         if not scored.all():
             _fail(scored, "logprobs: got None, expected them with truncate_status 'prompt_truncated'")
-        # Log-probs that stand aside say nothing about the others: -1.
+        # -1: log-probs in a side column have no expected length.
         widths = np.where(logprobs.present, logprobs.lengths, -1) if isinstance(logprobs, Ragged) else -1
         expected = np.where(cut, widths, expected)
         mask = columns.get("action_mask")
@@ -837,7 +837,7 @@ def _fail(fits: NDArray[np.bool_], message: str, values: pa.Array | None = None)
 
 
 def token_lengths(columns: Columns, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """How many tokens each record has, and whether it has any value there."""
+    """[N] Return the number of tokens of each record, and whether it has tokens."""
     tokens, other = columns.get("tokens"), columns.get("tokens__other")
     lengths = tokens.lengths.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
     present = tokens.present.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.bool_)
@@ -857,7 +857,7 @@ def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArr
     first: str = column[0].as_py() if plain else ""
     text = column.buffers()[2] if first in EXPERIENCE_TYPES else None
     if text is not None:
-        # Nearly always all records are of one kind: comparing all bytes at once is several times as fast.
+        # Usually all records are of one kind, and comparing all bytes at once is several times faster.
         bounds = offsets(column, text.size)
         alike = bool((np.diff(bounds) == len(first)).all())
         if alike and bytes(memoryview(text)[bounds[0] : bounds[-1]]) == first.encode() * count:
@@ -869,14 +869,14 @@ def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArr
 
 
 def truncated(columns: Columns, count: int) -> NDArray[np.bool_]:
-    """Which records say that their prompt was cut."""
+    """[N] Return which records have a truncated prompt."""
     if "truncate_status" not in columns:
         return np.zeros(count, dtype=np.bool_)
     return np.asarray(pc.fill_null(pc.equal(columns["truncate_status"], "prompt_truncated"), False))
 
 
 def has(columns: Columns, name: str, count: int) -> NDArray[np.bool_]:
-    """Which records have a value in a tensor field."""
+    """[N] Return which records have a value in a tensor field."""
     column, other = columns.get(name), columns.get(f"{name}__other")
     present = column.present if isinstance(column, Ragged) else np.zeros(count, dtype=np.bool_)
     return present if other is None else present | np.asarray(other.is_valid())

@@ -21,7 +21,7 @@ class WireError(RollbookError, ValueError):
         super().__init__(message if offset is None else f"byte {offset}: {message}")
         self.message = message
         self.offset = offset
-        """Where it was seen, counted from the first byte of the data; `None` if it has no one place."""
+        """Byte offset of the error in the data, or `None`."""
 
     def __reduce__(self) -> tuple[type[WireError], tuple[str, int | None]]:
         return WireError, (self.message, self.offset)
@@ -42,7 +42,11 @@ _EXTRAS = {
 
 
 def explain_missing(user: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """Return an error that says which extra to install, or `error` itself if no extra has the package.
+    """Return an error that names the extra to install, or `error` itself if no extra has the package.
+
+    Args:
+        user: The module or name that needs the package.
+        error: The error of the import.
 
     >>> print(explain_missing("rollbook.train", ModuleNotFoundError("No module named 'torch'", name="torch")))
     rollbook.train needs torch: pip install 'rollbook[torch]'

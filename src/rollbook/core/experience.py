@@ -29,7 +29,7 @@ from rollbook.core.ids import EID
 from rollbook.core.ragged import promote
 
 FieldValue: TypeAlias = Any
-"""What a field can be given: of any type until `convert` has checked it."""
+"""A value for a field, of any type until `convert` has checked it."""
 
 
 try:
@@ -45,10 +45,17 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class CustomField:
-    """Makes `info[source_field]` of B records the [B] tensor `batch.info[destination_field]` of type `data_type`.
+    """A column of a batch from an entry of `info`: a tensor [B] or, if the entries are arrays, [B, ...].
 
-    An entry is a number, or an array of the same shape in every record, which gives [B, ...]. All records of a batch
-    need the same custom fields and the entries they name; otherwise making the batch raises `ValueError`.
+    All records of a batch must have the same custom fields and the entries that they name.
+
+    Args:
+        source_field: Key in the `info` of each record, whose value is a number or an array.
+        destination_field: Name of the column in the batch.
+        data_type: Element type of the column.
+
+    Raises:
+        ValueError: The destination is a field or a column of a batch, or the type is not a torch type.
 
     >>> CustomField("is_expert", "expert_mask", torch.bool)
     CustomField(source_field='is_expert', destination_field='expert_mask', data_type=torch.bool)
@@ -76,7 +83,7 @@ class CustomField:
             raise ValueError(f"CustomField.data_type: got {self.data_type!r}, expected a torch.dtype")
 
     def to_dict(self) -> dict[str, str]:
-        """The three parts as text."""
+        """Return the three parts as text."""
         return {
             "source_field": self.source_field,
             "destination_field": self.destination_field,
@@ -85,7 +92,7 @@ class CustomField:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CustomField:
-        """The inverse of `to_dict`; a dtype is looked up in a closed table, never on the torch module."""
+        """Read what `to_dict` returned. The type is looked up in a fixed table, never on the torch module."""
         if not isinstance(data, Mapping) or set(data) != {"source_field", "destination_field", "data_type"}:
             raise ValueError(f"CustomField: got {data!r}, expected source_field, destination_field and data_type")
         kind = data["data_type"]
@@ -95,7 +102,17 @@ class CustomField:
 
 
 def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
-    """`value` as the field keeps it: a tensor as it is, anything else converted to the field's type.
+    """Convert a value of a tensor field.
+
+    Args:
+        field: The field.
+        value: A tensor, which is returned as it is, or numbers, which are converted to the type of the field.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ValueError: The values are not numbers, or the type cannot represent them.
 
     >>> from rollbook.core.fields import FIELDS
     >>> as_tensor(FIELDS["tokens"], range(3))
@@ -116,7 +133,7 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
     try:
         array = np.asarray(value)
         if array.dtype == object and isinstance(value, (list, tuple)):
-            # Lists of 0-d tensors or of numpy scalars of several types, as loops over tokens make them.
+            # Lists of 0-d tensors, or of numpy scalars of different types, as loops over tokens build them.
             array = np.asarray([entry.item() if isinstance(entry, torch.Tensor) else entry for entry in value])
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name}: got {shown(value)}, expected numbers: {error}") from None
@@ -130,7 +147,7 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
         if array.dtype.kind in "OUSM":
             raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
         raise ValueError(f"{name}: got values of {array.dtype}, expected {expected}")
-    # numpy has no bfloat16: by way of float32, which holds it.
+    # numpy has no bfloat16: convert to float32 first, which represents it exactly.
     target = np.dtype("float32" if field.dtype == "bfloat16" else field.dtype)
     if target.kind == "b" and not (good := np.isin(array, (0, 1))).all():
         raise ValueError(f"{name}: got {array[~good][0]}, expected 0 and 1; give a tensor to keep other values")
@@ -138,13 +155,13 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
         low, high, bounds = int(array.min()), int(array.max()), np.iinfo(target)
         if low < bounds.min or high > bounds.max:
             raise ValueError(
-                f"{name}: got {low if low < bounds.min else high}, which {field.dtype} does not hold; "
+                f"{name}: got {low if low < bounds.min else high}, which {field.dtype} cannot represent; "
                 "give a tensor of a wider type to keep it"
             )
     with np.errstate(over="ignore"):
         converted = np.array(array, dtype=target)
     if target.kind == "f" and (np.isinf(converted) & np.isfinite(array)).any():
-        raise ValueError(f"{name}: got a number that {field.dtype} does not hold; give a wider tensor to keep it")
+        raise ValueError(f"{name}: got a number that {field.dtype} cannot represent; give a wider tensor to keep it")
     return torch.from_numpy(converted).to(TORCH_DTYPES[field.dtype])
 
 
@@ -152,8 +169,8 @@ _ATOMS = frozenset((float, int, bool, str, type(None)))
 
 
 def own(value: FieldValue, tensors: bool = False) -> Any:
-    """A copy of the containers and arrays in `value`, of the same types; of the tensors too if asked for."""
-    if type(value) in _ATOMS:  # first: `isinstance` of a tensor takes long where it is none
+    """Copy the containers and arrays in a value and, with `tensors`, also the tensors."""
+    if type(value) in _ATOMS:  # first, since `isinstance(x, torch.Tensor)` is slow for other types
         return value
     if tensors and isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_() if value.requires_grad else value.clone()
@@ -175,15 +192,27 @@ def own(value: FieldValue, tensors: bool = False) -> Any:
 
 
 def shown(value: FieldValue) -> str:
-    """A value as an error names it: by type, and short."""
+    """Describe a value for an error message: its type and a short repr."""
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 EMPTY: dict[str, Any] = {"json": dict, "custom_fields": list}
+"""Default values by kind."""
 
 
 def convert(field: Field, value: FieldValue) -> Any:
-    """One field's value as a record keeps it; `None` stays `None` but for dicts and lists that are always there."""
+    """Convert a value to the form that a record stores.
+
+    Args:
+        field: The field.
+        value: The value. `None` becomes the default of the field.
+
+    Returns:
+        The converted value, which shares no dicts and lists with `value`.
+
+    Raises:
+        ValueError: The value does not fit the field.
+    """
     name, kind = field.name, field.kind
     if value is None:
         if kind == "eid":
@@ -214,7 +243,7 @@ def convert(field: Field, value: FieldValue) -> Any:
             raise ValueError(f"{name}: got {number}, expected at least 1")
         return number
     if kind == "eid":
-        # The record's own: `record.eid.run = i` must not change the id that others were built with.
+        # A copy: `record.eid.run = i` must not change the id of other records.
         return value.replace() if isinstance(value, EID) else as_eid(value)
     if kind == "media":
         return _media(name, value)
@@ -229,7 +258,7 @@ def convert(field: Field, value: FieldValue) -> Any:
     try:
         return own(value if isinstance(value, dict) or not isinstance(value, Mapping) else dict(value))
     except RecursionError:
-        raise ValueError(f"{name}: nested too deeply, or holds itself") from None
+        raise ValueError(f"{name}: nested too deeply, or contains itself") from None
 
 
 def _number(name: str, value: FieldValue) -> float:
@@ -263,7 +292,7 @@ def as_eid(value: FieldValue) -> EID:
 
 
 def _holds_arrays(value: FieldValue) -> bool:
-    # torch warns of lists of arrays, and takes a hundred times as long as numpy.
+    # torch warns about lists of arrays, and is a hundred times slower than numpy.
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], np.ndarray)
 
 
@@ -287,22 +316,55 @@ def _media(name: str, value: FieldValue) -> dict[str, torch.Tensor]:
 
 @dataclass(init=False, eq=False, repr=False)
 class Experience:
-    """One trajectory, or one preference pair: what the engine sampled and everything learned about it since.
+    """One trajectory or preference pair: what the engine sampled, and what was computed from it.
 
-    Let L be `len(tokens)` and R = L - `prompt_length`. Lists, tuples, ranges and arrays convert to the type the field
-    table gives; a tensor is kept as it is, without a copy. Dicts and lists are copied, so that two records never
-    share one. Fields (and their shapes) are those of `rollbook.core.fields.FIELDS`; the most used:
+    Let L be `len(tokens)` and R = L - `prompt_length`. Lists, tuples, ranges and arrays are converted to the type of
+    the field; tensors are kept without a copy. Dicts and lists are copied, so that records never share them.
 
-    - `tokens` [L]: prompt, then response. `prompt_length`: how many of them are the prompt.
-    - `logprobs` [R]: of the engine that sampled. `old_logprobs` [R]: the old policy's, recomputed by the trainer.
-    - `action_mask` [R]: True where the model chose the token, False on what a tool or user wrote. With
-      `prompt_length=0` no model predicts the first token, and batches, estimators and losses leave it out.
-    - `reward`: `None` is not scored yet, NaN could not be scored.
-    - `experience_type`: `multi_turn` if an `action_mask` was given, `dpo` if `chosen` and `rejected` were, else
-      `single_turn` (whose mask is then made, all True). Inferred here and kept by every copy and round trip.
+    With `truncate_status="prompt_truncated"` the prompt did not fit: `logprobs` are required, every response-axis field
+    has `len(logprobs)` entries, and the mask is all False.
 
-    With `truncate_status="prompt_truncated"` the prompt did not fit and nothing was trained on: `logprobs` are
-    required, every response-axis field has `len(logprobs)` entries, and the mask is all False.
+    Args:
+        eid: Id of the record, or its parts; random by default.
+        tokens: [L] Token ids of the prompt, then of the response.
+        prompt_length: Number of prompt tokens.
+        logprobs: [R] Log-probs of the rollout engine.
+        reward: Reward. `None`: not scored yet. NaN: could not be scored.
+        token_level_reward: [R] Reward of each token.
+        advantages: [R] Advantages.
+        returns: [R] Returns.
+        truncate_status: `prompt_truncated`, `response_truncated` or `None`.
+        info: Other data of the workflow.
+        metrics: Numbers to log.
+        response_text: The response, decoded.
+        prompt_text: The prompt, decoded.
+        action_mask: [R] True on tokens that the model sampled, False on those of a tool or user. With
+            `prompt_length=0` no model predicts the first token, and batches, estimators and losses leave it out.
+        messages: The conversation.
+        tools: Tools offered to the model.
+        chosen: Token ids of the better answer of a preference pair.
+        rejected: Token ids of the worse answer.
+        chosen_messages: Conversation that ends in the better answer.
+        rejected_messages: Conversation that ends in the worse answer.
+        multi_modal_inputs: Tensors by name, such as `pixel_values`.
+        teacher_logprobs: [R] Log-probs of the teacher.
+        custom_fields: Entries of `info` that become columns of a batch.
+        policy_versions: [R] or one number: version of the policy that sampled each token.
+        finish_reason: Why the engine stopped.
+        routed_experts: [R, layers, k] Experts that a mixture-of-experts model selected.
+        loss_weights: [R] Weight of each token in the loss.
+        parent: Uid of the record that this one was derived from.
+        group_size: Number of runs of the task.
+        sampling: Sampling options of the engine.
+        old_logprobs: [R] Log-probs of the policy before the update, recomputed by the trainer.
+        ref_logprobs: [R] Log-probs of the reference policy.
+        entropy: [R] Entropy of the policy at each token.
+        values: [R] Values of the critic.
+        experience_type: `multi_turn` if an `action_mask` is given, `dpo` if `chosen` and `rejected` are, else
+            `single_turn`, whose mask is all True. Inferred at construction, and kept by copies and round trips.
+
+    Raises:
+        ValueError: A value does not fit its field, or fields do not fit each other.
 
     >>> record = Experience(
     ...     eid={"batch": 1, "task": 2, "run": 0, "suffix": "a"},
@@ -321,7 +383,7 @@ class Experience:
     """
 
     if TYPE_CHECKING:
-        # For type checkers and editors; at run time the signature is made from the table, and a test holds them equal.
+        # For type checkers and editors. At run time the signature is built from the table; a test compares the two.
         eid: EID
         tokens: torch.Tensor
         prompt_length: int
@@ -402,13 +464,13 @@ class Experience:
 
     else:
 
-        def __init__(self, **given: FieldValue) -> None:
-            for name in given:
+        def __init__(self, **arguments: FieldValue) -> None:
+            for name in arguments:
                 if name not in FIELDS:
                     raise TypeError(f"Experience() got an unexpected keyword argument {name!r}")
-            if "tokens" not in given:
+            if "tokens" not in arguments:
                 raise TypeError("Experience() missing the required keyword argument 'tokens'")
-            _build(self, given)
+            _build(self, arguments)
             validate(self)
 
     def serialize(self) -> bytes:
@@ -516,8 +578,8 @@ class Experience:
         """
         arguments = {name: getattr(self, name) for name in FIELDS} | changes
         if "action_mask" not in changes and implied_mask(self):
-            del arguments["action_mask"]  # made again, for the tokens that are there then
-        # A record that was read with odd shapes keeps them unless they are changed.
+            del arguments["action_mask"]  # recreated for the new tokens
+        # A record that was read with invalid shapes keeps them unless they are changed.
         new = restore(arguments, "replace") if self.odd else Experience(**arguments)
         if self.unknown:
             new.__dict__["unknown"] = dict(self.unknown)
@@ -538,8 +600,8 @@ class Experience:
         return self.compact()
 
     def __reduce__(self) -> Any:
-        # Our own bytes: torch pickles the whole storage behind a view, and cannot read some types back. A record that
-        # holds what bytes cannot keep (a user's own objects in `info`) is pickled as Python would, made compact first.
+        # As a frame: torch pickles the whole storage behind a view, and cannot read some types back. A record with
+        # values that frames do not support (a user's objects in `info`) is made compact and pickled by Python.
         try:
             return Experience.deserialize, (self.serialize(),)
         except ValueError:
@@ -556,9 +618,17 @@ class Experience:
     __hash__ = None  # type: ignore[assignment]
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import record_html
+        from rollbook.core.terminal import html_table
 
-        return record_html(self)
+        rows = []
+        for name in FIELDS:
+            entry = getattr(self, name)
+            if name == "eid" or entry is None or entry == {}:
+                continue
+            if isinstance(entry, torch.Tensor):
+                entry = f"{dtype_name(entry)} {list(entry.shape)}: {entry.flatten()[:12].tolist()}"
+            rows.append((name, entry))
+        return html_table(f"Experience {self.eid}", ["field", "value"], rows)
 
     def __repr__(self) -> str:
         if "eid" not in self.__dict__:
@@ -580,7 +650,7 @@ Experience.unknown = MappingProxyType({})
 
 
 def _build(record: Experience, arguments: Mapping[str, Any]) -> None:
-    """Convert what was given, infer the kind if it was not, and what follows from it: prompt length and mask."""
+    """Convert the arguments and infer the kind, the prompt length and the mask if they are not given."""
     state = record.__dict__
     for name, field in FIELDS.items():
         converted = convert(field, arguments.get(name))
@@ -606,7 +676,7 @@ def _build(record: Experience, arguments: Mapping[str, Any]) -> None:
 
 
 def implied_mask(record: Experience) -> bool:
-    """Whether the record's mask is the one that the constructor makes for a single turn."""
+    """Return whether the mask of a record is the one that the constructor creates for a single turn."""
     mask = record.action_mask
     if (
         record.experience_type != "single_turn"
@@ -620,7 +690,7 @@ def implied_mask(record: Experience) -> bool:
 
 
 def validate(record: Experience, where: str = "") -> None:
-    """Raise `ValueError`, naming field, got and expected, if the record breaks a promise of the field table."""
+    """Raise `ValueError` if a record does not fit the field table. `where` is the prefix of the message."""
     kind, length, prompt = record.experience_type, 0, record.prompt_length
     if record.tokens is None:
         raise ValueError(f"{where}tokens: got None, expected token ids")
@@ -640,7 +710,7 @@ def validate(record: Experience, where: str = "") -> None:
             )
     length = len(record.tokens)
     if not length and kind == "single_turn" and record.truncate_status != "prompt_truncated":
-        raise ValueError(f"{where}tokens: got none, expected a prompt and a response")
+        raise ValueError(f"{where}tokens: got no tokens, expected a prompt and a response")
     if (record.chosen is None) != (record.rejected is None):
         missing = "chosen" if record.chosen is None else "rejected"
         raise ValueError(f"{where}{missing}: got None, expected tokens, since the other answer of the pair is given")
@@ -676,7 +746,7 @@ def validate(record: Experience, where: str = "") -> None:
 def row_from_values(
     values: dict[str, Any], odd: frozenset[str] = frozenset(), unknown: dict[str, Any] | None = None
 ) -> Experience:
-    """A record from values that are known to be good: those of columns, which were checked when they were made."""
+    """Build a record from valid values, without checks: those of columns are checked when these are built."""
     row = Experience.__new__(Experience)
     for name, empty in _always:
         if name not in values:
@@ -690,7 +760,7 @@ def row_from_values(
 
 
 def odd_fields(row: Experience) -> frozenset[str]:
-    """The tensor fields whose shape the field table does not allow."""
+    """Return the tensor fields whose shape the field table does not allow."""
     expected = len(row.tokens) - row.prompt_length
     cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
     if cut and row.logprobs is not None:
@@ -708,10 +778,19 @@ def odd_fields(row: Experience) -> frozenset[str]:
 
 
 def restore(values: Mapping[str, Any], where: str) -> Experience:
-    """A record from a foreign payload, whose writer checked less than we do.
+    """Build a record from a payload of another framework, which validates less.
 
-    Response-axis values of a shape they cannot have are kept as they are and named in `odd`: nothing is lost, and
-    whoever gathers them is told. What cannot stand at all (bounds, types) is a `WireError`.
+    Response-axis values of an invalid shape are kept and named in `odd`; reading them into a batch raises.
+
+    Args:
+        values: The fields by name.
+        where: Prefix of error messages.
+
+    Returns:
+        The record.
+
+    Raises:
+        WireError: A value has an invalid type, or the lengths are out of range.
     """
     try:
         row = Experience.__new__(Experience)
@@ -726,19 +805,19 @@ def restore(values: Mapping[str, Any], where: str) -> Experience:
     return row
 
 
-# --- the table makes the class ------------------------------------------------------------------------------------
+# --- attributes from the field table --------------------------------------------------------------------------------
 
 _UPSTREAM_ORDER = ("eid", "tokens", "logprobs", "reward", "token_level_reward", "advantages", "returns",
                    "truncate_status", "info", "metrics", "prompt_length")  # fmt: skip
-"""Trinity's keyword order differs from its field order in where `prompt_length` stands."""
+"""Order of Trinity's keywords, in which `prompt_length` has another place than in the field order."""
 
 
 _always: list[tuple[str, Any]] = []
-"""The fields that every record has, if only empty, and what makes an empty one."""
+"""Fields with an empty container as default, and its type."""
 
 
 def _derive() -> None:
-    """(Re)make what the table says of the class: defaults, `dataclasses.fields` and the signature."""
+    """Set the defaults, `dataclasses.fields` and the signature of `Experience` from the table."""
     for name in FIELDS.keys() - Experience.__dataclass_fields__.keys():
         if hasattr(Experience, name):
             raise ValueError(f"field {name!r}: Experience has an attribute of that name")
@@ -765,12 +844,14 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
-    """The type that holds all records', and the padding, exactly."""
+    """Return the type that represents the values of all records and the padding exactly."""
     if not dtypes:
         return FIELDS[name].dtype
     joined = dtypes.copy().pop() if len(dtypes) == 1 else promote(dtypes)
     if joined is None:
-        raise ValueError(f"{name}: got records of types {', '.join(sorted(dtypes))}, expected types that one can hold")
+        raise ValueError(
+            f"{name}: got records of types {', '.join(sorted(dtypes))}, expected types that one type represents"
+        )
     if joined == "bool" and fill not in (0, 1):
         raise ValueError(f"pad_value: got {fill}, expected 0 or 1, since {name} is bool")
     if joined in INTEGERS and (not math.isfinite(fill) or fill != int(fill)):
@@ -779,15 +860,23 @@ def result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
 
 
 def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
-    """Each preference pair as two single turns, the chosen one first.
+    """Split each preference pair into two single-turn records.
 
-    Whatever speaks of both answers goes to both (prompt text, tools, media, reward, an `info` of their own, custom
-    fields); `chosen_messages` and `rejected_messages` become `messages`, and `None` stays `None`: the pair's own
-    `messages` hold neither answer. `parent` is the pair's uid and the suffix is new. Fields that speak of one response
-    have no meaning in a pair and are left out, as is the mark of a truncated prompt.
+    Fields that apply to both answers are copied to both (prompt text, tools, media, reward, info, custom fields).
+    `chosen_messages` and `rejected_messages` become `messages`. `parent` is the uid of the pair, and the suffix of the
+    id is new. Fields of one response, and the mark of a truncated prompt, are left out.
+
+    Args:
+        records: Preference pairs.
+
+    Returns:
+        Two records for each pair, the chosen one first.
+
+    Raises:
+        ValueError: A record is not a preference pair, or an answer is empty.
 
     >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5], prompt_text="q", eid={"suffix": "p"})
-    >>> [(h.tokens.tolist(), h.prompt_length, h.parent) for h in split_preference_pairs([pair])]
+    >>> [(half.tokens.tolist(), half.prompt_length, half.parent) for half in split_preference_pairs([pair])]
     [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
     """
     halves = []
@@ -795,11 +884,11 @@ def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
         if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
             raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")
         common = {name: getattr(pair, name) for name, field in FIELDS.items() if field.axis in ("sample", "free")}
-        # What speaks of the pair as a pair, or of one response where there are two.
+        # Fields of the pair as a pair, or of a single response.
         for name in ("chosen", "rejected", "chosen_messages", "rejected_messages", "experience_type", "response_text"):
             del common[name]
         if pair.truncate_status == "prompt_truncated":
-            del common["truncate_status"]  # which would ask for log-probs
+            del common["truncate_status"]  # which would require log-probs
         if isinstance(pair.policy_versions, int):
             common["policy_versions"] = pair.policy_versions
         for which in ("chosen", "rejected"):

@@ -1,16 +1,17 @@
-"""`Experiences`: many records as ragged columns, a sequence of `Experience` to the eye.
+"""`Experiences`: records as ragged columns, which behave like a sequence of `Experience`.
 
-Invariant: `Experiences(list(many)) == many`. Assigning to a row changes the row alone, never the columns, and whatever
-selects rows either shares memory (slices) or gathers (filter, sort, index lists).
+Invariant: `Experiences(list(records)) == records`. Assigning to a row never changes the columns. Slices share memory;
+filters, sorts and index lists copy.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import islice, repeat
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
@@ -30,15 +31,18 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 ColumnValues: TypeAlias = Any
-"""A field of many records: a `Ragged`, `Rows`, a pair (values, offsets), an array, or a sequence of values."""
+"""A field of all records: a `Ragged`, `Rows`, a pair (values, offsets), an array, or a sequence of values."""
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
+"""Parts of an id that records are grouped by, and the property of `EID` for each."""
+
+HTML_ROWS = 20
+"""Rows of a table in a notebook; its caption counts all."""
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the collector while thousands of objects are made, none of them in a cycle: it would only walk all of the
-    process's objects again and again."""
+    """Pause garbage collection while thousands of objects without cycles are created."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -49,40 +53,45 @@ def uncollected() -> Iterator[None]:
 
 
 def id_part(id_type: str) -> str:
-    """The property of `EID` that groups by `id_type`."""
+    """Return the property of `EID` for a part of the id (see `ID_TYPES`)."""
     if id_type not in ID_TYPES:
         raise ValueError(f"id_type: got {id_type!r}, expected one of {', '.join(map(repr, ID_TYPES))}")
     return ID_TYPES[id_type]
 
 
 class Experiences(Sequence["Experience"]):
-    """A sequence of `Experience` on columns.
+    """Records as columns, which behave like a sequence of `Experience`.
 
-    Rows are made when asked for, as views: their tensors share memory with the columns (in-place changes show in
-    both; only a row whose type is not its column's, in a column of several types, is a copy), while assigning to a
-    row's attribute changes that row alone.
+    Rows are created on demand. Their tensors are views of the columns, so that in-place changes are visible in both;
+    only a row of another type than its column is a copy. Assigning to an attribute of a row changes that row only.
+
+    Args:
+        rows: The records.
+
+    Raises:
+        ValueError: A row is not a valid record.
 
     >>> from rollbook import Experience
-    >>> many = Experiences([
+    >>> records = Experiences([
     ...     Experience(eid={"batch": 1, "task": t, "run": r}, tokens=[1, 2, 3 + r], reward=float(r))
     ...     for t in range(2) for r in range(2)
     ... ])
-    >>> len(many), many[1].tokens.tolist(), many[2:].column("tokens").lengths.tolist()
+    >>> len(records), records[1].tokens.tolist(), records[2:].column("tokens").lengths.tolist()
     (4, [1, 2, 4], [3, 3])
-    >>> many.filter(lambda row: row.reward > 0)
+    >>> records.filter(lambda row: row.reward > 0)
     Experiences(2 records, 6 tokens)
-    >>> {tid: len(group) for tid, group in many.group_by("task").items()}
+    >>> {tid: len(group) for tid, group in records.group_by("task").items()}
     {'1/0': 2, '1/1': 2}
     """
 
     def __init__(self, rows: Iterable[Experience] = ()) -> None:
         if not isinstance(rows, Iterable):
-            raise ValueError(f"rows: got one {type(rows).__name__}, expected several")
+            raise ValueError(f"rows: got {type(rows).__name__}, expected an iterable of records")
         built = from_rows(list(rows))
         self.columns: Mapping[str, Column] = built.columns
         self._count: int = built._count
 
-    # --- making ---------------------------------------------------------------------------------------------
+    # --- construction---------------------------------------------------------------------------------------
 
     @classmethod
     def _of(cls, parts: Columns, count: int) -> Experiences:
@@ -149,7 +158,7 @@ class Experiences(Sequence["Experience"]):
             columns.concat([(dict(part.columns), part._count) for part in filled]), sum(part._count for part in filled)
         )
 
-    # --- a sequence -----------------------------------------------------------------------------------------
+    # --- sequence -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._count
@@ -158,8 +167,10 @@ class Experiences(Sequence["Experience"]):
     def __getitem__(self, index: int | np.integer[Any]) -> Experience: ...
     @overload
     def __getitem__(self, index: slice | Sequence[int] | NDArray[Any] | torch.Tensor) -> Experiences: ...
-    def __getitem__(self, index: Any) -> Any:
-        """One row, a slice (sharing memory if its step is 1), or the rows of an index list or boolean mask."""
+    def __getitem__(
+        self, index: int | np.integer[Any] | slice | Sequence[int] | NDArray[Any] | torch.Tensor
+    ) -> Experience | Experiences:
+        """Return a row, a slice (which shares memory if its step is 1), or the rows of an index list or mask."""
         if isinstance(index, slice):
             start, stop, step = index.indices(self._count)
             if step == 1:
@@ -171,7 +182,7 @@ class Experiences(Sequence["Experience"]):
                 return Experiences._of(parts, stop - start)
             return self.take(np.arange(start, stop, step))
         if isinstance(index, int) or getattr(index, "ndim", None) == 0:
-            number = operator.index(index)
+            number = operator.index(index)  # type: ignore[arg-type]
             row = number + (self._count if number < 0 else 0)
             if not 0 <= row < self._count:
                 raise IndexError(f"record {number} of {self._count}")
@@ -179,17 +190,17 @@ class Experiences(Sequence["Experience"]):
         return self.take(np.asarray(index))
 
     def __iter__(self) -> Iterator[Experience]:
-        # In chunks: rows of a large book are not all alive at once, and bulk conversion still pays.
+        # In chunks, so that the rows of a large book are not all alive at once.
         for start in range(0, self._count, 1024):
             yield from self[start : start + 1024].rows()
 
     def rows(self) -> list[Experience]:
-        """Return all rows at once: the fastest way to make them."""
+        """Return all rows, faster than by iterating."""
         from rollbook.core.experience import odd_fields, row_from_values
 
         with uncollected():
             states: list[dict[str, Any]] = [{} for _ in range(self._count)]
-            aside = np.zeros(self._count, dtype=np.bool_)
+            in_side_column = np.zeros(self._count, dtype=np.bool_)
             for name, field in FIELDS.items():
                 values = columns.decode(field, self.columns)
                 if values is not None:
@@ -197,15 +208,15 @@ class Experiences(Sequence["Experience"]):
                         if entry is not None:
                             state[name] = entry
                 if f"{name}__other" in self.columns:
-                    aside |= np.asarray(self.columns[f"{name}__other"].is_valid())
+                    in_side_column |= np.asarray(self.columns[f"{name}__other"].is_valid())
             rows = list(map(row_from_values, states))
-            for i in np.flatnonzero(aside).tolist():
+            for i in np.flatnonzero(in_side_column).tolist():
                 if odd := odd_fields(rows[i]):
                     rows[i].__dict__["odd"] = odd
             if self.columns.keys() - OWNERS:
                 unknown = columns.to_arrays({name: c for name, c in self.columns.items() if name not in OWNERS})
                 for i, row in enumerate(rows):
-                    # Taken, not sliced: a row shares no memory with what it was read from.
+                    # Copied, not sliced: a row must not share memory with its source.
                     row.__dict__["unknown"] = {name: array.take(pa.array([i])) for name, array in unknown.items()}
         return rows
 
@@ -213,7 +224,7 @@ class Experiences(Sequence["Experience"]):
         return Experiences.concat([self, as_experiences(other)])
 
     def __eq__(self, other: object) -> bool:
-        """Equal to any sequence of equal records."""
+        """Return whether `other` is a sequence of equal records."""
         if not isinstance(other, (Experiences, list, tuple)):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
@@ -224,16 +235,21 @@ class Experiences(Sequence["Experience"]):
         return f"Experiences({self._count} records, {int(self.token_lengths().sum())} tokens)"
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import records_html
+        from rollbook.core.terminal import html_table
 
-        return records_html(self)
+        first = self[:HTML_ROWS]
+        texts = [first.values(name) for name in ("reward", "finish_reason", "prompt_text", "response_text")]
+        responses = first.token_lengths() - first.prompt_lengths()
+        rows = zip((eid.uid for eid in first.eids()), responses.tolist(), *texts, strict=True)
+        headers = ["id", "response tokens", "reward", "finish reason", "prompt", "response"]
+        return html_table(_html_caption(self._count, "record"), headers, rows)
 
     def __reduce__(self) -> Any:
         from rollbook.core.wire import decode, encode
 
         return decode, (encode(self),)
 
-    # --- selecting ------------------------------------------------------------------------------------------
+    # --- selection ------------------------------------------------------------------------------------------
 
     def take(self, indices: Sequence[int] | NDArray[Any]) -> Experiences:
         """Select rows by index or mask. The rows are copied; the memory of these records is not kept alive.
@@ -377,24 +393,24 @@ class Experiences(Sequence["Experience"]):
 
         Args:
             rows: The indices of the records that the columns are for; `None`: all records, in order.
-            overwrite: Replace the values of these records also where they are there.
+            overwrite: Also replace existing values of these records.
             columns: By field name, a value for each of `rows`, as `assign` takes them.
 
         Returns:
-            The records with the columns; the others' values stay.
+            The records with the columns; other values stay.
 
         >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
         >>> records.fill(reward=[0.5, 0.5]).values("reward"), records.fill([0], reward=[0.25]).values("reward")
         ([0.5, 1.0], [0.25, 1.0])
         """
         chosen = np.arange(self._count) if rows is None else np.asarray(rows, dtype=np.int64)
-        everyone = np.array_equal(chosen, np.arange(self._count))
+        is_all = np.array_equal(chosen, np.arange(self._count))
         filled: dict[str, Any] = {}
         for name, filling in columns.items():
             if len(filling) != len(chosen):
                 raise ValueError(f"fill: {name!r} has {len(filling)} rows, expected {len(chosen)}")
             absent = self.missing(name)
-            if everyone and (overwrite or len(absent) == self._count):
+            if is_all and (overwrite or len(absent) == self._count):
                 filled[name] = filling
                 continue
             values = self.values(name)
@@ -487,13 +503,25 @@ class Groups(dict[str, Experiences]):
     """Records by group id: a dict that notebooks show as a table."""
 
     def _repr_html_(self) -> str:
-        from rollbook.core.notebook import groups_html
+        from rollbook.core.terminal import html_table
 
-        return groups_html(self)
+        rows = []
+        for name, group in islice(self.items(), HTML_ROWS):
+            rewards = [reward for reward in group.values("reward") if reward is not None and not math.isnan(reward)]
+            statistics = [sum(rewards) / len(rewards), min(rewards), max(rewards)] if rewards else [None] * 3
+            rows.append([name, len(group), *statistics, group.values("prompt_text")[0]])
+        headers = ["group", "records", "mean reward", "lowest", "highest", "prompt"]
+        return html_table(_html_caption(len(self), "group"), headers, rows)
+
+
+def _html_caption(count: int, noun: str) -> str:
+    """Return the number of rows, and how many of them the table shows."""
+    limit = f", the first {HTML_ROWS}" if count > HTML_ROWS else ""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}{limit}"
 
 
 def as_experiences(rows: Iterable[Experience]) -> Experiences:
-    """`rows` as columns: itself if it is that already."""
+    """Return records as columns; `Experiences` are returned as they are."""
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
 
@@ -587,9 +615,13 @@ def _encode_column(field: Field, entries: ColumnValues) -> Columns:
 
 
 def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
-    """Add what every record must have: ids, prompt lengths, kinds and masks.
+    """Add the columns that every record needs: ids, prompt lengths, kinds and masks.
 
-    A mask makes a record multi_turn, with `explicit_masks` only if it is not the one that a single turn would get.
+    Args:
+        parts: The columns, to which missing ones are added.
+        count: Number of records.
+        explicit_masks: Whether records have masks in any case. A mask makes a record `multi_turn`; with this option,
+            only if it is not the default mask of a single turn.
     """
     kinds = FIELDS["experience_type"].name
     lengths, _ = columns.token_lengths(parts, count)
@@ -613,7 +645,7 @@ def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
 
 
 def _implied_masks(parts: Columns, count: int, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N] Whether a record's mask is the one that the constructor makes for a single turn."""
+    """[N] Return whether the mask of a record is the default one of a single turn."""
     mask, prompt = parts.get("action_mask"), parts.get("prompt_length")
     if not isinstance(mask, Ragged) or mask.dtype != "bool" or mask.codes is not None:
         return np.zeros(count, dtype=np.bool_)
@@ -626,7 +658,7 @@ def _implied_masks(parts: Columns, count: int, lengths: NDArray[np.int64]) -> ND
 
 
 def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: NDArray[np.bool_]) -> None:
-    """Give single-turn records their masks: all True, or all False where the prompt was truncated."""
+    """Add the masks of single-turn records: all True, or all False if the prompt was truncated."""
     widths = np.where(missing, np.maximum(lengths - parts["prompt_length"].to_numpy(zero_copy_only=False), 0), 0)
     fill = np.ones(count, dtype=np.uint8)
     cut = columns.truncated(parts, count) & missing

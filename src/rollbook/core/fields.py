@@ -1,12 +1,12 @@
-"""The one table of fields: everything else (padding, packing, bytes, Arrow, HF, documentation) derives from it.
+"""The table of fields, from which padding, packing, bytes, Arrow and HF schemas and documentation are derived.
 
-Invariant: a field is declared here and nowhere else: other modules ask the table by kind or by axis, and name a field
-only for what is true of that one alone (the length of `tokens`, the mask of a truncated prompt). Dtypes are strings, so
-that nothing here (nor in `ragged`, `wire` or a book) imports torch.
+Invariant: a field is declared here and nowhere else. Other modules look fields up by kind or axis, and name a field
+only for what is special about it (the length of `tokens`, the mask of a truncated prompt). Dtypes are strings: neither
+this module nor `ragged`, `wire` or a book imports torch.
 
-A new field is one call:
+`declare` adds a field:
 
->>> surprise = Field("surprise", kind="tensor", axis="response", dtype="float32", doc="[R] How unlikely.")
+>>> surprise = Field("surprise", kind="tensor", axis="response", dtype="float32", doc="[R] Negative log-prob.")
 >>> declare(surprise)
 >>> from rollbook import Experience
 >>> from rollbook.wire import decode, encode
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["eid", "tensor", "number", "integer", "text", "json", "media", "custom_fields"]
-"""How one value looks.
+"""Type of a field's value.
 
 - `eid`: an `EID`.
 - `tensor`: a torch tensor, ragged over its first axis.
@@ -37,10 +37,10 @@ Kind = Literal["eid", "tensor", "number", "integer", "text", "json", "media", "c
 """
 
 Axis = Literal["sequence", "response", "free", "sample"]
-"""What the first axis of a value runs over.
+"""First axis of a value.
 
 - `sequence`: the tokens, prompt and response.
-- `response`: slot j speaks of token `prompt_length + j`.
+- `response`: the response tokens; slot j belongs to token `prompt_length + j`.
 - `free`: a length of its own (the two answers of a preference pair).
 - `sample`: no axis, one value per record.
 """
@@ -50,15 +50,20 @@ Accepts = Literal["integer", "real"]
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """An element type: its torch name, its code in `__dtype` side columns, its numpy storage and size."""
+    """An element type.
+
+    Attributes:
+        name: Name in torch.
+        code: Code in `__dtype` side columns; 0 for types that are stored only as {dtype, shape, bytes}.
+        storage: The numpy type of the memory: `uint16` for `bfloat16`, `uint8` for `bool`.
+        portable: The numpy type in Parquet and HF, which other tools read.
+        itemsize: Bytes of an element.
+    """
 
     name: str
     code: int
-    """0 for types that are kept only as {dtype, shape, bytes}."""
     storage: str
-    """The numpy type of the memory: `bfloat16` lies as `uint16`, `bool` as `uint8`."""
     portable: str
-    """The numpy type in Parquet and HF, where other tools read the values."""
     itemsize: int
 
 
@@ -101,14 +106,27 @@ BY_CODE: dict[int, Dtype] = {d.code: d for d in DTYPES.values() if d.code}
 
 INTEGERS = frozenset(("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"))
 COLUMNAR = frozenset(d.name for d in BY_CODE.values())
-"""Types a ragged column can hold."""
+"""Element types that a ragged column can hold."""
 
 EXPERIENCE_TYPES = ("single_turn", "multi_turn", "dpo")
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a record.
+    """A field of a record.
+
+    Args:
+        name: Name of the attribute.
+        kind: Type of the value.
+        axis: First axis of the value.
+        dtype: Element type that lists, ranges and arrays are converted to; tensors keep theirs.
+        pad: Value of padded slots in a batch (tokens are padded with the caller's pad id).
+        accepts: Allowed element types; `integer` rejects floats and bools.
+        trailing: Number of dimensions after the first.
+        broadcast: Whether a plain number may stand for the whole axis.
+        holds: Required type of a `json` value, if any.
+        always: Whether the default is an empty dict instead of `None`.
+        doc: Description.
 
     >>> FIELDS["logprobs"].axis, FIELDS["logprobs"].dtype, FIELDS["logprobs"].pad
     ('response', 'float32', 0)
@@ -118,48 +136,47 @@ class Field:
     kind: Kind
     axis: Axis = "sample"
     dtype: str = ""
-    """What lists, ranges and arrays convert to; a tensor keeps its own."""
     pad: float = 0
-    """The value that fills a padded slot of a batch (tokens are padded with the pad id the caller gives)."""
     accepts: Accepts = "real"
-    """Which element types are allowed: `integer` refuses floats and bools."""
     trailing: int = 0
-    """How many dimensions follow the first."""
     broadcast: bool = False
-    """Whether one plain number may stand for the whole axis."""
     holds: Literal["", "dict", "list"] = ""
-    """What a `json` value must be, if not anything."""
     always: bool = False
-    """Whether a record to which nothing was given has an empty dict."""
     doc: str = ""
 
 
 FIELDS: dict[str, Field] = {
     f.name: f
     for f in (
-        Field("eid", "eid", doc="The record's id: batch, task, run, step, suffix."),
-        Field("tokens", "tensor", "sequence", "int32", accepts="integer", doc="[L] Prompt, then response."),
-        Field("prompt_length", "integer", doc="How many of the tokens are the prompt."),
-        Field("logprobs", "tensor", "response", "float32", doc="[R] Log-probs the engine sampled with."),
+        Field("eid", "eid", doc="Id of the record: batch, task, run, step, suffix."),
+        Field("tokens", "tensor", "sequence", "int32", accepts="integer", doc="[L] Prompt ids, then response ids."),
+        Field("prompt_length", "integer", doc="Number of prompt tokens."),
+        Field(
+            "logprobs",
+            "tensor",
+            "response",
+            "float32",
+            doc="[R] Log-probs of the rollout engine.",
+        ),
         Field("reward", "number", doc="`None`: not scored yet. NaN: could not be scored."),
-        Field("token_level_reward", "tensor", "response", "float32", doc="[R] Reward by token."),
-        Field("advantages", "tensor", "response", "float32", doc="[R]"),
-        Field("returns", "tensor", "response", "float32", doc="[R]"),
+        Field("token_level_reward", "tensor", "response", "float32", doc="[R] Reward of each token."),
+        Field("advantages", "tensor", "response", "float32", doc="[R] Advantage of each token."),
+        Field("returns", "tensor", "response", "float32", doc="[R] Return of each token."),
         Field("truncate_status", "text", doc="`prompt_truncated`, `response_truncated` or `None`."),
-        Field("info", "json", holds="dict", always=True, doc="Whatever the workflow wants to keep."),
+        Field("info", "json", holds="dict", always=True, doc="Other data of the workflow."),
         Field("metrics", "json", holds="dict", always=True, doc="Numbers to log."),
         Field("response_text", "text", doc="The response, decoded."),
         Field("prompt_text", "text", doc="The prompt, decoded."),
-        Field("action_mask", "tensor", "response", "bool", doc="[R] True where the model chose the token."),
+        Field("action_mask", "tensor", "response", "bool", doc="[R] True on tokens that the model sampled."),
         Field("messages", "json", holds="list", doc="The conversation."),
-        Field("tools", "json", holds="list", doc="The tools that were offered."),
-        Field("chosen", "tensor", "free", "int32", accepts="integer", doc="[C] The better answer's tokens."),
-        Field("rejected", "tensor", "free", "int32", accepts="integer", doc="[J] The worse answer's tokens."),
+        Field("tools", "json", holds="list", doc="The tools offered to the model."),
+        Field("chosen", "tensor", "free", "int32", accepts="integer", doc="[C] Token ids of the better answer."),
+        Field("rejected", "tensor", "free", "int32", accepts="integer", doc="[J] Token ids of the worse answer."),
         Field("chosen_messages", "json", holds="list", doc="The conversation that ends in the better answer."),
         Field("rejected_messages", "json", holds="list", doc="The conversation that ends in the worse answer."),
         Field("multi_modal_inputs", "media", doc="Name -> tensor, such as `pixel_values` (rows, width)."),
-        Field("teacher_logprobs", "tensor", "response", "float32", doc="[R] A teacher's log-probs."),
-        Field("custom_fields", "custom_fields", doc="Which `info` keys become columns of a batch."),
+        Field("teacher_logprobs", "tensor", "response", "float32", doc="[R] Log-probs of the teacher."),
+        Field("custom_fields", "custom_fields", doc="Entries of `info` that become columns of a batch."),
         Field(
             "policy_versions",
             "tensor",
@@ -167,7 +184,7 @@ FIELDS: dict[str, Field] = {
             "int32",
             accepts="integer",
             broadcast=True,
-            doc="[R] or one number: the version of the policy that sampled each token.",
+            doc="[R] or one number: version of the policy that sampled each token.",
         ),
         Field("finish_reason", "text", doc="Why the engine stopped: `stop`, `length`, ..."),
         Field(
@@ -177,24 +194,38 @@ FIELDS: dict[str, Field] = {
             "int16",
             accepts="integer",
             trailing=2,
-            doc="[R, layers, k] The experts that a mixture-of-experts model chose.",
+            doc="[R, layers, k] Experts that a mixture-of-experts model selected.",
         ),
         Field("loss_weights", "tensor", "response", "float32", pad=0, doc="[R] Weight of each token's loss."),
-        Field("parent", "text", doc="The uid this record was made from."),
-        Field("group_size", "integer", doc="How many runs this record's task has."),
-        Field("sampling", "json", holds="dict", doc="Temperature, top_p, top_k, seed and what else the engine used."),
-        Field("old_logprobs", "tensor", "response", "float32", doc="[R] The old policy's, recomputed."),
-        Field("ref_logprobs", "tensor", "response", "float32", doc="[R] The reference policy's."),
-        Field("entropy", "tensor", "response", "float32", doc="[R] Of the distribution each token was drawn from."),
-        Field("values", "tensor", "response", "float32", doc="[R] The critic's, before each token."),
-        Field("experience_type", "text", doc="`single_turn`, `multi_turn` or `dpo`; inferred once, then kept."),
+        Field("parent", "text", doc="Uid of the record that this one was derived from."),
+        Field("group_size", "integer", doc="Number of runs of the task."),
+        Field(
+            "sampling", "json", holds="dict", doc="Sampling options of the engine: temperature, top_p, top_k, seed, ..."
+        ),
+        Field(
+            "old_logprobs",
+            "tensor",
+            "response",
+            "float32",
+            doc="[R] Recomputed before the update.",
+        ),
+        Field("ref_logprobs", "tensor", "response", "float32", doc="[R] Log-probs of the reference policy."),
+        Field("entropy", "tensor", "response", "float32", doc="[R] Entropy of the policy at each token."),
+        Field("values", "tensor", "response", "float32", doc="[R] Value estimate of the critic before each token."),
+        Field("experience_type", "text", doc="`single_turn`, `multi_turn` or `dpo`; inferred at construction."),
     )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class BatchField:
-    """One per-token field of a batch, and of its items: (B, S) on the `sequence` axis, (B, A) on the `response` axis.
+    """A per-token field of LightRFT's batch: [B, S] on the `sequence` axis, [B, A] on the `response` axis.
+
+    Args:
+        name: Name in the batch.
+        axis: Axis of the field.
+        sources: Fields of the record to read it from; the first that every record has is used.
+        absent: Value for records without the field. A missing mask masks nothing.
 
     >>> BATCH_FIELDS["action_log_probs"].axis, BATCH_FIELDS["action_log_probs"].sources
     ('response', ('old_logprobs', 'logprobs'))
@@ -203,9 +234,7 @@ class BatchField:
     name: str
     axis: Axis
     sources: tuple[str, ...] = ()
-    """The record's fields it is made from: the first that every record has."""
     absent: float = 0
-    """What a row that lacks the field counts as: no mask masks nothing."""
 
 
 BATCH_FIELDS: dict[str, BatchField] = {
@@ -223,7 +252,7 @@ BATCH_FIELDS: dict[str, BatchField] = {
         BatchField("action_entropy", "response", ("entropy",)),
     )
 }
-"""LightRFT's names. A record's other response-axis fields go to a batch's `extras`, under their own names."""
+"""Per-token fields by LightRFT's names. Other response-axis fields are in `extras`, under their own names."""
 
 BATCH_MEDIA: dict[str, str] = {
     "pixel_values": "pixel_values",
@@ -231,26 +260,37 @@ BATCH_MEDIA: dict[str, str] = {
     "pixel_values_videos": "pixel_values_videos",
     "video_grid_thws": "video_grid_thw",
 }
-"""A batch's media fields, and the keys of `multi_modal_inputs` they are made from; other keys go to `media`."""
+"""Media fields of a LightRFT batch and their keys in `multi_modal_inputs`; other keys are in `media`."""
 
-_BATCH = """uid unique_ids input_ids sequences attention_mask position_ids prompts responses response_mask
-    token_level_scores token_level_rewards rewards rollout_log_probs old_log_probs ref_log_prob cu_seqlens values labels
-    references response_length total_length"""
-BATCH_NAMES = frozenset(_BATCH.split())
-"""Names of a trainer's batch that a custom field must not overwrite."""
+BATCH_NAMES = frozenset(
+    (
+        *("uid", "unique_ids", "input_ids", "sequences", "attention_mask", "position_ids", "cu_seqlens"),
+        *("prompts", "responses", "response_mask", "response_length", "total_length", "labels", "references"),
+        *("token_level_scores", "token_level_rewards", "rewards", "values"),
+        *("rollout_log_probs", "old_log_probs", "ref_log_prob"),
+    )
+)
+"""Names in the batch of a trainer, which custom fields cannot use."""
 
 _observers: list[Callable[[], None]] = []
 
 
 def observe(callback: Callable[[], None]) -> None:
-    """Have `callback()` called whenever the table changes."""
+    """Call `callback()` whenever the table changes."""
     _observers.append(callback)
 
 
 def declare(field: Field) -> None:
-    """Add a field to the table; every module serves it from then on."""
+    """Add a field to the table.
+
+    Args:
+        field: The field, which all modules support from then on.
+
+    Raises:
+        ValueError: The name is taken or invalid, or the declaration is inconsistent.
+    """
     if field.name in FIELDS:
-        raise ValueError(f"field {field.name!r} is in the table already")
+        raise ValueError(f"field {field.name!r} already exists")
     if not field.name.isidentifier() or keyword.iskeyword(field.name) or "__" in field.name or field.name == "self":
         raise ValueError(f"field name {field.name!r}: expected an identifier without a double underscore")
     if field.kind not in get_args(Kind) or field.axis not in get_args(Axis) or field.accepts not in get_args(Accepts):
@@ -259,7 +299,9 @@ def declare(field: Field) -> None:
             f"expected one each of {get_args(Kind)}, {get_args(Axis)}, {get_args(Accepts)}"
         )
     if field.kind == "tensor" and field.dtype not in COLUMNAR:
-        raise ValueError(f"field {field.name!r}: dtype {field.dtype!r} is none of {sorted(COLUMNAR)}")
+        raise ValueError(
+            f"field {field.name!r}: got dtype {field.dtype!r}, expected one of {', '.join(sorted(COLUMNAR))}"
+        )
     FIELDS[field.name] = field
     try:
         for callback in _observers:
@@ -271,9 +313,9 @@ def declare(field: Field) -> None:
 
 
 def withdraw(name: str) -> None:
-    """Take a declared field out of the table again; its columns are then unknown ones, kept as they are."""
+    """Remove a declared field from the table. Its columns become unknown columns, which are preserved."""
     if name not in FIELDS:
-        raise ValueError(f"field {name!r} is not in the table")
+        raise ValueError(f"field {name!r} does not exist")
     del FIELDS[name]
     for callback in _observers:
         callback()
@@ -302,7 +344,7 @@ TENSOR_FIELDS: dict[Axis | None, list[Field]] = {}
 
 
 def _index_fields() -> None:
-    """Rebuild what is derived from the table."""
+    """Rebuild the indices of the table."""
     OWNERS.clear()
     COLUMN_NAMES.clear()
     TENSOR_FIELDS.update({axis: [] for axis in (None, *get_args(Axis))})

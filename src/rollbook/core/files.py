@@ -1,7 +1,6 @@
-"""Private files and folders (0600, 0700), and checks of paths that a user names.
+"""Private files and folders, and checks of paths from users.
 
-Invariant: what is created has mode 0700 (folders) or 0600 (files), whatever the umask; the mode of what exists already
-is not changed.
+Invariant: new folders have mode 0700 and new files 0600, whatever the umask. Existing ones keep their mode.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-FOLDER = 0o700
-FILE = 0o600
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
 
 
 def private_opener(path: str, flags: int) -> int:
-    """Open a file, and create it for its owner alone: the `opener` of `open`."""
-    return os.open(path, flags, FILE)
+    """Open a file, created with mode 0600 if missing: an `opener` for `open`."""
+    return os.open(path, flags, FILE_MODE)
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Create a folder, and those above it that are missing, for their owner alone; what exists stays as it is.
+    """Create a folder and its missing parents with mode 0700. Existing folders keep their mode.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as place:
@@ -32,17 +31,17 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     if not os.path.isdir(path):
         make_folder(Path(path).absolute().parent)
         with suppress(FileExistsError):
-            os.mkdir(path, FOLDER)
+            os.mkdir(path, FOLDER_MODE)
 
 
 def make_private(path: str | os.PathLike[str]) -> None:
-    """Take everybody else's access from something that was just created, and from all that it holds."""
-    os.chmod(path, FOLDER if os.path.isdir(path) else FILE)
+    """Set mode 0600 or 0700 on a file or folder that was just created, and on all that it contains."""
+    os.chmod(path, FOLDER_MODE if os.path.isdir(path) else FILE_MODE)
     for folder, folders, files in os.walk(path):
         for name in folders:
-            os.chmod(os.path.join(folder, name), FOLDER)
+            os.chmod(os.path.join(folder, name), FOLDER_MODE)
         for name in files:
-            os.chmod(os.path.join(folder, name), FILE)
+            os.chmod(os.path.join(folder, name), FILE_MODE)
 
 
 _KINDS = {
@@ -54,9 +53,12 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that is neither a regular file nor a folder; one that does not exist passes.
+    """Check that a path is a regular file or a folder, or does not exist.
 
-    Opening a pipe waits for its other end, reading a device may never end, and replacing either removes it.
+    Opening a pipe blocks until its other end is opened, and reading a device may never end.
+
+    Args:
+        path: The path.
 
     Raises:
         ValueError: `path` is a pipe, a socket or a device.

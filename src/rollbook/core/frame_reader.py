@@ -1,10 +1,10 @@
 """Read several frames at once, or some rows of a frame from byte ranges.
 
-Invariant: what a stack returns is what `wire.decode` returns for its frames, one behind the other. Frames that differ
-in more than their numbers make no stack; neither do damaged ones, for which `wire.decode` says what is wrong.
+Invariant: a stack returns what `wire.decode` returns for its frames, concatenated. Corrupt frames, and frames that
+differ in more than their numbers, are not read as a stack; `wire.decode` reports what is wrong with them.
 
-Frames of one writer have the same schema, and metadata of the same shape: the metadata of the first is parsed, that of
-the others is compared with it, byte by byte but for the numbers, and the numbers of all are checked at once.
+Frames of one writer have the same schema and metadata of the same structure. The metadata of the first is parsed, that
+of the others is compared with it byte by byte except for the numbers, and the numbers of all are checked at once.
 """
 
 from __future__ import annotations
@@ -23,29 +23,45 @@ from rollbook.core.columns import Columns, check_columns, from_arrays, implied
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import OWNERS, Field
-from rollbook.core.ragged import Spread
+from rollbook.core.ragged import RaggedRuns
 from rollbook.core.wire import DEFAULT_LIMITS, HEADER_BYTES, Frame, Limits, read_header
 
 _END = np.frombuffer(wire.END, dtype=np.uint8)
 
 
 class Stack:
-    """Frames with one schema; made by `read_stack`."""
+    """F frames with one schema, as `read_stack` returns them.
+
+    Args:
+        memory: Bytes of all frames.
+        template: Metadata of the first frame.
+        counts: Records in each frame.
+
+    Attributes:
+        schema: Schema of the frames.
+        parts: Number of nodes and buffers of each column.
+        starts: Start of the record batch of each frame.
+        stops: End of the record batch of each frame.
+        nodes: [F, nodes, 2] Length and null count of each Arrow array.
+        buffers: [F, buffers, 2] Start in memory and length of each Arrow buffer.
+
+    >>> from rollbook import Experience, wire
+    >>> frames = [wire.encode([Experience(tokens=[1, 2, i])]) for i in range(2)]
+    >>> memory = np.frombuffer(b"".join(frames), dtype=np.uint8).copy()
+    >>> stack = read_stack(memory, [(0, len(frames[0])), (len(frames[0]), len(memory))])
+    >>> stack.experiences().rows()[1].tokens.tolist()
+    [1, 2, 1]
+    """
 
     def __init__(self, memory: NDArray[np.uint8], template: wire.Template, counts: list[int]) -> None:
         self.memory = memory
         self.schema = template.schema
         self.parts = template.parts
-        """How many nodes and buffers each column has."""
         self.counts = counts
-        """Records in each frame."""
         self.starts: list[int] = []
-        """Where the record batch of each frame begins."""
         self.stops: list[int] = []
         self.nodes: NDArray[np.int64]
-        """[F, nodes, 2] Length and null count of each Arrow array."""
         self.buffers: NDArray[np.int64]
-        """[F, buffers, 2] Start in memory and length of each Arrow buffer."""
 
     def batches(self) -> list[pa.RecordBatch]:
         """Return the record batch of each frame, without copying. Offsets are not checked yet."""
@@ -87,7 +103,7 @@ class Stack:
             The records; `None` if their columns are better read frame by frame.
         """
         count = sum(self.counts)
-        spread: dict[str, Spread] = {}
+        runs: dict[str, RaggedRuns] = {}
         rest: list[str] = []
         node = buffer = 0
         names = set(self.schema.names)
@@ -98,7 +114,7 @@ class Stack:
             elif spec.trailing or f"{field.name}__dtype" in names:
                 return None
             else:
-                spread[field.name] = self._spread(spec, field.type, node, buffer)
+                runs[field.name] = self._read_runs(spec, field.type, node, buffer)
             node, buffer = node + nodes, buffer + buffers
         batches = self.batches()
         try:
@@ -109,11 +125,11 @@ class Stack:
         except pa.ArrowException as error:
             raise WireError(f"the Arrow record batch cannot be read: {error}") from None
         wire.check_arrays(arrays, verify)
-        columns: Columns = {**from_arrays(arrays), **spread}
+        columns: Columns = {**from_arrays(arrays), **runs}
         try:
             check_columns(columns, count, masks=verify)
             if verify:
-                for column in spread.values():
+                for column in runs.values():
                     column.checked = True
         except WireError:
             raise
@@ -121,8 +137,8 @@ class Stack:
             raise WireError(str(error)) from None
         return Experiences._of(columns, count)
 
-    def _spread(self, field: Field, kind: pa.DataType, node: int, buffer: int) -> Spread:
-        """A column of rows of numbers: validity and offsets, then the values, which have no validity."""
+    def _read_runs(self, field: Field, kind: pa.DataType, node: int, buffer: int) -> RaggedRuns:
+        """Read a tensor column, whose buffers are validity, offsets, and values with their own validity."""
         dtype = np.dtype(kind.value_type.to_pandas_dtype())
         lengths, nulls = self.nodes[:, node : node + 2, 0], self.nodes[:, node : node + 2, 1]
         begins, sizes = self.buffers[:, buffer : buffer + 4, 0], self.buffers[:, buffer : buffer + 4, 1]
@@ -136,8 +152,10 @@ class Stack:
         ):
             raise WireError(f"column {field.name!r}: a buffer is too short")
         numbers = self.memory.view(np.int64)
-        tables = zip(self.counts, (begins[:, 1] >> 3).tolist(), strict=True)
-        offsets = np.concatenate([numbers[begin : begin + count + 1] for count, begin in tables])
+        offset_starts = (begins[:, 1] >> 3).tolist()
+        offsets = np.concatenate(
+            [numbers[start : start + count + 1] for count, start in zip(self.counts, offset_starts, strict=True)]
+        )
         steps = offsets[1:] - offsets[:-1]
         ends = np.cumsum(counts + 1)
         firsts = offsets[ends - counts - 1]
@@ -145,13 +163,13 @@ class Stack:
         inside[ends[:-1] - 1] = False
         row_lengths = steps[inside]
         if (row_lengths < 0).any() or (firsts < 0).any() or (offsets[ends - 1] > lengths[:, 1]).any():
-            raise WireError(f"column {field.name!r}: offsets fall, or leave their values")
+            raise WireError(f"column {field.name!r}: offsets decrease, or exceed their values")
         valid = None
         if nulls[:, 0].any():
             valid = np.concatenate([self._bits(f, begins[f, 0], sizes[f, 0], nulls[f, 0]) for f in range(len(counts))])
             if row_lengths[~valid].any():
                 raise WireError(f"column {field.name!r}: a row is null and has values")
-        return Spread(
+        return RaggedRuns(
             self.memory.view(dtype),
             begins[:, 3] // dtype.itemsize + firsts,
             row_lengths,
@@ -176,16 +194,16 @@ def _combined(column: pa.ChunkedArray) -> pa.Array:
 def read_stack(
     memory: NDArray[np.uint8], spans: Sequence[tuple[int, int]], verify: bool = True, limits: Limits = DEFAULT_LIMITS
 ) -> Stack | None:
-    """Check frames that lie together.
+    """Check the frames in a block of memory.
 
     Args:
         memory: The memory, aligned to 8 bytes.
-        spans: Where each frame begins and stops in it, rising, at multiples of 64.
+        spans: Start and stop of each frame in it, ascending, at multiples of 64.
         verify: Whether to check the checksums of the bodies.
-        limits: What the reader is willing to take.
+        limits: Limits of the reader.
 
     Returns:
-        The stack, or `None` if the frames are not alike or one is damaged.
+        The stack, or `None` if the frames differ in structure or one is corrupt.
     """
     if memory.__array_interface__["data"][0] % 8 or len(memory) % 8 or not spans:
         return None
@@ -239,7 +257,7 @@ Span = tuple[int, int]
 Reader = Generator[list[Span], list[Any], Result]
 
 HEAD_BYTES = 4096
-"""How much is read first: the metadata of most frames."""
+"""Bytes that are read first, enough for the metadata of most frames."""
 
 
 def read_rows(
@@ -249,10 +267,10 @@ def read_rows(
 
     Args:
         size: Length of the frame, padding included.
-        slots: Row numbers, rising.
-        fields: Names of the fields to read; all if `None`. With fewer, the columns are enough to gather and to hand on
-            as Arrow, not to make rows of.
-        limits: What the reader is willing to take.
+        slots: Ascending row numbers.
+        fields: Names of the fields to read; all if `None`. With fewer, the columns can be gathered and converted to
+            Arrow, but not to rows.
+        limits: Limits of the reader.
 
     Yields:
         Byte ranges of the frame; send the bytes of each.
@@ -261,7 +279,7 @@ def read_rows(
         The rows, on memory of their own.
 
     Raises:
-        WireError: If the bytes are no such frame, or a slot is not in it.
+        WireError: The bytes are not such a frame, or a slot is out of range.
 
     >>> from rollbook import Experience, wire
     >>> data = wire.encode([Experience(tokens=[1, 2, i]) for i in range(9)])
@@ -270,7 +288,7 @@ def read_rows(
     """
     frame, layout = yield from _read_layout(size, limits)
     if slots and not 0 <= slots[0] <= slots[-1] < frame.count:
-        raise WireError(f"{frame.count} records, none in slot {slots[0]} or {slots[-1]}")
+        raise WireError(f"slots: got {slots[0]} to {slots[-1]}, expected 0 to {frame.count - 1}")
     if not slots:
         return Experiences()
     spans = _runs(slots)
@@ -339,13 +357,13 @@ def advance_together(readers: Sequence[Reader[Any]]) -> Reader[list[Any]]:
 
 
 def _runs(slots: Sequence[int]) -> list[Span]:
-    """Rising numbers as the runs they form."""
+    """Return ascending numbers as runs."""
     runs: list[Span] = []
     for slot in slots:
         if runs and runs[-1][1] == slot:
             runs[-1] = (runs[-1][0], slot + 1)
         elif runs and slot < runs[-1][1]:
-            raise ValueError(f"slots: got {slot} behind {runs[-1][1] - 1}, expected rising numbers")
+            raise ValueError(f"slots: got {slot} after {runs[-1][1] - 1}, expected ascending numbers")
         else:
             runs.append((slot, slot + 1))
     return runs
@@ -355,22 +373,22 @@ def _runs(slots: Sequence[int]) -> list[Span]:
 
 
 @dataclass(slots=True, frozen=True)
-class _Form:
-    """What has to be known of an Arrow type to read its arrays."""
+class _ArrowType:
+    """The properties of an Arrow type that are needed to read its arrays."""
 
     kind: pa.DataType
     buffers: int
     null: bool
     offset_bytes: int
-    """The size of an offset; 0 if the type has none."""
+    """Size of an offset; 0 if the type has none."""
     list_size: int
-    """Entries of the children for each entry: 1 but for lists of fixed size."""
+    """Entries of the children for each entry: 1 except for fixed-size lists."""
     bits: int
-    """The size of a value; 0 if the type has none of fixed size."""
-    children: tuple[_Form, ...]
+    """Size of a value; 0 if the type has no fixed size."""
+    children: tuple[_ArrowType, ...]
 
     @classmethod
-    def of(cls, kind: pa.DataType) -> _Form:
+    def of(cls, kind: pa.DataType) -> _ArrowType:
         types = pa.types
         width = _offset_bytes(kind)
         children = tuple(cls.of(kind.field(i).type) for i in range(kind.num_fields))
@@ -384,24 +402,24 @@ class _Form:
 class _Node:
     """An Arrow array of the frame: its type, length, nulls, buffers (byte ranges of the frame) and children."""
 
-    form: _Form
+    arrow_type: _ArrowType
     length: int
     nulls: int
     buffers: list[Span]
     children: list[_Node]
 
 
-_forms: dict[int, tuple[pa.Schema, list[_Form]]] = {}
-"""By the id of a schema, which is kept with them: frames of one writer share one (see `ipc`)."""
-_MOST_FORMS = 64
+_type_cache: dict[int, tuple[pa.Schema, list[_ArrowType]]] = {}
+"""Types of each schema, by the id of the schema, which is kept alive with them."""
+_MAX_CACHED_TYPES = 64
 
 
-def _forms_of(schema: pa.Schema) -> list[_Form]:
-    entry = _forms.get(id(schema))
+def _arrow_types(schema: pa.Schema) -> list[_ArrowType]:
+    entry = _type_cache.get(id(schema))
     if entry is None:
-        if len(_forms) >= _MOST_FORMS:
-            _forms.clear()
-        entry = _forms[id(schema)] = schema, [_Form.of(kind) for kind in schema.types]
+        if len(_type_cache) >= _MAX_CACHED_TYPES:
+            _type_cache.clear()
+        entry = _type_cache[id(schema)] = schema, [_ArrowType.of(kind) for kind in schema.types]
     return entry[1]
 
 
@@ -414,12 +432,12 @@ class _Layout:
     def columns(self) -> list[_Node]:
         nodes, buffers = iter(self.nodes), iter(self.buffers)
 
-        def build(form: _Form) -> _Node:
+        def build(arrow_type: _ArrowType) -> _Node:
             length, nulls = next(nodes)
-            mine = [next(buffers) for _ in range(form.buffers)]
-            return _Node(form, length, nulls, mine, [build(child) for child in form.children])
+            own_buffers = [next(buffers) for _ in range(arrow_type.buffers)]
+            return _Node(arrow_type, length, nulls, own_buffers, [build(child) for child in arrow_type.children])
 
-        return [build(form) for form in _forms_of(self.schema)]
+        return [build(arrow_type) for arrow_type in _arrow_types(self.schema)]
 
 
 def _read_layout(size: int, limits: Limits) -> Reader[tuple[Frame, _Layout]]:
@@ -430,7 +448,7 @@ def _read_layout(size: int, limits: Limits) -> Reader[tuple[Frame, _Layout]]:
         raise WireError(f"a frame of {frame.stop} bytes, compression {frame.compression}; expected {size}, None")
     end = HEADER_BYTES
     for _ in range(2):
-        # The mark and the length of a message, then the message.
+        # The prefix of a message, with its length, then the message.
         for more in (8, None):
             stop = end + (8 + wire.metadata_bytes(memoryview(head)[end : end + 8], end) if more is None else more)
             if stop > HEADER_BYTES + frame.length:
@@ -450,23 +468,22 @@ def _read_layout(size: int, limits: Limits) -> Reader[tuple[Frame, _Layout]]:
 
 
 def _inside(buffer: Span, start: int, stop: int) -> Span:
-    """A range of a buffer as a range of the frame."""
+    """Convert a range of a buffer to a range of the frame."""
     if not 0 <= start <= stop <= buffer[1] - buffer[0]:
         raise WireError("an Arrow buffer is too short", buffer[0])
     return buffer[0] + start, buffer[0] + stop
 
 
 def _read_node(node: _Node, spans: list[Span]) -> Reader[pa.Array]:
-    """Read the entries in `spans`, which rise and do not overlap, one behind the other."""
-    form = node.form
-    kind = form.kind
+    """Read the entries in `spans`, which are ascending and disjoint, into one array."""
+    arrow_type = node.arrow_type
     count = sum(stop - start for start, stop in spans)
     if spans and spans[-1][1] > node.length:
         raise WireError("an Arrow array is shorter than what points to it")
-    if form.null or not count:
-        return pa.nulls(count, kind)
+    if arrow_type.null or not count:
+        return pa.nulls(count, arrow_type.kind)
     bitmap = [_inside(node.buffers[0], a >> 3, (b + 7) >> 3) for a, b in spans] if node.nulls else []
-    width = form.offset_bytes
+    width = arrow_type.offset_bytes
     children: list[pa.Array] = []
     buffers: list[Any] = []
     if width:
@@ -481,20 +498,21 @@ def _read_node(node: _Node, spans: list[Span]) -> Reader[pa.Array]:
             buffers.append(pa.py_buffer(b"".join(values)))
         del chunks[len(bitmap) :]
     elif node.children:
-        inner = [(a * form.list_size, b * form.list_size) for a, b in spans] if form.list_size != 1 else spans
+        size = arrow_type.list_size
+        inner = [(a * size, b * size) for a, b in spans]
         readers: list[Reader[Any]] = [_read_node(child, inner) for child in node.children]
         *children, chunks = yield from advance_together([*readers, _read_spans(bitmap)])
-    elif not form.bits:  # a struct without fields
+    elif not arrow_type.bits:  # a struct without fields
         chunks = yield from _read_spans(bitmap)
     else:
-        bits = form.bits
+        bits = arrow_type.bits
         values = [_inside(node.buffers[1], a * bits >> 3, (b * bits + 7) >> 3) for a, b in spans]
         chunks = yield bitmap + values
         parts = chunks[len(bitmap) :]
         buffers.append(_joined_bits(parts, spans) if bits == 1 else pa.py_buffer(b"".join(parts)))
     validity = _joined_bits(chunks[: len(bitmap)], spans) if node.nulls else None
-    # Null counts are those of the rows, which -1 makes Arrow count.
-    return pa.Array.from_buffers(kind, count, [validity, *buffers], -1 if node.nulls else 0, children=children)
+    null_count = -1 if node.nulls else 0  # -1: Arrow counts them
+    return pa.Array.from_buffers(arrow_type.kind, count, [validity, *buffers], null_count, children=children)
 
 
 def _read_spans(spans: list[Span]) -> Reader[list[Any]]:
@@ -502,7 +520,7 @@ def _read_spans(spans: list[Span]) -> Reader[list[Any]]:
 
 
 def _offset_bytes(kind: pa.DataType) -> int:
-    """The size of an offset in arrays of this type; 0 if they have none."""
+    """Return the size of an offset in arrays of a type, or 0 if they have none."""
     types = pa.types
     if types.is_large_string(kind) or types.is_large_binary(kind) or types.is_large_list(kind):
         return 8
@@ -512,15 +530,15 @@ def _offset_bytes(kind: pa.DataType) -> int:
 
 
 def _rebase(tables: list[Any], node: _Node) -> tuple[Any, list[Span]]:
-    """Offsets of some runs of entries as those of one array, and the ranges of the child that they name."""
+    """Join the offsets of several runs, and return the ranges of the child that they refer to."""
     inner: list[Span] = []
     last, total = 0, 0
     shifted = [np.zeros(1, dtype=tables[0].dtype)]
     for table in tables:
         first, stop = int(table[0]), int(table[-1])
-        # Rising across the runs as well: no byte of the child is asked for twice.
+        # Ascending across runs, too: no byte of the child is read twice.
         if first < last or stop < first or (table[1:] < table[:-1]).any():
-            raise WireError("offsets fall, or leave their values")
+            raise WireError("offsets decrease, or exceed their values")
         shifted.append(table[1:] + (total - first))
         total += stop - first
         last = stop
@@ -533,7 +551,7 @@ def _rebase(tables: list[Any], node: _Node) -> tuple[Any, list[Span]]:
 
 
 def _joined_bits(parts: Sequence[Any], spans: Sequence[Span]) -> pa.Buffer:
-    """The bits of some runs, each from the bytes that hold it, as one bitmap."""
+    """Join the bits of several runs, each read from the bytes that contain it, into one bitmap."""
     pieces = []
     for part, (start, stop) in zip(parts, spans, strict=True):
         bits = np.unpackbits(np.frombuffer(part, dtype=np.uint8), bitorder="little")

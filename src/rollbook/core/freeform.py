@@ -58,14 +58,14 @@ _NUMPY_DTYPE = re.compile(
     r"|[<>][mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 )
 _INT64 = 2**63
-_SAME_HASH = 64
+_MAX_EQUAL_HASHES = 64
 _LARGE = sys.float_info.max
 _STR = {str}
 _FLAT = {str, int, float, bool, type(None)}
 
 
 class _CannotKeep(Exception):
-    """Raised where the value is, given its path on the way out."""
+    """Raised at the value that cannot be kept; callers add its path."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -101,7 +101,7 @@ def dump_bytes(value: Json, max_depth: int = MAX_DEPTH) -> tuple[bytes, bool]:
     if type(value) is dict and _STR.issuperset(map(type, value)) and _FLAT.issuperset(map(type, value.values())):
         if not value:
             return b"{}", True
-        # A flat dict, what most are, is checked at the speed of C. A null may have been NaN: look again below.
+        # Most dicts are flat, which orjson checks faster. A null may have been NaN: those are checked below.
         try:
             text = orjson.dumps(value)
         except TypeError:
@@ -115,7 +115,7 @@ def dump_bytes(value: Json, max_depth: int = MAX_DEPTH) -> tuple[bytes, bool]:
 
 
 def _tag(value: Json, depth: int) -> Any:
-    """`value` itself where it is plain JSON, else its tagged form."""
+    """Return a value itself if it is plain JSON, else its tagged form."""
     kind = type(value)
     if kind is str:
         if value.isascii():
@@ -133,7 +133,7 @@ def _tag(value: Json, depth: int) -> Any:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is dict or kind is list or kind is tuple:
         if depth <= 0:
-            raise _CannotKeep("nested too deeply to be kept (or holds itself)")
+            raise _CannotKeep("nested too deeply to be kept (or contains itself)")
         return _tag_dict(value, depth - 1) if kind is dict else _tag_items(value, depth - 1)
     if kind is bytes:
         return {"$bytes": _base64(value)}
@@ -317,8 +317,8 @@ def _untag_one(tag: str, content: Json, depth: int) -> Any:
     except WireError:
         raise
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise WireError(f"the tag {tag} holds what it cannot: {error}") from None
-    raise WireError(f"the tag {tag!r} is unknown, or holds a {type(content).__name__}, which it cannot")
+        raise WireError(f"the tag {tag} has an invalid value: {error}") from None
+    raise WireError(f"the tag {tag!r} is unknown, or cannot have a {type(content).__name__}")
 
 
 def _untag_map(pairs: list[Any], depth: int) -> dict[Any, Any]:
@@ -326,10 +326,10 @@ def _untag_map(pairs: list[Any], depth: int) -> dict[Any, Any]:
     hashes: Counter[int] = Counter()
     for key, entry in pairs:
         hashable = _key(_untag(key, depth))
-        # Whoever writes numbers can choose their hashes, and a dict of equal ones takes quadratic time to fill.
+        # A writer can choose numbers with equal hashes, with which filling a dict takes quadratic time.
         hashes[hash(hashable)] += 1
-        if hashes[hash(hashable)] > _SAME_HASH:
-            raise WireError(f"a $map has more than {_SAME_HASH} keys of one hash")
+        if hashes[hash(hashable)] > _MAX_EQUAL_HASHES:
+            raise WireError(f"a $map has more than {_MAX_EQUAL_HASHES} keys of one hash")
         mapping[hashable] = _untag(entry, depth)
     return mapping
 
@@ -339,7 +339,7 @@ def _key(key: Json) -> Any:
         return key
     if isinstance(key, tuple):
         return tuple(_key(part) for part in key)
-    raise WireError(f"a dict key of type {type(key).__name__} cannot be one")
+    raise WireError(f"a value of type {type(key).__name__} cannot be a dict key")
 
 
 def _numpy(content: dict[str, Any], tag: str) -> Any:
@@ -351,7 +351,7 @@ def _numpy(content: dict[str, Any], tag: str) -> Any:
     raw = binascii.a2b_base64(content["data"], strict_mode=True)
     shape = content["shape"] if tag == "$array" else []
     if not isinstance(shape, list) or len(shape) > 64 or not all(type(n) is int and n >= 0 for n in shape):
-        raise WireError(f"{tag}: shape {shape!r} is no list of sizes")
+        raise WireError(f"{tag}: got shape {shape!r}, expected a list of sizes")
     if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**62:
         raise WireError(f"{tag}: shape {shape!r} is larger than any array")
     if math.prod(shape) * dtype.itemsize != len(raw):
@@ -362,7 +362,7 @@ def _numpy(content: dict[str, Any], tag: str) -> Any:
     if dtype.kind == "U" and array.size:
         characters = np.frombuffer(raw, dtype=f"{content['dtype'][0]}u4")
         if characters.max() > sys.maxunicode:
-            raise WireError(f"{tag}: text of what is no character")
+            raise WireError(f"{tag}: text with a code beyond Unicode")
     return array[()] if tag == "$scalar" else array
 
 
@@ -370,7 +370,11 @@ def _numpy(content: dict[str, Any], tag: str) -> Any:
 
 
 def same(a: Json, b: Json) -> bool:
-    """Whether two values are equal: tensors and arrays by type, shape and value, NaN equal to NaN.
+    """Return whether two values are equal: tensors and arrays by type, shape and value, NaN equal to NaN.
+
+    Args:
+        a: A value.
+        b: Another value.
 
     >>> same({"a": [float("nan"), (1, 2)]}, {"a": [float("nan"), (1, 2)]}), same([1], (1,))
     (True, False)
@@ -387,7 +391,7 @@ def same(a: Json, b: Json) -> bool:
             return False
         if all(key in b for key in a):
             return all(same(entry, b[key]) for key, entry in a.items())
-        # A NaN among the keys is found by no look-up: compare in order.
+        # NaN keys cannot be looked up: compare in order.
         return all(same(k, j) and same(v, w) for (k, v), (j, w) in zip(a.items(), b.items(), strict=True))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return isinstance(a, list) == isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))

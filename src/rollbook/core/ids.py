@@ -1,6 +1,6 @@
-"""`EID`, the id a record keeps from the engine to the optimizer, the disk and the screen.
+"""`EID`, the id of a record from the engine to the optimizer, the disk and the screen.
 
-Invariant: `EID.parse(eid.uid) == eid` for every id, whatever text its parts hold.
+Invariant: `EID.parse(eid.uid) == eid` for every id.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 MAX_BITS = 1024
-"""Of a batch or task that is a number; Python refuses to print one of several thousand digits."""
+"""Largest size of a batch or task that is a number; Python does not print numbers of thousands of digits."""
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _ESCAPE = re.compile(r"%(25|2F)")
 _LAST_NUMBER = re.compile(r"([0-9]{1,15})$")
@@ -41,12 +41,20 @@ def _number_or_text(text: str) -> int | str:
 
 @dataclass(eq=False, repr=False)
 class EID:
-    """Where a record comes from: batch, task, run (which of the task's samples), step (turn), and a random suffix.
+    """Id of a record. Groups are formed by its parts, never by position.
 
-    Groups are formed by these, never by position. Parts can be set; ids compare by what they print, and since they
-    can change they are not hashable: use `uid` as a key. Text must be valid Unicode, `run` and `step` have 64 bits, and
-    numbers for `batch` and `task` at most 1024. In text parts `%` prints as `%25` and `/` as `%2F`, so that
-    every uid can be read back. The suffix has 64 random bits (Trinity's has 24, and collides within thousands).
+    The parts can be assigned. Ids compare by `uid` and are not hashable, since they can change: use `uid` as a key. In
+    text parts `%` is written as `%25` and `/` as `%2F`, so that every uid can be parsed.
+
+    Args:
+        batch: Batch: valid Unicode, or a number of at most 1024 bits.
+        task: Task, usually a prompt, in the batch: as `batch`.
+        run: Number of the sample of the task, 64 bits.
+        step: Number of the turn, 64 bits.
+        suffix: Random by default: 64 bits (Trinity's 24 bits collide within thousands of records).
+
+    Raises:
+        ValueError: A part has an invalid type or value.
 
     >>> eid = EID(batch=1, task=2, run=3, step=4, suffix="abc123")
     >>> eid
@@ -92,7 +100,7 @@ class EID:
         """Validate the parts again, since they can be set; numpy integers become Python integers.
 
         Raises:
-            ValueError: A part has a type or value that no id can have.
+            ValueError: A part has an invalid type or value.
         """
         self.__post_init__()
 

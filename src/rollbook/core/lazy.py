@@ -1,7 +1,4 @@
-"""Names of a package that load when they are first used, so that importing the package is quick.
-
-Invariant: a name is the same object each time, and is looked for in one module alone.
-"""
+"""Lazy names of packages: each is imported from its module on first use, so that importing a package is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +11,15 @@ from typing import Any
 def lazily(
     package: str, homes: Mapping[str, str], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`: `homes` gives the module of each name.
+    """Build the `__getattr__` and `__dir__` of a package.
+
+    Args:
+        package: Name of the package.
+        homes: The module of each name.
+        modules: Modules of the package that can be used without importing them.
+
+    Returns:
+        The two functions.
 
     >>> get, names = lazily("rollbook", {"EID": "rollbook.core.ids"}, ["core"])
     >>> get("EID").__name__, [name for name in names() if not name.startswith("__")]

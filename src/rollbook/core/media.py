@@ -1,9 +1,9 @@
-"""Images and videos: a pool that keeps equal ones once, loading from every form that users give, encoding for records.
+"""Images and videos: a pool without duplicates, loading from all supported forms, encoding for records.
 
-Torch is not imported here: tensors exist only where something else imported it.
+This module does not import torch: it handles tensors only if the caller has imported torch.
 
-Invariant: `pool.keep(x)` equals x; equal content gives one object, and nothing of the caller's is changed. A pool keeps
-nothing alive that is not used elsewhere (except bytes, which cannot be weakly referenced, until `prune`).
+Invariant: `pool.keep(x)` equals x, equal content gives one object, and arguments do not change. A pool keeps only bytes
+alive, which cannot be weakly referenced, until `prune`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.files import check_regular
@@ -33,7 +34,10 @@ Medium: TypeAlias = Any
 
 
 class Pool:
-    """Objects by the hash of their content.
+    """Media by the hash of their content, without duplicates.
+
+    Args:
+        hold_bytes: Whether to deduplicate bytes, which keeps them alive until `prune`.
 
     >>> import torch
     >>> pool = Pool()
@@ -43,47 +47,53 @@ class Pool:
     """
 
     def __init__(self, hold_bytes: bool = True) -> None:
-        self._watched: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-        self._held: dict[Any, bytes] | None = {} if hold_bytes else None
+        self._objects: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        self._bytes: dict[Any, bytes] | None = {} if hold_bytes else None
 
     def keep(self, value: Medium) -> Any:
-        """The object with this content: an earlier one if there is one, else a copy. Lists and tuples are kept item by
-        item; paths, and what has no content of its own to hash, are given back as they are."""
+        """Return the pool's object with the same content.
+
+        Args:
+            value: A tensor, array, image or bytes, or a list or tuple of them. Others are returned unchanged.
+
+        Returns:
+            An earlier object with equal content, or a copy of `value`.
+        """
         if isinstance(value, (list, tuple)):
             return type(value)(self.keep(entry) for entry in value)
         if isinstance(value, bytes):
-            return value if self._held is None else self._held.setdefault(xxhash.xxh3_128_digest(value), value)
+            return value if self._bytes is None else self._bytes.setdefault(xxhash.xxh3_128_digest(value), value)
         key = content_key(value)
         if key is None:
             return value
-        known_object = self._watched.get(key)
-        # Compared, not trusted: somebody may have written into the tensor since it was hashed.
-        if known_object is not None and same(known_object, value):
-            return known_object
+        existing = self._objects.get(key)
+        # Compared, since the tensor may have changed after it was hashed.
+        if existing is not None and same(existing, value):
+            return existing
         if _is_tensor(value):
             import torch
 
             value = value.detach().clone(memory_format=torch.contiguous_format)
         else:
             value = value.copy()
-        self._watched[key] = value
+        self._objects[key] = value
         return value
 
-    def prune(self, used: Iterable[Any] = ()) -> None:
-        """Let go of bytes that are not among `used`."""
+    def prune(self, used: Iterable[Medium] = ()) -> None:
+        """Drop all bytes except those in `used`."""
         alive = {id(entry) for entry in _flat(used)}
-        if self._held is not None:
-            self._held = {key: entry for key, entry in self._held.items() if id(entry) in alive}
+        if self._bytes is not None:
+            self._bytes = {key: entry for key, entry in self._bytes.items() if id(entry) in alive}
 
     def __len__(self) -> int:
-        return len(self._watched) + len(self._held or ())
+        return len(self._objects) + len(self._bytes or ())
 
     def __reduce__(self) -> Any:
-        return Pool, (self._held is not None,)  # what it knew is found again when it is next kept
+        return Pool, (self._bytes is not None,)  # a copy starts empty
 
 
 SHARED = Pool(hold_bytes=False)
-"""The pool of whoever brings none of their own; it keeps nothing alive."""
+"""The default pool. It keeps nothing alive."""
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
@@ -95,49 +105,42 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _is_tensor(value: Medium) -> bool:
-    torch = sys.modules.get("torch")  # a tensor exists only where torch was imported
+    torch = sys.modules.get("torch")  # if torch was not imported, there are no tensors
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def content_key(value: Medium) -> Any:
-    """A hash of type, shape and content, or `None` for what is not an image in memory."""
+def content_key(value: Medium) -> tuple[Hashable, ...] | None:
+    """Return a key of type, shape and content, or `None` if the value is not a tensor, an array or a PIL image."""
     if _is_tensor(value):
-        # On a device too: equal content is worth the way to the host.
-        return "tensor", str(value.dtype), value.device, tuple(value.shape), _digest(tensor_bytes(value))
+        # Also for tensors on a device, although they are copied to the host: finding duplicates is worth it.
+        raw = tensor_bytes(value).data
+        return "tensor", str(value.dtype), value.device, tuple(value.shape), xxhash.xxh3_128_digest(raw)
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             return None
-        return (
-            "array",
-            str(value.dtype),
-            value.shape,
-            _digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8)),
-        )
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        return "array", str(value.dtype), value.shape, xxhash.xxh3_128_digest(raw)
     if is_picture(value):
-        return "picture", value.mode, value.size, _digest(value.tobytes())
+        return "picture", value.mode, value.size, xxhash.xxh3_128_digest(value.tobytes())
     return None
 
 
-def _digest(memory: Any) -> bytes:
-    return xxhash.xxh3_128_digest(memory)
-
-
 def is_picture(value: Medium) -> bool:
-    """Whether this is a PIL image (if PIL was never imported, nothing is)."""
-    module = sys.modules.get("PIL.Image")
+    """Return whether a value is a PIL image."""
+    module = sys.modules.get("PIL.Image")  # if PIL was not imported, there are no images
     return module is not None and isinstance(value, module.Image)
 
 
-def carries_media(holder: Medium) -> bool:
-    """Whether a batch or an item has any pixels, grids, images or other media."""
-    for name in _MEDIA:
-        value = getattr(holder, name, None)
+def carries_media(batch: object) -> bool:
+    """Return whether a batch or an item of LightRFT's layout has pixels, grids, images or other media."""
+    for name in _MEDIA_NAMES:
+        value = getattr(batch, name, None)
         if value is not None and _any_content(value):
             return True
     return False
 
 
-_MEDIA = (*BATCH_MEDIA, "raw_images", "media")
+_MEDIA_NAMES = (*BATCH_MEDIA, "raw_images", "media")
 
 
 def _any_content(value: Medium) -> bool:
@@ -151,21 +154,21 @@ def _any_content(value: Medium) -> bool:
 
 
 SOURCES = ("image", "bytes", "path", "url", "image_url", "video")
-"""Where a mapping, or a part of a message, may have an image or a video. Bytes come before a path: datasets of images
-give both, and the path is then a name without a file."""
+"""Keys under which a mapping, or a part of a message, may have an image or a video. Bytes come before a path: image
+datasets have both, and the path is then the name of a file that does not exist."""
 MAGIC_BYTES = {"png": b"\x89PNG", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
-"""How the files begin that servers and browsers take."""
+"""First bytes of the image formats that servers and browsers support."""
 MAX_IMAGE_BYTES = 32 << 20
-"""Bytes of a picture that is kept with a record, which is as much as pages show."""
+"""Largest encoded image that is stored with a record."""
 
 _PNG_MODES = frozenset(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"))
-_PNGS_HELD, _PNGS_KNOWN = 64 << 20, 256
-_pngs: OrderedDict[Any, bytes] = OrderedDict()
-_lock = threading.Lock()
+_MAX_CACHE_BYTES, _MAX_CACHE_ENTRIES = 64 << 20, 256
+_png_cache: OrderedDict[tuple[Hashable, ...], bytes] = OrderedDict()
+_png_cache_lock = threading.Lock()
 
 
 def source_key(part: Mapping[str, Any]) -> str | None:
-    """Under which name a mapping has an image or a video, if it has one.
+    """Return the key under which a mapping has an image or a video, or `None`.
 
     >>> source_key({"type": "image", "path": "a.png"}), source_key({"type": "image"})
     ('path', None)
@@ -174,7 +177,7 @@ def source_key(part: Mapping[str, Any]) -> str | None:
 
 
 def unwrap(image: Medium) -> Any:
-    """What a mapping holds, else what was given.
+    """Return the image or video in a mapping; any other value unchanged.
 
     >>> unwrap({"type": "image_url", "image_url": {"url": "a.png"}})
     'a.png'
@@ -185,10 +188,10 @@ def unwrap(image: Medium) -> Any:
 
 
 def names_file(image: Medium) -> bool:
-    """Whether an image is given as text that is a path or an address, not as its content.
+    """Return whether an image is a text with a path or URL, rather than content or a `pathlib.Path`.
 
-    A record holds such text from whoever wrote the record, so nothing opens it. A `pathlib.Path` can only come from
-    code, or from a data file that confines its paths to its own folder.
+    Text in a record comes from the record's author and is never opened. A `Path` can only come from code, or from a
+    data file that restricts its paths to its own folder.
 
     >>> names_file("a.png"), names_file({"url": "file:///a.png"}), names_file("data:image/png;base64,AA=="), names_file(b"")
     (True, True, False, False)
@@ -207,7 +210,17 @@ def as_path(image: Medium) -> Any:
 
 
 def read_encoded(name: str, image: Medium) -> bytes | None:
-    """The bytes of an image that comes as bytes, a file or a `data:` address, as they are; `None` of any other.
+    """Read the encoded bytes of an image.
+
+    Args:
+        name: Name of the argument, for errors.
+        image: Bytes, a path, or a `data:` or `file:` URL, or a mapping with one.
+
+    Returns:
+        The bytes as they are; `None` for any other form.
+
+    Raises:
+        ValueError: The image cannot be read.
 
     >>> read_encoded("image", {"url": "data:image/png;base64,iVBORw=="})
     b'\\x89PNG'
@@ -223,7 +236,17 @@ def read_encoded(name: str, image: Medium) -> bytes | None:
 
 
 def load_picture(name: str, image: Medium) -> Any:
-    """A PIL image of the mode that it comes in; `name` is for the error.
+    """Load a PIL image, in its own mode.
+
+    Args:
+        name: Name of the argument, for errors.
+        image: A PIL image, path, `file:` or `data:` URL, bytes, array [H, W], [H, W, C] or [C, H, W], or tensor.
+
+    Returns:
+        The image.
+
+    Raises:
+        ValueError: The image cannot be read.
 
     >>> import numpy as np
     >>> load_picture("image", np.zeros((4, 6), np.uint8)).mode
@@ -231,7 +254,7 @@ def load_picture(name: str, image: Medium) -> Any:
     >>> load_picture("image", 7)
     Traceback (most recent call last):
         ...
-    ValueError: image: got int, expected a picture, a path, a file address, bytes, an array or a tensor
+    ValueError: image: got int, expected an image, a path, a file URL, bytes, an array or a tensor
     """
     try:
         from PIL import Image
@@ -243,22 +266,20 @@ def load_picture(name: str, image: Medium) -> Any:
     try:
         picture = image if raw is None else Image.open(io.BytesIO(raw))
         if isinstance(picture, Image.Image):
-            if picture.format == "EPS":  # a program, which Pillow has Ghostscript run
+            if picture.format == "EPS":  # a program, which Pillow would run in Ghostscript
                 raise ValueError(f"{name}: got an EPS file, expected an image of pixels")
-            picture.load()  # a file that is cut is found out here
+            picture.load()  # raises if the file is truncated
             return picture
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name}: got an image that cannot be read: {error}") from error
     if hasattr(image, "__array__"):
         return Image.fromarray(_pixels(name, image))
     description = f"{image[:60]!r}" if isinstance(image, str) else type(image).__name__
-    raise ValueError(
-        f"{name}: got {description}, expected a picture, a path, a file address, bytes, an array or a tensor"
-    )
+    raise ValueError(f"{name}: got {description}, expected an image, a path, a file URL, bytes, an array or a tensor")
 
 
 def load_image(name: str, image: Medium) -> Any:
-    """A PIL image in RGB; of a palette or with transparency too.
+    """Load a PIL image and convert it to RGB. Arguments as of `load_picture`.
 
     >>> import numpy as np
     >>> load_image("image", np.zeros((4, 6), np.uint8)).mode
@@ -267,14 +288,13 @@ def load_image(name: str, image: Medium) -> Any:
     return load_picture(name, image).convert("RGB")
 
 
-def pixels_key(image: Medium) -> Any:
-    """What a PIL image shows, by which its equal is known again: its pixels and their colours.
+def pixels_key(image: Medium) -> tuple[Hashable, ...]:
+    """Return a key of the pixels and colors of a PIL image.
 
     >>> from PIL import Image
     >>> pixels_key(Image.new("L", (2, 2), 7)) == pixels_key(Image.new("L", (2, 2), 7))
     True
     """
-
     palette = bytes(image.getpalette() or ()) if image.mode in ("P", "PA") else b""
     return content_key(image), palette, repr(image.info.get("transparency"))
 
@@ -282,7 +302,10 @@ def pixels_key(image: Medium) -> Any:
 def encode_for_record(images: Sequence[Any]) -> list[bytes | str | None]:
     """Encode images for a record: PNG, JPEG, GIF and WebP files byte for byte, every other image as PNG.
 
-    The samples of a prompt share their images: recently encoded images are cached.
+    Recently encoded images are cached, since the samples of a prompt share their images.
+
+    Args:
+        images: Images in any form.
 
     Returns:
         One entry per image. A network address is kept as text. An image that cannot be read, or takes more than
@@ -290,50 +313,50 @@ def encode_for_record(images: Sequence[Any]) -> list[bytes | str | None]:
         out.
 
     >>> import numpy as np
-    >>> made = encode_for_record([np.zeros((4, 6), np.uint8), b"GIF89a...", "https://host/cat.png", "no/such.png", 7])
-    >>> made[0][:4], made[1:]
-    (b'\\x89PNG', [b'GIF89a...', 'https://host/cat.png', 'no/such.png', None])
+    >>> encoded = encode_for_record([np.zeros((4, 6), np.uint8), b"GIF89a...", "https://host/cat.png", "no.png", 7])
+    >>> encoded[0][:4], encoded[1:]
+    (b'\\x89PNG', [b'GIF89a...', 'https://host/cat.png', 'no.png', None])
     """
     return [_encode_image(image) for image in images if not isinstance(image, Mapping) or source_key(image) is not None]
 
 
 def _encode_image(image: Medium) -> bytes | str | None:
     content = unwrap(image)
-    named = os.fspath(content) if isinstance(content, (str, os.PathLike)) else None
-    name = named if isinstance(named, str) and not named.startswith("data:") else None
-    if name is not None and name.startswith(("http://", "https://")):
-        return name
+    text = os.fspath(content) if isinstance(content, (str, os.PathLike)) else None
+    path = text if isinstance(text, str) and not text.startswith("data:") else None
+    if path is not None and path.startswith(("http://", "https://")):
+        return path
     try:
         raw = read_encoded("image", image)
         if raw is None or (len(raw) <= MAX_IMAGE_BYTES and data_url(raw[:16]) is None):
-            raw = _png(load_picture("image", image if raw is None else raw))
-    except (ImportError, OSError, ValueError):  # whoever shows it to a model says so; there is a record of that too
-        return name
-    return raw if len(raw) <= MAX_IMAGE_BYTES else name
+            raw = _encode_png(load_picture("image", image if raw is None else raw))
+    except (ImportError, OSError, ValueError):  # reported where the image is passed to a model
+        return path
+    return raw if len(raw) <= MAX_IMAGE_BYTES else path
 
 
-def _png(image: Medium) -> bytes:
-    """A PIL image's pixels as PNG, without the profile and the notes that came with it."""
+def _encode_png(image: Medium) -> bytes:
+    """Encode the pixels of a PIL image as PNG, without color profile and metadata."""
     if image.mode not in _PNG_MODES:
         image = image.convert("RGB")
     key = pixels_key(image)
-    with _lock:
-        encoded = _pngs.get(key)
+    with _png_cache_lock:
+        encoded = _png_cache.get(key)
         if encoded is not None:
-            _pngs.move_to_end(key)
+            _png_cache.move_to_end(key)
             return encoded
     buffer = io.BytesIO()
     image.save(buffer, "PNG", icc_profile=None, exif=b"")
     encoded = buffer.getvalue()
-    with _lock:
-        _pngs[key] = encoded
-        while len(_pngs) > _PNGS_KNOWN or sum(map(len, _pngs.values())) > _PNGS_HELD:
-            _pngs.popitem(last=False)
+    with _png_cache_lock:
+        _png_cache[key] = encoded
+        while len(_png_cache) > _MAX_CACHE_ENTRIES or sum(map(len, _png_cache.values())) > _MAX_CACHE_BYTES:
+            _png_cache.popitem(last=False)
     return encoded
 
 
 def data_url(raw: bytes) -> str | None:
-    """A picture's file as an address that holds it; `None` of one that browsers do not take.
+    """Return an encoded image as a `data:` URL, or `None` if browsers do not support its format.
 
     >>> data_url(b"GIF8")
     'data:image/gif;base64,R0lGOA=='
@@ -343,7 +366,7 @@ def data_url(raw: bytes) -> str | None:
 
 
 def encode_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message as a record keeps it: pictures that its parts hold, or have the path of, as `data:` addresses.
+    """Encode a chat message for a record: images in its parts, and those given by path, become `data:` URLs.
 
     >>> encode_message({"role": "user", "content": [{"type": "image", "image": b"GIF8"}, {"type": "text", "text": "what?"}]})
     {'role': 'user', 'content': [{'type': 'image', 'image': 'data:image/gif;base64,R0lGOA=='}, {'type': 'text', 'text': 'what?'}]}
@@ -360,33 +383,31 @@ def _encode_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if key is None or (isinstance(content, str) and content.startswith(("data:", "http://", "https://"))):
         return part
     encoded = _encode_image(content)
-    shown = data_url(encoded) if isinstance(encoded, bytes) else encoded
-    deeper = key == "image_url" and isinstance(part[key], Mapping)  # a server's form, with a `detail` maybe
-    return {**part, key: {**part[key], "url": shown} if deeper else shown}
+    url = data_url(encoded) if isinstance(encoded, bytes) else encoded
+    nested = key == "image_url" and isinstance(part[key], Mapping)  # the form of servers: {"url": ..., "detail": ...}
+    return {**part, key: {**part[key], "url": url} if nested else url}
 
 
 def _resolve(name: str, image: Medium) -> Any:
-    """What a mapping, or an address that needs no network, holds."""
+    """Return the content of a mapping, or of a URL that needs no network; a path as `Path`."""
     image = unwrap(image)
     if not isinstance(image, str):
         return image
-    address = urlsplit(image)
-    if address.scheme == "file":
-        return Path(unquote(address.path))
-    if address.scheme == "data":
+    url = urlsplit(image)
+    if url.scheme == "file":
+        return Path(unquote(url.path))
+    if url.scheme == "data":
         head, _, data = image.partition(",")
         try:
             return base64.b64decode(data) if head.endswith(";base64") else unquote_to_bytes(data)
         except ValueError as error:
-            raise ValueError(f"{name}: got {image[:40]!r}, expected a data: address: {error}") from None
-    return image if address.scheme in ("http", "https") else Path(image)
+            raise ValueError(f"{name}: got {image[:40]!r}, expected a data: URL: {error}") from None
+    return image if url.scheme in ("http", "https") else Path(image)
 
 
-def _pixels(name: str, image: Medium) -> Any:
-    """(H, W) or (H, W, C) uint8: of an array or a tensor, which may have its channels first, and floats from 0 to 1."""
-    import numpy as np
-
-    if hasattr(image, "detach"):  # a tensor, of a type that numpy may not have
+def _pixels(name: str, image: Medium) -> NDArray[np.uint8]:
+    """[H, W] or [H, W, C] Convert an array or a tensor, with channels first or last, of bytes or floats in [0, 1]."""
+    if hasattr(image, "detach"):  # a tensor, possibly of a type that numpy does not have
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image
     array = np.asarray(image)

@@ -15,9 +15,14 @@ from typing import TextIO
 
 
 class Progress:
-    """A bar on a terminal, redrawn at most ten times a second; silent anywhere else, or with `show=False`.
+    """A progress bar, redrawn at most ten times a second.
 
-    `after`: drawn only if the work takes longer than so many seconds, and erased at the end.
+    Args:
+        label: Text before the bar.
+        total: Number of steps.
+        show: Whether to draw it; `None`: if `stream` is a terminal.
+        stream: Where to draw it; `None`: standard error.
+        after: Draw it only if the work takes longer than this many seconds, and erase it at the end.
 
     >>> with Progress("scoring", 3) as bar:  # not a terminal: nothing is shown
     ...     bar.advance(2)
@@ -37,33 +42,33 @@ class Progress:
         self.label, self.total, self.done = label, total, 0
         self.stream = stream if stream is not None else sys.stderr
         self.show = self.stream.isatty() if show is None else show
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         self._after = after
-        self._drawn = 0.0
+        self._last_drawn = 0.0
 
     def advance(self, by: int = 1) -> None:
-        """So much more is done."""
+        """Add completed steps."""
         self.done += by
         now = time.monotonic()
-        if not self.show or (self._after and (now - self._begun < self._after or self.done >= self.total)):
+        if not self.show or (self._after and (now - self._start < self._after or self.done >= self.total)):
             return
-        if now - self._drawn > 0.1 or self.done >= self.total:
-            self._drawn = now
+        if now - self._last_drawn > 0.1 or self.done >= self.total:
+            self._last_drawn = now
             self._draw(now)
 
     def _draw(self, now: float) -> None:
         share = self.done / self.total if self.total else 1.0
-        spent = now - self._begun
-        left = f"{spent / share - spent:.0f} s left" if 0 < share < 1 else f"{spent:.1f} s"
+        elapsed = now - self._start
+        timing = f"{elapsed / share - elapsed:.0f} s left" if 0 < share < 1 else f"{elapsed:.1f} s"
         bar = "#" * int(share * 24)
-        self.stream.write(f"\r{self.label} [{bar:<24}] {self.done}/{self.total} {left}\x1b[K")
+        self.stream.write(f"\r{self.label} [{bar:<24}] {self.done}/{self.total} {timing}\x1b[K")
         self.stream.flush()
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._drawn:
+        if self._last_drawn:
             self.stream.write("\r\x1b[K" if self._after else "\n")
             self.stream.flush()
 
@@ -93,13 +98,13 @@ class Stages:
             The numbers of the stage. Set `"tokens"` to the tokens that it processed; other keys are reported too.
         """
         stage = self._stages.setdefault(name, {"seconds": 0.0, "tokens": 0})
-        before, stage["tokens"] = stage["tokens"], 0
-        begun = time.perf_counter()
+        tokens_before, stage["tokens"] = stage["tokens"], 0
+        start = time.perf_counter()
         try:
             yield stage
         finally:
-            stage["seconds"] += time.perf_counter() - begun
-            stage["tokens"] += before
+            stage["seconds"] += time.perf_counter() - start
+            stage["tokens"] += tokens_before
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers by `stage/name`; stages without tokens have no token metrics."""
@@ -138,15 +143,18 @@ class StepMetrics(Stages):
 
 
 def advise(message: str) -> None:
-    """A warning that points at the line of whoever called into the library, however deep it is found out.
+    """Warn with the line of the user's code that called into the library.
 
-    >>> with warnings.catch_warnings(record=True) as said:
+    Args:
+        message: Text of the warning.
+
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     advise("mind the gap")
-    >>> str(said[0].message)
+    >>> str(caught[0].message)
     'mind the gap'
     """
     package, frame, level = os.path.dirname(os.path.dirname(__file__)), sys._getframe(1), 2
-    # Torch's decorators stand between a method and its caller.
+    # Decorators of torch add frames between a method and its caller.
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(package) or frame.f_code.co_filename.endswith("_contextlib.py")
     ):

@@ -1,7 +1,7 @@
-"""Processes of a distributed run: sums over all of them, and gathered lists.
+"""`ProcessGroup`: sums and gathers over the processes of a distributed run.
 
 Invariant: with the same samples in total, one process and k processes compute the same statistics. No function
-communicates unless it was given a `ProcessGroup`.
+communicates unless it is passed a `ProcessGroup`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 
 
 class ProcessGroup:
-    """A group of processes, as `torch.distributed` has them: the one that this process belongs to by default.
+    """A group of `torch.distributed` processes.
 
-    Give it to an estimator or to `whiten` to have statistics over the samples of all processes; every process must
-    then make the same call. `SINGLE_PROCESS`, the default, is this process only.
+    An estimator or `whiten` that gets one computes its statistics over the samples of all processes; every process
+    must then make the same call. The default, `SINGLE_PROCESS`, is this process only.
+
+    Args:
+        group: The group; `None`: all processes.
+
+    Raises:
+        ValueError: `torch.distributed` is not initialized.
 
     >>> SINGLE_PROCESS.sum(torch.tensor([1.0, 2.0])).tolist(), SINGLE_PROCESS.gather(["a"])
     ([1.0, 2.0], [['a']])
@@ -35,13 +41,20 @@ class ProcessGroup:
 
     @property
     def rank(self) -> int:
-        """The number of this process."""
+        """Rank of this process."""
         import torch.distributed as dist
 
         return dist.get_rank(self.group)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes of a tensor that has the same shape in each; float64 stays float64."""
+        """Sum a tensor over all processes.
+
+        Args:
+            values: A tensor of the same shape in every process.
+
+        Returns:
+            The sum, of the same type.
+        """
         import torch.distributed as dist
 
         total = values.clone()
@@ -51,7 +64,14 @@ class ProcessGroup:
         return total.to(values.device)
 
     def gather(self, items: list[Any]) -> list[list[Any]]:
-        """Every process's list, by rank. The lists may differ in length; they are pickled among trusted processes."""
+        """Gather a list from each process. The lists are pickled: all processes must be trusted.
+
+        Args:
+            items: The list of this process, of any length.
+
+        Returns:
+            The lists by rank.
+        """
         import torch.distributed as dist
 
         gathered: list[Any] = [None] * dist.get_world_size(self.group)
@@ -59,7 +79,7 @@ class ProcessGroup:
         return gathered
 
 
-class _Alone(ProcessGroup):
+class _SingleProcess(ProcessGroup):
     def __init__(self) -> None:
         self.group = None
 
@@ -77,12 +97,12 @@ class _Alone(ProcessGroup):
         return [items]
 
 
-SINGLE_PROCESS = _Alone()
-"""This process alone."""
+SINGLE_PROCESS = _SingleProcess()
+"""This process only."""
 
 
 def check_process_group(process_group: ProcessGroup) -> ProcessGroup:
-    """Refuse what is no `ProcessGroup`, before anything is asked of it.
+    """Return `process_group`, or raise `ValueError` if it is not a `ProcessGroup`.
 
     >>> check_process_group(True)
     Traceback (most recent call last):

@@ -1,8 +1,8 @@
-"""Ragged columns: values and offsets; the only place that slices by offsets.
+"""Ragged columns: values and offsets.
 
-Invariant: row i of a `Ragged` is `values[offsets[i]:offsets[i + 1]]`, offsets never fall, and a row that is absent
-(`valid[i]` False) has length 0. A tensor handed out never lies on read-only memory: a column over a foreign buffer
-is copied once, when the first tensor is asked for (an in-place operation on a read-only map would end the process).
+Invariant: row i of a `Ragged` is `values[offsets[i]:offsets[i + 1]]`, offsets do not decrease, and an absent row
+(`valid[i]` False) has length 0. Tensors never share read-only memory: a column over a foreign buffer is copied once,
+when the first tensor is requested (an in-place operation on a read-only map would kill the process).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
 
 
 def promote(dtypes: Iterable[str]) -> str | None:
-    """Find the narrowest type that holds every value of some types exactly.
+    """Find the narrowest type that represents every value of some types exactly.
 
     Args:
         dtypes: Names of element types.
@@ -85,39 +85,52 @@ def allocate(shape: tuple[int, ...], dtype: DTypeLike, touched: bool = True) -> 
 
 
 def populate(address: int, size: int) -> None:
-    """Have two threads ask for the pages of memory that is about to be filled, instead of faulting them in one by one.
+    """Map the pages of memory that is about to be filled, in two threads, instead of one page fault each.
 
-    A hint: other systems, and Linux before 5.14, go without.
+    Does nothing on other systems than Linux, and on Linux before 5.14.
     """
     if size < _LARGE or sys.platform != "linux":
         return
     start = -(-address // _PAGE) * _PAGE
     half = size // 2 // _PAGE * _PAGE
-    helper = threading.Thread(target=_ask, args=(start, half))
+    helper = threading.Thread(target=_populate_pages, args=(start, half))
     helper.start()
-    _ask(start + half, (address + size - start - half) // _PAGE * _PAGE)
+    _populate_pages(start + half, (address + size - start - half) // _PAGE * _PAGE)
     helper.join()
 
 
-def _ask(start: int, size: int) -> None:
+def _populate_pages(start: int, size: int) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """A tensor's elements in row-major order, as bytes; copied only if it is strided or on a device."""
+    """Return the elements of a tensor in row-major order as bytes, copied only if strided or on a device."""
     import torch
 
     if not tensor.numel():
         return np.empty(0, dtype=np.uint8)
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.stride(0) != 1:
-        # One element passes as contiguous whatever its stride, but not to a view of its bytes.
+        # A tensor of one element counts as contiguous with any stride, but cannot be viewed as bytes.
         flat = torch.empty(1, dtype=flat.dtype).copy_(flat)
     return flat.view(torch.uint8).numpy()
 
 
 def tensor_from_bytes(dtype: str | None, shape: Sequence[int], data: bytes | memoryview, where: str) -> torch.Tensor:
-    """The tensor of `dtype` and `shape` whose elements are `data`, on memory of its own, once they agree."""
+    """Build a tensor from its bytes.
+
+    Args:
+        dtype: Name of the element type.
+        shape: Shape of the tensor.
+        data: The elements in row-major order.
+        where: Prefix of error messages.
+
+    Returns:
+        The tensor, on memory of its own.
+
+    Raises:
+        WireError: Type, shape and bytes do not match.
+    """
     memory = np.frombuffer(data, dtype=np.uint8)
     sizes = check_shape(dtype, shape, len(memory), where)
     if dtype == "bool" and memory.size and memory.max() > 1:
@@ -126,20 +139,20 @@ def tensor_from_bytes(dtype: str | None, shape: Sequence[int], data: bytes | mem
 
     kind = getattr(torch, str(dtype), None)
     if not isinstance(kind, torch.dtype):
-        raise WireError(f"{where}: dtype {dtype!r} is none of this torch's")
+        raise WireError(f"{where}: this version of torch has no dtype {dtype!r}")
     if not memory.size:
         return torch.empty(sizes, dtype=kind)
     return torch.from_numpy(np.array(memory)).view(kind).reshape(sizes)
 
 
 def check_shape(dtype: str | None, shape: Sequence[int], nbytes: int, where: str) -> tuple[int, ...]:
-    """The shape as a tuple, once it is known to be one of `nbytes` bytes of `dtype`."""
+    """Return a shape as a tuple, or raise `WireError` if it does not take `nbytes` bytes of `dtype`."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise WireError(f"{where}: dtype {dtype!r} is unknown")
     if not isinstance(shape, (list, tuple)) or len(shape) > 64:
-        raise WireError(f"{where}: shape {shape!r} is no list of at most 64 sizes")
+        raise WireError(f"{where}: got shape {shape!r}, expected a list of at most 64 sizes")
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise WireError(f"{where}: shape {shape!r} holds what is no size")
+        raise WireError(f"{where}: got shape {shape!r}, expected sizes of at least 0")
     # Strides are products of sizes even where one of them is 0 and there are no elements.
     if prod(max(size, 1) for size in shape) >= 2**58:
         raise WireError(f"{where}: shape {shape!r} is larger than any tensor")
@@ -151,23 +164,27 @@ def check_shape(dtype: str | None, shape: Sequence[int], nbytes: int, where: str
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """The memory that a column and its slices share, so that they all see it copied, and changed, at once."""
+    """The memory that a column and its slices share."""
 
     memory: NDArray[Any]
     owned: bool
     """Whether tensors may be views of the memory."""
     pending: list[torch.Tensor] | None = None
-    """Tensors that are not copied to the memory yet."""
+    """Tensors that are not yet copied to the memory."""
     tensor: torch.Tensor | None = None
-    """The memory as a tensor, once one was asked for."""
+    """The memory as a tensor, once requested."""
 
 
 class Ragged:
-    """Many arrays of different length, as one array of values and the offsets between them.
+    """N arrays of different lengths, as one array of values and offsets. Slices share memory, `take` copies.
 
-    `values` has shape (total, *trailing); its numpy type is the storage of `dtype` (bfloat16 lies as uint16, bool as
-    uint8). Where rows have different types the values are of one that holds all exactly, and `codes` (see
-    `fields.DTYPES`) says which each row has. Slices share memory, `take` copies.
+    Args:
+        values: [total, ...] All rows, in the storage type of `dtype` (uint16 for bfloat16, uint8 for bool).
+        offsets: [N + 1] Start of each row, and the end of the last.
+        dtype: Element type. If rows differ in type, one that represents all of them exactly.
+        valid: [N] Whether a row is present; `None`: all are.
+        codes: [N] Code of each row's own type (see `fields.DTYPES`); `None`: all rows have `dtype`.
+        owned: Whether tensors may be views of the values.
 
     >>> column = Ragged.from_arrays([[1, 2, 3], None, [4]], "int32")
     >>> column.offsets.tolist(), column.values.tolist(), column.lengths.tolist()
@@ -199,12 +216,12 @@ class Ragged:
 
     @property
     def memory(self) -> NDArray[Any]:
-        """What `values` gives, before any pending tensors have been copied there."""
+        """The array behind `values`, to which pending tensors are not yet copied."""
         return self._store.memory
 
     @property
     def values(self) -> NDArray[Any]:
-        """All rows, one after the other: (total, *trailing)."""
+        """[total, ...] All rows, one after the other."""
         if self._store.pending is not None:
             self.copy_to(self._store.memory)
             self._store.pending = None
@@ -212,7 +229,7 @@ class Ragged:
 
     @property
     def pending(self) -> bool:
-        """Whether the values are still tensors elsewhere, to be copied to where they are wanted by `copy_to`."""
+        """Whether the values are tensors that `copy_to` has not copied yet."""
         return self._store.pending is not None
 
     def copy_to(self, memory: NDArray[Any]) -> None:
@@ -233,21 +250,21 @@ class Ragged:
         try:
             torch.cat(pending, out=out)
         except RuntimeError:
-            # Some need gradients, are on a device, or of another layout: asking each beforehand would cost all time.
+            # Some need gradients, are on a device or have another layout; checking each beforehand would be slow.
             try:
                 torch.cat([row.detach().to_dense().cpu() for row in pending], out=out)
             except RuntimeError as error:
                 raise ValueError(f"a tensor cannot be kept: {error}") from None
 
     def leave_pending(self, tensors: list[torch.Tensor]) -> None:
-        """Set tensors as the values, to be copied later by `copy_to` and then `settle`d.
+        """Set tensors as the values, to be copied later by `copy_to` and then `set_memory`.
 
         Args:
             tensors: The present rows, of the type of the column.
         """
         self._store.pending = tensors
 
-    def settle(self, memory: NDArray[Any]) -> None:
+    def set_memory(self, memory: NDArray[Any]) -> None:
         """Set the memory of the column.
 
         Args:
@@ -264,18 +281,18 @@ class Ragged:
 
     @property
     def trailing(self) -> tuple[int, ...]:
-        """The sizes of the dimensions behind the ragged one."""
+        """Sizes of the dimensions after the first."""
         return self._store.memory.shape[1:]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How long each row is; 0 where it is absent."""
+        """[N] Length of each row; 0 if absent."""
         lengths: NDArray[np.int64] = self.offsets[1:] - self.offsets[:-1]
         return lengths
 
     @property
     def present(self) -> NDArray[np.bool_]:
-        """Which rows have a value."""
+        """[N] Whether each row is present."""
         return np.ones(len(self), dtype=np.bool_) if self.valid is None else self.valid
 
     def row_dtype(self, index: int) -> str:
@@ -391,7 +408,7 @@ class Ragged:
     @overload
     def __getitem__(self, index: slice[Any, Any, Any]) -> Ragged: ...
     def __getitem__(self, index: int | slice[Any, Any, Any]) -> torch.Tensor | Ragged | None:
-        """A row, as `tensor` gives it; or, for a slice, a column of these rows (a step other than 1 copies them)."""
+        """Return a row as `tensor` does, or a column of the rows of a slice (copied if its step is not 1)."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
@@ -459,10 +476,10 @@ class Ragged:
         values = allocate((int(offsets[-1]), *self.trailing), self.values.dtype)
         source = self.values
         starts = self.offsets[indices].tolist()
-        at = 0
+        target = 0
         for start, length in zip(starts, lengths.tolist(), strict=True):
-            values[at : at + length] = source[start : start + length]
-            at += length
+            values[target : target + length] = source[start : start + length]
+            target += length
         return Ragged(
             values,
             offsets,
@@ -519,7 +536,7 @@ class Ragged:
 
     def largest(self) -> int:
         """Return the largest value of any row, or 0 if there are no values."""
-        # Of a slice, only its own rows: what lies beside them may be another row's bytes.
+        # Only the rows of this slice.
         values = self.values[self.offsets[0] : self.offsets[-1]]
         return int(values.max()) if values.size else 0
 
@@ -550,10 +567,18 @@ class Ragged:
         return cls(values, np.zeros(count + 1, dtype=np.int64), dtype, np.zeros(count, dtype=np.bool_), owned=True)
 
 
-class Spread(Ragged):
-    """Rows of numbers in runs that lie apart in one array, to be checked and made tensors of.
+class RaggedRuns(Ragged):
+    """N rows in several runs of an array that need not be contiguous, for checks and conversion to tensors.
 
-    It has no offsets: whatever needs them has to copy the rows together first.
+    It has no offsets.
+
+    Args:
+        values: The array.
+        starts: [F] Ascending start of each run in the array.
+        lengths: [N] Length of each row; 0 if absent.
+        counts: [F] Number of rows in each run.
+        dtype: Element type.
+        valid: [N] Whether a row is present; `None`: all are.
     """
 
     __slots__ = ("checked", "counts", "row_lengths", "starts")
@@ -567,41 +592,40 @@ class Spread(Ragged):
         dtype: str,
         valid: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Rows of `lengths` in runs of `counts` rows, which begin at `starts` of `values`, rising."""
         super().__init__(values, np.empty(0, dtype=np.int64), dtype, valid, owned=True)
         self.starts = starts
         self.row_lengths = lengths
         self.counts = list(counts)
         self.checked = False
-        """Whether bools are known to be 0 and 1."""
+        """Whether bools are known to be 0 or 1."""
 
     def __len__(self) -> int:
         return len(self.row_lengths)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """How long each row is; 0 where it is absent."""
+        """[N] Length of each row; 0 if absent."""
         return self.row_lengths
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Where the values of each run begin and stop."""
+        """Return the start and stop of the values of each run."""
         bounds = np.cumsum([0, *self.counts])
         ends = np.concatenate([[0], np.cumsum(self.row_lengths)])
         return list(zip(self.starts.tolist(), (self.starts + np.diff(ends[bounds])).tolist(), strict=True))
 
     def largest(self) -> int:
-        """The largest value of any row; 0 if there is none."""
+        """Return the largest value of any row, or 0 if there are no values."""
         return max((int(self.memory[start:stop].max()) for start, stop in self._runs() if stop > start), default=0)
 
     def row(self, index: int) -> NDArray[Any]:
-        """The values of one row."""
+        """Return the values of a row."""
         bounds = np.cumsum([0, *self.counts])
         run = int(np.searchsorted(bounds, index, side="right")) - 1
         start = int(self.starts[run] + self.row_lengths[bounds[run] : index].sum())
         return self.memory[start : start + int(self.row_lengths[index])]
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Every row as a view. Each run has a storage of its own, which is what copying or saving a tensor takes."""
+        """Return every row as a view. Each run has its own storage, which is what saving a tensor writes."""
         import torch
 
         if self.dtype == "bool" and not self.checked and self.largest() > 1:
@@ -614,7 +638,7 @@ class Spread(Ragged):
             values = values if values.dtype == dtype else values.view(dtype)
             rows += values.split_with_sizes(lengths[len(rows) : len(rows) + count])
         if self.valid is not None:
-            rows = [row if there else None for row, there in zip(rows, self.valid.tolist(), strict=True)]
+            rows = [row if present else None for row, present in zip(rows, self.valid.tolist(), strict=True)]
         return rows
 
 
@@ -625,7 +649,7 @@ def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         lengths: [N] Lengths of rows.
 
     Returns:
-        [N + 1] Where each row begins, and where the last one ends.
+        [N + 1] Start of each row, and the end of the last.
 
     >>> offsets_of([3, 0, 1]).tolist()
     [0, 3, 3, 4]

@@ -1,8 +1,8 @@
-"""Rows of different length in torch, on any device: packed end to end, or padded to a matrix.
+"""Rows of different lengths in torch, on any device: concatenated (packed), or padded to a matrix.
 
-Invariant: `spans.unpad(spans.pad(values))` is `values`, bit for bit; a padded slot holds the fill value and nothing
-else. On the CPU rows are copied one by one, which beats index arrays; on a device, and where a gradient must flow, both
-directions are one gather.
+Invariant: `spans.unpad(spans.pad(values))` equals `values` bit for bit, and padded slots hold the fill value. On the
+CPU rows are copied one by one, which is faster than index arrays; on a device, or if a gradient must flow, each
+direction is one gather.
 """
 
 from __future__ import annotations
@@ -12,90 +12,93 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from rollbook.core.fields import DTYPES
 from rollbook.core.ragged import Ragged, offsets_of
 
 LARGE = 1 << 20
-"""Below this many bytes the system's own allocator does as well."""
+"""Smallest size in bytes of recycled memory; below it the allocator of the system is as fast."""
 
 
 class Recycler:
-    """Gives out memory as tensors of bytes, and takes it back when they are gone.
+    """A pool of memory blocks. The block of a tensor returns to the pool when its last view is freed.
+
+    Args:
+        limit: Largest number of unused bytes in the pool.
 
     >>> recycler = Recycler(limit=64 << 20)
     >>> first = recycler.tensor(5 << 20)
-    >>> place = first.data_ptr()
+    >>> address = first.data_ptr()
     >>> view = first[:4].view(torch.float32)
     >>> del first
-    >>> recycler.tensor(5 << 20).data_ptr() == place  # `view` still looks at it
+    >>> recycler.tensor(5 << 20).data_ptr() == address  # `view` still uses the block
     False
     >>> del view
-    >>> recycler.tensor(5 << 20).data_ptr() == place
+    >>> recycler.tensor(5 << 20).data_ptr() == address
     True
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._waiting = 0
+        self._free_blocks: dict[int, list[NDArray[np.uint8]]] = {}
+        self._free_bytes = 0
 
     def tensor(self, size: int) -> torch.Tensor:
-        """(size,) uint8, with anything in it."""
-        room = _rounded(size)
+        """Return an uninitialized uint8 tensor [size]."""
+        block_size = _round_up(size)
         try:
-            block = self._free[room].pop()
-            self._waiting -= room
+            block = self._free_blocks[block_size].pop()
+            self._free_bytes -= block_size
         except (KeyError, IndexError):
-            block = np.empty(room, dtype=np.uint8)
-        # The tensor holds this array, every view of the tensor holds its storage, and nobody else ever sees the array:
-        # when it goes, so has everything on the memory.
+            block = np.empty(block_size, dtype=np.uint8)
+        # The storage of the tensor, which all of its views share, holds the only reference to this array: when the
+        # array is freed, nothing uses the block.
         array = block[:size]
-        weakref.finalize(array, self._take_back, block).atexit = False
+        weakref.finalize(array, self._reclaim, block).atexit = False
         return torch.from_numpy(array)
 
-    def _take_back(self, block: NDArray[np.uint8]) -> None:
-        if self._waiting + len(block) <= self.limit:
-            self._waiting += len(block)
-            self._free.setdefault(len(block), []).append(block)
+    def _reclaim(self, block: NDArray[np.uint8]) -> None:
+        if self._free_bytes + len(block) <= self.limit:
+            self._free_bytes += len(block)
+            self._free_blocks.setdefault(len(block), []).append(block)
 
     def clear(self) -> None:
-        """Give what waits back to the system."""
-        self._free, self._waiting = {}, 0
+        """Return unused blocks to the system."""
+        self._free_blocks, self._free_bytes = {}, 0
 
 
-def _rounded(size: int) -> int:
-    """A size that others ask for too: up to an eighth more."""
+def _round_up(size: int) -> int:
+    """Round a size up by at most an eighth, so that blocks of similar sizes are interchangeable."""
     step = max(1 << max(size.bit_length() - 4, 0), 4096)
     return -(-size // step) * step
 
 
 RECYCLER = Recycler(limit=512 << 20)
-"""What batches are made on. `RECYCLER.limit = 0` and `RECYCLER.clear()` do without."""
+"""The pool that batches use. `RECYCLER.limit = 0` and `RECYCLER.clear()` disable it."""
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with anything in it, on used memory if it is large and there is some."""
+    """Return an uninitialized tensor, on recycled memory if it is large."""
     size = prod(shape) * dtype.itemsize
     if size < LARGE:
         return torch.empty(shape, dtype=dtype)
     return RECYCLER.tensor(size).view(dtype).reshape(shape)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NUMPY: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name) for name in DTYPES if name in np.sctypeDict and name != "complex128"
 }
-"""Types that numpy has too; the memory of others is handled as integers of their size."""
+"""Types that numpy also has. The memory of others is handled as integers of the same size."""
 
 
 class Segments(NamedTuple):
-    """Rows that lie in different arrays: row i is `arrays[i][starts[i]:stops[i]]`."""
+    """Rows in different arrays: row i is `arrays[i][starts[i]:stops[i]]`."""
 
     arrays: Iterable[NDArray[Any]]
     starts: list[int]
@@ -105,18 +108,24 @@ class Segments(NamedTuple):
 
 
 Column: TypeAlias = torch.Tensor | Ragged | Segments
-"""All rows of a field: end to end as a tensor (total, ...), as a record's column, or where they lie."""
+"""All rows of a field: concatenated to a tensor [total, ...], a column of records, or rows in different arrays."""
 
 
 Lengths: TypeAlias = Sequence[int] | NDArray[np.int64]
 
 
 class Rows(list[torch.Tensor]):
-    """A list of tensors that lie end to end in one: row i is `values[offsets[i]:offsets[i + 1]]`, as a view.
+    """A list of views of one tensor: row i is `values[offsets[i]:offsets[i + 1]]`.
 
-    What a packed batch has in place of a padded matrix: it reads as a list of 1-D tensors, and `values` is what a
-    kernel for ragged input takes. Setting a row copies it into place, so that list and values stay one thing; the
-    number of rows and their lengths are fixed.
+    A packed batch has it instead of a padded matrix. Kernels for ragged input take `values`. Setting a row copies into
+    `values`; the number of rows and their lengths are fixed.
+
+    Args:
+        values: [total, ...] All rows, or the rows themselves, which are then concatenated.
+        lengths: [B] Lengths of the rows, with a tensor of values.
+
+    Raises:
+        ValueError: The lengths do not add up to the number of values.
 
     >>> rows = Rows(torch.arange(5), [2, 3])
     >>> [row.tolist() for row in rows], rows.values.tolist(), rows.cu_seqlens.tolist()
@@ -128,7 +137,7 @@ class Rows(list[torch.Tensor]):
 
     def __init__(self, values: torch.Tensor | Iterable[torch.Tensor], lengths: Iterable[int] | None = None) -> None:
         if lengths is None:
-            parts = list(values)  # rows that lie apart: so a list is rebuilt by whoever walks a nest
+            parts = list(values)  # generic code that maps over nested containers calls `type(x)(items)`
             lengths = map(len, parts)
             values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         self.values: torch.Tensor = values  # type: ignore[assignment]
@@ -140,12 +149,12 @@ class Rows(list[torch.Tensor]):
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[B + 1] Where each row begins, and where the last one ends."""
+        """[B + 1] int64 start of each row, and the end of the last."""
         return offsets_of(self.lengths)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """[B + 1] The same as an int32 tensor on the values' device, as kernels for ragged input take it."""
+        """[B + 1] The offsets as an int32 tensor on the device of the values, for kernels on ragged input."""
         return torch.from_numpy(self.offsets).to(self.values.device, torch.int32)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
@@ -159,7 +168,7 @@ class Rows(list[torch.Tensor]):
         """
         return Rows(change(self.values), self.lengths)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: SupportsIndex | slice, value: ArrayLike | Iterable[torch.Tensor]) -> None:
         if isinstance(index, slice):
             raise ValueError("rows: got a slice, expected one row; assign a list to the batch's field to change all")
         row = self[index]
@@ -168,10 +177,11 @@ class Rows(list[torch.Tensor]):
             raise ValueError(f"row {index}: got shape {list(replacement.shape)}, expected {list(row.shape)}")
         row.copy_(replacement)
 
-    def _fixed(self, *_: Any, **__: Any) -> Any:
+    def _reject_change(self, *_: Any, **__: Any) -> Any:
         raise ValueError("rows: their number is fixed; assign a list to the batch's field instead")
 
-    append = extend = insert = pop = remove = clear = sort = reverse = __delitem__ = __iadd__ = __imul__ = _fixed
+    append = extend = insert = pop = remove = clear = _reject_change
+    sort = reverse = __delitem__ = __iadd__ = __imul__ = _reject_change
 
     def __reduce__(self) -> Any:
         return Rows, (self.values, self.lengths)
@@ -184,7 +194,12 @@ class Rows(list[torch.Tensor]):
 
 
 class Spans:
-    """Where each row of a ragged column lies in a padded matrix: from column `starts[i]`, `lengths[i]` entries.
+    """Positions of ragged rows in a padded matrix: row i has `lengths[i]` entries from column `starts[i]` on.
+
+    Args:
+        lengths: [B] Lengths of the rows.
+        starts: [B] First column of each row.
+        width: Columns of the matrix.
 
     >>> spans = Spans([2, 3], [1, 0], width=3)
     >>> spans.pad(torch.arange(1, 6), 0)
@@ -200,9 +215,9 @@ class Spans:
         self.width = int(width)
         self.offsets = offsets_of(self.lengths)
         self.solid = False
-        """Whether a mask over these rows is known to be 1 throughout."""
-        self._where: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._places = list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
+        """Whether a mask over these rows is known to be all ones."""
+        self._gather_indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._slices = list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
 
     @classmethod
     def right_aligned(cls, lengths: Lengths, width: int) -> Spans:
@@ -219,7 +234,7 @@ class Spans:
 
     @property
     def full(self) -> bool:
-        """Whether there is no padding at all."""
+        """Whether there is no padding."""
         return bool((self.lengths == self.width).all())
 
     def pad(
@@ -238,7 +253,7 @@ class Spans:
         """
         if isinstance(column, torch.Tensor):
             column = column if dtype is None else column.to(dtype)
-            check_fill(fill, column.dtype)  # whether or not these rows need it
+            check_fill(fill, column.dtype)  # also if these rows need no padding
             if self.full and out is None:
                 return column.clone().reshape(len(self.lengths), self.width, *column.shape[1:])
             if _must_gather(column):
@@ -248,8 +263,8 @@ class Spans:
         dtype = own_dtype if dtype is None else dtype
         shape = (len(self.lengths), self.width, *trailing)
         check_fill(fill, dtype)
-        gaps = out is None and prod(shape) * dtype.itemsize >= LARGE
-        if gaps:
+        fill_gaps = out is None and prod(shape) * dtype.itemsize >= LARGE
+        if fill_gaps:
             out = empty(shape, dtype)
         elif out is None:
             out = torch.full(shape, fill, dtype=dtype)
@@ -259,15 +274,15 @@ class Spans:
         else:
             out.fill_(fill)
         matrix = memory(out)
-        for row, array, (at, to), start, stop in zip(matrix, arrays, self._places, starts, stops, strict=False):
-            row[at:to] = array[start:stop]
-        if gaps:  # a large matrix is filled around the rows alone, so that no page is written twice
+        for row, array, (first, end), start, stop in zip(matrix, arrays, self._slices, starts, stops, strict=False):
+            row[first:end] = array[start:stop]
+        if fill_gaps:  # a large matrix is filled only around the rows, so that no page is written twice
             filler = memory(torch.tensor([fill], dtype=dtype))[0]
-            for row, (at, to) in zip(matrix, self._places, strict=True):
-                if at:
-                    row[:at] = filler
-                if to < self.width:
-                    row[to:] = filler
+            for row, (first, end) in zip(matrix, self._slices, strict=True):
+                if first:
+                    row[:first] = filler
+                if end < self.width:
+                    row[end:] = filler
         return out
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
@@ -297,8 +312,8 @@ class Spans:
             return [empty((0, *first.shape[2:]), first.dtype)] * len(matrices)
         parts: list[NDArray[Any]] = []
         for matrix in matrices:
-            for row, (at, to) in zip(memory(matrix), self._places, strict=True):
-                parts.append(row[at:to])
+            for row, (start, end) in zip(memory(matrix), self._slices, strict=True):
+                parts.append(row[start:end])
         if first.dtype in NUMPY and len(matrices) * total * prod(first.shape[2:]) * first.element_size() < LARGE:
             out = torch.from_numpy(np.concatenate(parts))
         else:
@@ -319,20 +334,20 @@ class Spans:
         if torch.device(device).type != "cpu":
             return self._index(torch.device(device))[1].to(dtype, copy=True)  # the index is shared
         out = empty((len(self.lengths), self.width), dtype)
-        for row, (at, to) in zip(out.numpy(), self._places, strict=True):
-            row[:at], row[at:to], row[to:] = 0, 1, 0
+        for row, (start, end) in zip(out.numpy(), self._slices, strict=True):
+            row[:start], row[start:end], row[end:] = 0, 1, 0
         return out
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, width] Which value each slot takes, and whether it takes one; kept, since all fields of an axis share."""
-        if device not in self._where:
+        """[B, width] Return the index of the value of each slot, and whether it has one; cached for all fields."""
+        if device not in self._gather_indices:
             starts, lengths, offsets = torch.from_numpy(np.stack([self.starts, self.lengths, self.offsets[:-1]])).to(
                 device
             )
             slot = torch.arange(self.width, device=device) - starts[:, None]
             inside = (slot >= 0) & (slot < lengths[:, None])
-            self._where[device] = (offsets[:, None] + slot, inside)
-        return self._where[device]
+            self._gather_indices[device] = (offsets[:, None] + slot, inside)
+        return self._gather_indices[device]
 
     def _pad_gather(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         shape = (len(self.lengths), self.width, *values.shape[1:])
@@ -345,35 +360,31 @@ class Spans:
 
 
 def _must_gather(tensor: torch.Tensor) -> bool:
-    apart = tensor.device.type != "cpu" or tensor.element_size() not in _BITS
-    return apart or (tensor.requires_grad and torch.is_grad_enabled())
+    no_array = tensor.device.type != "cpu" or tensor.element_size() not in _INTEGERS
+    return no_array or (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def memory(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor's memory as an array: of its own type, or of integers where numpy has no such type (bfloat16)."""
+    """Return a tensor's memory as an array, of integers if numpy does not have the type (bfloat16)."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor.numpy() if tensor.dtype in NUMPY else tensor.view(_BITS[tensor.element_size()]).numpy()
+    return tensor.numpy() if tensor.dtype in NUMPY else tensor.view(_INTEGERS[tensor.element_size()]).numpy()
 
 
 def blank(shape: tuple[int, ...], dtype: torch.dtype, fill: float = 0) -> torch.Tensor:
-    """A tensor of one value, on used memory if it is large and there is some."""
+    """Return a tensor filled with one value, on recycled memory if it is large."""
     if not fill and dtype in NUMPY and prod(shape) * dtype.itemsize < LARGE:
         return torch.from_numpy(np.zeros(shape, dtype=NUMPY[dtype]))
     return empty(shape, dtype).fill_(fill)
 
 
-def _words(dtype: torch.dtype) -> Any:
-    return NUMPY[_BITS[dtype.itemsize]]
-
-
 def _segments(column: Column, offsets: NDArray[np.int64]) -> Segments:
-    """For each row an array and where in it the row lies; the type and trailing sizes of all."""
+    """Return where the rows of a column are."""
     if isinstance(column, Segments):
         return column
     if isinstance(column, Ragged):
         dtype = getattr(torch, column.dtype)
-        source = column.values.view(NUMPY.get(dtype) or _words(dtype))
+        source = column.values.view(NUMPY.get(dtype) or NUMPY[_INTEGERS[dtype.itemsize]])
         bounds = column.offsets.tolist()
         return Segments(repeat(source), bounds[:-1], bounds[1:], dtype, column.trailing)
     bounds = offsets.tolist()
@@ -381,23 +392,32 @@ def _segments(column: Column, offsets: NDArray[np.int64]) -> Segments:
 
 
 def check_fill(fill: float, dtype: torch.dtype) -> None:
-    """Refuse a padding that the type does not hold."""
+    """Raise `ValueError` if a type cannot represent the padding."""
     if dtype.is_floating_point or dtype.is_complex:
         return
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     if fill != fill or fill in (float("inf"), -float("inf")) or fill != int(fill) or not low <= fill <= high:
-        raise ValueError(f"padding: got {fill}, which {str(dtype).removeprefix('torch.')} does not hold")
+        raise ValueError(f"padding: got {fill}, which {str(dtype).removeprefix('torch.')} cannot represent")
 
 
 def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor | None = None) -> torch.Tensor:
-    """(total, ...) The values as one tensor, in `out` if there is one; a tensor is given back as it is."""
+    """Concatenate the rows of a column.
+
+    Args:
+        column: The column.
+        lengths: [B] Lengths of the rows.
+        out: A tensor [total, ...] to write to.
+
+    Returns:
+        [total, ...] The values; without `out`, a tensor is returned as it is.
+    """
     if isinstance(column, torch.Tensor):
         return column if out is None else out.copy_(column)
     arrays, starts, stops, dtype, trailing = _segments(column, lengths)
     if out is None:
         out = empty((int(lengths.sum()), *trailing), dtype)
     if isinstance(column, Ragged):
-        source = next(iter(arrays))  # the rows lie end to end already
+        source = next(iter(arrays))  # the rows are already contiguous
         memory(out)[...] = source[int(column.offsets[0]) : int(column.offsets[-1])]
     elif len(out):
         parts = [array[start:stop] for array, start, stop in zip(arrays, starts, stops, strict=False)]
@@ -406,22 +426,22 @@ def concatenated(column: Column, lengths: NDArray[np.int64], out: torch.Tensor |
 
 
 def segments(rows: Sequence[torch.Tensor]) -> Column:
-    """Rows that lie apart, as one column: where they lie if they can be read there, else copied together."""
-    model = rows[0]
-    if model.dtype in NUMPY:
+    """Return separate tensors as one column, without copying if possible."""
+    first = rows[0]
+    if first.dtype in NUMPY:
         try:
             arrays = list(map(torch.Tensor.numpy, rows))
         except (RuntimeError, TypeError):  # a gradient must flow, or they are on a device
             return torch.cat(list(rows))
     else:
-        apart = model.element_size() not in _BITS or any(map(attrgetter("requires_grad"), rows))
-        if apart or not all(map(attrgetter("is_cpu"), rows)):
+        no_array = first.element_size() not in _INTEGERS or any(map(attrgetter("requires_grad"), rows))
+        if no_array or not all(map(attrgetter("is_cpu"), rows)):
             return torch.cat(list(rows))
         arrays = list(map(memory, rows))
-    return Segments(arrays, [0] * len(rows), list(map(len, arrays)), model.dtype, tuple(model.shape[1:]))
+    return Segments(arrays, [0] * len(rows), list(map(len, arrays)), first.dtype, tuple(first.shape[1:]))
 
 
-def unbind_copy(tensor: torch.Tensor) -> list[Any]:
-    """The rows of a tensor, each on memory of its own."""
+def unbind_copy(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of a tensor, each on memory of its own."""
     rows: Any = torch.unbind_copy(tensor.detach())  # type: ignore[func-returns-value]
     return list(rows)

@@ -1,7 +1,7 @@
-"""What goes into an engine and what comes out of it: prompts, sampling options, samples, and the run they are of.
+"""Inputs and outputs of engines: prompts, sampling options, samples, and the description of a run.
 
-Invariant: what an engine sampled is kept as it was sampled: `logprobs` and `versions` have an entry for each id of
-`response_ids`, or there are none; nothing is tokenized again, cut or ended by a token that was not sampled.
+Invariant: sampled tokens are kept as they were sampled, never tokenized again, truncated or completed. `logprobs` and
+`versions` have an entry for each id of `response_ids`, or are `None`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from rollbook.core.media import Medium
 
 LogprobsKind = Literal["processed", "tempered", "raw"]
-"""Which distribution log-probs are of.
+"""Distribution that log-probs refer to.
 
-- `processed`: the one that was sampled from, after temperature and truncation (top-k, top-p, min-p).
-- `tempered`: after temperature and without suppressed tokens, before truncation: what a training forward pass at that
-  temperature gives.
-- `raw`: of the model's own logits, at temperature 1.
+- `processed`: the one that tokens were sampled from, after temperature and truncation (top-k, top-p, min-p).
+- `tempered`: after temperature and without suppressed tokens, before truncation, as a training forward pass at that
+  temperature computes.
+- `raw`: that of the model's logits, at temperature 1.
 """
 KINDS: tuple[str, ...] = get_args(LogprobsKind)
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-"""`abort`: paused or cancelled before it was done, to be continued or not; `error`: there is no (whole) response."""
+"""Why a response ended. `abort`: paused or canceled before it was complete. `error`: the response failed."""
 
 Overflow = Literal["error", "left", "right"]
 
 TokenIds: TypeAlias = "Sequence[int] | NDArray[Any] | torch.Tensor"
 PromptSource: TypeAlias = Any
-"""A `Prompt`, text, chat messages or token ids."""
+"""A `Prompt`, text, chat messages or token ids, of any type until `Prompt.of` has checked it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,16 +187,16 @@ def as_media(name: str, media: Medium | Sequence[Medium] | None) -> tuple[Any, .
 
 
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
-"""Transformers' names for options of `Sampling`, which `Sampling.of` takes too."""
+"""Names of transformers for options of `Sampling`, which `Sampling.of` also takes."""
 
 
-_RECORDED = ("asked_seed", "earlier", "run", "stop_reason")
-"""What a sample's record has beside the options."""
+_RECORDED_KEYS = ("asked_seed", "earlier", "run", "stop_reason")
+"""Keys of a record's `sampling` that are not options."""
 
 
-def _asked(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a mapping; of a sample's record, those that were asked for: the call's seed, not the stream's."""
-    options = {name: option for name, option in recorded.items() if name not in _RECORDED}
+def _requested_options(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a mapping. For a record, with the seed of the call instead of that of the sample."""
+    options = {name: option for name, option in recorded.items() if name not in _RECORDED_KEYS}
     return options | {"seed": recorded["asked_seed"]} if "asked_seed" in recorded else options
 
 
@@ -237,7 +237,7 @@ class Sampling:
     >>> Sampling.of(temprature=1.0)
     Traceback (most recent call last):
         ...
-    ValueError: sampling: option 'temprature' is not known; did you mean 'temperature'? (n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, first_temperature, stop, stop_token_ids, include_stop, ignore_eos, seed, suppress, max_prompt_tokens, prompt_overflow, logprobs, extra)
+    ValueError: sampling: unknown option 'temprature'; did you mean 'temperature'? (n, max_tokens, min_tokens, temperature, top_p, top_k, min_p, first_temperature, stop, stop_token_ids, include_stop, ignore_eos, seed, suppress, max_prompt_tokens, prompt_overflow, logprobs, extra)
     """  # noqa: E501
 
     n: int = 1
@@ -317,12 +317,12 @@ class Sampling:
         if not isinstance(base, Sampling):
             if not isinstance(base, Mapping):
                 raise ValueError(f"sampling: got {type(base).__name__}, expected Sampling or a mapping of its options")
-            changes, base = {**_asked(base), **changes}, cls()
+            changes, base = {**_requested_options(base), **changes}, cls()
         names = list(cls.__dataclass_fields__)
         named = {}
         for name, option in changes.items():
             if ALIASES.get(name, name) not in names:
-                raise ValueError(f"sampling: option {name!r} is not known{suggest(name, names)}")
+                raise ValueError(f"sampling: unknown option {name!r}{suggest(name, names)}")
             named[ALIASES.get(name, name)] = option
         return dataclasses.replace(base, **named)
 
@@ -340,7 +340,17 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What all samples of an engine have in common: engine, model, tokenizer and chat template.
+    """Properties that all samples of an engine share.
+
+    Args:
+        engine: Name of the engine.
+        engine_version: Its version.
+        model: Name of the model.
+        tokenizer: Fingerprint of the tokenizer.
+        chat_template: Fingerprint of the chat template.
+        adapter: Name of the adapter.
+        seed: Seed of the engine.
+        cannot: Descriptions of requested features that the engine does not support.
 
     >>> run = RunInfo(engine="scripted", engine_version="1", model="none")
     >>> run.to_dict()["engine"], len(run.id)
@@ -351,21 +361,19 @@ class RunInfo:
     engine_version: str
     model: str
     tokenizer: str | None = None
-    """A fingerprint of the tokenizer: equal where every text gives the same ids."""
     chat_template: str | None = None
     adapter: str | None = None
     seed: int | None = None
     cannot: tuple[str, ...] = ()
-    """What this engine was asked for, or found out, that it cannot give, in words."""
 
     @property
     def id(self) -> str:
-        """16 hex digits that name the run's make-up; every sample carries them."""
-        plain = json.dumps(dataclasses.asdict(self), sort_keys=True)
-        return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
+        """Hash of all properties, 16 hex digits, which every sample has as `run_id`."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the properties as plain values."""
         return {**dataclasses.asdict(self), "cannot": list(self.cannot)}
 
 
@@ -412,7 +420,6 @@ class Sample:
     logprobs_kind: LogprobsKind | None = "processed"
     finish_reason: FinishReason = "stop"
     stop_reason: str | int | None = None
-    """Which text or id stopped it, if it was one that was asked for."""
     versions: Sequence[int] | None = None
     text: str | None = None
     prompt_text: str | None = None
@@ -442,17 +449,17 @@ class Sample:
 
     @property
     def group_id(self) -> str:
-        """The task that it is a run of: what the samples of one prompt have in common."""
+        """Id of the task, which the samples of one prompt share."""
         return self.eid.tid
 
     @property
     def failed(self) -> bool:
-        """Whether there is no response to learn from."""
+        """Whether the sample failed."""
         return self.finish_reason == "error"
 
     @property
     def unfinished(self) -> bool:
-        """Whether an engine could go on with it."""
+        """Whether an engine can continue it."""
         return self.finish_reason == "abort"
 
     def replace(self, **changes: Any) -> Sample:

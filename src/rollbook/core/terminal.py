@@ -1,11 +1,12 @@
-"""What the commands print: tables, numbers, colours; plain where the output is not a terminal.
+"""Output of the commands: tables, numbers and colors on a terminal, and HTML tables for notebooks.
 
-Invariant: nothing that a record holds reaches a terminal as a command to it: control, escape and bidirectional
-characters are shown as what they are. Colours are only where a terminal shows them, and nothing is said by them alone.
+Invariant: text from a record never controls the terminal: control, escape and bidirectional characters are escaped.
+Colors are used only where they are supported, and never carry information alone. HTML is escaped.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -14,89 +15,109 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollbook.core.freeform import Json
+
+Color = tuple[int, int, int]
+"""Red, green and blue, 0 to 255."""
 
 OK, FOUND, UNREADABLE = 0, 1, 2
-"""How a command ends: well; something was found; it could not be done."""
-WHEN = ("auto", "always", "never")
-_NAMED = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
-_when = "auto"
-_STYLE = re.compile("\x1b\\[[0-9;]*m")
+"""Exit codes: success, problems found, the command failed."""
+COLOR_MODES = ("auto", "always", "never")
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+_STYLE_CODE = re.compile("\x1b\\[[0-9;]*m")
+_color_mode = "auto"
 
 
-def use_colour(when: str) -> None:
-    """Say for this run of a command whether to colour: `auto`, `always` or `never`."""
-    global _when
-    _when = when
+def set_color_mode(mode: str) -> None:
+    """Set when output is colored: one of `COLOR_MODES`."""
+    global _color_mode
+    _color_mode = mode
 
 
-def coloured() -> bool:
-    """Whether the output is coloured: a terminal, unless NO_COLOR is set or the user said otherwise."""
-    if _when != "auto":
-        return _when == "always"
+def has_color() -> bool:
+    """Return whether output is colored. With mode `auto`: on a terminal, unless `NO_COLOR` is set."""
+    if _color_mode != "auto":
+        return _color_mode == "always"
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def deep() -> bool:
-    """Whether the terminal shows any colour, not only 256 of them."""
-    return os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit")
-
-
 def styled(text: str, *names: str) -> str:
-    """Text in a style, where colours are on.
+    """Add styles to a text if output is colored.
+
+    Args:
+        text: The text.
+        names: Keys of `_STYLES`.
+
+    Returns:
+        The text with escape sequences, or unchanged.
 
     >>> styled("plain", "bold")
     'plain'
     """
-    if not coloured() or not text:
+    if not has_color() or not text:
         return text
-    return f"\x1b[{';'.join(_NAMED[name] for name in names)}m{text}\x1b[0m"
+    return f"\x1b[{';'.join(_STYLES[name] for name in names)}m{text}\x1b[0m"
 
 
-def painted(text: str, back: tuple[int, int, int], front: tuple[int, int, int], *, underline: bool = False) -> str:
-    """Text on a colour of its own, where colours are on."""
-    if not coloured() or not text:
+def paint(text: str, back: Color, front: Color, *, underline: bool = False) -> str:
+    """Color a text if output is colored.
+
+    Args:
+        text: The text.
+        back: Color of the background.
+        front: Color of the characters.
+        underline: Whether to underline the text.
+
+    Returns:
+        The text with escape sequences, or unchanged.
+    """
+    if not has_color() or not text:
         return text
-    if deep():
+    if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit"):
         code = f"48;2;{back[0]};{back[1]};{back[2]};38;2;{front[0]};{front[1]};{front[2]}"
     else:
-        code = f"48;5;{_cube(back)};38;5;{_cube(front)}"
+        code = f"48;5;{_palette_index(back)};38;5;{_palette_index(front)}"
     return f"\x1b[{code}{';4' if underline else ''}m{text}\x1b[0m"
 
 
-def _cube(colour: tuple[int, int, int]) -> int:
-    """The nearest of the 216 colours that most terminals have."""
-    red, green, blue = (min(5, round(channel / 51)) for channel in colour)
+def _palette_index(color: Color) -> int:
+    """Return the nearest color of the 6 x 6 x 6 cube of the 256-color palette."""
+    red, green, blue = (min(5, round(channel / 51)) for channel in color)
     return 16 + 36 * red + 6 * green + blue
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def printable(value: Any) -> str:
-    """A value on one line, without anything that a terminal would obey: a record's texts are anybody's.
+def printable(value: Json) -> str:
+    """Return a value as one line of text with control characters escaped.
+
+    Args:
+        value: A text, number or other value of a record; `None` gives the empty text.
 
     >>> printable("red: \\x1b[31m"), printable(0.1234567), printable(None)
     ('red: \\\\x1b[31m', '0.123457', '')
     """
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-    return "".join(map(shown, text))
+    return "".join(map(_escape, text))
 
 
-def shown(character: str) -> str:
-    """A character, or its number where it is none that is seen."""
+def _escape(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def block(text: str) -> str:
-    """Text of several lines: new lines stay, all else as `printable` says."""
+    """Return a text of several lines with control characters other than newlines escaped."""
     return "".join(
-        character if character == "\n" else "    " if character == "\t" else shown(character) for character in text
+        character if character == "\n" else "    " if character == "\t" else _escape(character) for character in text
     )
 
 
 def width(text: str) -> int:
-    """How many columns a text takes.
+    """Return the number of terminal columns of a text.
 
     >>> width("漢字"), width("e\\u0301")
     (4, 1)
@@ -110,7 +131,7 @@ def width(text: str) -> int:
 
 
 def cut(text: str, columns: int) -> str:
-    """The beginning of a text that fits, up to a space where there is one.
+    """Truncate a text to a width, at a space if there is one.
 
     >>> cut("a long one", 8), cut("uninterrupted", 6)
     ('a long…', 'unint…')
@@ -127,7 +148,7 @@ def cut(text: str, columns: int) -> str:
 
 
 def tail(text: str, columns: int = 60) -> str:
-    """The end of a text, on one line.
+    """Truncate a text to a width, keeping its end.
 
     >>> tail("one two three", 6), tail("one two three", 10)
     ('…three', '…two three')
@@ -136,7 +157,15 @@ def tail(text: str, columns: int = 60) -> str:
 
 
 def wrapped(text: str, indent: int = 0, *, limit: int | None = None) -> str:
-    """A line as lines that fit the terminal, broken at spaces; those after the first are indented.
+    """Wrap a text at spaces.
+
+    Args:
+        text: The text, which may have styles.
+        indent: Spaces before each line but the first.
+        limit: Width of the lines; `None`: that of the terminal.
+
+    Returns:
+        The lines, joined.
 
     >>> print(wrapped("tokens  14 of the prompt", 8, limit=18))
     tokens  14 of the
@@ -145,18 +174,15 @@ def wrapped(text: str, indent: int = 0, *, limit: int | None = None) -> str:
     limit = columns() if limit is None else limit
     lines = [""]
     for word in re.findall(r" *[^ ]+", text):
-        if lines[-1].strip() and width(_STYLE.sub("", lines[-1] + word)) > limit:
+        if lines[-1].strip() and width(_STYLE_CODE.sub("", lines[-1] + word)) > limit:
             lines.append(" " * indent + word.lstrip(" "))
         else:
             lines[-1] += word
     return "\n".join(lines)
 
 
-def broken(text: str) -> str:
-    """A text with new lines for some of its spaces, so that no line is wider than the terminal where that can be.
-
-    Each character stays in its place, for whoever counts them.
-    """
+def break_lines(text: str) -> str:
+    """Replace spaces by newlines so that lines fit the terminal. Every other character keeps its index."""
     limit, lines, start = columns(), list(text), 0
     used, space = 0, -1
     for at, character in enumerate(text):
@@ -174,14 +200,14 @@ def broken(text: str) -> str:
 
 
 def columns() -> int:
-    """How wide the output is: the terminal's width; without limit where there is none."""
+    """Return the width of the terminal, or 1,000,000 if the output is not a terminal."""
     if not sys.stdout.isatty():
         return 1_000_000
     return max(40, shutil.get_terminal_size().columns)
 
 
 def size(count: float) -> str:
-    """Bytes, for people.
+    """Format a number of bytes.
 
     >>> size(5_190_000)
     '5.19 MB'
@@ -193,16 +219,20 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def when(seconds: Any) -> str | None:
-    """A time of the ledger as local date and time."""
+def when(timestamp: float | None) -> str | None:
+    """Format a Unix time as local date and time, or return `None` if it is not valid."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(seconds)))
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(timestamp)))  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, OSError):
         return None
 
 
-def figure(value: Any, digits: int = 3) -> str:
-    """A number in few digits; a dash for none.
+def figure(value: float | None, digits: int = 3) -> str:
+    """Format a number; a dash for `None` and NaN.
+
+    Args:
+        value: The number.
+        digits: Significant digits of numbers below 1000.
 
     >>> figure(0.123456), figure(None), figure(1234), figure(123456.7)
     ('0.123', '-', '1,234', '123,457')
@@ -215,7 +245,7 @@ def figure(value: Any, digits: int = 3) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share as percent.
+    """Format a share as percent; a dash for `None`.
 
     >>> percent(0.125), percent(None)
     ('12.5%', '-')
@@ -227,7 +257,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """A line of small bars, from the lowest value to the highest.
+    """Draw numbers as a line of bars scaled to their range; a space for missing ones.
 
     >>> spark([0.0, 0.5, 1.0, None])
     '▁▅█ '
@@ -248,32 +278,35 @@ def spark(values: Sequence[float | None]) -> str:
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
-def print_json(value: Any) -> None:
-    """Strict JSON: what is not finite is null, and what JSON has no word for is its text."""
-    print(json.dumps(_strict(value), indent=2, default=str, ensure_ascii=False, allow_nan=False))
+def print_json(value: Json) -> None:
+    """Print strict JSON: numbers that are not finite become null, and values of other types text."""
+    print(json.dumps(_replace_nonfinite(value), indent=2, default=str, ensure_ascii=False, allow_nan=False))
 
 
-def _strict(value: Any) -> Any:
+def _replace_nonfinite(value: Json) -> Json:
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):
-        return {str(key): _strict(entry) for key, entry in value.items()}
+        return {str(key): _replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(entry) for entry in value]
+        return [_replace_nonfinite(entry) for entry in value]
     return value
 
 
-_LONGEST_WORD = 16
-"""A column of texts is as wide as its longest word, up to this."""
+_MAX_MIN_WIDTH = 16
+"""A column of texts is at least as wide as its longest word, up to this."""
 
 
 def print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[int] = ()) -> None:
-    """A table of any values (see `table`); columns that do not fit are named below it.
+    """Print a table (see `table`). Columns that do not fit are listed below it.
 
-    `right`: the columns that stand at the right.
+    Args:
+        names: Headers of the columns.
+        rows: Cells of any type.
+        right: Indices of right-aligned columns.
     """
     lines = [[printable(cell) for cell in row] for row in rows]
-    hidden = _hidden(names, lines, right, range(len(names) - 1, 0, -1))
+    hidden = _hidden_columns(names, lines, right, range(len(names) - 1, 0, -1))
     for line in table(names, lines, right=right, optional=range(len(names) - 1, 0, -1)):
         print(line)
     if hidden:
@@ -288,31 +321,34 @@ def table(
     ends: Sequence[int] = (),
     optional: Sequence[int] = (),
 ) -> Iterator[str]:
-    """The lines of a table of texts that are safe to print.
+    """Lay out a table of texts that are safe to print.
 
-    Where the terminal is too narrow, the longest texts are cut, but never numbers (`right`) or the first column, which
-    names the row; where that is not enough, columns are left out.
+    If the terminal is too narrow, the longest texts are truncated, but not right-aligned columns or the first one. If
+    that is not enough, columns are left out.
 
     Args:
-        names: The columns' names.
+        names: Headers of the columns.
         rows: Their cells.
-        right: The columns that stand at the right.
-        ends: The columns of texts whose end is shown rather than their beginning.
-        optional: The columns that may be left out, the first first; before these, those of them that say nothing.
+        right: Indices of right-aligned columns.
+        ends: Indices of columns whose texts are truncated on the left.
+        optional: Indices of columns that may be left out, empty ones first, then in this order.
+
+    Yields:
+        The lines.
     """
-    hidden = _hidden(names, rows, right, optional)
-    shown = [i for i in range(len(names)) if i not in hidden]
-    widths = {i: max(width(line[i]) for line in (names, *rows)) for i in shown}
+    hidden = _hidden_columns(names, rows, right, optional)
+    visible = [i for i in range(len(names)) if i not in hidden]
+    widths = {i: max(width(line[i]) for line in (names, *rows)) for i in visible}
     gap = 2 if sum(widths.values()) + 2 * (len(widths) - 1) <= columns() else 1
     over = sum(widths.values()) + gap * (len(widths) - 1) - columns()
-    least = {i: _least(i, names, rows) for i in shown[1:] if i not in right}
-    while over > 0 and (wide := [i for i in least if widths[i] > least[i]]):
+    min_widths = {i: _min_width(i, names, rows) for i in visible[1:] if i not in right}
+    while over > 0 and (wide := [i for i, least in min_widths.items() if widths[i] > least]):
         widest = max(wide, key=widths.__getitem__)
         widths[widest] -= 1
         over -= 1
     for number, line in enumerate((names, *rows)):
         cells = []
-        for i in shown:
+        for i in visible:
             cell = (tail if i in ends else cut)(line[i], widths[i])
             space = " " * (widths[i] - width(cell))
             cells.append(space + cell if i in right else cell + space)
@@ -320,18 +356,18 @@ def table(
         yield styled(text, "bold") if number == 0 else text
 
 
-def _least(i: int, names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """How wide a column of texts is at least."""
+def _min_width(i: int, names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the smallest width of a column of texts."""
     longest = max((width(word) for row in rows for word in row[i].split(" ")), default=0)
-    return max(width(names[i]), min(longest, _LONGEST_WORD))
+    return max(width(names[i]), min(longest, _MAX_MIN_WIDTH))
 
 
-def _hidden(
+def _hidden_columns(
     names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], optional: Sequence[int]
 ) -> set[int]:
-    """The columns that are left out for the others to fit."""
+    """Return the columns that are left out so that the others fit."""
     widths = [max(width(line[i]) for line in (names, *rows)) for i in range(len(names))]
-    needed = [wide if i == 0 or i in right else min(wide, _least(i, names, rows)) for i, wide in enumerate(widths)]
+    needed = [wide if i == 0 or i in right else min(wide, _min_width(i, names, rows)) for i, wide in enumerate(widths)]
     empty = [i for i in optional if all(row[i] in ("", "-") for row in rows)]
     hidden: set[int] = set()
     for i in (*empty, *optional):
@@ -339,3 +375,33 @@ def _hidden(
             break
         hidden.add(i)
     return hidden
+
+
+_HTML_CELL = 120
+"""Largest number of characters of a cell."""
+
+
+def html_table(caption: str, headers: Sequence[str], rows: Iterable[Sequence[Json]]) -> str:
+    """Return an HTML table for a notebook.
+
+    Args:
+        caption: Caption of the table.
+        headers: Headers of the columns.
+        rows: Cells of any type; long ones are truncated.
+
+    Returns:
+        The HTML, escaped.
+
+    >>> html_table("1 record", ["text"], [["<b>"]])
+    '<table><caption>1 record</caption><thead><tr><th>text</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    """  # noqa: E501
+    head = "".join(f"<th>{html.escape(header)}</th>" for header in headers)
+    body = "".join(f"<tr>{''.join(f'<td>{_html_cell(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f"<table><caption>{html.escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _html_cell(cell: Json) -> str:
+    text = "-" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return html.escape(text if len(text) <= _HTML_CELL else f"{text[: _HTML_CELL - 1]}…")

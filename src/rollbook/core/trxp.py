@@ -1,8 +1,8 @@
-"""Trinity-RFT's bytes: TRXP 1 read and written, and the pickles of earlier releases read without running them.
+"""Formats of Trinity-RFT: TRXP 1, read and written, and pickles of earlier releases, read without executing them.
 
-Invariant: reading runs nothing. The pickled part goes through `load`, which knows a handful of names and has each
-re-implemented; any other is a `WireError` that names it. Writing keeps every field: what Trinity does not know stands
-under keys that it skips, and is found again here (unknown columns of a newer Rollbook are not written).
+Invariant: reading executes nothing. The pickled part is read by `load`, which re-implements a few names; any other name
+is a `WireError`. Writing keeps every field: those that Trinity does not have are under keys that it skips (unknown
+columns of a newer Rollbook are not written).
 
 Layout: `TRXP`, u8 version, u64 length of the pickled part, u64 length of the tensors, the pickle, a safetensors blob.
 """
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from rollbook.core.wire import Limits
 
 
-_LONGEST_INT = 4300  # digits: int() of decimal text takes quadratic time
-_KEY_DEPTH = 64  # hash() of nested tuples recurses in C without a check
-_FREE_KEY = 256  # characters up to which hashing and comparing a str key is not worth accounting
-_OTHER_KEYS = 1 << 16  # keys that are not text in one dict or set: the writer can choose their hashes, and
-_SAME_HASH = 64  # filling a table with chosen hashes takes quadratic time, the more so if they are equal
+_MAX_INT_DIGITS = 4300  # digits: int() of decimal text takes quadratic time
+_MAX_KEY_DEPTH = 64  # hash() of nested tuples recurses in C without a check
+_SHORT_KEY = 256  # characters up to which hashing and comparing a str key is not worth accounting
+_MAX_OTHER_KEYS = 1 << 16  # keys that are not text in one dict or set: the writer can choose their hashes, and
+_MAX_EQUAL_HASHES = 64  # filling a table with chosen hashes takes quadratic time, the more so if they are equal
 _SMALL_INT = (1 << 61) - 1  # ints below this are their own hash
-_MARKS = 200_000
+_MAX_OPEN_CONTAINERS = 200_000
 _CONTAINER_COST = 96
 _VALUE_BYTES = 128  # of an array, that count as one value
 _ITEM_COST, _OBJECT_COST, _TENSOR_COST = 32, 256, 1024  # bytes, or about as much work
@@ -62,7 +62,7 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class UnpickleError(RollbookError, ValueError):
-    """The bytes are not a pickle that is read here; ``offset`` is the byte where that was seen."""
+    """Raised when bytes are not a supported pickle. `offset` is the byte of the error."""
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
@@ -71,7 +71,17 @@ class UnpickleError(RollbookError, ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """What the payload says of an instance of a class the caller listed; never the class itself."""
+    """An instance in a pickle of a class that the caller listed. The class itself is never imported.
+
+    Attributes:
+        module: Module of the class.
+        name: Name of the class.
+        state: Attributes of the instance.
+
+    >>> data = b"\\x80\\x04cthings\\nThing\\n)\\x81}X\\x01\\x00\\x00\\x00aK\\x01sb."
+    >>> load(data, records=[("things", "Thing")])
+    Record(module='things', name='Thing', state={'a': 1})
+    """
 
     module: str
     name: str
@@ -80,25 +90,25 @@ class Record:
 
 @dataclass
 class _Budget:
-    """What a payload may still cost, in bytes or about as much work."""
+    """Memory in bytes, and work, that a payload may still use."""
 
     memory: int
     work: int
 
     @classmethod
     def of(cls, size: int) -> _Budget:
-        # A container takes 50 times the byte that makes it, so memory has a large base; a payload of a kilobyte has no
-        # reason to ask for more work than about 16,000 visits of an item.
+        # A container takes 50 times the memory of the byte that creates it, so memory has a large base. A payload of a
+        # kilobyte needs no more work than about 16,000 visits of an item.
         return cls(memory=(1 << 26) + 16 * size, work=(1 << 19) + 32 * size)
 
 
 Pickled: TypeAlias = Any
-"""A value that a pickle can hold, or that stands for one: of any type until the machine has checked it."""
+"""A value of a pickle, of any type until the machine has checked it."""
 
 
 @dataclass(eq=False)
-class _Hidden:
-    """What exists inside the machine only: to leave one in the result is an error."""
+class _Internal:
+    """A value that exists only inside the machine, and is an error in the result."""
 
     kind: str
     value: Pickled = None  # name: the pair; dtype: so far; array: None before BUILD; storage: the torch object
@@ -107,6 +117,8 @@ class _Hidden:
 
 
 class _Machine:
+    """A pickle machine that knows only the opcodes and names below."""
+
     def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], budget: _Budget) -> None:
         self.data, self.pos, self.records = data, pos, records
         self.at = self.frame_end = pos  # at: where the opcode that is being executed begins
@@ -115,11 +127,11 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # one suspended stack for each open MARK
         self.memo: dict[int, Any] = {}  # a dict, so that a large index costs nothing
-        # By id, each dict or set (kept, lest its id be used again) and how often it saw which key hash.
+        # By id, each dict or set (kept alive, so that its id is not reused) and the count of each key hash.
         self.hashes: dict[int, tuple[Any, dict[int, int]]] = {}
 
     def run(self) -> Any:
-        """Execute up to and including STOP, and give the value that is left."""
+        """Execute up to and including STOP, and return the value that is left."""
         data, ops = self.data, _OPS
         try:
             while True:
@@ -139,9 +151,9 @@ class _Machine:
         except IndexError:
             self.fail("not enough values on the stack" if self.pos < len(data) else "the data ends early")
         except ImportError:
-            self.fail("the payload holds a torch value, and torch is not installed")
-        except Exception as exc:  # whatever Python, numpy or torch says of arguments that make no sense
-            self.fail(f"malformed pickle: {type(exc).__name__}: {_shown(str(exc))}")
+            self.fail("the payload has a torch value, and torch is not installed")
+        except Exception as exc:  # Python, numpy and torch raise many types for invalid arguments
+            self.fail(f"malformed pickle: {type(exc).__name__}: {_escape(str(exc))}")
 
     def fail(self, message: str) -> NoReturn:
         raise UnpickleError(f"{message} (at byte {self.at})", self.at) from None
@@ -152,26 +164,26 @@ class _Machine:
 
     def exact(self, value: Pickled, *kinds: type) -> Any:
         if type(value) not in kinds:
-            self.fail(f"a {_noun(value)} where only a {kinds[0].__name__} can be")
+            self.fail(f"a {_describe(value)} where only a {kinds[0].__name__} can be")
         return value
 
-    def hidden(self, value: Pickled, kind: str) -> Any:
-        if type(value) is not _Hidden or value.kind != kind:
-            self.fail(f"a {_noun(value)} where only a {kind} can be")
+    def internal(self, value: Pickled, kind: str) -> Any:
+        if type(value) is not _Internal or value.kind != kind:
+            self.fail(f"a {_describe(value)} where only a {kind} can be")
         return value
 
-    def spend(self, cost: int) -> None:
-        """Pay for work that repeats what the payload holds, and for the memory that its result takes."""
+    def charge_work(self, cost: int) -> None:
+        """Charge work that repeats parts of the payload, and the memory of its result."""
         self.budget.work -= cost
-        self.need(self.budget.work >= 0, "the payload asks for far more work than its size accounts for")
-        self.hold(cost)
+        self.need(self.budget.work >= 0, "the payload needs far more work than its size justifies")
+        self.charge_memory(cost)
 
-    def hold(self, cost: int) -> None:
-        """Pay for memory."""
+    def charge_memory(self, cost: int) -> None:
+        """Charge memory."""
         self.budget.memory -= cost
-        self.need(self.budget.memory >= 0, "the payload asks for far more memory than its size accounts for")
+        self.need(self.budget.memory >= 0, "the payload needs far more memory than its size justifies")
 
-    # Reading the bytes, the stack and the memo.
+    # Bytes, stack and memo.
 
     def take(self, size: int) -> bytes:
         start, self.pos = self.pos, self.pos + size
@@ -187,7 +199,7 @@ class _Machine:
         text = self.line().removesuffix(b"L")
         if text in (b"00", b"01"):  # how protocols 0 and 1 write bools
             return text == b"01"
-        self.need(len(text) <= _LONGEST_INT, "an integer of too many digits")
+        self.need(len(text) <= _MAX_INT_DIGITS, "an integer of too many digits")
         self.need(re.fullmatch(rb"-?[0-9]+", text) is not None, "text that is not a decimal integer")
         return int(text)
 
@@ -201,8 +213,8 @@ class _Machine:
         self.need(self.frame_end <= len(self.data), "a frame runs past the end of the data")
 
     def mark(self) -> None:
-        # One per container that is open: far more than a value can be deep would only cost memory.
-        self.need(len(self.below) < _MARKS, "more containers are open than can be nested")
+        # One per open container: more than the nesting of a value would only take memory.
+        self.need(len(self.below) < _MAX_OPEN_CONTAINERS, "more containers are open than can be nested")
         self.below.append(self.stack)
         self.stack = []
 
@@ -217,22 +229,22 @@ class _Machine:
         del self.stack[-count:]
         return items
 
-    def held(self, container: Pickled) -> Any:
-        """A new container, which takes far more memory than the byte that asked for it."""
-        self.hold(_CONTAINER_COST)
+    def new_container(self, container: Pickled) -> Any:
+        """Charge a new container, which takes far more memory than the byte that created it, and return it."""
+        self.charge_memory(_CONTAINER_COST)
         return container
 
     def put(self, index: int) -> None:
-        self.hold(_CONTAINER_COST)
+        self.charge_memory(_CONTAINER_COST)
         self.memo[index] = self.stack[-1]
 
     def get(self, index: int) -> None:
         self.need(index in self.memo, "a memo entry that was never stored")
         entry = self.memo[index]
-        finished = type(entry) is _Hidden and entry.kind == "numpy array" and entry.value is not None
+        finished = type(entry) is _Internal and entry.kind == "numpy array" and entry.value is not None
         self.stack.append(entry.value if finished else entry)
 
-    # Lists, dicts and sets: the holder is new, or on top of the stack.
+    # Lists, dicts and sets: the container is new, or on top of the stack.
 
     def append(self, items: list[Any]) -> None:
         self.exact(self.stack[-1], list).extend(items)
@@ -242,57 +254,57 @@ class _Machine:
         self.need(len(items) % 2 == 0, "a dict key without a value")
         for i in range(0, len(items), 2):
             key = items[i]
-            if type(key) is not str or len(key) > _FREE_KEY:
+            if type(key) is not str or len(key) > _SHORT_KEY:
                 self.check_key(holder, key)
             holder[key] = items[i + 1]
         return holder
 
     def gather(self, members: list[Any], *new: Pickled) -> Any:
-        self.hold(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
+        self.charge_memory(_OBJECT_COST * len(new))  # a set takes that, and one byte of payload makes one
         holder = self.exact(*(new or self.pop(1)), set)
         for member in members:
-            if type(member) is not str or len(member) > _FREE_KEY:
+            if type(member) is not str or len(member) > _SHORT_KEY:
                 self.check_key(holder, member)
             holder.add(member)
         return holder
 
     def check_key(self, holder: dict[Any, Any] | set[Any], key: Pickled) -> None:
-        """Refuse a key or member that is not a plain scalar or a tuple of them, or is costly to hash."""
+        """Reject a key or member that is not a scalar or a tuple of scalars, or is costly to hash."""
         todo = [(key, 0)]
         while todo:
             part, depth = todo.pop()
             kind = type(part)
             if kind is tuple:
-                self.need(depth < _KEY_DEPTH, "a dict key or set member is nested too deep")
-                self.spend(_ITEM_COST * (1 + len(part)))
+                self.need(depth < _MAX_KEY_DEPTH, "a dict key or set member is nested too deep")
+                self.charge_work(_ITEM_COST * (1 + len(part)))
                 todo.extend((entry, depth + 1) for entry in part)
             elif kind is int:
-                self.spend(part.bit_length() >> 3)
+                self.charge_work(part.bit_length() >> 3)
             elif isinstance(part, (str, bytes, np.generic)):
-                self.spend(part.nbytes if isinstance(part, np.generic) else len(part))
+                self.charge_work(part.nbytes if isinstance(part, np.generic) else len(part))
             elif kind not in _SCALARS:
-                self.fail(f"a dict key or set member that is a {_noun(part)}")
+                self.fail(f"a dict key or set member that is a {_describe(part)}")
         if isinstance(key, (str, bytes)):
             return
-        self.need(len(holder) < _OTHER_KEYS, f"over {_OTHER_KEYS} keys that are not text in one dict or set")
+        self.need(len(holder) < _MAX_OTHER_KEYS, f"over {_MAX_OTHER_KEYS} keys that are not text in one dict or set")
         if type(key) is not float and not (type(key) is int and abs(key) < _SMALL_INT):
             _, seen = self.hashes.setdefault(id(holder), (holder, {}))
             count = seen[hash(key)] = seen.get(hash(key), 0) + 1
-            self.need(count <= _SAME_HASH, "too many keys of one hash in one dict or set")
+            self.need(count <= _MAX_EQUAL_HASHES, "too many keys of one hash in one dict or set")
 
     # Names, calls and instances.
 
     def name(self, module: Pickled, name: Pickled) -> Any:
         pair = (self.exact(module, str), self.exact(name, str))
         if pair in _STORAGES if self.nested else (pair in self.records or pair in _CALLS):
-            return _Hidden("name", pair)
+            return _Internal("name", pair)
         if module == "torch" and name in _WIDTHS and not self.nested:
             return self.torch_dtype(name)
-        return self.fail(f"the payload refers to {_shown(module)}.{_shown(name)}, which is not read")
+        return self.fail(f"the payload refers to {_escape(module)}.{_escape(name)}, which is not read")
 
     def call(self, function: Pickled, *args: Pickled) -> Any:
-        pair = self.hidden(function, "name").value
-        self.spend(_ITEM_COST * len(args))
+        pair = self.internal(function, "name").value
+        self.charge_work(_ITEM_COST * len(args))
         if pair in self.records:
             if len(args) == 1 and type(args[0]) is str:
                 return Record(pair[0], pair[1], {"value": args[0]})  # a member of an enum, as pickle writes it
@@ -307,7 +319,7 @@ class _Machine:
         return self.instance(cls, *self.exact(args, tuple), *self.exact(options, dict, tuple))
 
     def instance(self, cls: Pickled, *args: Pickled) -> Record:
-        pair = self.hidden(cls, "name").value
+        pair = self.internal(cls, "name").value
         self.need(pair in self.records, f"an instance of {'.'.join(pair)}")
         self.need(not args, f"an instance of {'.'.join(pair)} made with arguments: only its state is read")
         return Record(pair[0], pair[1], {})
@@ -316,20 +328,20 @@ class _Machine:
         if type(instance) is Record:
             for part in state if type(state) is tuple and len(state) == 2 else (state,):
                 part = self.exact(part, dict, type(None)) or {}
-                self.spend(_ITEM_COST * len(part))
+                self.charge_work(_ITEM_COST * len(part))
                 self.need(all(type(key) is str for key in part), "a field whose name is not text")
                 instance.state.update(part)
             return instance
-        if type(instance) is _Hidden and instance.kind == "numpy dtype":
+        if type(instance) is _Internal and instance.kind == "numpy dtype":
             return self.build_dtype(instance, self.exact(state, tuple))
-        self.need(self.hidden(instance, "numpy array").value is None, "a numpy array that is built twice")
+        self.need(self.internal(instance, "numpy array").value is None, "a numpy array that is built twice")
         version, shape, dtype, fortran, raw = state
         self.need(self.exact(version, int) == 1, "a numpy array of an unknown version")
         instance.value = self.array(raw, dtype, shape, "F" if self.exact(fortran, bool, int) else "C")
         return instance.value
 
     def reconstructor(self, cls: Pickled, base: Pickled, state: Pickled) -> Record:
-        plain = self.hidden(base, "name").value[1] == "object" and state is None
+        plain = self.internal(base, "name").value[1] == "object" and state is None
         self.need(plain, "copyreg._reconstructor for a class that derives from more than object")
         return self.instance(cls)
 
@@ -337,17 +349,17 @@ class _Machine:
 
     def encode(self, text: Pickled, encoding: Pickled) -> bytes:
         self.need(self.exact(encoding, str) in ("latin1", "latin-1"), "_codecs.encode to other than latin1")
-        self.spend(_ITEM_COST + len(self.exact(text, str)))
+        self.charge_work(_ITEM_COST + len(self.exact(text, str)))
         return str(text).encode("latin-1")
 
-    def octets(self, source: Pickled = b"", *encoding: Pickled) -> bytes | bytearray:
+    def read_bytes(self, source: Pickled = b"", *encoding: Pickled) -> bytes | bytearray:
         # Never a number, which would be a size to allocate.
         raw: bytes = self.exact(self.encode(source, *encoding) if encoding else source, bytes, bytearray)
-        self.spend(_ITEM_COST + len(raw))
+        self.charge_work(_ITEM_COST + len(raw))
         return raw
 
     def items(self, values: Pickled = ()) -> list[Any]:
-        self.spend(_ITEM_COST * len(self.exact(values, list, tuple)))
+        self.charge_work(_ITEM_COST * len(self.exact(values, list, tuple)))
         return list(values)
 
     def pairs(self, values: Pickled = ()) -> list[Any]:
@@ -357,10 +369,10 @@ class _Machine:
 
     # numpy.
 
-    def dtype(self, code: Pickled, *_: Pickled) -> _Hidden:
+    def dtype(self, code: Pickled, *_: Pickled) -> _Internal:
         plain = _NUMPY_TYPE.fullmatch(self.exact(code, str))
         self.need(bool(plain), "a numpy dtype other than plain numbers, bool, text, bytes and times")
-        return _Hidden("numpy dtype", np.dtype(code))
+        return _Internal("numpy dtype", np.dtype(code))
 
     def build_dtype(self, dtype: Pickled, state: tuple[Any, ...]) -> Any:
         _, order, subtype, names, fields, _, _, _, more = state if len(state) == 9 else (*state[:9], None)
@@ -381,11 +393,11 @@ class _Machine:
         return tuple(values)
 
     def array(self, raw: Pickled, dtype: Pickled, shape: Pickled, order: Pickled = "C", axes: Pickled = None) -> Any:
-        plain, shape = self.hidden(dtype, "numpy dtype").value, self.sizes(shape)
+        plain, shape = self.internal(dtype, "numpy dtype").value, self.sizes(shape)
         have = len(self.exact(raw, bytes, bytearray))
         self.need(prod(shape) * plain.itemsize == have, f"a numpy array whose shape is not for {have} bytes")
-        # Dimensions beside a zero take no bytes, but whoever walks the array pays for them.
-        self.spend(_OBJECT_COST + have + prod(size or 1 for size in shape))
+        # Dimensions beside a zero take no bytes, but iterating over them takes time.
+        self.charge_work(_OBJECT_COST + have + prod(size or 1 for size in shape))
         self.need(plain.kind != "b" or not raw.translate(None, b"\0\1"), "a numpy bool not 0 or 1")
         if plain.kind == "U" and raw:
             self.need(np.frombuffer(raw, plain.str[0] + "u4").max() <= 0x10FFFF, "numpy text not of Unicode")
@@ -394,9 +406,9 @@ class _Machine:
         self.need(self.exact(order, str) in ("C", "F"), "a numpy array of unknown order")
         return np.ndarray(shape, plain, raw, order=order).copy(order)
 
-    def reconstruct(self, cls: Pickled, _shape: Pickled, _code: Pickled) -> _Hidden:
-        self.need(self.hidden(cls, "name").value == ("numpy", "ndarray"), "an array not of numpy.ndarray")
-        return _Hidden("numpy array")
+    def reconstruct(self, cls: Pickled, _shape: Pickled, _code: Pickled) -> _Internal:
+        self.need(self.internal(cls, "name").value == ("numpy", "ndarray"), "an array not of numpy.ndarray")
+        return _Internal("numpy array")
 
     # torch.
 
@@ -406,18 +418,18 @@ class _Machine:
         self.need(hasattr(torch, name), f"this torch has no torch.{name}")
         return getattr(torch, name)
 
-    def persistent(self, pid: Pickled) -> _Hidden:
+    def persistent(self, pid: Pickled) -> _Internal:
         self.need(self.nested, "a persistent id, which is not read")
         kind, cls, key, _location, count, view = self.exact(pid, tuple)
         self.need(self.exact(kind, str) == "storage" and view is None, "a persistent id of no plain storage")
-        dtype = _STORAGES[self.hidden(cls, "name").value]
-        return _Hidden("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
+        dtype = _STORAGES[self.internal(cls, "name").value]
+        return _Internal("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
 
     def storage(self, stream: Pickled) -> Any:
-        """Read torch's legacy stream of pickles, for all that a pickled tensor has there: one storage."""
+        """Read the legacy stream of torch, of which a pickled tensor has one storage."""
         zipped = self.exact(stream, bytes, bytearray)[:2] == b"PK"
         self.need(not zipped, "a torch storage in zip format, which is not read")
-        self.spend(_TENSOR_COST + 2 * len(stream))
+        self.charge_work(_TENSOR_COST + 2 * len(stream))
         stream, pos, parts = bytes(stream), 0, []
         for _ in range(5):
             inner = _Machine(stream, pos, frozenset(), self.budget)
@@ -426,12 +438,12 @@ class _Machine:
                 parts.append(inner.run())
             except UnpickleError as exc:
                 self.fail(f"in a torch storage: {exc}")
-            self.spend(8 * (inner.pos - pos))
+            self.charge_work(8 * (inner.pos - pos))
             pos = inner.pos
         magic, version, _, storage, keys = parts
         good = (self.exact(magic, int), self.exact(version, int)) == _TORCH_STREAM
         self.need(good, "a torch storage of the wrong magic number or version")
-        key, count = self.hidden(storage, "torch storage").value
+        key, count = self.internal(storage, "torch storage").value
         good = len(self.exact(keys, list)) == 1 and self.exact(keys[0], str) == key
         self.need(good, "torch data that is not exactly one storage")
         storage.value, storage.raw = None, stream[pos + 8 :]
@@ -445,7 +457,7 @@ class _Machine:
     ) -> Any:
         import torch
 
-        name, raw = self.hidden(storage, "torch storage").dtype, storage.raw
+        name, raw = self.internal(storage, "torch storage").dtype, storage.raw
         name = name if dtype is None else str(self.exact(dtype, torch.dtype)).removeprefix("torch.")
         size, stride, (offset,) = self.sizes(size), self.sizes(stride), self.sizes((offset,))
         self.need(len(size) == len(stride), "a torch tensor whose shape and stride differ in length")
@@ -453,18 +465,18 @@ class _Machine:
         have = len(raw) // width
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         self.need(empty or last < have, f"a torch tensor that reaches past the {have} values it has")
-        # Strides of 0, and dimensions beside a 0, take no bytes, but whoever copies the tensor pays for them.
-        self.hold(max(0, span - have) * width)
-        self.spend(_TENSOR_COST + (len(raw) if name == "bool" else 0))
+        # Strides of 0, and dimensions beside a 0, take no bytes, but copying the tensor does.
+        self.charge_memory(max(0, span - have) * width)
+        self.charge_work(_TENSOR_COST + (len(raw) if name == "bool" else 0))
         self.need(name != "bool" or not raw.translate(None, b"\0\1"), "a torch bool not 0 or 1")
         if storage.value is None:  # made once, so that aliased tensors stay aliased
             make: Pickled = torch.UntypedStorage
             storage.value = make.from_buffer(raw, dtype=torch.uint8) if raw else make(0, device="cpu")
         tensor = torch.empty(0, dtype=self.torch_dtype(name), device="cpu")
         tensor.set_(storage.value, 0 if empty else offset, size, stride)
-        if meta:  # the storage has the conjugate, or the negative, of what the tensor means
+        if meta:  # the storage has the conjugate, or the negative, of the values
             self.need(self.exact(meta, dict).keys() <= {"conj", "neg"}, "unknown torch tensor metadata")
-            self.hold(2 * span * width)
+            self.charge_memory(2 * span * width)
             tensor = tensor.conj().resolve_conj() if meta.get("conj") else tensor
             tensor = tensor.neg() if meta.get("neg") else tensor
         return tensor
@@ -476,17 +488,17 @@ class _Machine:
 
     def children(self, node: Pickled) -> Any:
         kind = type(node)
-        if kind is _Hidden:
-            self.fail(f"a {_noun(node)} in the result, which is not a plain value")
+        if kind is _Internal:
+            self.fail(f"a {_describe(node)} in the result, which is not a plain value")
         if kind is dict or kind is Record:
             node = node.state if kind is Record else node
             return chain(node, node.values())
         return node if kind in (list, tuple, set, frozenset) else None
 
     def check(self, root: Pickled, max_depth: int, max_items: int) -> None:
-        """Refuse a result that has a cycle, is too deep, too large as a tree, or not all plain values.
+        """Reject a result with a cycle, too much nesting, too many values, or values that are not plain.
 
-        Tensors, arrays and bytearrays count by their size: whoever copies the tree copies them wherever they stand.
+        Shared values, and the bytes of tensors, arrays and bytearrays, count each time, as in a copy of the tree.
         """
         seen: dict[int, Any] = {}  # by id: nodes and height of a value; None from entering to leaving it
         todo = [(root, False)]
@@ -511,12 +523,12 @@ class _Machine:
             self.need(nodes <= max_items, f"over {max_items} values, with shared ones counted each time")
 
 
-def _shown(text: str) -> str:
+def _escape(text: str) -> str:
     return ascii(text[:200])[1:-1]
 
 
-def _noun(thing: Pickled) -> str:
-    if type(thing) is not _Hidden:
+def _describe(thing: Pickled) -> str:
+    if type(thing) is not _Internal:
         return type(thing).__name__
     return f"reference to {'.'.join(thing.value)}" if thing.kind == "name" else thing.kind
 
@@ -534,8 +546,8 @@ _CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
     (module, name): action
     for modules, name, action in (
         ("builtins __builtin__", "object", None),  # None: may be named, not called
-        ("builtins __builtin__", "bytes", lambda m, *args: bytes(m.octets(*args))),
-        ("builtins __builtin__", "bytearray", lambda m, *args: bytearray(m.octets(*args))),
+        ("builtins __builtin__", "bytes", lambda m, *args: bytes(m.read_bytes(*args))),
+        ("builtins __builtin__", "bytearray", lambda m, *args: bytearray(m.read_bytes(*args))),
         ("builtins __builtin__", "complex", lambda m, *args: complex(*(m.exact(x, float) for x in args))),
         ("builtins __builtin__", "set", lambda m, *args: m.gather(m.items(*args), set())),
         ("builtins __builtin__", "frozenset", lambda m, *args: frozenset(m.gather(m.items(*args), set()))),
@@ -556,7 +568,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any] | None] = {
     )
     for module in modules.split()
 }
-_REFUSED = {
+_REJECTED_OPCODES = {
     b"P": "a persistent id",
     b"STU": "a Python 2 string",
     b"\x82\x83\x84": "a name by its number in copyreg's extension registry",
@@ -581,11 +593,11 @@ _BY_CODE: dict[bytes, Callable[[_Machine], Any]] = {
     b"\x8d": lambda m: _text(m.take(m.count(8))),
     b"C": lambda m: m.take(m.count(1)), b"B": lambda m: m.take(m.count(4)),
     b"\x8e": lambda m: m.take(m.count(8)), b"\x96": lambda m: bytearray(m.take(m.count(8))),
-    b"]": lambda m: m.held([]), b"}": lambda m: m.held({}), b")": lambda m: (),
+    b"]": lambda m: m.new_container([]), b"}": lambda m: m.new_container({}), b")": lambda m: (),
     b"\x8f": lambda m: m.gather([], set()),
-    b"l": lambda m: m.held(m.to_mark()), b"d": lambda m: m.held(m.fill(m.to_mark(), {})),
-    b"t": lambda m: m.held(tuple(m.to_mark())), b"\x85": lambda m: m.held(tuple(m.pop(1))),
-    b"\x86": lambda m: m.held(tuple(m.pop(2))), b"\x87": lambda m: m.held(tuple(m.pop(3))),
+    b"l": lambda m: m.new_container(m.to_mark()), b"d": lambda m: m.new_container(m.fill(m.to_mark(), {})),
+    b"t": lambda m: m.new_container(tuple(m.to_mark())), b"\x85": lambda m: m.new_container(tuple(m.pop(1))),
+    b"\x86": lambda m: m.new_container(tuple(m.pop(2))), b"\x87": lambda m: m.new_container(tuple(m.pop(3))),
     b"\x91": lambda m: frozenset(m.gather(m.to_mark(), set())), b"\x90": lambda m: m.gather(m.to_mark()),
     b"a": lambda m: m.append(m.pop(1)), b"e": lambda m: m.append(m.to_mark()),
     b"s": lambda m: m.fill(m.pop(2)), b"u": lambda m: m.fill(m.to_mark()),
@@ -602,7 +614,7 @@ _BY_CODE: dict[bytes, Callable[[_Machine], Any]] = {
 _OPS: list[Callable[[_Machine], Any]] = [lambda m: m.fail(f"unknown opcode 0x{m.data[m.at]:02x}")] * 256
 for _code, _action in _BY_CODE.items():
     _OPS[_code[0]] = _action
-for _codes, _words in _REFUSED.items():
+for _codes, _words in _REJECTED_OPCODES.items():
     for _number in _codes:
         _OPS[_number] = partial(_Machine.fail, message=f"{_words}, which is not read")
 
@@ -610,7 +622,7 @@ for _codes, _words in _REFUSED.items():
 def _load_prefix(
     data: bytes, offset: int, records: Collection[tuple[str, str]], max_depth: int, max_items: int | None
 ) -> tuple[Any, int]:
-    """Read the pickle that begins at ``offset``; give its value and where it ends."""
+    """Read the pickle at `offset`; return its value and its end."""
     size = len(data) - offset
     machine = _Machine(data, offset, frozenset(records), _Budget.of(size))
     loaded = machine.run()
@@ -638,7 +650,10 @@ def load(
         arrays, torch tensors (on the CPU) and dtypes, and a `Record` for each instance of a class in `records`.
 
     Raises:
-        UnpickleError: The pickle is damaged, refers to anything else, or exceeds the limits.
+        UnpickleError: The pickle is corrupt, refers to anything else, or exceeds the limits.
+
+    >>> load(pickle.dumps({"a": [1, 2]}))
+    {'a': [1, 2]}
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise TypeError(f"pickle data is bytes, not {type(data).__name__}")
@@ -654,7 +669,7 @@ _HEADER = struct.Struct("<4sBQQ")
 _MODULE = "trinity.common.experience"
 _RECORDS = [(_MODULE, name) for name in ("Experience", "EID", "CustomField", "ExperienceType")]
 _EXTRA = "rollbook"
-"""The key of an item under which fields stand that Trinity does not know; its reader skips unknown keys."""
+"""Key of an item for fields that Trinity does not have; its reader skips unknown keys."""
 
 _META = [
     "reward",
@@ -697,14 +712,14 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
 
 
 def read(view: memoryview, limits: Limits) -> list[Experience]:
-    """The records of a TRXP payload or of a legacy pickle."""
+    """Read the records of a TRXP payload or of a legacy pickle."""
     try:
         return _read_trxp(view, limits) if bytes(view[:4]) == MAGIC else _read_pickle(view, limits)
     except WireError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # A pickle can put a value of any type anywhere; what trips over one has found that the payload is no record.
-        raise WireError(f"the payload holds what no record can: {type(error).__name__}: {error}") from None
+        # A pickle can have values of any type anywhere.
+        raise WireError(f"the payload is not a valid record: {type(error).__name__}: {error}") from None
 
 
 def read_any(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> list[Experience]:
@@ -728,14 +743,14 @@ def _read_pickle(view: memoryview, limits: Limits) -> list[Experience]:
         raise WireError(f"bad magic {magic!r}: not a Rollbook frame (a frame begins with b'\\x8dROLLBK\\n')", 0)
     loaded = _unpickled(view, 0, limits)
     items = loaded if isinstance(loaded, list) else [loaded]
-    return [_legacy(entry, i) for i, entry in enumerate(items)]
+    return [_from_pickled(entry, i) for i, entry in enumerate(items)]
 
 
 def _unpickled(view: memoryview, start: int, limits: Limits) -> Any:
     try:
         return load(view, records=_RECORDS, max_depth=limits.max_depth)
     except UnpickleError as error:
-        # The offset is the unpickler's; ours counts from the first byte of the payload.
+        # Convert the offset in the pickle to one in the payload.
         raise WireError(f"the pickled part: {error}", start + (error.offset or 0)) from None
 
 
@@ -744,7 +759,7 @@ def _read_trxp(view: memoryview, limits: Limits) -> list[Experience]:
         raise WireError(f"the TRXP header is cut short: {len(view)} of {_HEADER.size} bytes", len(view))
     _, version, meta_length, tensor_length = _HEADER.unpack_from(view)
     if version != 1:
-        raise WireError(f"TRXP version {version}; this reader knows 1", 4)
+        raise WireError(f"TRXP version {version}; this reader supports 1", 4)
     total = _HEADER.size + meta_length + tensor_length
     if total > limits.max_bytes:
         raise WireError(f"{total} bytes are over the limit of {limits.max_bytes}", 5)
@@ -754,10 +769,10 @@ def _read_trxp(view: memoryview, limits: Limits) -> list[Experience]:
     split = _HEADER.size + meta_length
     meta = _unpickled(view[_HEADER.size : split], _HEADER.size, limits)
     if not isinstance(meta, dict) or not isinstance(meta.get("items"), list):
-        raise WireError("the pickled part holds no list of items", _HEADER.size)
+        raise WireError("the pickled part has no list of items", _HEADER.size)
     items = meta["items"]
     if meta.get("num_items") != len(items) or len(items) > limits.max_items:
-        raise WireError(f"num_items is {meta.get('num_items')!r}, {len(items)} items are there", _HEADER.size)
+        raise WireError(f"num_items is {meta.get('num_items')!r}, but there are {len(items)} items", _HEADER.size)
     by_item: dict[int, dict[str, Any]] = {}
     for key, tensor in _read_safetensors(view[split:], split).items():
         index, _, name = key.partition(":")
@@ -774,12 +789,12 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
     if size > len(view) - 8:
         raise WireError(f"the tensor part states a header of {size} bytes, {len(view) - 8} are there", at)
     try:
-        # Decoded first: given bytes, json would guess at their encoding.
+        # Decoded first, since json would guess the encoding of bytes.
         header = json.loads(bytes(view[8 : 8 + size]).decode())
     except (ValueError, RecursionError) as error:
-        raise WireError(f"the tensor part's header is no JSON: {error}", at + 8) from None
+        raise WireError(f"the header of the tensor part is not JSON: {error}", at + 8) from None
     if not isinstance(header, dict):
-        raise WireError("the tensor part's header is no object", at + 8)
+        raise WireError("the header of the tensor part is not an object", at + 8)
     body = view[8 + size :]
     header.pop("__metadata__", None)
     spans = []
@@ -795,7 +810,7 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
     end = 0
     for start, stop in sorted(spans):
         if start != end:
-            raise WireError("the tensors leave a hole, or overlap", at + 8 + size + end)
+            raise WireError("the tensors leave a gap, or overlap", at + 8 + size + end)
         end = stop
     if end != len(body):
         raise WireError(f"{len(body) - end} bytes follow the tensors", at + 8 + size + end)
@@ -821,7 +836,7 @@ def _from_item(item: Pickled, tensors: Mapping[str, Any], index: int) -> Experie
             values[name] = tensor
     extra = item.get(_EXTRA) or {}
     if not isinstance(extra, dict) or not set(extra) <= set(FIELDS):
-        raise WireError(f"{where}: {_EXTRA!r} holds what is no field")
+        raise WireError(f"{where}: {_EXTRA!r} has an unknown field")
     values.update(extra)
     keys = item.get("multi_modal_input_keys") or []
     if keys or "multi_modal_inputs" in media:
@@ -832,25 +847,25 @@ def _from_item(item: Pickled, tensors: Mapping[str, Any], index: int) -> Experie
             if not isinstance(keys, (list, tuple)) or sorted(map(str, keys)) != sorted(keyed):
                 raise WireError(f"{where}: the keys {keys!r} of {name} do not match the tensors {sorted(keyed)}")
             values[name] = {key: keyed[key] for key in keys}
-    return _restored(values, where)
+    return _build_record(values, where)
 
 
-def _restored(values: dict[str, Any], where: str) -> Experience:
+def _build_record(values: dict[str, Any], where: str) -> Experience:
     from rollbook.core.experience import own, restore
 
     for name, field in FIELDS.items():
-        # A pickle can hold one object in many places; no two records share one.
+        # A pickle can have one object in many places, but records must not share it.
         if field.kind == "json" and name in values:
             values[name] = own(values[name], tensors=True)
     if values.get("experience_type") is None:
-        values["experience_type"] = _kind(values)
+        values["experience_type"] = _infer_kind(values)
     return restore(values, where)
 
 
-def _kind(values: Mapping[str, Any]) -> str | None:
-    """What the record was before Trinity wrote it, which makes every mask explicit and so every turn multi_turn.
+def _infer_kind(values: Mapping[str, Any]) -> str | None:
+    """Infer the kind of a record. Trinity writes every mask, which would make every record `multi_turn`.
 
-    A mask that is what a single turn's would be says that it was one; `None` leaves it to the constructor.
+    A record with the default mask of a single turn is `single_turn`. `None`: the constructor decides.
     """
     mask, tokens, prompt = values.get("action_mask"), values.get("tokens"), values.get("prompt_length")
     if mask is None or tokens is None or str(mask.dtype) != "torch.bool" or type(prompt) is not int or prompt < 1:
@@ -861,26 +876,26 @@ def _kind(values: Mapping[str, Any]) -> str | None:
     return "single_turn" if covers and bool(mask.all()) else None
 
 
-def _legacy(item: Pickled, index: int) -> Experience:
+def _from_pickled(item: Pickled, index: int) -> Experience:
     where = f"item {index}"
     if not isinstance(item, Record) or item.name != "Experience":
         raise WireError(f"{where}: got {type(item).__name__}, expected a pickled Experience")
-    state = {str(name): _plain(entry, where) for name, entry in item.state.items()}
+    state = {str(name): _unwrap_record(entry, where) for name, entry in item.state.items()}
     values = {name: state.pop(name) for name in list(state) if name in FIELDS}
     if "eid" not in values:
-        _from_before_eids(values, state)
+        _convert_old_ids(values, state)
     info = dict(values.get("info") or {})
     for name, entry in state.items():
         if entry not in (None, ""):
             info.setdefault(name, entry)
     values["info"] = info
-    return _restored(values, where)
+    return _build_record(values, where)
 
 
-def _plain(value: Pickled, where: str) -> Any:
-    """A known record inside a pickled one as what the constructor takes."""
+def _unwrap_record(value: Pickled, where: str) -> Any:
+    """Convert the records inside a pickled one to what the constructor takes."""
     if isinstance(value, list):
-        return [_plain(entry, where) for entry in value]
+        return [_unwrap_record(entry, where) for entry in value]
     if not isinstance(value, Record):
         return value
     if value.name == "ExperienceType":
@@ -889,11 +904,11 @@ def _plain(value: Pickled, where: str) -> Any:
         return {name: str(part) for name, part in value.state.items()}
     if value.name == "EID":
         return value.state
-    raise WireError(f"{where}: an {value.name} stands where none can")
+    raise WireError(f"{where}: unexpected {value.name}")
 
 
-def _from_before_eids(values: dict[str, Any], state: dict[str, Any]) -> None:
-    """Releases up to 0.2.0 had two texts for ids, and log-probs and masks over the whole sequence."""
+def _convert_old_ids(values: dict[str, Any], state: dict[str, Any]) -> None:
+    """Convert fields of releases up to 0.2.0, which had two texts as ids, and log-probs and masks of all tokens."""
     from rollbook.core.ids import EID
 
     group, unique = state.pop("group_id", ""), state.pop("unique_id", "")
@@ -910,9 +925,9 @@ def _from_before_eids(values: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def write(experiences: Iterable[Experience]) -> bytes:
-    """These records as TRXP 1.
+    """Write records as TRXP 1.
 
-    A single turn's mask is left out: Trinity then makes it again, and with it the right kind.
+    The mask of a single turn is left out: Trinity creates it again, and with it the right kind.
     """
     from rollbook.core.experience import Experience, implied_mask
 
@@ -959,7 +974,7 @@ def _to_item(row: Experience) -> dict[str, Any]:
 
 
 def _compact(value: Pickled) -> Any:
-    """The same value with tensors on memory of their own, since pickle would write all that lies behind a view."""
+    """Copy the tensors in a value: pickle would write the whole storage behind a view."""
     if isinstance(value, dict):
         return {key: _compact(entry) for key, entry in value.items()}
     if type(value) is list or type(value) is tuple:

@@ -1,9 +1,9 @@
-"""`Vocabulary`: the bytes of every token id, to get texts and token ends without a tokenizer; fingerprints.
+"""`Vocabulary`, which decodes token ids without a tokenizer; fingerprints of tokenizers and of source code.
 
-Fingerprints are short hashes by which records name the tokenizer, chat template, text or source code that made them.
+A fingerprint is a short hash by which records name the tokenizer, chat template or source code that produced them.
 
-Invariant: `text_and_ends(ids)` returns one text and one end for each id; the slices between the ends, joined, are the
-text, and none of them cuts a character.
+Invariant: `decode_with_ends(ids)` returns a text and one end for each id. The slices between the ends, joined, are the
+text, and none of them splits a character.
 """
 
 from __future__ import annotations
@@ -23,29 +23,35 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
 
-MOST_IDS = 1 << 22
-MOST_BYTES = 1 << 26
-"""More than any tokenizer has: what a stranger's book says beyond them is not believed."""
+MAX_IDS = 1 << 22
+MAX_BYTES = 1 << 26
+"""Limits on a vocabulary, far above those of any tokenizer: one read from untrusted bytes cannot exhaust memory."""
 
 _MAGIC = b"RBV1"
-_HEAD = struct.Struct("<IIB3x")
-_SPECIAL, _KNOWN = 1, 2
-_AS_IS, _ONE_SPACE, _FIRST_SPACES = 0, 1, 2
-"""What becomes of spaces before the text: they stay, one goes, or all that the first token begins with go."""
+_HEADER = struct.Struct("<IIB3x")
+"""Number of ids, number of bytes, and how leading spaces are stripped."""
+_SPECIAL, _DEFINED = 1, 2
+"""Flags of an id: special token; a token has this id."""
+_KEEP_SPACES, _STRIP_ONE_SPACE, _STRIP_FIRST_TOKEN = 0, 1, 2
+"""Leading spaces of a text that its decoder removes: none, one, or all of those in the first token."""
 
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CLEANED = (
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_PIECE_CLEANUP = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m")),
     *((" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
 )
-"""What a WordPiece decoder that cleans up writes for each."""
+"""Replacements of a WordPiece decoder with `cleanup`."""
+
+Ids: TypeAlias = Sequence[int] | NDArray[np.int64]
+DecoderStep: TypeAlias = dict[str, Any]
+"""One step of a decoder of `tokenizers`, as in `tokenizer.json`."""
 
 
 class Tokenizer(Protocol):
@@ -58,9 +64,9 @@ class Tokenizer(Protocol):
         """Tokenize a text; the ids are under `input_ids`."""
         ...
 
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def decode(self) -> Callable[..., Any]:
         """Return the text of token ids."""
-        ...
 
 
 class VocabularySource(Protocol):
@@ -72,36 +78,167 @@ class VocabularySource(Protocol):
 
 
 class Vocabulary:
-    """The bytes of each id, and which ids are special.
+    """The bytes of each token id, and which ids are special.
 
-    `pieces[i]` are the bytes of token i, `None` where no token has that id; `special`: ids of special tokens. An id
-    that has no token, beyond the last too, shows as ⟨id⟩ and counts as special.
+    An id without a token is decoded as ⟨id⟩ and counts as special.
 
-    >>> made = Vocabulary([b"<s>", "né".encode(), b"\\xe2\\x82", b"\\xac", None], special=[0])
-    >>> text, ends = made.text_and_ends([0, 1, 2, 3, 4])
+    Args:
+        pieces: The bytes of token i at index i, or `None` if no token has that id.
+        special: Ids of special tokens.
+        strip: How leading spaces are stripped (see `_KEEP_SPACES`).
+
+    >>> vocabulary = Vocabulary([b"<s>", "né".encode(), b"\\xe2\\x82", b"\\xac", None], special=[0])
+    >>> text, ends = vocabulary.decode_with_ends([0, 1, 2, 3, 4])
     >>> text, ends.tolist()
     ('<s>né€⟨4⟩', [3, 5, 5, 6, 9])
-    >>> made.special([0, 1, 4]).tolist()
+    >>> vocabulary.is_special([0, 1, 4]).tolist()
     [True, False, True]
     """
 
-    def __init__(self, pieces: Sequence[bytes | None], special: Iterable[int] = (), lead: int = _AS_IS) -> None:
+    def __init__(self, pieces: Sequence[bytes | None], special: Iterable[int] = (), strip: int = _KEEP_SPACES) -> None:
         lengths = np.array([0 if piece is None else len(piece) for piece in pieces], dtype=np.int64)
-        flags = np.array([0 if piece is None else _KNOWN for piece in pieces], dtype=np.uint8)
+        flags = np.array([0 if piece is None else _DEFINED for piece in pieces], dtype=np.uint8)
         flags[[i for i in special if 0 <= i < len(pieces)]] |= _SPECIAL
         joined = b"".join(piece for piece in pieces if piece is not None)
-        self._set(np.frombuffer(joined, dtype=np.uint8), lengths, flags, lead)
+        self._set_arrays(np.frombuffer(joined, dtype=np.uint8), lengths, flags, strip)
 
-    def _set(self, data: NDArray[np.uint8], lengths: NDArray[np.int64], flags: NDArray[np.uint8], lead: int) -> None:
-        if len(lengths) > MOST_IDS or len(data) > MOST_BYTES:
+    def _set_arrays(
+        self, data: NDArray[np.uint8], lengths: NDArray[np.int64], flags: NDArray[np.uint8], strip: int
+    ) -> None:
+        if len(lengths) > MAX_IDS or len(data) > MAX_BYTES:
             raise ValueError(
-                f"vocabulary: got {len(lengths)} ids of {len(data)} bytes, expected at most {MOST_IDS} and {MOST_BYTES}"
+                f"vocabulary: got {len(lengths)} ids of {len(data)} bytes, expected at most {MAX_IDS} and {MAX_BYTES}"
             )
-        self._data, self._lengths, self._flags, self._lead = data, lengths, flags, lead
+        self._data, self._lengths, self._flags, self._strip = data, lengths, flags, strip
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
 
+    # --- construction -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: VocabularySource | Tokenizer) -> Vocabulary:
+        """Build the vocabulary of a tokenizer.
+
+        Args:
+            tokenizer: A tokenizer of `transformers` or `tokenizers`: byte-level, with byte fallback, WordPiece or
+                WordLevel, with or without added tokens.
+
+        Returns:
+            The vocabulary.
+
+        Raises:
+            ValueError: The object has no vocabulary, or an id is out of range.
+
+        >>> from tokenizers import Tokenizer, decoders, models
+        >>> tokenizer = Tokenizer(models.BPE({"h": 0, "Ġ": 1, "Ġh": 2}, [("Ġ", "h")]))
+        >>> tokenizer.decoder = decoders.ByteLevel()
+        >>> Vocabulary.from_tokenizer(tokenizer).decode_with_ends([0, 2])[0]
+        'h h'
+        """
+        backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if backend is not tokenizer and not hasattr(backend, "get_added_tokens_decoder"):
+            backend = tokenizer
+        if not hasattr(backend, "get_vocab"):
+            raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected one of transformers or tokenizers")
+        tokens = {int(i): str(token) for token, i in backend.get_vocab().items()}
+        if hasattr(backend, "get_added_tokens_decoder"):
+            added = backend.get_added_tokens_decoder()
+            steps = _decoder_steps(None if backend.decoder is None else json.loads(backend.decoder.__getstate__()))
+        else:
+            added = getattr(backend, "added_tokens_decoder", {})
+            steps = _guess_decoder_steps(backend, tokens)
+        tokens |= {int(i): str(getattr(token, "content", token)) for i, token in added.items()}
+        special = {int(i) for i, token in added.items() if getattr(token, "special", False)}
+        special |= {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
+        if not tokens:
+            return cls(())
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= MAX_IDS:
+            raise ValueError(f"tokenizer: got ids from {low} to {high}, expected 0 to at most {MAX_IDS - 1}")
+        to_bytes, strip = _token_converter(steps)
+        pieces: list[bytes | None] = [None] * (high + 1)
+        for i, token in tokens.items():
+            pieces[i] = to_bytes(token)
+        return cls(pieces, special, strip)
+
+    @classmethod
+    def from_path(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Build the vocabulary of a tokenizer on disk. Nothing is downloaded.
+
+        Args:
+            path: A `tokenizer.json`, or a folder that contains one.
+
+        Returns:
+            The vocabulary.
+
+        Raises:
+            ValueError: There is no such file, or it cannot be read.
+            ImportError: `tokenizers` is not installed.
+        """
+        file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
+        if not file.is_file():
+            raise ValueError(f"tokenizer: got {str(path)!r}, expected a folder with a tokenizer.json, or that file")
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ImportError("reading a tokenizer.json needs tokenizers: pip install 'rollbook[models]'") from error
+        try:
+            return cls.from_tokenizer(Tokenizer.from_file(str(file)))
+        except Exception as error:  # tokenizers raises plain exceptions
+            raise ValueError(f"tokenizer: {file} cannot be read: {error}") from None
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Vocabulary:
+        """Read what `to_bytes` wrote.
+
+        Args:
+            data: The bytes.
+
+        Returns:
+            The vocabulary.
+
+        Raises:
+            WireError: The bytes are not a vocabulary.
+
+        >>> vocabulary = Vocabulary([b"a", b"bc"])
+        >>> Vocabulary.from_bytes(vocabulary.to_bytes()) == vocabulary
+        True
+        """
+        if not data.startswith(_MAGIC):
+            raise WireError(f"bad magic {data[:4]!r}: not a vocabulary ({_MAGIC!r})", 0)
+        max_size = _HEADER.size + 5 * MAX_IDS + MAX_BYTES
+        reader = zlib.decompressobj()
+        try:
+            body = reader.decompress(data[len(_MAGIC) :], max_size + 1)
+        except zlib.error as error:
+            raise WireError(f"corrupt vocabulary: {error}") from None
+        if not reader.eof or reader.unused_data or not _HEADER.size <= len(body) <= max_size:
+            raise WireError(f"vocabulary: truncated, or larger than the limit of {max_size} bytes")
+        count, total, strip = _HEADER.unpack_from(body)
+        expected_size = _HEADER.size + 5 * count + total
+        if len(body) != expected_size or strip > _STRIP_FIRST_TOKEN:
+            raise WireError(f"vocabulary of {count} ids: got {len(body)} bytes, expected {expected_size}")
+        flags = np.frombuffer(body, np.uint8, count, _HEADER.size)
+        lengths = np.frombuffer(body, "<u4", count, _HEADER.size + count).astype(np.int64)
+        if int(lengths.sum()) != total or (flags > _SPECIAL | _DEFINED).any() or lengths[flags & _DEFINED == 0].any():
+            raise WireError("vocabulary: token lengths do not match the bytes")
+        pieces = np.frombuffer(body, np.uint8, total, _HEADER.size + 5 * count)
+        vocabulary = cls.__new__(cls)
+        try:
+            vocabulary._set_arrays(pieces, lengths, flags, strip)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        return vocabulary
+
+    def to_bytes(self) -> bytes:
+        """Return the vocabulary as compressed bytes, which `from_bytes` reads."""
+        header = _HEADER.pack(len(self), len(self._data), self._strip)
+        arrays = (self._flags, self._lengths.astype("<u4"), self._data)
+        return _MAGIC + zlib.compress(b"".join((header, *(array.tobytes() for array in arrays))), 6)
+
+    # --- decoding -----------------------------------------------------------------------------------------------
+
     def __len__(self) -> int:
-        """One more than the highest id."""
+        """Return the largest id plus one."""
         return len(self._lengths)
 
     def __bool__(self) -> bool:
@@ -113,285 +250,196 @@ class Vocabulary:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Vocabulary({int((self._flags & _KNOWN > 0).sum())} tokens, {int(self.special_ids().size)} special)"
+        return f"Vocabulary({int((self._flags & _DEFINED > 0).sum())} tokens, {int(self.special_ids().size)} special)"
 
     def __getitem__(self, index: int) -> bytes:
-        """The bytes of one id."""
-        if not 0 <= index < len(self) or not self._flags[index] & _KNOWN:
+        """Return the bytes of an id."""
+        if not 0 <= index < len(self) or not self._flags[index] & _DEFINED:
             return f"⟨{index}⟩".encode()
         return self._data[self._starts[index] : self._starts[index + 1]].tobytes()
 
     def special_ids(self) -> NDArray[np.int64]:
-        """The ids of special tokens."""
+        """Return the ids of special tokens, sorted."""
         return np.flatnonzero(self._flags & _SPECIAL).astype(np.int64)
 
-    def _known(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        inside = (ids >= 0) & (ids < len(self))
-        if not len(self):
-            return inside
-        indices: NDArray[np.bool_] = inside & (self._flags[np.where(inside, ids, 0)] & _KNOWN > 0)
-        return indices
+    def is_special(self, ids: Ids) -> NDArray[np.bool_]:
+        """Find special tokens.
 
-    def special(self, ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[L] Which of `ids` [L] are special, or have no token."""
-        requested = np.asarray(ids, dtype=np.int64).reshape(-1)
-        indices = self._known(requested)
-        if not len(self):
-            return ~indices
-        flags: NDArray[np.bool_] = ~indices | (self._flags[np.where(indices, requested, 0)] & _SPECIAL > 0)
+        Args:
+            ids: [L] Token ids.
+
+        Returns:
+            [L] Whether an id is special or has no token.
+        """
+        flags = self._flags_of(np.asarray(ids, dtype=np.int64).reshape(-1))
+        special: NDArray[np.bool_] = (flags & _SPECIAL > 0) | (flags & _DEFINED == 0)
+        return special
+
+    def decode_with_ends(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
+        """Decode token ids, special ones included.
+
+        A character that several tokens form belongs to the token that completes it; a token that ends inside a
+        character ends where the one before ends. Bytes that are not UTF-8 become U+FFFD, as in `bytes.decode`.
+
+        Args:
+            ids: [L] Token ids.
+
+        Returns:
+            The text, and [L] the index in the text at which each token ends.
+        """
+        ids = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if not ids.size:
+            return "", np.empty(0, dtype=np.int64)
+        if (self._flags_of(ids) & _DEFINED).all():
+            lengths = self._lengths[ids]
+            ends = np.cumsum(lengths)
+            indices = np.arange(int(ends[-1])) + np.repeat(self._starts[ids] - (ends - lengths), lengths)
+            data = self._data[indices].tobytes()
+        else:
+            pieces = [self[i] for i in ids.tolist()]
+            data, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        if self._strip != _KEEP_SPACES and data.startswith(b" "):
+            head = data[:1] if self._strip == _STRIP_ONE_SPACE else data[: int(ends[0])]
+            stripped = len(head) - len(head.lstrip(b" "))
+            data, ends = data[stripped:], np.maximum(ends - stripped, 0)
+        return decode_utf8_with_ends(data, ends)
+
+    def _flags_of(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """[L] Return the flags of ids [L]; 0 for those out of range."""
+        flags = np.zeros(len(ids), dtype=np.uint8)
+        inside = (ids >= 0) & (ids < len(self))
+        flags[inside] = self._flags[ids[inside]]
         return flags
 
-    def text_and_ends(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[str, NDArray[np.int64]]:
-        """The text of `ids` [L], special tokens visible, and [L] where each token ends, in characters.
 
-        A token that ends inside a character has the end of the one before; the character is the token's that completes
-        it. Bytes that are no UTF-8 show as U+FFFD, as in `bytes.decode`.
-        """
-        requested = np.asarray(ids, dtype=np.int64).reshape(-1)
-        if not requested.size:
-            return "", np.empty(0, dtype=np.int64)
-        if self._known(requested).all():
-            lengths = self._lengths[requested]
-            ends = np.cumsum(lengths)
-            places = np.arange(int(ends[-1])) + np.repeat(self._starts[requested] - (ends - lengths), lengths)
-            data = self._data[places].tobytes()
-        else:
-            pieces = [self[i] for i in requested.tolist()]
-            data, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
-        if self._lead != _AS_IS and data.startswith(b" "):
-            head = data[:1] if self._lead == _ONE_SPACE else data[: int(ends[0])]
-            gone = len(head) - len(head.lstrip(b" "))
-            data, ends = data[gone:], np.maximum(ends - gone, 0)
-        return text_and_ends(data, ends)
+def decode_utf8_with_ends(data: bytes, ends: NDArray[np.int64]) -> tuple[str, NDArray[np.int64]]:
+    """Decode UTF-8 and convert byte offsets to character offsets.
 
-    # --- making -------------------------------------------------------------------------------------------------
+    Args:
+        data: Bytes; those that are not UTF-8 become U+FFFD.
+        ends: [L] Ascending offsets into `data`.
 
-    @classmethod
-    def of(cls, tokenizer: VocabularySource | Tokenizer) -> Vocabulary:
-        """The vocabulary of a tokenizer of `transformers` or `tokenizers`: byte-level, with byte fallback, WordPiece,
-        WordLevel, with added tokens.
+    Returns:
+        The text, and [L] the number of characters that are complete at each offset.
 
-        >>> from tokenizers import Tokenizer, decoders, models
-        >>> made = Tokenizer(models.BPE({"h": 0, "Ġ": 1, "Ġh": 2}, [("Ġ", "h")]))
-        >>> made.decoder = decoders.ByteLevel()
-        >>> Vocabulary.of(made).text_and_ends([0, 2])[0]
-        'h h'
-        """
-        backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        if backend is not tokenizer and not hasattr(backend, "get_added_tokens_decoder"):
-            backend = tokenizer
-        if not hasattr(backend, "get_vocab"):
-            raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected one of transformers or tokenizers")
-        ids = {int(i): str(token) for token, i in backend.get_vocab().items()}
-        if hasattr(backend, "get_added_tokens_decoder"):
-            added = backend.get_added_tokens_decoder()
-            steps = _steps(backend.decoder)
-        else:
-            added = getattr(backend, "added_tokens_decoder", {})
-            steps = _guessed(backend, ids)
-        ids |= {int(i): str(getattr(token, "content", token)) for i, token in added.items()}
-        special = {int(i) for i, token in added.items() if getattr(token, "special", False)}
-        special |= {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
-        if not ids:
-            return cls(())
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= MOST_IDS:
-            raise ValueError(f"tokenizer: got ids from {low} to {high}, expected 0 to at most {MOST_IDS - 1}")
-        convert, lead = _converter(steps)
-        pieces: list[bytes | None] = [None] * (high + 1)
-        for i, token in ids.items():
-            pieces[i] = convert(token)
-        return cls(pieces, special, lead)
-
-    @classmethod
-    def from_path(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """The vocabulary of a folder that holds a `tokenizer.json`, or of such a file; nothing is downloaded."""
-        tokenizer = Path(path)
-        file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-        if not file.is_file():
-            raise ValueError(f"tokenizer: got {str(path)!r}, expected a folder with a tokenizer.json, or that file")
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ImportError("reading a tokenizer.json needs tokenizers: pip install 'rollbook[models]'") from error
-        try:
-            return cls.of(Tokenizer.from_file(str(file)))
-        except Exception as error:  # tokenizers raises nothing more exact
-            raise ValueError(f"tokenizer: {file} cannot be read: {error}") from None
-
-    def to_bytes(self) -> bytes:
-        """The vocabulary as few bytes: `from_bytes` is the inverse."""
-        body = b"".join(
-            (
-                _HEAD.pack(len(self), len(self._data), self._lead),
-                self._flags.tobytes(),
-                self._lengths.astype("<u4").tobytes(),
-                self._data.tobytes(),
-            )
-        )
-        return _MAGIC + zlib.compress(body, 6)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Vocabulary:
-        """What `to_bytes` made `data` of; `WireError` for anything else.
-
-        >>> made = Vocabulary([b"a", b"bc"])
-        >>> Vocabulary.from_bytes(made.to_bytes()) == made
-        True
-        """
-        if not data.startswith(_MAGIC):
-            raise WireError(f"magic {data[:4]!r} is not a vocabulary's ({_MAGIC!r})", 0)
-        most = _HEAD.size + 5 * MOST_IDS + MOST_BYTES
-        reader = zlib.decompressobj()
-        try:
-            body = reader.decompress(data[len(_MAGIC) :], most + 1)
-        except zlib.error as error:
-            raise WireError(f"a vocabulary is damaged: {error}") from None
-        if not reader.eof or reader.unused_data or len(body) < _HEAD.size or len(body) > most:
-            raise WireError("a vocabulary is cut short, or longer than it can be")
-        count, total, lead = _HEAD.unpack_from(body)
-        if len(body) != _HEAD.size + 5 * count + total or lead > _FIRST_SPACES:
-            raise WireError(f"a vocabulary of {count} ids and {total} bytes takes other than {len(body)} bytes")
-        flags = np.frombuffer(body, np.uint8, count, _HEAD.size)
-        lengths = np.frombuffer(body, "<u4", count, _HEAD.size + count).astype(np.int64)
-        if int(lengths.sum()) != total or (flags > _SPECIAL | _KNOWN).any() or lengths[flags & _KNOWN == 0].any():
-            raise WireError("a vocabulary's lengths do not agree with its bytes")
-        vocabulary = cls.__new__(cls)
-        try:
-            vocabulary._set(np.frombuffer(body, np.uint8, total, _HEAD.size + 5 * count), lengths, flags, lead)
-        except ValueError as error:
-            raise WireError(str(error)) from None
-        return vocabulary
-
-
-def text_and_ends(data: bytes, ends: NDArray[np.int64]) -> tuple[str, NDArray[np.int64]]:
-    """The text of `data`, and in characters the places `ends` [L], which are bytes and never fall.
-
-    >>> text, ends = text_and_ends("a€".encode() + b"\\xff", np.array([1, 2, 4, 5]))
+    >>> text, ends = decode_utf8_with_ends("a€".encode() + b"\\xff", np.array([1, 2, 4, 5]))
     >>> text, ends.tolist()
     ('a€\\ufffd', [1, 1, 2, 3])
     """
     if data.isascii():
         return data.decode("ascii"), ends.astype(np.int64)
-    begins = _begins(np.frombuffer(data, dtype=np.uint8))
-    # Characters that are begun before a byte; inside a character the last one is not complete.
-    begun = np.concatenate([[0], np.cumsum(begins)])
-    inside = ~np.append(begins, True)[ends]
-    return data.decode("utf-8", "replace"), (begun[ends] - inside).astype(np.int64)
+    is_start = _character_starts(np.frombuffer(data, dtype=np.uint8))
+    started = np.concatenate([[0], np.cumsum(is_start)])
+    inside = ~np.append(is_start, True)[ends]  # the last character that started is not complete there
+    return data.decode("utf-8", "replace"), (started[ends] - inside).astype(np.int64)
 
 
-def _begins(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Where a character begins, of those that `data.decode("utf-8", "replace")` has: what does not go on a character
-    that is begun is U+FFFD, and so is each longest part that could have become one."""
-    following = data & 0xC0 == 0x80
-    size = np.ones(256, dtype=np.uint8)
+def _character_starts(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """[N] Return the bytes at which a character of `data.decode("utf-8", "replace")` starts.
+
+    An invalid sequence is replaced as Unicode recommends: each maximal prefix of a valid sequence is one U+FFFD.
+    """
+    is_continuation = data & 0xC0 == 0x80
+    size = np.ones(256, dtype=np.uint8)  # bytes of a character, by its first byte
     size[0xC2:0xE0], size[0xE0:0xF0], size[0xF0:0xF5] = 2, 3, 4
+    # Range of the second byte, by the first: excludes overlong forms, surrogates and what is beyond U+10FFFF.
     low, high = np.full(256, 0x80, dtype=np.uint8), np.full(256, 0xBF, dtype=np.uint8)
     low[0xE0], high[0xED], low[0xF0], high[0xF4] = 0xA0, 0x9F, 0x90, 0x8F
-    requested = size[data]
-    begins = np.ones(len(data), dtype=np.bool_)
-    goes_on = (requested[:-1] >= 2) & (data[1:] >= low[data[:-1]]) & (data[1:] <= high[data[:-1]])
+    sizes = size[data]
+    is_start = np.ones(len(data), dtype=np.bool_)
+    # Whether the byte `distance` after byte i continues the character that starts at i.
+    continues = (sizes[:-1] >= 2) & (data[1:] >= low[data[:-1]]) & (data[1:] <= high[data[:-1]])
     for distance in (1, 2, 3):
-        begins[distance:] &= ~goes_on
-        goes_on = (
-            goes_on[:-1] & (requested[: max(len(data) - distance - 1, 0)] > distance + 1) & following[distance + 1 :]
-        )
-    return begins
+        is_start[distance:] &= ~continues
+        remaining = max(len(data) - distance - 1, 0)
+        continues = continues[:-1] & (sizes[:remaining] > distance + 1) & is_continuation[distance + 1 :]
+    return is_start
 
 
-# --- what a tokenizer's decoder does with one token -------------------------------------------------------------------
+# --- decoders of tokenizers -------------------------------------------------------------------------------------------
 
 
-def _alphabet() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes: printable ones of Latin-1 stand for themselves."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _byte_alphabet() -> dict[str, int]:
+    """Return the characters that stand for bytes in byte-level tokenizers; printable Latin-1 stands for itself."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_ALPHABET = _alphabet()
-_CHARACTERS = frozenset(_ALPHABET)
-_TO_LATIN = {ord(character): chr(byte) for character, byte in _ALPHABET.items()}
+_BYTE_ALPHABET = _byte_alphabet()
+_BYTE_CHARACTERS = frozenset(_BYTE_ALPHABET)
+_TO_LATIN_1 = {ord(character): chr(byte) for character, byte in _BYTE_ALPHABET.items()}
 
 
-def _byte_level(token: str) -> bytes:
-    if _CHARACTERS.issuperset(token):
-        return token.translate(_TO_LATIN).encode("latin-1")
-    return token.encode("utf-8", "replace")
-
-
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """The parts of a decoder of `tokenizers`, in order; without one, tokens are joined by spaces."""
+def _decoder_steps(decoder: DecoderStep | None) -> list[DecoderStep]:
+    """Return the steps of a decoder of `tokenizers`; without a decoder, tokens are joined by spaces."""
     if decoder is None:
         return [{"type": "Spaces"}]
-    state = json.loads(decoder.__getstate__())
-
-    def parts(part: dict[str, Any]) -> list[dict[str, Any]]:
-        if part.get("type") == "Sequence":
-            return [step for inner in part.get("decoders") or () for step in parts(inner)]
-        return [part]
-
-    return parts(state)
+    if decoder.get("type") == "Sequence":
+        return [step for part in decoder.get("decoders") or () for step in _decoder_steps(part)]
+    return [decoder]
 
 
-def _guessed(tokenizer: Tokenizer, ids: dict[int, str]) -> list[dict[str, Any]]:
-    """The same of a tokenizer that is written in Python, from how it writes its tokens."""
+def _guess_decoder_steps(tokenizer: Tokenizer, tokens: dict[int, str]) -> list[DecoderStep]:
+    """Guess the decoder of a tokenizer that is written in Python from the form of its tokens."""
     if hasattr(tokenizer, "byte_decoder"):
         return [{"type": "ByteLevel"}]
-    if any("▁" in token for token in ids.values()):
+    if any("▁" in token for token in tokens.values()):
         return [
             {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
             {"type": "ByteFallback"},
             {"type": "Fuse"},
             {"type": "Strip", "content": " ", "start": 1},
         ]
-    if any(token.startswith("##") for token in ids.values()):
+    if any(token.startswith("##") for token in tokens.values()):
         return [{"type": "WordPiece", "prefix": "##", "cleanup": False}]
-    plain = tokenizer.convert_tokens_to_string(["a", "b"]) if hasattr(tokenizer, "convert_tokens_to_string") else "ab"
-    return [{"type": "Spaces"}] if plain == "a b" else [{"type": "Fuse"}]
+    joined = tokenizer.convert_tokens_to_string(["a", "b"]) if hasattr(tokenizer, "convert_tokens_to_string") else "ab"
+    return [{"type": "Spaces"}] if joined == "a b" else [{"type": "Fuse"}]
 
 
-def _converter(steps: Sequence[dict[str, Any]]) -> tuple[Callable[[str], bytes], int]:
-    """What writes a token that is not the first as bytes, and what becomes of spaces before the text."""
+def _token_converter(steps: Sequence[DecoderStep]) -> tuple[Callable[[str], bytes], int]:
+    """Return a function from a token to its bytes (inside a text), and how leading spaces are stripped."""
     kinds = [step.get("type") for step in steps]
-    lead = _AS_IS
+    strip = _KEEP_SPACES
     changes: list[Callable[[str], str]] = []
-    for at, (kind, step) in enumerate(zip(kinds, steps, strict=True)):
+    for i, (kind, step) in enumerate(zip(kinds, steps, strict=True)):
         if kind == "Replace":
-            changes.append(_replacing(step))
+            changes.append(_pattern_replacer(step))
         elif kind == "Metaspace":
-            changes.append(_writing(str(step.get("replacement", "▁")), " "))
-            lead = _AS_IS if step.get("prepend_scheme") == "never" else _FIRST_SPACES
+            changes.append(_replacer(str(step.get("replacement", "▁")), " "))
+            strip = _KEEP_SPACES if step.get("prepend_scheme") == "never" else _STRIP_FIRST_TOKEN
         elif kind == "WordPiece":
-            changes.append(_word_piece(step.get("prefix", "##"), bool(step.get("cleanup"))))
-            lead = _ONE_SPACE
+            changes.append(_word_piece_joiner(step.get("prefix", "##"), bool(step.get("cleanup"))))
+            strip = _STRIP_ONE_SPACE
         elif kind == "Spaces":
             changes.append(lambda token: " " + token)
-            lead = _ONE_SPACE
+            strip = _STRIP_ONE_SPACE
         elif kind == "BPEDecoder":
-            changes.append(_writing(str(step.get("suffix", "</w>")), " "))
-        elif kind == "Strip" and "Fuse" in kinds[:at] and step.get("content") == " " and step.get("start"):
-            lead = _ONE_SPACE
-    byte_level, fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
+            changes.append(_replacer(str(step.get("suffix", "</w>")), " "))
+        elif kind == "Strip" and "Fuse" in kinds[:i] and step.get("content") == " " and step.get("start"):
+            strip = _STRIP_ONE_SPACE
+    byte_level, byte_fallback = "ByteLevel" in kinds, "ByteFallback" in kinds
 
-    def convert(token: str) -> bytes:
+    def to_bytes(token: str) -> bytes:
         for change in changes:
             token = change(token)
-        if fallback and (matches := _FALLBACK.fullmatch(token)):
-            return bytes([int(matches[1], 16)])
-        return _byte_level(token) if byte_level else token.encode("utf-8", "replace")
+        if byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        if byte_level and _BYTE_CHARACTERS.issuperset(token):
+            return token.translate(_TO_LATIN_1).encode("latin-1")
+        return token.encode("utf-8", "replace")
 
-    return convert, lead
+    return to_bytes, strip
 
 
-def _writing(old: str, new: str) -> Callable[[str], str]:
+def _replacer(old: str, new: str) -> Callable[[str], str]:
     return lambda token: token.replace(old, new) if old else token
 
 
-def _replacing(step: dict[str, Any]) -> Callable[[str], str]:
+def _pattern_replacer(step: DecoderStep) -> Callable[[str], str]:
     pattern, content = step.get("pattern") or {}, str(step.get("content", ""))
     if "Regex" not in pattern:
-        return _writing(str(pattern.get("String", "")), content)
+        return _replacer(str(pattern.get("String", "")), content)
     try:
         regex = re.compile(str(pattern["Regex"]))
     except re.error:
@@ -399,19 +447,25 @@ def _replacing(step: dict[str, Any]) -> Callable[[str], str]:
     return lambda token: regex.sub(lambda _: content, token)
 
 
-def _word_piece(prefix: str, cleaned: bool) -> Callable[[str], str]:
-    def change(token: str) -> str:
+def _word_piece_joiner(prefix: str, cleanup: bool) -> Callable[[str], str]:
+    def join(token: str) -> str:
         token = token.removeprefix(prefix) if token.startswith(prefix) else " " + token
-        if cleaned:
-            for old, new in _CLEANED:
+        if cleanup:
+            for old, new in _WORD_PIECE_CLEANUP:
                 token = token.replace(old, new)
         return token
 
-    return change
+    return join
 
 
 def load_module_file(path: str | Path) -> ModuleType:
-    """Import a file and return its module; later calls return the same module.
+    """Import a file. Later calls return the same module.
+
+    Args:
+        path: A `.py` file.
+
+    Returns:
+        The module.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -425,7 +479,7 @@ def load_module_file(path: str | Path) -> ModuleType:
     (42, True)
     """
     file_path = Path(path).resolve()
-    name = "_rollbook_file_" + hashlib.blake2b(str(file_path).encode(), digest_size=8).hexdigest()
+    name = "_rollbook_file_" + _hash_text(str(file_path))
     if name in sys.modules:
         return sys.modules[name]
     if not file_path.is_file():
@@ -434,7 +488,7 @@ def load_module_file(path: str | Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ValueError(f"{file_path} is not a .py file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look it up there
+    sys.modules[name] = module  # dataclasses and pickle look it up there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -443,13 +497,22 @@ def load_module_file(path: str | Path) -> ModuleType:
     return module
 
 
-def source_fingerprint(target: Callable[..., Any]) -> str | None:
-    """Fingerprint the source of a user's function or class by the syntax of its module, without comments and layout.
+# --- fingerprints -----------------------------------------------------------------------------------------------------
 
-    A function of the main program or of a notebook goes by its own source alone.
+
+def _hash_text(text: str) -> str:
+    """Return 16 hex digits."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def source_fingerprint(target: Callable[..., Any]) -> str | None:
+    """Fingerprint the module of a user's function or class by its syntax, without comments and layout.
+
+    Args:
+        target: A function or class. One of the main program or of a notebook is fingerprinted by its own source.
 
     Returns:
-        16 hex digits, or `None` for code of this library and where there is no source.
+        16 hex digits; `None` for code of this library, or if there is no source.
 
     >>> source_fingerprint(load_module_file), len(source_fingerprint(textwrap.dedent))
     (None, 16)
@@ -459,34 +522,46 @@ def source_fingerprint(target: Callable[..., Any]) -> str | None:
     if module is None or name.partition(".")[0] == "rollbook":
         return None
     try:
-        # Read from the file: `inspect` keeps the source of the first time it looked.
+        # Read the file: `inspect` caches the source.
         path = getattr(module, "__file__", None)
         has_file = path is not None and name != "__main__"
-        text = Path(str(path)).read_text("utf-8") if has_file else inspect.getsource(target)
+        source = Path(str(path)).read_text("utf-8") if has_file else inspect.getsource(target)
     except (OSError, TypeError, UnicodeDecodeError):
         return None
-    return text_fingerprint(text)
+    return text_fingerprint(source)
 
 
 def text_fingerprint(text: str) -> str:
-    """Fingerprint Python source by its syntax; 16 hex digits.
+    """Fingerprint Python source by its syntax.
+
+    Args:
+        text: The source. A text that is not valid Python is fingerprinted as it is.
+
+    Returns:
+        16 hex digits.
 
     >>> text_fingerprint("x = 1  # one") == text_fingerprint("x=1") != text_fingerprint("x = 2")
     True
     """
-    with contextlib.suppress(SyntaxError):  # else the text itself: a lambda amid an expression
+    with contextlib.suppress(SyntaxError):  # a lambda cut out of an expression, for example
         text = ast.dump(ast.parse(textwrap.dedent(text)))
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return _hash_text(text)
 
 
-def join_fingerprints(parts: Mapping[str, str | None]) -> str | None:
-    """Fingerprint several sources by name; `None` if none of them has a fingerprint."""
-    present = {name: fingerprint for name, fingerprint in parts.items() if fingerprint is not None}
+def join_fingerprints(fingerprints: Mapping[str, str | None]) -> str | None:
+    """Combine fingerprints by name; `None` if all of them are `None`."""
+    present = {name: fingerprint for name, fingerprint in fingerprints.items() if fingerprint is not None}
     return text_fingerprint(repr(sorted(present.items()))) if present else None
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
-    """16 hex digits for a tokenizer, `None` for none; truncation and padding, which calls set, do not count.
+    """Fingerprint a tokenizer, without its truncation and padding, which calls change.
+
+    Args:
+        tokenizer: The tokenizer.
+
+    Returns:
+        16 hex digits, or `None` for `None`.
 
     >>> tokenizer_fingerprint(None) is None
     True
@@ -501,17 +576,20 @@ def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
     else:
         parts = {"class": type(tokenizer).__name__, "vocabulary": dict(getattr(tokenizer, "get_vocab", dict)())}
     special = {name: str(token) for name, token in getattr(tokenizer, "special_tokens_map", {}).items()}
-    plain = json.dumps([parts, special], sort_keys=True)
-    return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
+    return _hash_text(json.dumps([parts, special], sort_keys=True))
 
 
 def template_fingerprint(tokenizer: Tokenizer | None) -> str | None:
-    """16 hex digits for a tokenizer's or processor's chat template, `None` where there is none.
+    """Fingerprint the chat template of a tokenizer or processor.
+
+    Args:
+        tokenizer: The tokenizer or processor.
+
+    Returns:
+        16 hex digits, or `None` if it has no template.
 
     >>> template_fingerprint(object()) is None
     True
     """
     template = getattr(tokenizer, "chat_template", None)
-    if not template:
-        return None
-    return hashlib.blake2b(json.dumps(template, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return _hash_text(json.dumps(template, sort_keys=True)) if template else None

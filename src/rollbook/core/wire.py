@@ -93,22 +93,22 @@ __all__ = [
 
 END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 END_BYTES = len(END)
-_SCHEMA, _RECORD_BATCH = 1, 3
+_SCHEMA, _DICTIONARY, _RECORD_BATCH = 1, 2, 3
 _V5 = 4
-_FORMS = {form: struct.Struct(form) for form in ("<B", "<h", "<H", "<i", "<I", "<q")}
+_STRUCTS = {form: struct.Struct(form) for form in ("<B", "<h", "<H", "<i", "<I", "<q")}
 
 
 @dataclass(eq=False)
-class _Flat:
+class _Flatbuffer:
     """A flatbuffer, read with every position checked."""
 
     data: memoryview
     at: int
-    """Where `data` begins, for error messages."""
+    """Offset of `data`, for error messages."""
 
     def number(self, form: str, position: int) -> int:
         """Return the number at a position."""
-        read = _FORMS[form]
+        read = _STRUCTS[form]
         if not 0 <= position <= len(self.data) - read.size:
             raise WireError("Arrow metadata points outside itself", self.at + max(position, 0))
         number: int = read.unpack_from(self.data, position)[0]
@@ -141,11 +141,11 @@ class _Flat:
         start = self.follow(slot)
         count = self.number("<I", start)
         if start + 4 + size * count > len(self.data):
-            raise WireError("Arrow metadata lists more than it holds", self.at + start)
+            raise WireError("Arrow metadata states a vector beyond its end", self.at + start)
         return start + 4, count
 
     def pairs(self, table: int, index: int) -> NDArray[np.int64]:
-        """A vector of structs of two 64-bit numbers, as an array (count, 2)."""
+        """[count, 2] Return a vector of structs of two 64-bit numbers."""
         start, count = self.vector(table, index, 16)
         return np.frombuffer(self.data[start : start + 16 * count], dtype=np.int64).reshape(-1, 2)
 
@@ -157,16 +157,16 @@ class _Flat:
             raise WireError("an Arrow name is not UTF-8", self.at + start) from None
 
 
-def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, int]:
-    """The message at `start`: its metadata, the kind of its header, where that lies, and where its body begins."""
+def _message(body: memoryview, start: int, at: int) -> tuple[_Flatbuffer, int, int, int]:
+    """Read a message; return its metadata, the kind and position of its header, and the start of its body."""
     if bytes(body[start : start + 4]) != END[:4]:
-        raise WireError("an Arrow message does not begin with its mark", at + start)
+        raise WireError("an Arrow message does not begin with its marker", at + start)
     if len(body) < start + 8:
-        raise WireError("an Arrow message is cut short", at + start)
+        raise WireError("an Arrow message is truncated", at + start)
     size = struct.unpack_from("<i", body, start + 4)[0]
     if size <= 0 or size % 8 or start + 8 + size > len(body):
         raise WireError(f"an Arrow message states {size} bytes of metadata", at + start + 4)
-    flat = _Flat(body[start + 8 : start + 8 + size], at + start + 8)
+    flat = _Flatbuffer(body[start + 8 : start + 8 + size], at + start + 8)
     root = flat.number("<I", 0)
     if flat.field(root, 0, "<h") != _V5:
         raise WireError("an Arrow message is not of metadata version 5", at + start)
@@ -178,26 +178,26 @@ def _message(body: memoryview, start: int, at: int) -> tuple[_Flat, int, int, in
     return flat, flat.field(root, 1, "<B"), flat.follow(header), start + 8 + size
 
 
-# Free-form metadata can name extension types, whose readers are code, and can point at the same few bytes thousands of
-# times, each of which would be copied.
-_CUSTOM_METADATA = "Arrow's custom metadata (and with it extension types) is refused"
+# Custom metadata can name extension types, whose readers are code, and can refer to the same bytes thousands of times,
+# which would be copied each time.
+_CUSTOM_METADATA = "Arrow's custom metadata (and with it extension types) is not supported"
 
 
 class _SchemaReader:
-    """Arrow's schema, read here: Arrow's own reader would copy what is pointed at as often as it is pointed at, and
-    would call the readers of whatever extension types this process happens to know."""
+    """Reader of Arrow schemas. Arrow's own copies data as often as it is referenced, and calls the readers of
+    extension types that are registered in this process."""
 
-    def __init__(self, flat: _Flat, max_columns: int) -> None:
+    def __init__(self, flat: _Flatbuffer, max_columns: int) -> None:
         self.flat = flat
         self.max_columns = max_columns
-        # No two fields, and no two names, share their bytes in what a writer makes: this many fit.
+        # Writers never let two fields or names share bytes, so at most this many fit.
         self.fields_left = len(flat.data) // 16
         self.name_bytes_left = len(flat.data)
 
     def schema(self, table: int) -> pa.Schema:
         flat = self.flat
         if flat.field(table, 0, "<h"):
-            raise WireError("big-endian Arrow data is refused", flat.at + table)
+            raise WireError("big-endian Arrow data is not supported", flat.at + table)
         if flat.vector(table, 2, 4)[1]:
             raise WireError(_CUSTOM_METADATA, flat.at + table)
         fields = self.fields(table, 1, depth=_MAX_DEPTH)
@@ -221,17 +221,17 @@ class _SchemaReader:
         if self.name_bytes_left < 0:
             raise WireError("the names in the Arrow schema are longer than its bytes", flat.at + table)
         if flat.slot(table, 4):
-            raise WireError(f"column {name!r}: Arrow dictionaries are refused", flat.at + table)
+            raise WireError(f"column {name!r}: Arrow dictionaries are not supported", flat.at + table)
         if flat.vector(table, 6, 4)[1]:
             raise WireError(_CUSTOM_METADATA, flat.at + table)
         code = flat.field(table, 2, "<B")
         slot = flat.slot(table, 3)
-        kind = self.kind(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
+        kind = self.read_type(code, flat.follow(slot) if slot else 0, self.fields(table, 5, depth - 1), name)
         nullable = bool(flat.field(table, 1, "<B")) or pa.types.is_null(kind)
         return pa.field(name, kind, nullable=nullable)
 
-    def kind(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
-        """The type by its code in Arrow's format/Schema.fbs, whose order of fields the indices here follow."""
+    def read_type(self, code: int, table: int, children: list[pa.Field], name: str) -> pa.DataType:
+        """Return the type of a code in Arrow's format/Schema.fbs, whose field order the indices follow."""
         number = self.flat.field
         kind: pa.DataType | None = None
         if not table:
@@ -268,7 +268,9 @@ class _SchemaReader:
             key, entry = children[0].type
             kind = pa.map_(key.with_nullable(False), entry, keys_sorted=bool(number(table, 0, "<B")))
         if kind is None:
-            raise WireError(f"column {name!r}: Arrow type number {code} is refused, or not described", self.flat.at)
+            raise WireError(
+                f"column {name!r}: Arrow type number {code} is not supported, or not described", self.flat.at
+            )
         return kind
 
     def decimal(self, precision: int, scale: int, bits: int) -> pa.DataType | None:
@@ -301,8 +303,8 @@ _SIMPLE = {
 }
 
 
-def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
-    """Whether a frame can hold an unknown column of this type: what `_SchemaReader.kind` reads."""
+def is_supported(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
+    """Return whether a frame can have an unknown column of a type, as `_SchemaReader.read_type` reads them."""
     types = pa.types
     if kind in _SIMPLE or types.is_timestamp(kind) or types.is_duration(kind):
         return True
@@ -312,18 +314,18 @@ def keeps(kind: pa.DataType, depth: int = _MAX_DEPTH) -> bool:
         return bool(kind.byte_width > 0)
     nested = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_struct, types.is_map)
     if any(test(kind) for test in nested):
-        return depth > 0 and all(keeps(kind.field(i).type, depth - 1) for i in range(kind.num_fields))
+        return depth > 0 and all(is_supported(kind.field(i).type, depth - 1) for i in range(kind.num_fields))
     return False
 
 
 def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int) -> pa.RecordBatch:
-    """The one record batch of the stream in `stored`, which begins at byte `at` of the data."""
+    """Read the record batch of the stream in `stored`, which begins at byte `at` of the data."""
     body = memoryview(stored.data)
-    schema, arrays, batch_start = _schema(body, count, max_columns, at)
+    schema, arrays, batch_start = _read_schema(body, count, max_columns, at)
     _, _, start, size = _check_batch(body, len(body), batch_start, arrays, count, at)
     stop = start + size
     if bytes(body[stop:]) != END:
-        raise WireError("the Arrow stream does not end behind its one record batch", at + stop)
+        raise WireError("the Arrow stream does not end after its record batch", at + stop)
     buffer = pa.py_buffer(stored)
     try:
         batch = pa.ipc.read_record_batch(buffer.slice(batch_start, stop - batch_start), schema)
@@ -334,10 +336,10 @@ def read_batch(stored: NDArray[np.uint8], count: int, max_columns: int, at: int)
 
 
 def metadata_bytes(mark: memoryview, at: int) -> int:
-    """How many bytes of metadata follow the first 8 bytes of a message."""
+    """Return the number of bytes of metadata after the first 8 bytes of a message."""
     size = struct.unpack_from("<i", mark, 4)[0]
     if bytes(mark[:4]) != END[:4] or size <= 0:
-        raise WireError("an Arrow message does not begin with its mark", at)
+        raise WireError("an Arrow message does not begin with its marker", at)
     return int(size)
 
 
@@ -350,28 +352,28 @@ def read_layout(
         The schema, the length and null count of each array, the start and length of each buffer, and the byte of the
         stream that these starts are counted from.
     """
-    schema, arrays, batch_start = _schema(head, count, max_columns, at)
+    schema, arrays, batch_start = _read_schema(head, count, max_columns, at)
     nodes, buffers, start, size = _check_batch(head, length, batch_start, arrays, count, at)
     if start + size + END_BYTES != length:
-        raise WireError("the Arrow stream does not end behind its one record batch", at + start + size)
+        raise WireError("the Arrow stream does not end after its record batch", at + start + size)
     return schema, nodes, buffers, start
 
 
 _Parts = NDArray[np.int64]
-"""[C, 2] How many nodes and buffers each column has."""
-_checked: dict[tuple[bytes, int], tuple[pa.Schema, _Parts]] = {}
-"""Schemas that were read and checked, by their bytes: frames of one writer have the same, and reading one takes longer
-than all else that a small frame needs. A change of the field table forgets them."""
-_MOST_CHECKED, _LARGEST_CHECKED = 64, 16 << 10
-observe(_checked.clear)
+"""[C, 2] Numbers of nodes and buffers of each column."""
+_schema_cache: dict[tuple[bytes, int], tuple[pa.Schema, _Parts]] = {}
+"""Checked schemas by their bytes: frames of one writer have the same schema, and reading it takes longer than the rest
+of a small frame. Cleared when the field table changes."""
+_MAX_CACHED_SCHEMAS, _MAX_CACHED_SCHEMA_BYTES = 64, 16 << 10
+observe(_schema_cache.clear)
 
 
-def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, _Parts, int]:
-    """The stream's schema, how many arrays and buffers each column has, and where the next message begins."""
+def _read_schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa.Schema, _Parts, int]:
+    """Read the schema of a stream; return also the parts of each column and the start of the next message."""
     size = struct.unpack_from("<i", body, 4)[0] if len(body) >= 8 else 0
-    key = (bytes(body[: 8 + size]), max_columns) if 0 < size <= min(_LARGEST_CHECKED, len(body) - 8) else None
-    if key is not None and count and key in _checked:
-        return *_checked[key], 8 + size
+    key = (bytes(body[: 8 + size]), max_columns) if 0 < size <= min(_MAX_CACHED_SCHEMA_BYTES, len(body) - 8) else None
+    if key is not None and count and key in _schema_cache:
+        return *_schema_cache[key], 8 + size
     flat, kind, header, batch_start = _message(body, 0, at)
     if kind != _SCHEMA:
         raise WireError("the Arrow stream does not begin with a schema", at)
@@ -380,14 +382,14 @@ def _schema(body: memoryview, count: int, max_columns: int, at: int) -> tuple[pa
     try:
         schema = _SchemaReader(flat, max_columns).schema(header)
     except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise WireError(f"the Arrow schema describes what cannot be: {error}", at) from None
+        raise WireError(f"the Arrow schema is invalid: {error}", at) from None
     if count or len(schema):
         columns.check_schema(schema)
     parts = np.array([_counts(field.type) for field in schema], dtype=np.int64).reshape(-1, 2)
     if key is not None and count:
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        _checked[key] = schema, parts
+        if len(_schema_cache) >= _MAX_CACHED_SCHEMAS:
+            _schema_cache.clear()
+        _schema_cache[key] = schema, parts
     return schema, parts, batch_start
 
 
@@ -397,15 +399,15 @@ def _check_batch(
     """Compare the record batch's metadata with the schema and the `length` of the stream.
 
     Returns:
-        Its nodes, its buffers, and where its body begins and how long that is.
+        Its nodes, its buffers, and the start and length of its body.
     """
     flat, kind, header, begin = _message(body, start, at)
     if kind != _RECORD_BATCH:
-        raise WireError("the second Arrow message is no record batch", at + start)
+        raise WireError("the second Arrow message is not a record batch", at + start)
     if flat.slot(header, 3):
-        raise WireError("Arrow's own body compression is refused", at + start)
+        raise WireError("Arrow's own body compression is not supported", at + start)
     if flat.slot(header, 4):
-        raise WireError("Arrow view types are refused", at + start)
+        raise WireError("Arrow view types are not supported", at + start)
     size = flat.field(flat.number("<I", 0), 3, "<q")
     if size < 0 or size > length - begin:
         raise WireError(f"the Arrow record batch states a body of {size} bytes", at + start)
@@ -457,16 +459,21 @@ def find_fault(
             or (ends.max(-1) > size).any()
             or (begins[..., 1:] < ends[..., :-1]).any()
         ):
-            return "has buffers that overlap or leave its body"
+            return "has buffers that overlap or exceed its body"
     return None
 
 
 @dataclass(slots=True)
 class Template:
-    """The messages before the body of a record batch: what is the same in frames of one layout, and where numbers lie.
+    """The messages before the body of a record batch, which are equal in frames of one layout except for numbers.
 
-    `head` is the schema's message and the metadata of the batch, `fixed` is 255 for each byte of it that is structure,
-    `places` the first byte and the count of the pairs (nodes, buffers) and single numbers (rows, size).
+    Attributes:
+        schema: The schema.
+        parts: Numbers of nodes and buffers of each column.
+        batch_start: Start of the record batch.
+        head: The schema message and the metadata of the batch.
+        fixed: 255 for each byte of the head that is structure, 0 for numbers.
+        places: Position, count and width of the numbers: nodes and buffers (pairs), rows and size.
     """
 
     schema: pa.Schema
@@ -477,15 +484,15 @@ class Template:
     places: dict[str, tuple[int, int, int]]
 
     def numbers(self, heads: NDArray[np.uint8], name: str) -> NDArray[np.int64]:
-        """[F, count, 1 or 2] The numbers of one kind in heads [F, bytes] of this shape."""
+        """[F, count, 1 or 2] Return the numbers of one kind in heads [F, bytes] of this layout."""
         start, count, width = self.places[name]
         raw = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
         return raw.view(np.int64).reshape(len(heads), count, width)
 
 
 @dataclass(eq=False)
-class _Traced(_Flat):
-    """A flatbuffer that marks the bytes its structure was read from."""
+class _TracedFlatbuffer(_Flatbuffer):
+    """A flatbuffer that marks the bytes that were read as structure."""
 
     read: NDArray[np.bool_] = field(init=False)
 
@@ -494,15 +501,15 @@ class _Traced(_Flat):
 
     def number(self, form: str, position: int) -> int:
         number = super().number(form, position)
-        self.read[position : position + _FORMS[form].size] = True
+        self.read[position : position + _STRUCTS[form].size] = True
         return number
 
 
 def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Template | None:
-    """Check the messages of a stream and find where their numbers lie; `None` if they cannot be told from the rest."""
-    schema, parts, start = _schema(body, count, max_columns, at)
+    """Check the messages of a stream and find their numbers; `None` if numbers and structure overlap."""
+    schema, parts, start = _read_schema(body, count, max_columns, at)
     _, _, begin, _ = _check_batch(body, len(body), start, parts, count, at)
-    flat = _Traced(body[start + 8 : begin], at + start + 8)
+    flat = _TracedFlatbuffer(body[start + 8 : begin], at + start + 8)
     root = flat.number("<I", 0)
     flat.field(root, 0, "<h")
     flat.field(root, 1, "<B")
@@ -519,7 +526,7 @@ def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Te
     variable = np.zeros(len(flat.data), dtype=np.uint8)
     for position, number, width in places.values():
         variable[position : position + 8 * width * number] += 1
-    # A number that is structure as well, which no writer makes, could change what the others mean.
+    # A number that is also structure, which no writer produces, could change the meaning of others.
     if not all(position for position, _, _ in places.values()) or variable.max() > 1 or variable[flat.read].any():
         return None
     fixed = np.full(begin, 255, dtype=np.uint8)
@@ -529,8 +536,12 @@ def read_template(body: memoryview, count: int, max_columns: int, at: int) -> Te
 
 
 def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
-    """Of a stream that Arrow wrote: where the record batch's buffers begin, and where its metadata has the number of
-    rows, the nodes, the buffers' places, and the number of bytes of all buffers."""
+    """Find the numbers in a stream that Arrow wrote.
+
+    Returns:
+        The start of the buffers of its record batch, and the positions of the number of rows, the nodes, the buffers
+        and the size of all buffers in its metadata.
+    """
     start = _message(body, 0, 0)[3]
     flat, _, header, begin = _message(body, start, 0)
     slots = (
@@ -544,7 +555,7 @@ def batch_slots(body: memoryview) -> tuple[int, int, int, int, int]:
 
 
 def _counts(kind: pa.DataType) -> tuple[int, int]:
-    """How many nodes and buffers an array of this type has, children included."""
+    """Return the numbers of nodes and buffers of an array of a type, children included."""
     nodes, buffers = 1, buffer_count(kind)
     for i in range(kind.num_fields):
         more = _counts(kind.field(i).type)
@@ -553,7 +564,7 @@ def _counts(kind: pa.DataType) -> tuple[int, int]:
 
 
 def buffer_count(kind: pa.DataType) -> int:
-    """How many buffers an array of this type has, without its children's."""
+    """Return the number of buffers of an array of a type, without those of its children."""
     if pa.types.is_null(kind):
         return 0
     if pa.types.is_struct(kind) or pa.types.is_fixed_size_list(kind):
@@ -595,20 +606,20 @@ def check_arrays(arrays: Mapping[str, pa.Array], verify: bool) -> None:
             raise WireError(f"column {name!r}: {str(error).removeprefix('byte ')}") from None
 
 
-_RECORD_BATCH, _DICTIONARY = 3, 2
-
-
 def check_stream(path: str) -> None:
-    """Refuse an Arrow stream of another tool that becomes far more than its bytes when its rows are made.
+    """Check that the rows of another tool's Arrow stream do not take far more memory than the file has bytes.
 
-    These are compressed bodies, arrays that point at the same bytes again and again (dictionaries, views, runs), and
-    nulls, which take no bytes, beyond 16 for each byte of the file.
+    Rejects compressed bodies, arrays that refer to the same bytes repeatedly (dictionaries, views, runs), and more than
+    16 values for each byte of the file, such as nulls, which take no bytes.
+
+    Raises:
+        WireError: The stream is not supported.
     """
     allowed = max(1 << 20, 16 * os.path.getsize(path))
     with pa.memory_map(path) as file:
         values = 0
         for message in pa.ipc.MessageReader.open_stream(file):
-            flat = _Flat(memoryview(message.metadata), 0)
+            flat = _Flatbuffer(memoryview(message.metadata), 0)
             root = flat.number("<I", 0)
             kind, table = flat.field(root, 1, "<B"), flat.follow(flat.slot(root, 2))
             if kind == _DICTIONARY:
@@ -632,9 +643,9 @@ def _check_plain(path: str, name: str, kind: pa.DataType) -> None:
         _check_plain(path, name, kind.field(i).type)
 
 
-MOST_ROWS = 256
-MOST_BYTES = 4 << 20
-"""Of a body made here; the tensors of larger ones are gathered by two threads (see `rollbook.core.wire`)."""
+MAX_LAYOUT_ROWS = 256
+MAX_LAYOUT_BYTES = 4 << 20
+"""Limits of a `RowLayout`; the tensors of larger bodies are gathered by two threads (see `_ColumnLayout`)."""
 _NONE = type(None)
 _PLAIN_KINDS = {"number": {float, _NONE}, "integer": {int, _NONE}, "text": {str, _NONE}}
 _JSON_TYPES = {"dict": {dict, _NONE}, "list": {list, tuple, _NONE}, "": None}
@@ -644,11 +655,11 @@ _EMPTY = {dtype.storage: np.empty(0, dtype=dtype.storage) for dtype in DTYPES.va
 
 
 class _NotPlainError(Exception):
-    """Raised inside `RowLayout.of` for rows that take the general way."""
+    """Raised inside `RowLayout.of` for rows that need a `_ColumnLayout`."""
 
 
-class _Template(NamedTuple):
-    """What Arrow writes before the buffers of any batch of one schema, and where the numbers stand in it."""
+class _StreamHead(NamedTuple):
+    """The bytes that Arrow writes before the buffers of a batch of one schema, and the positions of the numbers."""
 
     head: bytes
     rows: int
@@ -658,8 +669,8 @@ class _Template(NamedTuple):
 
 
 @lru_cache(64)
-def _template(columns: tuple[tuple[str, str], ...]) -> _Template:
-    """The template of a schema, given as (name, type) of each column."""
+def _stream_head(columns: tuple[tuple[str, str], ...]) -> _StreamHead:
+    """Return the head of a schema, given as (name, type) of each column."""
     batch = pa.RecordBatch.from_arrays(
         [pa.array([None], _arrow_type(kind)) for _, kind in columns], names=[name for name, _ in columns]
     )
@@ -668,7 +679,7 @@ def _template(columns: tuple[tuple[str, str], ...]) -> _Template:
         writer.write_batch(batch)
     body = memoryview(sink.getvalue())
     slots = batch_slots(body)
-    return _Template(bytes(body[: slots[0]]), *slots[1:])
+    return _StreamHead(bytes(body[: slots[0]]), *slots[1:])
 
 
 def _arrow_type(kind: str) -> pa.DataType:
@@ -678,9 +689,10 @@ def _arrow_type(kind: str) -> pa.DataType:
 
 
 class RowLayout:
-    """Plain rows as a frame's body: `fill` writes it, and from then on tensor columns lie in the memory it was given.
+    """The body of a frame from plain rows, without Arrow arrays.
 
-    `columns` are as those of `Experiences`, with `Values` and `EidParts` in the place of Arrow arrays.
+    `fill` writes it, after which tensor columns use the memory that it was given. `columns` are like those of
+    `Experiences`, with `Values` and `EidParts` instead of Arrow arrays.
 
     >>> from rollbook import Experience
     >>> layout = RowLayout.of([Experience(tokens=[1, 2, 3], reward=1.0)])
@@ -703,15 +715,15 @@ class RowLayout:
 
     @classmethod
     def of(cls, rows: Sequence[Any]) -> RowLayout | None:
-        """The layout of `rows`, or `None` if they are not plain.
+        """Build the layout of rows, or return `None` if they are not plain.
 
         Plain rows are single-turn or multi-turn records without a truncated prompt, whose tensors have one dimension
-        and, within a field, one type, and whose fields hold exactly the types that the constructor gives them. There
-        are at most `MOST_ROWS`, and their body takes at most about `MOST_BYTES`.
+        and one type within a field, and whose fields have exactly the types that the constructor creates. There are at
+        most `MAX_LAYOUT_ROWS`, and their body takes at most about `MAX_LAYOUT_BYTES`.
         """
         from rollbook.core.experience import Experience
 
-        if not 0 < len(rows) <= MOST_ROWS or set(map(type, rows)) != {Experience}:
+        if not 0 < len(rows) <= MAX_LAYOUT_ROWS or set(map(type, rows)) != {Experience}:
             return None
         states = [row.__dict__ for row in rows]
         names = set[str]().union(*states)
@@ -736,16 +748,16 @@ class RowLayout:
         return self.count
 
     def column(self, name: str) -> Any:
-        """A column by name; `None` if no record has it."""
+        """Return a column, or `None` if no record has it."""
         return self.columns.get(name)
 
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """[N] How many tokens of each record are the prompt."""
+        """[N] Return the number of prompt tokens of each record."""
         return np.array(self.columns["prompt_length"].values, dtype=np.int64)
 
     @property
     def size(self) -> int:
-        """How many bytes `fill` writes."""
+        """Number of bytes that `fill` writes."""
         return len(self._pieces[0]) + self._body + END_BYTES
 
     def fill(self, memory: NDArray[np.uint8]) -> None:
@@ -765,7 +777,7 @@ class RowLayout:
                 stop = at + int(piece.offsets[-1]) * piece.memory.itemsize
                 values = memory[at:stop].view(piece.memory.dtype)
                 piece.copy_to(values)
-                piece.settle(values)
+                piece.set_memory(values)
                 at = stop
 
     # --- columns ----------------------------------------------------------------------------------------------
@@ -803,11 +815,11 @@ class RowLayout:
         if padding:
             self._pieces.append(_ZEROS[padding])
         self._body += length + padding
-        if self._body > MOST_BYTES:
+        if self._body > MAX_LAYOUT_BYTES:
             raise _NotPlainError
 
     def _node(self, count: int, values: Sequence[Any] | None = None, nulls: int = 0) -> None:
-        """One Arrow array of `count` entries: its node and its bitmap, of which entries of `values` are not null."""
+        """Add an Arrow array of `count` entries: its node, and a bitmap of the `values` that are not null."""
         self._nodes += (count, nulls)
         if nulls and values is not None:
             bitmap = np.packbits([entry is not None for entry in values], bitorder="little").tobytes()
@@ -913,16 +925,16 @@ class RowLayout:
         self.columns[field.name] = column
 
     def _offsets_of(self, lengths: tuple[int, ...]) -> tuple[NDArray[np.int64], bytes]:
-        """Offsets, and their bytes: those of one axis are made once."""
+        """Return offsets and their bytes, cached since fields of one axis share them."""
         if lengths not in self._offsets:
             offsets = np.array([0, *accumulate(lengths)], dtype=np.int64)
             self._offsets[lengths] = offsets, offsets.tobytes()
         return self._offsets[lengths]
 
-    # --- the whole --------------------------------------------------------------------------------------------
+    # --- checks -----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """See that the rows keep the promises of the table, as `arrow.check` does; others take the general way."""
+        """Check the rows against the field table, as `check_columns` does."""
         columns = self.columns
         kinds, prompts = columns["experience_type"].values, columns["prompt_length"].values
         if not _TURNS.issuperset(kinds) or None in prompts or columns["tokens"].valid is not None:
@@ -948,13 +960,13 @@ class RowLayout:
                     raise _NotPlainError
 
     def _finish(self) -> None:
-        template = _template(tuple(self._schema))
-        head = bytearray(template.head)
-        struct.pack_into("<q", head, template.rows, self.count)
-        struct.pack_into(f"<{len(self._nodes)}q", head, template.nodes, *self._nodes)
-        struct.pack_into(f"<{len(self._buffers)}q", head, template.buffers, *self._buffers)
-        struct.pack_into("<q", head, template.body, self._body)
-        self._pieces[0] = bytes(head)
+        head = _stream_head(tuple(self._schema))
+        filled = bytearray(head.head)
+        struct.pack_into("<q", filled, head.rows, self.count)
+        struct.pack_into(f"<{len(self._nodes)}q", filled, head.nodes, *self._nodes)
+        struct.pack_into(f"<{len(self._buffers)}q", filled, head.buffers, *self._buffers)
+        struct.pack_into("<q", filled, head.body, self._body)
+        self._pieces[0] = bytes(filled)
 
 
 MAGIC = b"\x8dROLLBK\n"
@@ -963,24 +975,34 @@ HEADER = struct.Struct("<8sHHIQQQQQ")
 HEADER_BYTES = 64
 COMPRESSION = {None: 0, "zstd": 1, "lz4": 2}
 FREE_BYTES = 64 << 20
-"""What compressed data may decode to whatever its size; beyond that, `Limits.max_ratio` times its size."""
+"""Bytes that compressed data of any size may decode to; beyond that, `Limits.max_ratio` times its size."""
 _SMALL = 16 << 10
 _COMPRESSION_NAMES = {code: name for name, code in COMPRESSION.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a reader is willing to take; a frame that states more is refused before anything is allocated."""
+    """Limits of a reader. A frame that exceeds them is rejected before anything is allocated.
+
+    Args:
+        max_bytes: Decompressed bytes of the body of a frame.
+        max_items: Records in a frame.
+        max_ratio: Compression ratio of frames that decompress to more than 64 MiB together.
+        max_columns: Columns of a frame.
+        max_depth: Nesting of free-form values and of pickles. Frames have at most 64 levels.
+
+    >>> from rollbook import Experience
+    >>> decode(encode([Experience(tokens=[1, 2])] * 3), limits=Limits(max_items=2))
+    Traceback (most recent call last):
+        ...
+    rollbook.core.errors.WireError: byte 32: 3 records are over the limit of 2
+    """
 
     max_bytes: int = 16 << 30
-    """Of one frame's body, decompressed."""
     max_items: int = 1 << 28
-    """Records in one frame."""
     max_ratio: int = 500
-    """Bytes that a byte of compressed frames may decode to, once they decode to more than 64 MiB together."""
     max_columns: int = 1024
     max_depth: int = 64
-    """Nesting of free-form values and of pickles; frames themselves hold at most 64 levels."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -989,29 +1011,29 @@ DEFAULT_LIMITS = Limits()
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-class _Layout:
-    """A frame's body as the pieces it is made of: Arrow says what they are, and copies none of them."""
+class _ColumnLayout:
+    """The body of a frame as pieces, which Arrow lists without copying them."""
 
-    def __init__(self, records: Experiences, settle: bool = False) -> None:
-        self.settle = settle
+    def __init__(self, records: Experiences, adopt: bool = False) -> None:
+        self.adopt = adopt
         self.count = len(records)
         arrays = to_arrays(records.columns)
         for name, array in arrays.items():
-            if name not in OWNERS and not keeps(array.type):
+            if name not in OWNERS and not is_supported(array.type):
                 raise ValueError(f"column {name!r}: an unknown column of type {array.type} cannot be kept in a frame")
         batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
         self.pieces: list[Any] = []
         self.size = 0
         self.closed = False
         self.pending: dict[int, Ragged] = {}
-        """Columns whose tensors are still to be copied, by the address of the memory that stands for them."""
+        """Columns with pending tensors, by the address of the memory that is reserved for them."""
         for column in records.columns.values():
             if isinstance(column, Ragged) and column.pending:
                 self.pending[column.memory.ctypes.data] = column
         with pa.ipc.new_stream(pa.PythonFile(self, mode="w"), batch.schema) as writer:
             writer.write_batch(batch)
 
-    # The methods of a file that Arrow calls.
+    # Methods of a file, which Arrow calls.
 
     def write(self, piece: pa.Buffer | bytes) -> None:
         self.pieces.append(piece)
@@ -1049,11 +1071,11 @@ class _Layout:
                 else:
                     target[:] = np.frombuffer(piece, dtype=np.uint8)
                 start = at = at + len(piece)
-        if self.size < MOST_BYTES:
+        if self.size < MAX_LAYOUT_BYTES:
             for job in jobs:
                 self._copy(*job)
             return
-        # Gathering thousands of tensors mostly runs without the interpreter's lock: two threads share it.
+        # Gathering thousands of tensors mostly runs without the GIL: two threads share the work.
         jobs.sort(key=lambda job: -len(job[1]))
         with ThreadPoolExecutor(2) as pool:
             copies = [pool.submit(self._copy, *job) for job in jobs]
@@ -1061,21 +1083,21 @@ class _Layout:
             copy.result()
 
     def _copy(self, source: Ragged | pa.Buffer, target: NDArray[np.uint8]) -> None:
-        """Copy a piece, or the pending tensors of a column, to its place."""
+        """Copy a piece, or the pending tensors of a column, to the frame."""
         if not isinstance(source, Ragged):
             target[:] = np.frombuffer(source, dtype=np.uint8)
             return
         memory = target.view(source.memory.dtype).reshape(source.memory.shape)
         source.copy_to(memory)
-        if self.settle:
-            source.settle(memory)
+        if self.adopt:
+            source.set_memory(memory)
 
 
-def _layout(experiences: Iterable[Experience], settle: bool = False) -> _Layout | RowLayout:
+def _layout(experiences: Iterable[Experience], adopt: bool = False) -> _ColumnLayout | RowLayout:
     if isinstance(experiences, Experiences):
-        return _Layout(experiences, settle)
+        return _ColumnLayout(experiences, adopt)
     rows = list(experiences)
-    return RowLayout.of(rows) or _Layout(from_rows(rows, copy=False), settle)
+    return RowLayout.of(rows) or _ColumnLayout(from_rows(rows, copy=False), adopt)
 
 
 def encoded_size(experiences: Iterable[Experience]) -> int:
@@ -1086,6 +1108,11 @@ def encoded_size(experiences: Iterable[Experience]) -> int:
 
     Returns:
         Number of bytes, header and padding included.
+
+    >>> from rollbook import Experience
+    >>> records = [Experience(tokens=[1, 2, 3])]
+    >>> encoded_size(records) == len(encode(records))
+    True
     """
     size = _layout(experiences).size
     return HEADER_BYTES + size + -size % HEADER_BYTES
@@ -1096,19 +1123,19 @@ def encode(
     *,
     compression: str | None = None,
     out: Buffer | Callable[[int], Buffer] | None = None,
-    settle: bool = False,
+    adopt: bool = False,
 ) -> Any:
     """Encode records as one frame.
 
-    Reusing one buffer for many frames is several times as fast as creating bytes for each: most of the time goes into
-    the first touch of new memory.
+    Reusing one buffer for many frames is several times faster than creating bytes for each, since most of the time is
+    spent on page faults in new memory.
 
     Args:
         experiences: The records.
         compression: `None`, `"zstd"` or `"lz4"`, of the body. A body that zstd makes over 500 times smaller is stored
-            as lz4, since readers refuse such a ratio.
+            as lz4, since readers reject such a ratio.
         out: A writable buffer, or a function that returns one for a number of bytes.
-        settle: Let columns with pending tensors use the memory of the frame, which must then stay unchanged.
+        adopt: Let columns with pending tensors use the memory of the frame, which must then stay unchanged.
 
     Returns:
         The frame as `bytes`; with `out`, a memoryview of the part written.
@@ -1124,7 +1151,7 @@ def encode(
     """
     if compression not in COMPRESSION:
         raise ValueError(f"compression: got {compression!r}, expected None, 'zstd' or 'lz4'")
-    layout = experiences if isinstance(experiences, RowLayout) else _layout(experiences, settle)
+    layout = experiences if isinstance(experiences, RowLayout) else _layout(experiences, adopt)
     stored: Any = None
     if compression is not None:
         body = allocate((layout.size,), np.uint8)
@@ -1174,9 +1201,9 @@ _bytes_address.argtypes = [ctypes.py_object]
 
 
 def _fresh_bytes(size: int) -> tuple[bytes, NDArray[np.uint8]]:
-    """A bytes object that nobody has seen yet, and its memory to fill: saves a copy of the whole frame.
+    """Create a bytes object and return it with its memory, to be filled: saves a copy of the frame.
 
-    The C API allows writing to such an object until it is handed out.
+    The C API allows writing to a new bytes object as long as no other code has seen it.
     """
     fresh: bytes = _new_bytes(None, size)
     address = _bytes_address(fresh)
@@ -1195,6 +1222,12 @@ def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compressio
 
     Returns:
         Number of bytes written.
+
+    >>> import io
+    >>> from rollbook import Experience
+    >>> file = io.BytesIO()
+    >>> write_frame(file, [Experience(tokens=[1, 2, 3])]) == len(file.getvalue())
+    True
     """
     frame = encode(experiences, compression=compression)
     file.write(frame)
@@ -1206,7 +1239,17 @@ def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compressio
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame's header, checked."""
+    """The checked header of a frame.
+
+    Attributes:
+        start: First byte of the frame.
+        compression: Compression of the body, or `None`.
+        length: Bytes of the body as stored.
+        decoded: Bytes of the body once decompressed.
+        count: Number of records.
+        checksum: Checksum of the stored body.
+        stop: First byte of the next frame.
+    """
 
     start: int
     compression: str | None
@@ -1215,7 +1258,6 @@ class Frame:
     count: int
     checksum: int
     stop: int
-    """Where the next frame begins."""
 
 
 def read_header(data: Buffer, start: int = 0, limits: Limits = DEFAULT_LIMITS) -> Frame:
@@ -1231,6 +1273,11 @@ def read_header(data: Buffer, start: int = 0, limits: Limits = DEFAULT_LIMITS) -
 
     Raises:
         WireError: The header is not valid or exceeds the limits.
+
+    >>> from rollbook import Experience
+    >>> frame = read_header(encode([Experience(tokens=[1, 2, 3])], compression="zstd"))
+    >>> frame.count, frame.compression
+    (1, 'zstd')
     """
     view = memoryview(data).cast("B")
     head = bytes(view[start : start + HEADER_BYTES])
@@ -1238,11 +1285,11 @@ def read_header(data: Buffer, start: int = 0, limits: Limits = DEFAULT_LIMITS) -
         hint = "; Experience.deserialize_many reads TRXP" if head[:4] == b"TRXP" else ""
         raise WireError(f"bad magic {head[:8]!r}: not a Rollbook frame (a frame begins with {MAGIC!r}){hint}", start)
     if len(head) < HEADER_BYTES:
-        raise WireError(f"the header is cut short: {len(head)} of {HEADER_BYTES} bytes", start + len(head))
+        raise WireError(f"the header is truncated: {len(head)} of {HEADER_BYTES} bytes", start + len(head))
     _, version, flags, header_length, length, decoded, count, checksum, reserved = HEADER.unpack_from(head)
     if version != VERSION:
         older = ", written before `policy_logprobs` became `old_logprobs`" if version == 1 else ""
-        raise WireError(f"format version {version}{older}; this reader knows {VERSION}", start + 8)
+        raise WireError(f"format version {version}{older}; this reader supports {VERSION}", start + 8)
     if xxhash.xxh3_64_intdigest(head[:56]) != struct.unpack_from("<Q", head, 56)[0]:
         raise WireError("the header does not match its checksum", start + 56)
     if header_length != HEADER_BYTES or flags not in _COMPRESSION_NAMES or reserved:
@@ -1276,6 +1323,10 @@ def decode(data: Buffer, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS
 
     Raises:
         WireError: The bytes are not valid frames.
+
+    >>> from rollbook import Experience
+    >>> decode(encode([Experience(tokens=[1, 2])]) + encode([Experience(tokens=[3, 4, 5])]))
+    Experiences(2 records, 5 tokens)
     """
     view = memoryview(data)
     if not view.c_contiguous:
@@ -1288,7 +1339,7 @@ def decode(data: Buffer, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS
     while start < len(view) or not parts:
         frame = read_header(view, start, limits)
         if frame.compression is not None:
-            # Of all frames together: many small ones take as much memory as one large one.
+            # Over all frames: many small ones take as much memory as one large one.
             stored, decoded = stored + frame.length, decoded + frame.decoded
             if decoded > max(FREE_BYTES, stored * limits.max_ratio):
                 raise WireError(
@@ -1305,7 +1356,7 @@ def decode(data: Buffer, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS
     try:
         return Experiences.concat(parts)
     except ValueError as error:
-        raise WireError(f"the frames do not go together: {error}") from None
+        raise WireError(f"the frames cannot be concatenated: {error}") from None
 
 
 def decode_arrays(data: Buffer, fields: Collection[str], limits: Limits = DEFAULT_LIMITS) -> dict[str, pa.Array]:
@@ -1332,7 +1383,7 @@ def decode_arrays(data: Buffer, fields: Collection[str], limits: Limits = DEFAUL
     frame = read_header(view, 0, limits)
     begin, end = HEADER_BYTES, HEADER_BYTES + frame.length
     if frame.compression is not None:
-        raise WireError(f"a frame compressed by {frame.compression}, expected one that is not", 10)
+        raise WireError(f"got a frame compressed by {frame.compression}, expected an uncompressed one", 10)
     if frame.stop != len(view):
         raise WireError(f"the frame takes {frame.stop} bytes, {len(view)} are there", begin)
     stored = np.frombuffer(view[begin:end], dtype=np.uint8)
@@ -1353,7 +1404,7 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
     if frame.stop > len(view):
         raise WireError(f"the frame takes {frame.stop - frame.start} bytes, {len(view) - frame.start} are there", begin)
     if any(view[end : frame.stop]):
-        raise WireError("the padding behind the body is not zero", end)
+        raise WireError("the padding after the body is not zero", end)
     body = view[begin:end]
     if verify and xxhash.xxh3_64_intdigest(body) != frame.checksum:
         raise WireError("the body does not match its checksum", begin)
@@ -1361,7 +1412,7 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
     if frame.compression is not None:
         stored, private = _decompress(stored, frame, begin), True
     elif stored.size and stored.ctypes.data % 8:
-        # Arrow arrays must be aligned to their elements; a buffer that is not is copied once, whole.
+        # Arrow arrays must be aligned to their elements: an unaligned buffer is copied.
         aligned = allocate(stored.shape, np.uint8)
         aligned[:] = stored
         stored, private = aligned, True
@@ -1374,7 +1425,7 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
     try:
         check_columns(columns, frame.count, masks=verify)
         if limits.max_depth < MAX_DEPTH:
-            # The format's own bound is kept whenever a row is made; a narrower one has to be looked at now.
+            # The limit of the format is checked when rows are built; a lower one is checked here.
             check_depth(columns, limits.max_depth)
     except WireError:
         raise
@@ -1384,13 +1435,13 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
 
 
 def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.uint8]:
-    """The body, decompressed into memory of exactly the stated size: not a byte more is ever written."""
+    """Decompress the body into memory of exactly the stated size."""
     try:
         if frame.compression == "zstd":
-            # Writes to the output alone: as a stream, zstd would hold a window of whatever size the body asks for.
+            # Not as a stream, for which zstd would allocate a window of the size that the body states.
             body = pa.Codec("zstd").decompress(pa.py_buffer(stored), decompressed_size=frame.decoded)
             return np.frombuffer(body, dtype=np.uint8)
-        # Not touched: the size is the writer's word, and only what is really decoded shall cost memory.
+        # Pages are not requested in advance: the stated size may be wrong, and only decoded bytes should take memory.
         out = allocate((frame.decoded,), np.uint8, touched=False)
         with pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(stored)), frame.compression) as stream:
             filled = 0
@@ -1402,9 +1453,9 @@ def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.
             if stream.read(1):
                 raise WireError(f"the body decompresses to more than the stated {frame.decoded} bytes", at)
     except MemoryError:
-        raise WireError(f"there is no memory for a body of {frame.decoded} bytes", at) from None
+        raise WireError(f"not enough memory for a body of {frame.decoded} bytes", at) from None
     except (OSError, pa.ArrowException) as error:
-        raise WireError(f"the body does not decompress: {error}", at) from None
+        raise WireError(f"the body cannot be decompressed: {error}", at) from None
     return out
 
 
@@ -1440,7 +1491,7 @@ def iter_frames(file: BinaryIO, *, verify: bool = True, limits: Limits = DEFAULT
         size = frame.stop
         memory = bytearray(head)
         while len(memory) < size:
-            # In steps, so that a header that lies about its length costs no more than the bytes that come.
+            # In steps, so that a wrong length in the header takes no more memory than the bytes that arrive.
             step = _read(file, min(size - len(memory), 16 << 20))
             if not step:
                 raise WireError(f"the frame takes {size} bytes, {len(memory)} are there", at + len(memory))
@@ -1472,6 +1523,10 @@ def to_trxp(experiences: Iterable[Experience]) -> bytes:
 
     Returns:
         The payload.
+
+    >>> from rollbook import Experience
+    >>> Experience.deserialize_many(to_trxp([Experience(tokens=[1, 2, 3])]))[0].tokens.tolist()
+    [1, 2, 3]
     """
     from rollbook.core import trxp
 

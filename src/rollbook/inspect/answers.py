@@ -27,8 +27,8 @@ from rollbook.book.errors import BookError
 from rollbook.core import __version__
 from rollbook.core.checks import check_choice, check_int
 from rollbook.inspect import filters
-from rollbook.inspect.index import COUNTS, SHOWN, named
-from rollbook.inspect.measures import MISMATCH, newest_steps, reward_parts, summarize
+from rollbook.inspect.index import ANSWER_COLUMNS, COUNTED, fetch_dicts
+from rollbook.inspect.measures import FLAGGED_MISMATCH, newest_steps, reward_parts, summarize
 from rollbook.inspect.search import Search
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.statistics import edges, group_means, group_test
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 # --- lists of samples and groups ------------------------------------------------------------------------------------
 
 VIEWS = ("samples", "groups")
-KEPT = 32
+MAX_SNAPSHOTS = 32
 """Number of snapshots kept; older ones are recomputed on request."""
-MOST = 10_000
+MAX_PAGE_ROWS = 10_000
 """Maximum number of rows of a page."""
-SECONDS = 20.0
-_COLUMNS = ", ".join(SHOWN)
-_IN_ONE = 500
+QUERY_SECONDS = 20.0
+_COLUMNS = ", ".join(ANSWER_COLUMNS)
+_SQL_CHUNK = 500
 
 
 class Snapshots:
@@ -57,7 +57,7 @@ class Snapshots:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._kept: OrderedDict[str, tuple[str, array[int]]] = OrderedDict()
+        self._snapshots: OrderedDict[str, tuple[str, array[int]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def page(
@@ -78,39 +78,39 @@ class Snapshots:
         """Return a page of a list; see `Answers.list`."""
         check_choice("view", view, VIEWS)
         check_int("offset", offset)
-        limit = min(check_int("limit", limit, 1), MOST)
-        begun = time.perf_counter()
+        limit = min(check_int("limit", limit, 1), MAX_PAGE_ROWS)
+        started = time.perf_counter()
         with self._lock:
-            cached = self._kept.get(snapshot or "")
+            cached = self._snapshots.get(snapshot or "")
             if cached is not None and snapshot is not None and cached[0] == view:
-                self._kept.move_to_end(snapshot)
+                self._snapshots.move_to_end(snapshot)
             else:
                 cached = None
         try:
-            with self.index.reading(SECONDS) as read:
+            with self.index.reading(QUERY_SECONDS) as read:
                 if cached is None:
-                    numbers = _numbers(read, view, step, gid, prompt, filter, sort, evaluation, parts)
+                    numbers = _row_numbers(read, view, step, gid, prompt, filter, sort, evaluation, parts)
                     snapshot, cached = secrets.token_hex(8), (view, numbers)
                     with self._lock:
-                        self._kept[snapshot] = cached
-                        while len(self._kept) > KEPT:
-                            self._kept.popitem(last=False)
+                        self._snapshots[snapshot] = cached
+                        while len(self._snapshots) > MAX_SNAPSHOTS:
+                            self._snapshots.popitem(last=False)
                 chosen = cached[1][offset : offset + limit].tolist()
-                rows = (samples if view == "samples" else groups)(read, chosen)
+                rows = (sample_rows if view == "samples" else group_rows)(read, chosen)
         except sqlite3.OperationalError as error:
             if "interrupt" not in str(error):
                 raise
-            raise QueryTimeoutError(f"filter: it took longer than {SECONDS:g} seconds") from None
+            raise QueryTimeoutError(f"filter: took longer than {QUERY_SECONDS:g} seconds") from None
         return {
             "snapshot": snapshot,
             "total": len(cached[1]),
             "offset": offset,
-            "milliseconds": round((time.perf_counter() - begun) * 1000, 1),
+            "milliseconds": round((time.perf_counter() - started) * 1000, 1),
             "rows": rows,
         }
 
 
-def _numbers(
+def _row_numbers(
     read: sqlite3.Connection,
     view: str,
     step: int | None,
@@ -135,19 +135,19 @@ def _numbers(
         values.append(int(evaluation))
     condition = filters.parse(filter, parts)
     default = "-step,gid,run,turn" if view == "samples" else "-step"
-    ordered, more = filters.order(sort or default, view, parts)
+    ordered, more = filters.parse_sort(sort or default, view, parts)
     if view == "samples":
-        where += [COUNTS, condition.sql]
+        where += [COUNTED, condition.sql]
         values += condition.values
     elif condition.sql != "1":
-        where.append(f"(gid, evaluation) IN (SELECT gid, evaluation FROM samples WHERE {COUNTS} AND {condition.sql})")
+        where.append(f"(gid, evaluation) IN (SELECT gid, evaluation FROM samples WHERE {COUNTED} AND {condition.sql})")
         values += condition.values
     key = "n" if view == "samples" else "g"
     sql = f"SELECT {key} FROM {view} WHERE {' AND '.join(where) or '1'} ORDER BY {ordered}"
     return array("q", (row[0] for row in read.execute(sql, [*values, *more])))
 
 
-def tidy(row: dict[str, Any]) -> dict[str, Any]:
+def to_json_row(row: dict[str, Any]) -> dict[str, Any]:
     """Convert a row to strict JSON: parts as a dict, non-finite numbers as `None`."""
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -157,54 +157,54 @@ def tidy(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def samples(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, Any]]:
+def sample_rows(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, Any]]:
     """Return rows of samples by number, in this order."""
     rows_by_number: dict[int, dict[str, Any]] = {}
-    for start in range(0, len(ns), _IN_ONE):
-        part = ns[start : start + _IN_ONE]
+    for start in range(0, len(ns), _SQL_CHUNK):
+        part = ns[start : start + _SQL_CHUNK]
         marks = ",".join("?" * len(part))
-        for row in named(read.execute(f"SELECT n, {_COLUMNS} FROM samples WHERE n IN ({marks})", part)):
-            rows_by_number[row.pop("n")] = tidy(row)
+        for row in fetch_dicts(read.execute(f"SELECT n, {_COLUMNS} FROM samples WHERE n IN ({marks})", part)):
+            rows_by_number[row.pop("n")] = to_json_row(row)
     return [rows_by_number[n] for n in ns if n in rows_by_number]
 
 
-def groups(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, Any]]:
+def group_rows(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, Any]]:
     """Return rows of groups by number, in this order: {gid, step, ..., rewards, uids, flags}."""
     newest = newest_steps(read)
     bars = dict(read.execute("SELECT evaluation, bar FROM tops WHERE solves").fetchall())
     rows_by_number: dict[int, dict[str, Any]] = {}
-    for start in range(0, len(gs), _IN_ONE):
-        part = gs[start : start + _IN_ONE]
+    for start in range(0, len(gs), _SQL_CHUNK):
+        part = gs[start : start + _SQL_CHUNK]
         marks = ",".join("?" * len(part))
-        rows = named(read.execute(f"SELECT * FROM groups WHERE g IN ({marks})", part))
+        rows = fetch_dicts(read.execute(f"SELECT * FROM groups WHERE g IN ({marks})", part))
         places = {(row["gid"], row["evaluation"]): row for row in rows}
         for row in rows:
             row.update(rewards=[], uids=[], opening="")
         for gid, evaluation, uid, reward, opening in read.execute(
             "SELECT gid, evaluation, uid, reward, opening FROM samples "
-            f"WHERE gid IN (SELECT gid FROM groups WHERE g IN ({marks})) AND {COUNTS} "
+            f"WHERE gid IN (SELECT gid FROM groups WHERE g IN ({marks})) AND {COUNTED} "
             "ORDER BY reward IS NULL, reward DESC, run, turn, n",
             part,
         ):
-            mine = places.get((gid, evaluation))
-            if mine is not None:
-                mine["rewards"].append(reward if reward is None or math.isfinite(reward) else None)
-                mine["uids"].append(uid)
-                mine["opening"] = mine["opening"] or opening
+            group = places.get((gid, evaluation))
+            if group is not None:
+                group["rewards"].append(reward if reward is None or math.isfinite(reward) else None)
+                group["uids"].append(uid)
+                group["opening"] = group["opening"] or opening
         for row in rows:
-            rows_by_number[row["g"]] = _group(row, newest.get(row["evaluation"]), bars.get(row["evaluation"]))
+            rows_by_number[row["g"]] = _group_row(row, newest.get(row["evaluation"]), bars.get(row["evaluation"]))
     return [rows_by_number[g] for g in gs if g in rows_by_number]
 
 
-_SHOWN_OF_GROUP = (
+_GROUP_COLUMNS = (
     *("gid", "step", "task", "prompt", "opening", "evaluation", "images", "n", "expected", "rewards", "uids", "mean"),
     *("std", "length", "entropy", "kl_max", "mismatch_max"),
 )
 
 
-def _group(row: dict[str, Any], newest: int | None, bar: float | None) -> dict[str, Any]:
-    scored = bar is not None and row["high"] is not None
-    most, least = (scored and row[name] >= bar for name in ("high", "low"))
+def _group_row(row: dict[str, Any], newest: int | None, solved_from: float | None) -> dict[str, Any]:
+    scored = solved_from is not None and row["high"] is not None
+    some_solved, all_solved = (scored and row[name] >= solved_from for name in ("high", "low"))
     flags = {
         "zero-variance": row["zero_variance"],
         "truncated": row["truncated"],
@@ -212,28 +212,28 @@ def _group(row: dict[str, Any], newest: int | None, bar: float | None) -> dict[s
         "duplicates": row["duplicates"],
         "incomplete": row["expected"] and newest is not None and row["runs"] < row["expected"] and row["step"] < newest,
         "nan": row["nans"],
-        "mismatch": row["mismatch_max"] is not None and row["mismatch_max"] >= MISMATCH,
+        "mismatch": row["mismatch_max"] is not None and row["mismatch_max"] >= FLAGGED_MISMATCH,
         "stale": row["stale"],
-        "none-solved": scored and not most,
-        "some-solved": most and not least,
-        "all-solved": least,
+        "none-solved": scored and not some_solved,
+        "some-solved": some_solved and not all_solved,
+        "all-solved": all_solved,
     }
-    shown = tidy({name: row[name] for name in _SHOWN_OF_GROUP})
+    shown = to_json_row({name: row[name] for name in _GROUP_COLUMNS})
     return {**shown, "flags": [name for name, true in flags.items() if true]}
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
 
-SCATTER = 2000
+MAX_SCATTER_POINTS = 2000
 """Maximum number of points of a scatter plot."""
-COMPARED = {"reward": "reward", "length": "response_tokens", "entropy": "entropy", "advantage": "advantage"}
+STEP_COLUMNS = {"reward": "reward", "length": "response_tokens", "entropy": "entropy", "advantage": "advantage"}
 """Metrics of a step page, and their columns."""
 LIVE_SECONDS = 300.0
 """Seconds after the last change for which a run counts as live."""
-_PATIENCE = 1.0
-_LOOK_SECONDS = 3.0
-_MOST_OF_A_PROMPT = 20_000
-_MOST_COMPARED = 16
+_SUMMARY_SECONDS = 1.0
+_FINDINGS_SECONDS = 3.0
+_MAX_PROMPT_ROWS = 20_000
+_MAX_COMPARISONS = 16
 
 
 class Answers:
@@ -263,22 +263,22 @@ class Answers:
         self.index = index
         self.searching = Search(source, index)
         self._snapshots = Snapshots(index)
-        self._looked: dict[bool, tuple[int, float, list[dict[str, Any]]]] = {}
-        self._looking = threading.Lock()
-        self._compared: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
-        self._comparing = threading.Lock()
-        self._known_numbers: tuple[int, list[str], list[str]] = (-1, [], [])
+        self._findings: dict[bool, tuple[int, float, list[dict[str, Any]]]] = {}
+        self._findings_lock = threading.Lock()
+        self._comparisons: dict[tuple[int, tuple[int, int], tuple[int, int]], dict[str, Any]] = {}
+        self._comparison_lock = threading.Lock()
+        self._number_names: tuple[int, list[str], list[str]] = (-1, [], [])
 
-    # --- the whole ----------------------------------------------------------------------------------------------
+    # --- the run ------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Return the summary of the run and the available features, for `/api/run`."""
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         cursor = self.index.cursor
         with self.index.reading() as read:
-            total, evaluation, measured = _counts(read)
+            total, evaluation, measured = _count_records(read)
             unread = read.execute("SELECT COUNT(*) FROM samples WHERE searchable = 0").fetchone()[0]
-            groups = read.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
+            group_count = read.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
             spans = dict.fromkeys((0, 1), (None, None, 0))
             for flag, *span in read.execute(
                 "SELECT evaluation, MIN(step), MAX(step), COUNT(*) FROM steps WHERE n > 0 GROUP BY evaluation"
@@ -289,7 +289,7 @@ class Answers:
                 "FROM steps"
             ).fetchone()
             rewards = read.execute("SELECT MIN(low), MAX(top) FROM tops").fetchone()
-            parts, metrics = self._numbers(read)
+            parts, metrics = self._update_number_names(read)
         first, last, count = spans[0] if spans[0][2] else spans[1]
         tokenized = self.index.fact("tokenized", [])
         book = self.source.kind == "book"
@@ -302,11 +302,11 @@ class Answers:
             "idle": idle,
             "records": total,
             "evaluation": evaluation,
-            "groups": groups,
+            "groups": group_count,
             "steps": {"first": first, "last": last, "count": count},
             "tokenized": tokenized[0] if len(tokenized) == 1 else "mixed" if tokenized else "exact",
             "lenses": self._lenses(versions),
-            "columns": filters.described(parts, metrics),
+            "columns": filters.describe_columns(parts, metrics),
             "parts": parts,
             "metrics": metrics,
             "rewards": None if None in rewards else list(rewards),
@@ -323,18 +323,18 @@ class Answers:
             "version": __version__,
         }
 
-    def _numbers(self, read: sqlite3.Connection) -> tuple[list[str], list[str]]:
+    def _update_number_names(self, read: sqlite3.Connection) -> tuple[list[str], list[str]]:
         """Return the names of reward parts and of other numbers; recomputed when the index changes."""
         cursor = self.index.cursor
-        if self._known_numbers[0] != cursor:
+        if self._number_names[0] != cursor:
             rows = read.execute(
                 "SELECT key FROM steps, json_each(steps.summary, '$.parts') "
                 "GROUP BY key ORDER BY MIN(steps.step), MIN(id)"
             )
             names = [row[0] for row in rows]
             parts = set(reward_parts(self.index))
-            self._known_numbers = (cursor, [n for n in names if n in parts], [n for n in names if n not in parts])
-        return self._known_numbers[1:]
+            self._number_names = (cursor, [n for n in names if n in parts], [n for n in names if n not in parts])
+        return self._number_names[1:]
 
     def _lenses(self, versions: tuple[Any, Any]) -> list[dict[str, Any]]:
         scales = self.index.fact("scales", {})
@@ -355,10 +355,10 @@ class Answers:
 
     def change(self, since: int) -> dict[str, Any]:
         """Return the event for listening pages: {cursor, records, measured, steps changed since}."""
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         cursor = self.index.cursor
         with self.index.reading() as read:
-            records, _, measured = _counts(read)
+            records, _, measured = _count_records(read)
             steps = [
                 row[0]
                 for row in read.execute("SELECT DISTINCT step FROM steps WHERE cursor > ? ORDER BY step", (since,))
@@ -370,7 +370,7 @@ class Answers:
     def steps(self, since: int = 0, evaluation: bool = False) -> dict[str, Any]:
         """Return the summaries of steps that changed after a cursor, oldest step first."""
         check_int("since", since)
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         cursor = self.index.cursor
         rows = self.index.query(
             "SELECT summary FROM steps WHERE evaluation = ? AND cursor > ? ORDER BY step", (int(evaluation), since)
@@ -380,7 +380,7 @@ class Answers:
     def step(self, step: int, evaluation: bool = False) -> dict[str, Any]:
         """Return a step: its summary, the previous summary, their distance, and the data of its charts."""
         check_int("step", step)
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         flag = int(evaluation)
         with self.index.reading() as read:
             before, after = (
@@ -394,15 +394,16 @@ class Answers:
             summary = _summary(read, step, flag)
             earlier = None if before is None else _summary(read, before[0], flag)
             now, then = (
-                _values(read, number, flag) if number is not None else {} for number in (step, before and before[0])
+                _step_values(read, number, flag) if number is not None else {}
+                for number in (step, before and before[0])
             )
             rows = read.execute(
                 "SELECT response_tokens, reward, status, n, uid FROM samples "
-                f"WHERE step = ? AND evaluation = ? AND {COUNTS} ORDER BY n",
+                f"WHERE step = ? AND evaluation = ? AND {COUNTED} ORDER BY n",
                 (step, flag),
             ).fetchall()
-        if len(rows) > SCATTER:
-            chosen = np.random.default_rng(step).choice(len(rows), SCATTER, replace=False)
+        if len(rows) > MAX_SCATTER_POINTS:
+            chosen = np.random.default_rng(step).choice(len(rows), MAX_SCATTER_POINTS, replace=False)
             rows = [rows[i] for i in sorted(chosen.tolist())]
         return {
             "step": step,
@@ -411,7 +412,7 @@ class Answers:
             "summary": summary,
             "before": earlier,
             "versus": {
-                name: _versus(then[name], now[name])
+                name: _compare_steps(then[name], now[name])
                 for name in ("reward", "length", "entropy")
                 if then and len(then[name][0])
                 if len(now[name][0])
@@ -443,9 +444,9 @@ class Answers:
         it, whatever was added since. With `step`, only training samples are listed unless `evaluation` is set; without
         it, all.
         """
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         with self.index.reading() as read:
-            parts, metrics = self._numbers(read)
+            parts, metrics = self._update_number_names(read)
         if filter and filters.parse(filter, [*parts, *metrics]).texts:
             self.searching.finish()
         return self._snapshots.page(
@@ -464,22 +465,22 @@ class Answers:
 
     def group(self, gid: str) -> dict[str, Any]:
         """Return a group: its samples, best reward first, adjacent groups, and its prompt at other steps."""
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         with self.index.reading() as read:
-            number, evaluation = _find(
+            number, evaluation = _find_row(
                 read, "group", gid, "SELECT g, evaluation FROM groups WHERE gid = ? ORDER BY evaluation"
             )
-            (summary,) = groups(read, [number])
+            (summary,) = group_rows(read, [number])
             ns = [
                 row[0]
                 for row in read.execute(
-                    f"SELECT n FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} "
+                    f"SELECT n FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTED} "
                     "ORDER BY reward IS NULL, reward DESC, run, turn, n",
                     (gid, evaluation),
                 )
             ]
-            rows = samples(read, ns)
-            previous, following = _beside(read, number)
+            rows = sample_rows(read, ns)
+            previous, following = _adjacent_groups(read, number)
             timeline = [
                 {"step": row[0], "gid": row[1], "n": row[2], "mean": json_safe(row[3])}
                 for row in read.execute(
@@ -489,7 +490,7 @@ class Answers:
             ]
         if not summary["prompt"]:  # not measured yet
             timeline = [{"step": summary["step"], "gid": gid, "n": summary["n"], "mean": summary["mean"]}]
-        label, reference = self._expected(rows)
+        label, reference = self._find_reference(rows)
         return {
             **{name: summary[name] for name in ("gid", "step", "task", "prompt", "opening", "n", "expected", "flags")},
             **{name: summary[name] for name in ("mean", "std")},
@@ -502,7 +503,7 @@ class Answers:
             "rows": rows,
         }
 
-    def _expected(self, rows: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+    def _find_reference(self, rows: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         """Return the label and reference answer that the samples of a group share."""
         for row in rows:
             if row["removed_reason"] is None:
@@ -515,27 +516,27 @@ class Answers:
 
     def neighbors(self, uid: str) -> dict[str, Any]:
         """Return the row of a sample and the adjacent samples in its group, its step and its prompt."""
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         with self.index.reading() as read:
-            n, gid, evaluation, step, prompt = _find(
+            n, gid, evaluation, step, prompt = _find_row(
                 read, "uid", uid, "SELECT n, gid, evaluation, step, prompt FROM samples WHERE uid = ?"
             )
-            members = [row[0] for row in read.execute(_MEMBERS, (gid, evaluation))]
+            members = [row[0] for row in read.execute(_GROUP_UIDS, (gid, evaluation))]
             at = members.index(uid) if uid in members else None
             group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
-            beside = (None, None) if group is None else _beside(read, group[0])
+            beside = (None, None) if group is None else _adjacent_groups(read, group[0])
             firsts = [
-                None if neighbor is None else read.execute(_MEMBERS, (neighbor[1], evaluation)).fetchone()
+                None if neighbor is None else read.execute(_GROUP_UIDS, (neighbor[1], evaluation)).fetchone()
                 for neighbor in beside
             ]
             steps = [
                 row[0]
                 for row in read.execute(
-                    f"SELECT DISTINCT step FROM samples WHERE prompt = ? AND prompt <> '' AND {COUNTS} ORDER BY step",
+                    f"SELECT DISTINCT step FROM samples WHERE prompt = ? AND prompt <> '' AND {COUNTED} ORDER BY step",
                     (prompt,),
                 )
             ]
-            (row,) = samples(read, [n])
+            (row,) = sample_rows(read, [n])
         return {
             "row": row,
             "gid": gid,
@@ -551,12 +552,12 @@ class Answers:
         """Return all samples of a prompt, by step."""
         with self.index.reading() as read:
             rows = [
-                tidy(row)
-                for row in named(
+                to_json_row(row)
+                for row in fetch_dicts(
                     read.execute(
                         "SELECT step, gid, uid, reward, response_tokens AS length, status, version_max, evaluation, "
-                        f"opening FROM samples WHERE prompt = ? AND {COUNTS} ORDER BY step, n LIMIT ?",
-                        (prompt, _MOST_OF_A_PROMPT),
+                        f"opening FROM samples WHERE prompt = ? AND {COUNTED} ORDER BY step, n LIMIT ?",
+                        (prompt, _MAX_PROMPT_ROWS),
                     )
                 )
             ]
@@ -565,41 +566,41 @@ class Answers:
         openings = [row.pop("opening") for row in rows]
         return {"prompt": prompt, "opening": next(filter(None, openings), ""), "rows": rows}
 
-    # --- what others work out -----------------------------------------------------------------------------------
+    # --- search, comparison, findings ----------------------------------------------------------------------------
 
     def search(self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None) -> dict[str, Any]:
         """Search texts; see `Search.search`."""
-        return json_answer(self.searching.search(q, mode, limit, step))
+        return to_json_answer(self.searching.search(q, mode, limit, step))
 
     def compare(self, a: tuple[int, int], b: tuple[int, int]) -> dict[str, Any]:
         """Compare two step ranges; see `rollbook.inspect.comparison`."""
         from rollbook.inspect.comparison import Side, compare
 
-        self.index.settle(_PATIENCE)
+        self.index.update_summaries(_SUMMARY_SECONDS)
         # Phrases of many texts take a second, so the result is cached until the run changes.
         key = (self.index.cursor, a, b)
-        with self._comparing:
-            comparison = self._compared.get(key)
+        with self._comparison_lock:
+            comparison = self._comparisons.get(key)
             if comparison is None:
                 comparison = compare(Side(self.source, self.index, *a), Side(self.source, self.index, *b))
-                while len(self._compared) >= _MOST_COMPARED:
-                    del self._compared[next(iter(self._compared))]
-                self._compared[key] = comparison
+                while len(self._comparisons) >= _MAX_COMPARISONS:
+                    del self._comparisons[next(iter(self._comparisons))]
+                self._comparisons[key] = comparison
         return comparison
 
-    def look(self, evaluation: bool = False) -> dict[str, Any]:
+    def findings(self, evaluation: bool = False) -> dict[str, Any]:
         """Return the doctor's findings and near misses; recomputed at intervals when the run changes."""
         from rollbook.inspect.doctor import examine, triage
 
-        with self._looking:
+        with self._findings_lock:
             cursor, now = self.index.cursor, time.monotonic()
-            cached = self._looked.get(evaluation)
+            cached = self._findings.get(evaluation)
             if cached is None or (cached[0] != cursor and now > cached[1]):
                 findings = examine(self.index, evaluation=True).findings if evaluation else triage(self.index)
                 items = [{"id": entry["check"], **entry} for entry in (finding.as_dict() for finding in findings)]
                 # It takes seconds on a large run, so it is recomputed at intervals.
-                after = time.monotonic() + max(_LOOK_SECONDS, 10 * (time.monotonic() - now))
-                cached = self._looked[evaluation] = (cursor, after, json_safe(items))
+                after = time.monotonic() + max(_FINDINGS_SECONDS, 10 * (time.monotonic() - now))
+                cached = self._findings[evaluation] = (cursor, after, json_safe(items))
             return {"items": cached[2]}
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
@@ -613,7 +614,7 @@ class Answers:
         from rollbook.inspect.sources import BookSource
 
         rows = self.source.metrics() if isinstance(self.source, BookSource) else []
-        steps = [[step, reports.json_number(numbers)] for step, numbers in rows if step >= since]
+        steps = [[step, reports.encode_metrics(numbers)] for step, numbers in rows if step >= since]
         return {"cursor": cursor, "count": len(rows), "steps": steps}
 
     def close(self) -> None:
@@ -621,7 +622,7 @@ class Answers:
         self.searching.close()
 
 
-def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
+def _count_records(read: sqlite3.Connection) -> tuple[int, int, int]:
     """Return the number of records, of evaluation records among them, and of measured ones."""
     totals = dict(read.execute("SELECT evaluation, SUM(n) FROM steps GROUP BY evaluation").fetchall())
     waiting = read.execute("SELECT COUNT(*) FROM samples WHERE measured = 0").fetchone()[0]
@@ -629,16 +630,16 @@ def _counts(read: sqlite3.Connection) -> tuple[int, int, int]:
     return total, totals.get(1, 0), max(0, total - waiting)
 
 
-_MEMBERS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTS} ORDER BY run, turn, n"
+_GROUP_UIDS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTED} ORDER BY run, turn, n"
 
 
-def json_answer(answer: dict[str, Any]) -> dict[str, Any]:
+def to_json_answer(answer: dict[str, Any]) -> dict[str, Any]:
     """Convert an answer with texts from records to strict JSON."""
     safe: dict[str, Any] = json_safe(answer)
     return safe
 
 
-def _find(read: sqlite3.Connection, name: str, key: str, sql: str) -> tuple[Any, ...]:
+def _find_row(read: sqlite3.Connection, name: str, key: str, sql: str) -> tuple[Any, ...]:
     """Return the first row for a key, or raise `KeyError`."""
     row: tuple[Any, ...] | None = read.execute(sql, (key,)).fetchone()
     if row is None:
@@ -646,7 +647,7 @@ def _find(read: sqlite3.Connection, name: str, key: str, sql: str) -> tuple[Any,
     return row
 
 
-def _beside(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
+def _adjacent_groups(read: sqlite3.Connection, g: int) -> tuple[Any, ...]:
     """Return the groups (number, gid) before and after a group in its step."""
     return tuple(
         read.execute(
@@ -671,22 +672,22 @@ _Grouped = tuple[NDArray[np.float64], NDArray[Any]]
 """Values [N], and the groups [N] of their samples."""
 
 
-def _values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _Grouped]:
+def _step_values(read: sqlite3.Connection, step: int, evaluation: int) -> dict[str, _Grouped]:
     """Return the finite numbers of each metric in a step."""
     rows = read.execute(
-        f"SELECT gid, {', '.join(COMPARED.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTS} "
+        f"SELECT gid, {', '.join(STEP_COLUMNS.values())} FROM samples WHERE step = ? AND evaluation = ? AND {COUNTED} "
         "AND (removed_reason IS NULL OR length > 0)",
         (step, evaluation),
     ).fetchall()
-    groups = np.array([row[0] for row in rows])
-    table = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), len(COMPARED))
+    gids = np.array([row[0] for row in rows])
+    table = np.array([row[1:] for row in rows], dtype=np.float64).reshape(len(rows), len(STEP_COLUMNS))
     return {
-        name: (column[np.isfinite(column)], groups[np.isfinite(column)])
-        for name, column in zip(COMPARED, table.T, strict=True)
+        name: (column[np.isfinite(column)], gids[np.isfinite(column)])
+        for name, column in zip(STEP_COLUMNS, table.T, strict=True)
     }
 
 
-def _versus(then: _Grouped, now: _Grouped) -> dict[str, Any]:
+def _compare_steps(then: _Grouped, now: _Grouped) -> dict[str, Any]:
     distance, chance = group_test(group_means(*then), group_means(*now))
     difference: dict[str, Any] = json_safe(
         {"ks": distance, "p": chance, "shift": float(now[0].mean() - then[0].mean())}

@@ -36,13 +36,14 @@ from rollbook.core.addresses import redacted
 from rollbook.core.files import private_opener
 from rollbook.inspect import html_export
 from rollbook.inspect.images import image_type
-from rollbook.inspect.serialization import as_json, encode, text
-from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, as_csv
+from rollbook.inspect.serialization import as_json, encode, replace_surrogates
+from rollbook.inspect.workers import QueryTimeoutError, ServerBusyError, Workers, format_csv
 
 if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.records import TokenizerLike
     from rollbook.inspect.sources import Source, Watcher
+    from rollbook.inspect.trajectory import Json
 
 
 PAGE_POLICY = (
@@ -50,7 +51,7 @@ PAGE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 MEDIA_POLICY = "default-src 'none'; frame-ancestors 'none'; sandbox"
-_ALWAYS = (
+_COMMON_HEADERS = (
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
@@ -89,46 +90,46 @@ class Response:
     body: bytes | Stream
 
 
-def respond(
+def create_response(
     status: int, body: bytes | Stream, kind: str, *more: tuple[str, str], policy: str = PAGE_POLICY
 ) -> Response:
     """Create a response with the common headers; not cached unless `more` sets Cache-Control."""
-    headers = [("Content-Type", kind), ("Content-Security-Policy", policy), *_ALWAYS, *more]
+    headers = [("Content-Type", kind), ("Content-Security-Policy", policy), *_COMMON_HEADERS, *more]
     if not any(name == "Cache-Control" for name, _ in more):
         headers.append(("Cache-Control", "no-store"))
     return Response(status, headers, body)
 
 
-def failure(status: int, error: str) -> Response:
+def error_response(status: int, error: str) -> Response:
     """Create an error response: {"error": "one sentence"}."""
-    return respond(status, orjson.dumps({"error": text(error)}), "application/json")
+    return create_response(status, orjson.dumps({"error": replace_surrogates(error)}), "application/json")
 
 
 # --- parameters --------------------------------------------------------------------------------------------------
 
 
-def whole(name: str, text: str) -> int:
+def parse_int(name: str, text: str) -> int:
     """Parse an integer."""
     if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
-        raise ValueError(f"{name}: got {text[:40]!r}, expected a whole number")
+        raise ValueError(f"{name}: got {text[:40]!r}, expected an integer")
     return int(text)
 
 
-def flag(name: str, text: str) -> bool:
+def parse_flag(name: str, text: str) -> bool:
     """Parse 0 or 1."""
     if text not in ("0", "1"):
         raise ValueError(f"{name}: got {text[:40]!r}, expected 0 or 1")
     return text == "1"
 
 
-def word(name: str, text: str) -> str:
+def parse_text(name: str, text: str) -> str:
     """Parse a text of limited length."""
     if len(text) > 4096:
         raise ValueError(f"{name}: got {len(text)} characters, expected at most 4096")
     return text
 
 
-def step_range(name: str, text: str) -> tuple[int, int]:
+def parse_step_range(name: str, text: str) -> tuple[int, int]:
     """Parse FIRST-LAST, or a single step."""
     match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     if match is None:
@@ -139,21 +140,21 @@ def step_range(name: str, text: str) -> tuple[int, int]:
 Reader = Callable[[str, str], Any]
 
 
-def arguments(
+def parse_parameters(
     query: list[tuple[str, str]], readers: Mapping[str, Reader], needed: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Parse the parameters of a request; unknown, repeated and missing ones raise `ValueError`.
 
-    >>> arguments([("step", "137"), ("evaluation", "0")], {"step": whole, "evaluation": flag})
+    >>> parse_parameters([("step", "137"), ("evaluation", "0")], {"step": parse_int, "evaluation": parse_flag})
     {'step': 137, 'evaluation': False}
     """
     parsed: dict[str, Any] = {}
     for name, value in query:
         if name not in readers:
             expected = ", ".join(readers) or "none"
-            raise ValueError(f"parameter {name[:40]!r} is not known here; expected {expected}")
+            raise ValueError(f"unknown parameter {name[:40]!r}, expected {expected}")
         if name in parsed:
-            raise ValueError(f"parameter {name} stands twice")
+            raise ValueError(f"parameter {name} is given twice")
         if value:
             parsed[name] = readers[name](name, value)
     for name in needed:
@@ -162,23 +163,23 @@ def arguments(
     return parsed
 
 
-def attachment(name: str) -> tuple[str, str]:
+def attachment_header(name: str) -> tuple[str, str]:
     """Return the header for a download under this name."""
     return "Content-Disposition", f'attachment; filename="{name}"'
 
 
-def fields(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
+def parse_body(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of a posted JSON object, checked by name and type."""
     try:
         body = orjson.loads(request.body)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ValueError("the body is expected to be a JSON object")
+        raise ValueError("the body must be a JSON object")
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
         if name not in allowed:
-            raise ValueError(f"field {name[:40]!r} is not known here; expected {', '.join(allowed)}")
+            raise ValueError(f"unknown field {name[:40]!r}, expected {', '.join(allowed)}")
         kinds = allowed[name] if isinstance(allowed[name], tuple) else (allowed[name],)
         if type(value) not in kinds:
             expected = " or ".join(kind.__name__ for kind in kinds)
@@ -191,7 +192,7 @@ def fields(request: Request, allowed: Mapping[str, Any], needed: tuple[str, ...]
 
 # --- access ----------------------------------------------------------------------------------------------------------
 
-HEADER = "x-rollbook"
+POST_HEADER = "x-rollbook"
 """A header that forms and images of other sites cannot send, nor their scripts without CORS."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _AUTHORITY = re.compile(r"(?P<name>[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?|\[[0-9a-f:.]+\])(?::(?P<port>\d{1,5}))?")
@@ -206,19 +207,19 @@ class Refusal:
     error: str
 
 
-def new_token() -> str:
+def create_token() -> str:
     """Return 128 random bits as URL-safe text.
 
-    >>> len(new_token()), new_token() == new_token()
+    >>> len(create_token()), create_token() == create_token()
     (22, False)
     """
     return secrets.token_urlsafe(16)
 
 
-def checked_token(token: str) -> str:
+def check_token(token: str) -> str:
     """Validate a token chosen by the user.
 
-    >>> checked_token("secret")  # doctest: +ELLIPSIS
+    >>> check_token("secret")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     ValueError: token: got 6 characters, expected 16 to 256 letters, digits, '-' and '_' ...
@@ -226,17 +227,17 @@ def checked_token(token: str) -> str:
     if not isinstance(token, str) or _TOKEN.fullmatch(token) is None:
         raise ValueError(
             f"token: got {len(token)} characters, expected 16 to 256 letters, digits, '-' and '_' "
-            "(python -c 'import secrets; print(secrets.token_urlsafe(16))' makes one)"
+            "(create one: python -c 'import secrets; print(secrets.token_urlsafe(16))')"
         )
     return token
 
 
-def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset[str]:
+def accepted_hosts(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset[str]:
     """Return the accepted Host headers: loopback names, the bound name and trusted names, each with its port.
 
     A trusted name without a port is accepted as it is (a proxy at the default port) and with `port`.
 
-    >>> sorted(authorities(8420, "127.0.0.1", ["viewer.example", "localhost:9000"]))
+    >>> sorted(accepted_hosts(8420, "127.0.0.1", ["viewer.example", "localhost:9000"]))
     ['127.0.0.1:8420', '[::1]:8420', 'localhost:8420', 'localhost:9000', 'viewer.example', 'viewer.example:8420']
     """
     names = {*LOOPBACK, f"[{bound}]" if ":" in bound else bound.lower()} - {""}
@@ -255,7 +256,7 @@ def authorities(port: int, bound: str, trusted: Iterable[str] = ()) -> frozenset
 class Guard:
     """Access rules of a viewer; `token` is `None` if the user disabled it.
 
-    >>> guard = Guard(authorities(8420, "127.0.0.1"), "a-token-of-16-or-more")
+    >>> guard = Guard(accepted_hosts(8420, "127.0.0.1"), "a-token-of-16-or-more")
     >>> guard.check(Request("GET", "/", headers=[("host", "evil.example:8420")])).status
     421
     >>> guard.check(Request("GET", "/", headers=[("host", "localhost:8420")]))
@@ -305,9 +306,7 @@ class Guard:
         if host in self.hosts or (self.wildcard and request.local and host == request.local and _is_address(host)):
             return None
         shown = host if _AUTHORITY.fullmatch(host) else "this host"
-        return Refusal(
-            421, f"{shown} is not a name of this viewer; start it with --trusted-host {shown} if it should be"
-        )
+        return Refusal(421, f"unknown host {shown}; start the viewer with --trusted-host {shown} to accept it")
 
     def _origin(self, request: Request) -> Refusal | None:
         origins = request.all("origin")
@@ -317,7 +316,7 @@ class Guard:
         return Refusal(403, "the request comes from a page of another origin")
 
     def _site(self, request: Request) -> Refusal | None:
-        if not _guarded(request.path):
+        if not _is_api(request.path):
             return None
         sites = request.all("sec-fetch-site")
         if not sites or (len(sites) == 1 and sites[0].lower() in ("same-origin", "none")):
@@ -329,31 +328,31 @@ class Guard:
             return None
         kinds = request.all("content-type")
         if len(kinds) != 1 or kinds[0].partition(";")[0].strip().lower() != "application/json":
-            return Refusal(415, "a POST is expected to have the content type application/json")
-        if request.all(HEADER) != ["1"]:
-            return Refusal(403, "a POST is expected to have the header X-Rollbook: 1")
+            return Refusal(415, "a POST requires the content type application/json")
+        if request.all(POST_HEADER) != ["1"]:
+            return Refusal(403, "a POST requires the header X-Rollbook: 1")
         return None
 
     def _credentials(self, request: Request) -> Refusal | None:
-        if self.token is None or not _guarded(request.path):
+        if self.token is None or not _is_api(request.path):
             return None
         for value in request.all("authorization"):
             kind, _, secret = value.partition(" ")
-            if kind.lower() == "bearer" and _same(secret.strip(), self.token):
+            if kind.lower() == "bearer" and _secrets_equal(secret.strip(), self.token):
                 return None
         name, expected = self.cookie_name(request), self._session_value()
         # A page of another port may have set a cookie of the same name for another path: any match counts.
         cookies = [part.strip().partition("=") for line in request.all("cookie") for part in line.split(";")]
-        if any(key == name and _same(secret, expected) for key, _, secret in cookies):
+        if any(key == name and _secrets_equal(secret, expected) for key, _, secret in cookies):
             return None
-        return Refusal(401, "open the address that the server printed, with its #token=; this one is not known here")
+        return Refusal(401, "missing or wrong token; open the URL that the server printed, with its #token=")
 
 
-def _guarded(path: str) -> bool:
+def _is_api(path: str) -> bool:
     return path == "/api" or path.startswith("/api/")
 
 
-def _same(secret: str, expected: str) -> bool:
+def _secrets_equal(secret: str, expected: str) -> bool:
     return hmac.compare_digest(secret.encode("utf-8", "replace"), expected.encode())
 
 
@@ -368,8 +367,8 @@ def _is_address(host: str) -> bool:
 
 # --- annotations ----------------------------------------------------------------------------------------------------
 
-LONGEST_NOTE = 10_000
-_LONGEST_LINE = 1 << 20
+MAX_NOTE_LENGTH = 10_000
+_MAX_LINE_LENGTH = 1 << 20
 
 
 class Annotations:
@@ -386,26 +385,26 @@ class Annotations:
         place = Path(path)
         if not place.exists():
             raise ValueError(
-                f"annotate: {redacted(path)} is no file or folder here, so there is no place for notes beside it"
+                f"annotate: {redacted(path)} is not a local file or folder, so notes cannot be saved next to it"
             )
         self.path = (
             place / "annotations.jsonl" if place.is_dir() else place.with_name(place.name + ".annotations.jsonl")
         )
         if os.path.lexists(self.path) and not stat.S_ISREG(os.lstat(self.path).st_mode):
-            raise ValueError(f"annotate: {self.path} is a link, which could lead anywhere, or no file")
+            raise ValueError(f"annotate: {self.path} is a link or not a regular file")
         self._lock = threading.Lock()
-        self._kept: dict[str, dict[str, Any]] = {}
+        self._annotations: dict[str, dict[str, Any]] = {}
         if self.path.exists():
-            with open(self.path, "rb", opener=_private) as file:
-                for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
-                    self._read(line)
+            with open(self.path, "rb", opener=_open_private) as file:
+                for line in iter(lambda: file.readline(_MAX_LINE_LENGTH), b""):
+                    self._read_line(line)
 
-    def _read(self, line: bytes) -> None:
+    def _read_line(self, line: bytes) -> None:
         # The file is as untrusted as the run.
         try:
             entry = json.loads(line)
-            uid, note = str(entry["uid"]), str(entry["note"])[:LONGEST_NOTE]
-            self._kept[uid] = {"star": bool(entry["star"]), "note": note, "time": float(entry["time"])}
+            uid, note = str(entry["uid"]), str(entry["note"])[:MAX_NOTE_LENGTH]
+            self._annotations[uid] = {"star": bool(entry["star"]), "note": note, "time": float(entry["time"])}
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return
 
@@ -413,15 +412,17 @@ class Annotations:
         """Return {uid: {"star", "note", "time"}} of annotated samples."""
         with self._lock:
             return {
-                uid: annotation for uid, annotation in self._kept.items() if annotation["star"] or annotation["note"]
+                uid: annotation
+                for uid, annotation in self._annotations.items()
+                if annotation["star"] or annotation["note"]
             }
 
     def set(self, uid: str, *, star: bool | None = None, note: str | None = None) -> dict[str, Any]:
         """Set or remove a star or a note (an empty note removes it), and return the new state."""
-        if note is not None and len(note) > LONGEST_NOTE:
-            raise ValueError(f"note: got {len(note)} characters, expected at most {LONGEST_NOTE}")
+        if note is not None and len(note) > MAX_NOTE_LENGTH:
+            raise ValueError(f"note: got {len(note)} characters, expected at most {MAX_NOTE_LENGTH}")
         with self._lock:
-            before = self._kept.get(uid, {"star": False, "note": ""})
+            before = self._annotations.get(uid, {"star": False, "note": ""})
             annotation = {
                 "star": before["star"] if star is None else star,
                 "note": before["note"] if note is None else note,
@@ -429,29 +430,29 @@ class Annotations:
             }
             line = json.dumps({"uid": uid, **annotation}).encode()
             # A newline on both sides keeps a line truncated by a crash separate.
-            with open(self.path, "ab", opener=_private) as file:
+            with open(self.path, "ab", opener=_open_private) as file:
                 file.write(b"\n" + line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self._kept[uid] = annotation
+            self._annotations[uid] = annotation
             return annotation
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return private_opener(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
 MAX_BODY = 1 << 20
-MOST_UIDS = 64
-_STREAMS = 24
-_OVERDUE = 8
-_SECONDS = 30.0
-_HEARTBEAT = 15.0
-_LOOK = 0.5
+MAX_UIDS = 64
+_MAX_STREAMS = 24
+_MAX_OVERDUE = 8
+_REQUEST_SECONDS = 30.0
+_HEARTBEAT_SECONDS = 15.0
+_POLL_SECONDS = 0.5
 """Seconds between checks whether a client of an idle stream is still connected."""
-_GZIP_FROM = 4 << 10
+_GZIP_MIN_BYTES = 4 << 10
 
 
 @dataclass(frozen=True)
@@ -463,39 +464,43 @@ class _Route:
     answer: Callable[[Api, dict[str, Any]], Any]
 
 
-_UID = {"uid": word}
+_UID = {"uid": parse_text}
 ROUTES: dict[str, _Route] = {
     "/api/run": _Route({}, (), lambda api, query: api.run()),
-    "/api/steps": _Route({"since": whole, "evaluation": flag}, (), lambda api, query: api.answers.steps(**query)),
-    "/api/look": _Route({"evaluation": flag}, (), lambda api, query: api.answers.look(**query)),
-    "/api/metrics": _Route({"since": whole}, (), lambda api, query: api.answers.metrics(**query)),
-    "/api/step": _Route({"step": whole, "evaluation": flag}, ("step",), lambda api, query: api.answers.step(**query)),
+    "/api/steps": _Route(
+        {"since": parse_int, "evaluation": parse_flag}, (), lambda api, query: api.answers.steps(**query)
+    ),
+    "/api/findings": _Route({"evaluation": parse_flag}, (), lambda api, query: api.answers.findings(**query)),
+    "/api/metrics": _Route({"since": parse_int}, (), lambda api, query: api.answers.metrics(**query)),
+    "/api/step": _Route(
+        {"step": parse_int, "evaluation": parse_flag}, ("step",), lambda api, query: api.answers.step(**query)
+    ),
     "/api/list": _Route(
         {
-            "view": word,
-            "step": whole,
-            "gid": word,
-            "prompt": word,
-            "filter": word,
-            "sort": word,
-            "offset": whole,
-            "limit": whole,
-            "snapshot": word,
-            "evaluation": flag,
+            "view": parse_text,
+            "step": parse_int,
+            "gid": parse_text,
+            "prompt": parse_text,
+            "filter": parse_text,
+            "sort": parse_text,
+            "offset": parse_int,
+            "limit": parse_int,
+            "snapshot": parse_text,
+            "evaluation": parse_flag,
         },
         (),
         lambda api, query: api.answers.list(**query),
     ),
-    "/api/group": _Route({"gid": word}, ("gid",), lambda api, query: api.answers.group(**query)),
+    "/api/group": _Route({"gid": parse_text}, ("gid",), lambda api, query: api.answers.group(**query)),
     "/api/neighbors": _Route(_UID, ("uid",), lambda api, query: api.answers.neighbors(**query)),
     "/api/record": _Route(_UID, ("uid",), lambda api, query: api.source.record(query["uid"])),
     "/api/history": _Route(_UID, ("uid",), lambda api, query: api.history(query["uid"])),
-    "/api/prompt": _Route({"prompt": word}, ("prompt",), lambda api, query: api.answers.prompt(**query)),
+    "/api/prompt": _Route({"prompt": parse_text}, ("prompt",), lambda api, query: api.answers.prompt(**query)),
     "/api/compare": _Route(
-        {"a": step_range, "b": step_range}, ("a", "b"), lambda api, query: api.answers.compare(**query)
+        {"a": parse_step_range, "b": parse_step_range}, ("a", "b"), lambda api, query: api.answers.compare(**query)
     ),
     "/api/search": _Route(
-        {"q": word, "mode": word, "limit": whole, "step": whole},
+        {"q": parse_text, "mode": parse_text, "limit": parse_int, "step": parse_int},
         ("q",),
         lambda api, query: api.answers.search(**query),
     ),
@@ -529,7 +534,7 @@ class Api:
         *,
         workers: Workers,
         annotations: Annotations | None = None,
-        seconds: float = _SECONDS,
+        seconds: float = _REQUEST_SECONDS,
     ) -> None:
         self.source = source
         self.answers = answers
@@ -538,10 +543,10 @@ class Api:
         self.workers = workers
         self.annotations = annotations
         self.seconds = seconds
-        answers.searching.patience = seconds / 2
+        answers.searching.max_wait = seconds / 2
         self.closing = threading.Event()
-        self._streams = threading.BoundedSemaphore(_STREAMS)
-        self._overdue = threading.BoundedSemaphore(_OVERDUE)
+        self._streams = threading.BoundedSemaphore(_MAX_STREAMS)
+        self._overdue = threading.BoundedSemaphore(_MAX_OVERDUE)
 
     def close(self) -> None:
         """End streams, child processes and background work, close the source, and remove the index."""
@@ -552,14 +557,14 @@ class Api:
         self.source.close()
         self.answers.index.close()
 
-    # --- questions ----------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------
 
     def refuse(self, request: Request) -> Response | None:
         """Return the response to a client without access, or `None`. Servers call it before reading a body."""
         refusal = self.guard.check(request)
         if refusal is None:
             return None
-        return failure(refusal.status, refusal.error)
+        return error_response(refusal.status, refusal.error)
 
     def handle(self, request: Request) -> Response:
         """Return the response to a request."""
@@ -569,24 +574,24 @@ class Api:
         try:
             return self._route(request)
         except ServerBusyError as error:
-            return failure(429, str(error))
+            return error_response(429, str(error))
         except (QueryTimeoutError, TimeoutError) as error:
             # Not 408, after which browsers retry repeatedly.
-            return failure(504, str(error))
+            return error_response(504, str(error))
         except KeyError as error:
-            return failure(404, str(error.args[0]) if error.args else "there is no such thing here")
+            return error_response(404, str(error.args[0]) if error.args else "not found")
         except (ValueError, RecursionError) as error:
-            return failure(400, str(error) or "the question cannot be read")
+            return error_response(400, str(error) or "bad request")
         except sqlite3.OperationalError as error:
             if str(error) == "interrupted":
-                return failure(504, f"the question took longer than {self.seconds:g} seconds")
-            return self._internal()
+                return error_response(504, f"the request took longer than {self.seconds:g} seconds")
+            return self._internal_error()
         except Exception:
-            return self._internal()
+            return self._internal_error()
 
-    def _internal(self) -> Response:
+    def _internal_error(self) -> Response:
         self.report_error()
-        return failure(500, "an internal error; the server's terminal says more")
+        return error_response(500, "internal error; see the server's terminal")
 
     def report_error(self) -> None:
         """Print a traceback with control characters replaced, since it may contain text of records."""
@@ -597,14 +602,19 @@ class Api:
 
     def _route(self, request: Request) -> Response:
         path = request.path
-        if path in _POSTS:
+        if path in _POST_ROUTES:
             if request.method != "POST":
                 return self._wrong_method("POST")
-            return _POSTS[path](self, request)
+            return _POST_ROUTES[path](self, request)
         route = ROUTES.get(path)
-        file = self._file(path)
-        if route is None and file is None and path not in ("/api/frame", "/api/events") and not _MEDIA.fullmatch(path):
-            return failure(404, "there is nothing at this address")
+        file = self._static_file(path)
+        if (
+            route is None
+            and file is None
+            and path not in ("/api/frame", "/api/events")
+            and not _MEDIA_PATH.fullmatch(path)
+        ):
+            return error_response(404, "not found")
         if request.method not in ("GET", "HEAD"):
             return self._wrong_method("GET, HEAD")
         if file is not None:
@@ -615,19 +625,19 @@ class Api:
             return self._frame(request)
         if route is None:
             return self._media(request, path.rpartition("/")[2])
-        parameters = arguments(request.query, route.readers, route.needed)
-        answer = self._within(lambda: route.answer(self, parameters))
+        parameters = parse_parameters(request.query, route.readers, route.needed)
+        answer = self._run_with_limit(lambda: route.answer(self, parameters))
         return self._json(request, answer)
 
     def _wrong_method(self, allowed: str) -> Response:
-        wrong = failure(405, f"this address takes {allowed}")
+        wrong = error_response(405, f"method not allowed, expected {allowed}")
         wrong.headers.append(("Allow", allowed))
         return wrong
 
-    def _within(self, work: Callable[[], Any]) -> Any:
+    def _run_with_limit(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`, or raise if it is late. Late work continues in one of few threads."""
         if not self._overdue.acquire(blocking=False):
-            raise ServerBusyError("earlier questions are still being worked on; ask again in a while")
+            raise ServerBusyError("earlier requests are still running; try again later")
         self._overdue.release()
         answers: list[Any] = []
         late = threading.Event()
@@ -649,22 +659,22 @@ class Api:
             with lock:
                 if not done.is_set() and self._overdue.acquire(blocking=False):
                     late.set()
-            raise QueryTimeoutError(f"the question took longer than {self.seconds:g} seconds")
+            raise QueryTimeoutError(f"the request took longer than {self.seconds:g} seconds")
         value, error = answers[0]
         if error is not None:
             raise error
         return value
 
-    # --- kinds of answers ---------------------------------------------------------------------------------------
+    # --- responses ----------------------------------------------------------------------------------------------
 
-    def _json(self, request: Request, value: Any) -> Response:
-        body = as_json(value)
+    def _json(self, request: Request, answer: Json) -> Response:
+        body = as_json(answer)
         more = [("Vary", "Accept-Encoding")]
         accepted = ",".join(request.all("accept-encoding")).lower()
-        if len(body) >= _GZIP_FROM and re.search(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))", accepted):
+        if len(body) >= _GZIP_MIN_BYTES and re.search(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))", accepted):
             body = gzip.compress(body, 1, mtime=0)
             more.append(("Content-Encoding", "gzip"))
-        return respond(200, body, "application/json", *more)
+        return create_response(200, body, "application/json", *more)
 
     def _cached(
         self, request: Request, body: bytes, kind: str, tag: str, keep: str = "no-cache", policy: str = PAGE_POLICY
@@ -673,28 +683,28 @@ class Api:
         more = (("ETag", f'"{tag}"'), ("Cache-Control", keep))
         tags = {entry.strip().removeprefix("W/") for line in request.all("if-none-match") for entry in line.split(",")}
         if f'"{tag}"' in tags:
-            return respond(304, b"", kind, *more, policy=policy)
-        return respond(200, body, kind, *more, policy=policy)
+            return create_response(304, b"", kind, *more, policy=policy)
+        return create_response(200, body, kind, *more, policy=policy)
 
-    def _file(self, path: str) -> html_export.Asset | None:
+    def _static_file(self, path: str) -> html_export.Asset | None:
         if path == "/":
-            return html_export.manifest()["index.html"]
-        return html_export.manifest().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
+            return html_export.load_assets()["index.html"]
+        return html_export.load_assets().get(path.removeprefix("/static/")) if path.startswith("/static/") else None
 
     def _frame(self, request: Request) -> Response:
         uids = [value for name, value in request.query if name == "uid"]
-        if len(uids) != len(request.query) or not 1 <= len(uids) <= MOST_UIDS:
-            raise ValueError(f"uid: got {len(uids)} of them, expected 1 to {MOST_UIDS} and no other parameter")
+        if len(uids) != len(request.query) or not 1 <= len(uids) <= MAX_UIDS:
+            raise ValueError(f"uid: got {len(uids)} uids, expected 1 to {MAX_UIDS} and no other parameter")
         if len(set(uids)) != len(uids):
-            raise ValueError("uid: got one of them twice")
+            raise ValueError("uid: got the same uid twice")
 
-        frame = self._within(lambda: encode(self.source.documents(uids)))
+        frame = self._run_with_limit(lambda: encode(self.source.documents(uids)))
         # The tag is a hash of the content, so any change of a record changes it.
         tag = hashlib.blake2b(frame, digest_size=16).hexdigest()
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")
 
     def _media(self, request: Request, sha256: str) -> Response:
-        image = self._within(lambda: self.source.media(sha256))
+        image = self._run_with_limit(lambda: self.source.media(sha256))
         if image is None:
             raise KeyError("unknown image")
         content, _ = image
@@ -710,10 +720,10 @@ class Api:
         since = [value for value in request.all("last-event-id") if re.fullmatch("[0-9]{1,18}", value)]
         cursor = int(since[0]) if since else self.answers.index.cursor
         if not self._streams.acquire(blocking=False):
-            raise ServerBusyError(f"{_STREAMS} pages are listening already; close one")
-        return respond(200, Stream(self, cursor, self._streams.release), "text/event-stream")
+            raise ServerBusyError(f"{_MAX_STREAMS} pages are already connected; close one")
+        return create_response(200, Stream(self, cursor, self._streams.release), "text/event-stream")
 
-    # --- answers that are not the index's -----------------------------------------------------------------------
+    # --- other answers ------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Return the run's summary with the features of this server."""
@@ -725,31 +735,31 @@ class Api:
         """Return the ledger's entries of a record."""
         entries = self.source.history(uid)
         if entries is None:
-            raise ValueError("what is open here has no ledger")
+            raise ValueError("saved rollouts have no ledger")
         return {"entries": entries}
 
     def notes(self) -> dict[str, Any]:
         """Return stars and notes by uid."""
         return {} if self.annotations is None else self.annotations.all()
 
-    # --- what is posted -----------------------------------------------------------------------------------------
+    # --- POST ---------------------------------------------------------------------------------------------------
 
     def _session(self, request: Request) -> Response:
-        done = respond(204, b"", "application/json")
+        done = create_response(204, b"", "application/json")
         if self.guard.token is not None:
             done.headers.append(("Set-Cookie", self.guard.session(request)))
         return done
 
     def _sql(self, request: Request) -> Response:
-        request_body = fields(request, {"query": str, "rows": int, "format": str}, ("query",))
+        request_body = parse_body(request, {"query": str, "rows": int, "format": str}, ("query",))
         kind = request_body.pop("format", "json")
         if kind not in ("json", "csv"):
             raise ValueError(f"format: got {kind[:40]!r}, expected json or csv")
         begun = time.perf_counter()
         answer = self.workers.sql(request_body["query"], seconds=self.seconds, rows=request_body.get("rows", 1000))
         if kind == "csv":
-            body = as_csv(answer["columns"], answer["rows"])
-            return respond(200, body, "text/csv; charset=utf-8", attachment("rollbook.csv"))
+            body = format_csv(answer["columns"], answer["rows"])
+            return create_response(200, body, "text/csv; charset=utf-8", attachment_header("rollbook.csv"))
         return self._json(request, {**answer, "milliseconds": round((time.perf_counter() - begun) * 1000, 1)})
 
     def _export(self, request: Request) -> Response:
@@ -762,15 +772,17 @@ class Api:
             "images": bool,
             "theme": str,
         }
-        body = fields(request, kinds, ())
-        page = self._within(lambda: html_export.export_html(self.source, self.answers, workers=self.workers, **body))
+        body = parse_body(request, kinds, ())
+        page = self._run_with_limit(
+            lambda: html_export.export_html(self.source, self.answers, workers=self.workers, **body)
+        )
         kind = "text/html; charset=utf-8"
-        return respond(200, page.content, kind, attachment(page.name), policy=MEDIA_POLICY)
+        return create_response(200, page.content, kind, attachment_header(page.name), policy=MEDIA_POLICY)
 
     def _annotate(self, request: Request) -> Response:
         if self.annotations is None:
-            return failure(403, "this viewer only reads; start it with --annotate to keep stars and notes")
-        body = fields(request, {"uid": str, "star": bool, "note": str}, ("uid",))
+            return error_response(403, "read-only viewer; start it with --annotate to save stars and notes")
+        body = parse_body(request, {"uid": str, "star": bool, "note": str}, ("uid",))
         self.answers.neighbors(body["uid"])  # raises KeyError for an unknown record
         return self._json(request, self.annotations.set(**body))
 
@@ -786,7 +798,7 @@ class Stream:
         self.api = api
         self.cursor = cursor
         self._release: Callable[[], None] | None = release
-        self._told = 0.0
+        self._sent_at = 0.0
         self._lock = threading.Lock()
 
     def __iter__(self) -> Stream:
@@ -797,20 +809,20 @@ class Stream:
         if api.closing.is_set() or self._release is None:
             raise StopIteration
         now = time.monotonic()
-        if not self._told:
-            self._told = now
+        if not self._sent_at:
+            self._sent_at = now
             return b"retry: 3000\n\n"
-        if now - self._told < _LOOK:
+        if now - self._sent_at < _POLL_SECONDS:
             # Batch small changes.
-            api.closing.wait(_LOOK - (now - self._told))
-        if api.answers.index.wait(self.cursor, _LOOK, api.closing.is_set):
+            api.closing.wait(_POLL_SECONDS - (now - self._sent_at))
+        if api.answers.index.wait(self.cursor, _POLL_SECONDS, api.closing.is_set):
             change = api.answers.change(self.cursor)
             self.cursor = change["cursor"]
-            self._told = time.monotonic()
+            self._sent_at = time.monotonic()
             return b"id: %d\nevent: change\ndata: %s\n\n" % (self.cursor, as_json(change))
-        if time.monotonic() - self._told > _HEARTBEAT:
-            self._told = time.monotonic()
-            return b": still here\n\n"
+        if time.monotonic() - self._sent_at > _HEARTBEAT_SECONDS:
+            self._sent_at = time.monotonic()
+            return b": heartbeat\n\n"
         return b""
 
     def close(self) -> None:
@@ -821,8 +833,8 @@ class Stream:
             release()
 
 
-_MEDIA = re.compile(r"/api/media/[0-9a-f]{64}")
-_POSTS: dict[str, Callable[[Api, Request], Response]] = {
+_MEDIA_PATH = re.compile(r"/api/media/[0-9a-f]{64}")
+_POST_ROUTES: dict[str, Callable[[Api, Request], Response]] = {
     "/api/session": Api._session,
     "/api/sql": Api._sql,
     "/api/export": Api._export,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollbook.inspect.index import COUNTS
-from rollbook.inspect.measures import SOLVED, reward_parts, solved_bar, solved_tag
+from rollbook.inspect.index import COUNTED
+from rollbook.inspect.measures import SOLVED, reward_parts, solved_reward, solved_tag
 from rollbook.inspect.statistics import group_means, group_test, histograms, mean_interval, quantiles
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ SHARES = {
     "trained": "state = 'trained'",
     "dropped": "state = 'dropped'",
 }
-TEXTS = 400
+DEFAULT_TEXTS = 400
 """Default number of randomly drawn responses per side for phrase counts."""
-LONGEST = 4
+MAX_PHRASE_WORDS = 4
 """Maximum number of words of a phrase."""
-_CLEAR = 2.5
+_MIN_Z = 2.5
 """Minimum |z| for a phrase to be listed."""
-_BREAK = " . "
+_SENTENCE_BREAK = " . "
 _MARKUP = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:pad|eos|bos|unk|start_of_turn|end_of_turn)>")
 """Special tokens in texts without token ids."""
 _WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*|[^\w\s]")
@@ -66,7 +66,7 @@ class Side:
     @property
     def where(self) -> tuple[str, list[Any]]:
         """Return the SQL condition of its samples, and the values."""
-        conditions, values = ["evaluation = 0", COUNTS], []
+        conditions, values = ["evaluation = 0", COUNTED], []
         for bound, sign in ((self.first, ">="), (self.last, "<=")):
             if bound is not None:
                 conditions.append(f"step {sign} ?")
@@ -74,15 +74,15 @@ class Side:
         return " AND ".join(conditions), values
 
 
-def span(text: str) -> tuple[int, int]:
+def parse_steps(text: str) -> tuple[int, int]:
     """Parse `7` or `3-9` to the first and last step.
 
-    >>> span("3-9"), span("7")
+    >>> parse_steps("3-9"), parse_steps("7")
     ((3, 9), (7, 7))
     """
     match = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:(?:-|\.\.|:)\s*(-?\d{1,18})\s*)?", text)
     if match is None:
-        raise ValueError(f"steps: got {text!r}, expected a step such as 7, or a span such as 3-9")
+        raise ValueError(f"steps: got {text!r}, expected a step such as 7, or a range such as 3-9")
     first = int(match[1])
     last = first if match[2] is None else int(match[2])
     if last < first:
@@ -90,7 +90,9 @@ def span(text: str) -> tuple[int, int]:
     return first, last
 
 
-def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: float | None = None) -> dict[str, Any]:
+def compare(
+    a: Side, b: Side, *, texts: int = DEFAULT_TEXTS, limit: int = 40, solved: float | None = None
+) -> dict[str, Any]:
     """Compare two sides: distributions, shares, reward parts, phrases, newly solved and newly broken prompts.
 
     Args:
@@ -98,18 +100,20 @@ def compare(a: Side, b: Side, *, texts: int = TEXTS, limit: int = 40, solved: fl
         b: The other side.
         texts: Number of responses per side for phrase counts (0: no phrases).
         limit: Maximum number of phrases and prompts.
-        solved: Minimum reward of a solved sample; by default the run's (see `solved_bar`).
+        solved: Minimum reward of a solved sample; by default the run's (see `solved_reward`).
     """
-    comparison: dict[str, Any] = {"a": _told(a), "b": _told(b)}
-    comparison["metrics"] = {name: _metric(a, b, column) for name, column in METRICS.items()}
+    comparison: dict[str, Any] = {"a": _describe_side(a), "b": _describe_side(b)}
+    comparison["metrics"] = {name: _compare_metric(a, b, column) for name, column in METRICS.items()}
     comparison["shares"] = {name: {"a": _share(a, test), "b": _share(b, test)} for name, test in SHARES.items()}
-    comparison["parts"], comparison["logged"] = _numbers(a, b)
-    comparison["prompts"] = _prompts(a, b, limit, solved)
-    comparison["phrases"], comparison["texts"] = _phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
+    comparison["parts"], comparison["logged"] = _compare_numbers(a, b)
+    comparison["prompts"] = _compare_prompts(a, b, limit, solved)
+    comparison["phrases"], comparison["texts"] = (
+        _compare_phrases(a, b, texts, limit) if texts else ([], {"a": 0, "b": 0})
+    )
     return comparison
 
 
-def _told(side: Side) -> dict[str, Any]:
+def _describe_side(side: Side) -> dict[str, Any]:
     where, values = side.where
     n, groups, first, last = side.index.query(
         f"SELECT COUNT(*), COUNT(DISTINCT gid), MIN(step), MAX(step) FROM samples WHERE {where}", values
@@ -117,7 +121,7 @@ def _told(side: Side) -> dict[str, Any]:
     return {"name": side.name or side.source.name, "n": n, "groups": groups, "steps": None if n == 0 else [first, last]}
 
 
-def _column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]:
+def _read_column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]:
     """Return the finite values [N] of a column, and the groups [N] of their samples."""
     where, values = side.where
     rows = side.index.query(f"SELECT {column}, gid FROM samples WHERE {where} AND {column} IS NOT NULL", values)
@@ -126,12 +130,12 @@ def _column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]
     return numbers[finite], np.array([row[1] for row in rows])[finite]
 
 
-def _metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
+def _compare_metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
     """Return quantiles, mean and 95 % confidence interval (`low`, `high`) per side, and the change of the mean.
 
     Intervals and the test are clustered by group, since samples of a group are not independent.
     """
-    (first, groups), (other, other_groups) = _column(a, column), _column(b, column)
+    (first, groups), (other, other_groups) = _read_column(a, column), _read_column(b, column)
     if not len(first) and not len(other):
         return None
     result: dict[str, Any] = {**histograms(first, other)}
@@ -164,7 +168,7 @@ def _share(side: Side, test: str) -> float | None:
     return None if not n else float(share or 0.0)
 
 
-def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+def _compare_numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the means of each named number on both sides: of reward parts, and of other logged numbers."""
     means: dict[str, dict[str, float | None]] = {}
     for which, side in (("a", a), ("b", b)):
@@ -184,12 +188,12 @@ def _numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, Any]:
+def _compare_prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, Any]:
     """Return prompts of both sides with more, or fewer, solved samples (none, some, all)."""
     if solved is None:
-        bars = [bar for side in (a, b) if (bar := _bar(side)) is not None]
-        solved = max(bars, default=None)
-    first, other = (_tagged(side, "prompt", solved) for side in (a, b))
+        minimums = [minimum for side in (a, b) if (minimum := _solved_reward(side)) is not None]
+        solved = max(minimums, default=None)
+    first, other = (_count_solved(side, "prompt", solved) for side in (a, b))
     both = sorted(first.keys() & other.keys())
     rows: list[dict[str, Any]] = [
         {
@@ -213,7 +217,7 @@ def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, An
         "common": len(both),
         "only_a": len(first) - len(both),
         "only_b": len(other) - len(both),
-        "groups": {"a": _tags(a, solved), "b": _tags(b, solved)},
+        "groups": {"a": _count_groups(a, solved), "b": _count_groups(b, solved)},
         "newly_solved": better[:limit],
         "newly_broken": worse[:limit],
         "solved_count": len(better),
@@ -221,12 +225,12 @@ def _prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict[str, An
     }
 
 
-def _bar(side: Side) -> float | None:
+def _solved_reward(side: Side) -> float | None:
     with side.index.reading() as read:
-        return solved_bar(read)
+        return solved_reward(read)
 
 
-def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str, Any]]:
+def _count_solved(side: Side, column: str, solved: float | None) -> dict[str, dict[str, Any]]:
     """Return each prompt's or group's (`gid`) mean reward, and whether none, some or all samples are solved."""
     where, values = side.where
     rows = side.index.query(
@@ -240,19 +244,19 @@ def _tagged(side: Side, column: str, solved: float | None) -> dict[str, dict[str
     }
 
 
-def _tags(side: Side, solved: float | None) -> dict[str, int]:
+def _count_groups(side: Side, solved: float | None) -> dict[str, int]:
     """Return how many groups have none, some or all samples solved."""
-    counts = Counter(group["solved"] for group in _tagged(side, "gid", solved).values())
+    counts = Counter(group["solved"] for group in _count_solved(side, "gid", solved).values())
     return {tag: counts[tag] for tag in SOLVED}
 
 
 # --- phrases --------------------------------------------------------------------------------------------------------
 
 
-def phrases_of(text: str) -> Counter[str]:
+def count_phrases(text: str) -> Counter[str]:
     """Count the phrases of one to four words in a text; phrases do not cross sentence ends.
 
-    >>> phrases_of("Wait, wait. No")["wait"], "wait no" in phrases_of("Wait, wait. No")
+    >>> count_phrases("Wait, wait. No")["wait"], "wait no" in count_phrases("Wait, wait. No")
     (2, False)
     """
     counts: Counter[str] = Counter()
@@ -262,17 +266,17 @@ def phrases_of(text: str) -> Counter[str]:
             sentence.append(word)
             continue
         if word in '.!?;:"()[]{}<>|/=*#`~':
-            for size in range(1, LONGEST + 1):
+            for size in range(1, MAX_PHRASE_WORDS + 1):
                 counts.update(" ".join(sentence[i : i + size]) for i in range(len(sentence) - size + 1))
             sentence = []
     return counts
 
 
-def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    sides = [_texts(side, texts) for side in (a, b)]
+def _compare_phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    sides = [_sample_responses(side, texts) for side in (a, b)]
     if not all(sides):
         return [], {"a": len(sides[0]), "b": len(sides[1])}
-    counted = [[phrases_of(entry.text) for entry in side] for side in sides]
+    counted = [[count_phrases(entry.text) for entry in side] for side in sides]
     documents = [Counter(phrase for entry in side for phrase in entry) for side in counted]
     totals = [Counter[str]() for _ in sides]
     for total, side in zip(totals, counted, strict=True):
@@ -284,34 +288,34 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
         occurrences = documents[0][phrase] + documents[1][phrase]
         if occurrences < 3 or (phrase.replace(" ", "").isdigit()):
             continue
-        score = _odds(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
-        if abs(score) >= _CLEAR:
+        score = _log_odds_z(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
+        if abs(score) >= _MIN_Z:
             errors = [_share_error(side, phrases, phrase) for side, phrases in zip(sides, counted, strict=True)]
             gap = documents[1][phrase] / sizes[1] - documents[0][phrase] / sizes[0]
             # Samples of a group are not independent: a phrase of a few prompts is in all of their samples.
             by_group = abs(gap) / math.hypot(*errors) if any(errors) else math.inf
             score = math.copysign(min(abs(score), by_group), score)
-        if abs(score) >= _CLEAR:
+        if abs(score) >= _MIN_Z:
             scored.append((score, phrase))
     scored.sort(key=lambda entry: (-abs(entry[0]), -len(entry[1]), entry[1]))
     chosen: list[tuple[float, str]] = []
-    homes: list[set[int]] = []
-    every = [entry for side in counted for entry in side]
+    chosen_texts: list[set[int]] = []
+    all_counts = [entry for side in counted for entry in side]
     for score, phrase in scored:
         if len(chosen) >= limit:
             break
-        home = {i for i, entry in enumerate(every) if phrase in entry}
+        texts_with_phrase = {i for i, entry in enumerate(all_counts) if phrase in entry}
         # Skip phrases that are in the same texts as a listed phrase, or part of it.
         if not any(
-            len(home & earlier) > 0.8 * len(home | earlier) or f" {phrase} " in f" {other} "
-            for earlier, (_, other) in zip(homes, chosen, strict=True)
+            len(texts_with_phrase & earlier) > 0.8 * len(texts_with_phrase | earlier) or f" {phrase} " in f" {other} "
+            for earlier, (_, other) in zip(chosen_texts, chosen, strict=True)
         ):
             chosen.append((score, phrase))
-            homes.append(home)
+            chosen_texts.append(texts_with_phrase)
     entries = []
     for score, phrase in chosen:
         rewards: list[float] = []
-        there: list[float] = []
+        has_phrase: list[float] = []
         uids: list[str] = []
         for samples, counts in zip(sides, counted, strict=True):
             for sample, entry in zip(samples, counts, strict=True):
@@ -319,7 +323,7 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
                     uids.append(sample.uid)
                 if sample.reward is not None and math.isfinite(sample.reward):
                     rewards.append(sample.reward)
-                    there.append(float(phrase in entry))
+                    has_phrase.append(float(phrase in entry))
         entries.append(
             {
                 "phrase": phrase,
@@ -328,18 +332,18 @@ def _phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dict[str, A
                 "share_a": documents[0][phrase] / sizes[0],
                 "share_b": documents[1][phrase] / sizes[1],
                 "z": score,
-                "reward": _correlation(rewards, there),
+                "reward": _correlation(rewards, has_phrase),
                 "uids": uids[-8:],
             }
         )
     return entries, {"a": len(sides[0]), "b": len(sides[1])}
 
 
-def _odds(hits: int, ones: int, other: int, others: int) -> float:
+def _log_odds_z(hits_a: int, texts_a: int, hits_b: int, texts_b: int) -> float:
     """Return the z of the difference of two shares: the log odds ratio over its standard error, with 0.5 added to each
     cell.
     """
-    cells = [hits + 0.5, ones - hits + 0.5, other + 0.5, others - other + 0.5]
+    cells = [hits_a + 0.5, texts_a - hits_a + 0.5, hits_b + 0.5, texts_b - hits_b + 0.5]
     return math.log(cells[2] * cells[1] / (cells[3] * cells[0])) / math.sqrt(sum(1 / cell for cell in cells))
 
 
@@ -349,7 +353,7 @@ def _correlation(first: Sequence[float], other: Sequence[float]) -> float | None
     return float(np.corrcoef(np.array(first), np.array(other))[0, 1])
 
 
-class _Said(NamedTuple):
+class _Response(NamedTuple):
     """A sample whose phrases are counted."""
 
     uid: str
@@ -358,14 +362,14 @@ class _Said(NamedTuple):
     text: str
 
 
-def _share_error(side: Sequence[_Said], counted: Sequence[Counter[str]], phrase: str) -> float:
+def _share_error(side: Sequence[_Response], counted: Sequence[Counter[str]], phrase: str) -> float:
     """Return the standard error of the share of texts that contain a phrase, clustered by group."""
     values = np.array([float(phrase in entry) for entry in counted])
     _, half = mean_interval(values, np.array([entry.gid for entry in side]))
     return half / 1.96 if math.isfinite(half) else 0.0
 
 
-def _texts(side: Side, count: int) -> list[_Said]:
+def _sample_responses(side: Side, count: int) -> list[_Response]:
     where, values = side.where
     rows = side.index.query(
         f"SELECT uid, gid, reward FROM samples WHERE {where} AND removed_reason IS NULL ORDER BY n", values
@@ -374,11 +378,14 @@ def _texts(side: Side, count: int) -> list[_Said]:
         rows = random.Random(0).sample(rows, count)
     rows_by_uid = {uid: (gid, reward) for uid, gid, reward in rows}
     return [
-        _Said(uid, *rows_by_uid[uid], text) for uid, text in responses(side.source, sorted(rows_by_uid), special=False)
+        _Response(uid, *rows_by_uid[uid], text)
+        for uid, text in read_responses(side.source, sorted(rows_by_uid), special=False)
     ]
 
 
-def responses(source: Source, uids: Sequence[str], piece: int = 64, special: bool = True) -> Iterable[tuple[str, str]]:
+def read_responses(
+    source: Source, uids: Sequence[str], piece: int = 64, special: bool = True
+) -> Iterable[tuple[str, str]]:
     """Yield the text of each response; without `special`, special tokens end sentences. Loads a few at a time."""
     for at in range(0, len(uids), piece):
         for document in source.documents(uids[at : at + piece]):
@@ -388,5 +395,5 @@ def responses(source: Source, uids: Sequence[str], piece: int = 64, special: boo
                 text = document.text[document.prompt_end :]
                 if not special and document.special[document.prompt_tokens :].any():
                     tokens = range(document.prompt_tokens, document.tokens)
-                    text = "".join(_BREAK if document.special[i] else document.token(i) for i in tokens)
-            yield document.uid, text if special else _MARKUP.sub(_BREAK, text)
+                    text = "".join(_SENTENCE_BREAK if document.special[i] else document.token(i) for i in tokens)
+            yield document.uid, text if special else _MARKUP.sub(_SENTENCE_BREAK, text)

@@ -1,20 +1,20 @@
 """The filter language: `reward < .5 and len > 1.5k and (truncated or not trained)`, and the order `-reward,length`.
 
-Invariant: a filter becomes SQL in which every value is a parameter and every name comes from a table here; whatever the
-text, the answer is that or a `ValueError` that says where it is wrong. A comparison with a value that is missing is
-false, and its `not` is true.
+Invariant: a filter becomes SQL in which every value is a parameter and every name comes from a table in this module.
+Invalid filters raise a `ValueError` that names the position. A comparison with a missing value is false, and its `not`
+is true.
 
     filter      = either { "or" either }
     either      = term { "and" term }              (`&`, `&&`, `|` and `||` too)
     term        = "not" term | "(" filter ")" | test     (`!` too)
     test        = FLAG | COLUMN operator value | COLUMN ["not"] "in" "(" value { "," value } ")"
                 | COLUMN "is" ["not"] "null"
-    operator    = "=" "==" "!=" "<>" "<" "<=" ">" ">=" and, of texts, "~" (holds, whatever its case) and "!~"
+    operator    = "=" "==" "!=" "<>" "<" "<=" ">" ">="; for texts also "~" (contains, ignoring case) and "!~"
     value       = 12  .5  -1e-3  2k  1.5m  "a text"  'a text'  word
 
-`part.NAME` is a part of the reward, `metric.NAME` another number that was logged with the sample; both look among all
-of them. Texts know `=`, `!=`, `~` and `in` alone. `response ~ TEXT` and `prompt ~ TEXT` look in whole texts; `prompt =
-ID` is a prompt's id. `length` is that of the response, `tokens` of prompt and response.
+`part.NAME` is a reward part, `metric.NAME` another number logged with the sample. Texts support only `=`, `!=`, `~` and
+`in`. `response ~ TEXT` and `prompt ~ TEXT` search full texts; `prompt = ID` compares prompt ids. `length` counts
+response tokens, `tokens` counts tokens of prompt and response.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 from rollbook.core.checks import suggest
 from rollbook.inspect.index import COLUMNS
-from rollbook.inspect.measures import DUPLICATE_TOKENS, LOOP, STALE
+from rollbook.inspect.measures import DUPLICATE_TOKENS, LOOP_SHARE, STALE_LAG
 
-MOST_LETTERS = 4000
-MOST_NESTING = 50
-MOST_VALUES = 500
+MAX_LENGTH = 4000
+MAX_NESTING = 50
+MAX_VALUES = 500
 ALIASES = {
     "len": "response_tokens",
     "length": "response_tokens",
@@ -55,13 +55,13 @@ ALIASES = {
 }
 """Alternative names of columns."""
 _TEXT_TESTS = {
-    "response": "IFNULL((SELECT holds(body, ?) FROM bodies WHERE bodies.n = samples.n), 0)",
-    "prompt": "IFNULL(samples.prompt IN (SELECT prompt FROM prompt_bodies WHERE holds(body, ?)), 0)",
+    "response": "IFNULL((SELECT text_contains(body, ?) FROM bodies WHERE bodies.n = samples.n), 0)",
+    "prompt": "IFNULL(samples.prompt IN (SELECT prompt FROM prompt_bodies WHERE text_contains(body, ?)), 0)",
 }
 """Tests on full texts, which are loaded on first use (see `Condition.texts`)."""
 
-_BAR = "(SELECT bar FROM tops WHERE tops.evaluation = samples.evaluation AND solves)"
-_GROUP_BAR = "(SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"
+_SOLVED_REWARD = "(SELECT bar FROM tops WHERE tops.evaluation = samples.evaluation AND solves)"
+_GROUP_SOLVED_REWARD = "(SELECT bar FROM tops WHERE tops.evaluation = groups.evaluation AND solves)"
 _IN_GROUP = (
     "EXISTS (SELECT 1 FROM groups WHERE groups.gid = samples.gid AND groups.evaluation = samples.evaluation AND {})"
 )
@@ -76,54 +76,62 @@ class Flag(NamedTuple):
 
 
 FLAGS: dict[str, Flag] = {
-    "truncated": Flag("status = 'truncated'", "Truncated", "The response was cut at its limit."),
-    "finished": Flag("status = 'finished'", "Finished", "The model ended its response."),
-    "aborted": Flag("status = 'aborted'", "Aborted", "The engine was stopped."),
-    "error": Flag("status = 'error'", "Error", "The run failed."),
-    "loop": Flag(f"COALESCE(repetition >= {LOOP}, 0)", "Loop", f"At least {LOOP:.0%} of the response repeats itself."),
-    "duplicate": Flag(
-        "duplicate = 1", "Duplicate", f"{DUPLICATE_TOKENS} tokens or more, the same as another run's of its group."
+    "truncated": Flag("status = 'truncated'", "Truncated", "Truncated at a limit."),
+    "finished": Flag("status = 'finished'", "Finished", "Ended by the model."),
+    "aborted": Flag("status = 'aborted'", "Aborted", "Generation was aborted."),
+    "error": Flag("status = 'error'", "Error", "Generation failed."),
+    "loop": Flag(
+        f"COALESCE(repetition >= {LOOP_SHARE}, 0)", "Loop", f"At least {LOOP_SHARE:.0%} of the response is repetition."
     ),
-    "nan": Flag("(COALESCE(nans, 0) > 0 OR scored = 2)", "NaN", "A number of it is not finite."),
-    "scored": Flag("scored = 1", "Scored", "It has a reward that is a number."),
-    "solved": Flag(f"COALESCE(reward >= {_BAR}, 0)", "Solved", "Its reward is the run's highest, or nearly."),
-    "stale": Flag(f"COALESCE(lag > {STALE}, 0)", "Stale", f"The policy had moved on by more than {STALE} version."),
-    "trained": Flag("state = 'trained'", "Trained", "It was trained on."),
-    "dropped": Flag("state = 'dropped'", "Dropped", "It was given up; `reason` says why."),
-    "waiting": Flag("state = 'waiting'", "Waiting", "It waits to be trained on."),
-    "leased": Flag("state = 'leased'", "Leased", "A trainer has it just now."),
-    "evaluation": Flag("evaluation = 1", "Evaluation", "It is kept beside, never trained on."),
-    "removed": Flag("removed_reason IS NOT NULL", "Removed", "Its bytes were removed."),
-    "measured": Flag("measured = 1", "Measured", "Its tokens were looked at."),
-    "tool": Flag("COALESCE(tool_calls > 0, 0)", "Tool", "It calls tools."),
-    "image": Flag("COALESCE(images > 0, 0)", "Image", "It shows images."),
-    "masked": Flag("trained_tokens < response_tokens", "Masked", "Not all of its response is trained on."),
-    "zero_variance": Flag(_IN_GROUP.format("zero_variance"), "Zero variance", "All of its group have the same reward."),
+    "duplicate": Flag(
+        "duplicate = 1", "Duplicate", f"Identical to another sample of its group ({DUPLICATE_TOKENS} tokens or more)."
+    ),
+    "nan": Flag(
+        "(COALESCE(nans, 0) > 0 OR scored = 2)", "NaN/Inf", "The reward or a per-token value is NaN or infinite."
+    ),
+    "scored": Flag("scored = 1", "Scored", "The reward is a number."),
+    "solved": Flag(f"COALESCE(reward >= {_SOLVED_REWARD}, 0)", "Solved", "The reward is near the run's highest."),
+    "stale": Flag(f"COALESCE(lag > {STALE_LAG}, 0)", "Stale", f"More than {STALE_LAG} policy version behind."),
+    "trained": Flag("state = 'trained'", "Trained", "Trained on."),
+    "dropped": Flag("state = 'dropped'", "Dropped", "Dropped before training; see `reason`."),
+    "waiting": Flag("state = 'waiting'", "Waiting", "Waiting to be trained on."),
+    "leased": Flag("state = 'leased'", "Leased", "Leased by a trainer."),
+    "evaluation": Flag("evaluation = 1", "Evaluation", "Evaluation sample, never trained on."),
+    "removed": Flag("removed_reason IS NOT NULL", "Removed", "Data removed."),
+    "measured": Flag("measured = 1", "Measured", "Tokens have been measured."),
+    "tool": Flag("COALESCE(tool_calls > 0, 0)", "Tool", "Has tool calls."),
+    "image": Flag("COALESCE(images > 0, 0)", "Image", "Has images."),
+    "masked": Flag("trained_tokens < response_tokens", "Masked", "Some response tokens are not trained on."),
+    "zero_variance": Flag(
+        _IN_GROUP.format("zero_variance"), "Zero variance", "All samples of its group have the same reward."
+    ),
     "incomplete": Flag(
         _IN_GROUP.format(
             "runs < expected AND groups.step < "
             "(SELECT MAX(step) FROM steps WHERE steps.evaluation = groups.evaluation AND steps.n > 0)"
         ),
         "Incomplete",
-        "Its group has fewer runs than it was to have, and is not of the newest step.",
+        "Its group has fewer samples than its group size, and is not in the newest step.",
     ),
     "unsolved": Flag(
-        _IN_GROUP.format(f"high < {_GROUP_BAR}"),
+        _IN_GROUP.format(f"high < {_GROUP_SOLVED_REWARD}"),
         "None solved",
         "No sample of its group is solved.",
     ),
     "some_solved": Flag(
-        _IN_GROUP.format(f"high >= {_GROUP_BAR} AND low < {_GROUP_BAR}"),
+        _IN_GROUP.format(f"high >= {_GROUP_SOLVED_REWARD} AND low < {_GROUP_SOLVED_REWARD}"),
         "Some solved",
         "Some samples of its group are solved, and some are not.",
     ),
-    "all_solved": Flag(_IN_GROUP.format(f"low >= {_GROUP_BAR}"), "All solved", "All samples of its group are solved."),
+    "all_solved": Flag(
+        _IN_GROUP.format(f"low >= {_GROUP_SOLVED_REWARD}"), "All solved", "All samples of its group are solved."
+    ),
 }
 """Flags and their SQL conditions, which are never NULL."""
 
-_NAMED = ("part.", "parts.", "metric.", "metrics.")
-_NUMBERS = {name for name, column in COLUMNS.items() if column.type == "number"}
-_TEXTS = {name for name, column in COLUMNS.items() if column.type == "text"}
+_NUMBER_PREFIXES = ("part.", "parts.", "metric.", "metrics.")
+_NUMBER_COLUMNS = {name for name, column in COLUMNS.items() if column.type == "number"}
+_TEXT_COLUMNS = {name for name, column in COLUMNS.items() if column.type == "text"}
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<number>[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?[kKmM]?(?![\w.]))
@@ -134,8 +142,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _UNITS = {"k": 1e3, "m": 1e6}
-_COMPARE = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
-_TRUTH = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_SQL_OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
 class _Token(NamedTuple):
@@ -155,27 +163,34 @@ class Condition:
 
 
 def parse(text: str, parts: Sequence[str] = ()) -> Condition:
-    """Parse a filter; an empty one is true. `parts`: names of reward parts and metrics.
+    """Parse a filter; an empty one is true.
+
+    Args:
+        text: The filter.
+        parts: Names of reward parts and metrics.
+
+    Raises:
+        ValueError: If the filter is invalid.
 
     >>> parse("reward < .5 and not truncated")
     Condition(sql="(reward < ? AND NOT (status = 'truncated'))", values=(0.5,))
     >>> parse("rewrd < 1")
     Traceback (most recent call last):
         ...
-    ValueError: filter, letter 1: got 'rewrd', expected a column or a word such as truncated; did you mean 'reward'?
+    ValueError: filter, character 1: got 'rewrd', expected a column or a flag such as truncated; did you mean 'reward'?
     """
-    if not isinstance(text, str) or len(text) > MOST_LETTERS:
-        raise ValueError(f"filter: got {str(text)[:40]!r}, expected a text of at most {MOST_LETTERS} letters")
+    if not isinstance(text, str) or len(text) > MAX_LENGTH:
+        raise ValueError(f"filter: got {str(text)[:40]!r}, expected a text of at most {MAX_LENGTH} characters")
     if not text.strip():
         return Condition("1", ())
-    reader = _Reader(text, parts)
-    node = reader.either(0)
-    left = reader.peek()
-    if left is not None:
-        raise reader.wrong(left, "and, or, or the end")
+    parser = _Parser(text, parts)
+    node = parser.parse_or(0)
+    rest = parser.peek()
+    if rest is not None:
+        raise parser.error(rest, "and, or, or the end")
     values: list[Any] = []
     sql = node.sql(values, False)
-    return Condition(sql, tuple(values), reader.texts)
+    return Condition(sql, tuple(values), parser.texts)
 
 
 class _Node(NamedTuple):
@@ -202,7 +217,7 @@ class _Node(NamedTuple):
         return f"NOT IFNULL({self.test}, 0)" if self.null else f"NOT ({self.test})"
 
 
-class _Reader:
+class _Parser:
     """A recursive-descent parser of filters."""
 
     def __init__(self, text: str, parts: Sequence[str]) -> None:
@@ -216,19 +231,19 @@ class _Reader:
             match = _TOKEN.match(text, place)
             if match is None or match.lastgroup is None:
                 start = place + len(text[place:]) - len(text[place:].lstrip())
-                raise self._error(start, text[start], "a column, a value, or and, or, not")
+                raise self._error_at(start, text[start], "a column, a value, or and, or, not")
             self.tokens.append(_Token(match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
             place = match.end()
 
-    def _error(self, at: int, actual: str | None, expected: str, hint: str = "") -> ValueError:
-        shown = "the end" if actual is None else repr(actual[:40])
-        return ValueError(f"filter, letter {at + 1}: got {shown}, expected {expected}{hint}")
+    def _error_at(self, at: int, actual: str | None, expected: str, hint: str = "") -> ValueError:
+        token = "the end" if actual is None else repr(actual[:40])
+        return ValueError(f"filter, character {at + 1}: got {token}, expected {expected}{hint}")
 
-    def wrong(self, token: _Token | None, expected: str, hint: str = "") -> ValueError:
+    def error(self, token: _Token | None, expected: str, hint: str = "") -> ValueError:
         """Return the error for an unexpected token."""
         if token is None:
-            return self._error(len(self.text), None, expected, hint)
-        return self._error(token.at, token.text, expected, hint)
+            return self._error_at(len(self.text), None, expected, hint)
+        return self._error_at(token.at, token.text, expected, hint)
 
     def peek(self) -> _Token | None:
         """Return the next token, or `None`."""
@@ -238,11 +253,11 @@ class _Reader:
         """Consume and return the next token."""
         token = self.peek()
         if token is None:
-            raise self.wrong(None, expected)
+            raise self.error(None, expected)
         self.at += 1
         return token
 
-    def met(self, *words: str) -> bool:
+    def accept(self, *words: str) -> bool:
         """Consume the next token if it is one of these; return whether it was."""
         token = self.peek()
         if token is None or token.kind not in ("word", "sign") or token.text.lower() not in words:
@@ -252,181 +267,181 @@ class _Reader:
 
     # --- the grammar --------------------------------------------------------------------------------------------
 
-    def either(self, depth: int) -> _Node:
+    def parse_or(self, depth: int) -> _Node:
         """Parse terms joined by "and", joined by "or"."""
-        sides = [self._both(depth)]
-        while self.met("or", "|", "||"):
-            sides.append(self._both(depth))
+        sides = [self._parse_and(depth)]
+        while self.accept("or", "|", "||"):
+            sides.append(self._parse_and(depth))
         return sides[0] if len(sides) == 1 else _Node("OR", tuple(sides))
 
-    def _both(self, depth: int) -> _Node:
-        sides = [self._term(depth)]
-        while self.met("and", "&", "&&"):
-            sides.append(self._term(depth))
+    def _parse_and(self, depth: int) -> _Node:
+        sides = [self._parse_term(depth)]
+        while self.accept("and", "&", "&&"):
+            sides.append(self._parse_term(depth))
         return sides[0] if len(sides) == 1 else _Node("AND", tuple(sides))
 
-    def _term(self, depth: int) -> _Node:
+    def _parse_term(self, depth: int) -> _Node:
         token = self.peek()
-        if depth > MOST_NESTING:
-            raise self.wrong(token, f"at most {MOST_NESTING} levels of brackets and not")
-        if self.met("not", "!"):
-            return _Node("NOT", (self._term(depth + 1),))
-        if self.met("("):
-            inner = self.either(depth + 1)
-            if not self.met(")"):
-                raise self.wrong(self.peek(), "')'")
+        if depth > MAX_NESTING:
+            raise self.error(token, f"at most {MAX_NESTING} nested brackets and nots")
+        if self.accept("not", "!"):
+            return _Node("NOT", (self._parse_term(depth + 1),))
+        if self.accept("("):
+            inner = self.parse_or(depth + 1)
+            if not self.accept(")"):
+                raise self.error(self.peek(), "')'")
             return inner
-        return self._test()
+        return self._parse_test()
 
-    def _test(self) -> _Node:
+    def _parse_test(self) -> _Node:
         token = self.take("a column, not, or '('")
         if token.kind != "word":
-            raise self.wrong(token, "a column, a word such as truncated, not, or '('")
+            raise self.error(token, "a column, a flag such as truncated, not, or '('")
         name = token.text.lower()
-        if name in FLAGS and not self._compares():
+        if name in FLAGS and not self._is_comparison():
             return _Node("", test=FLAGS[name].sql, null=False)
         sign = self.peek()
         if name in _TEXT_TESTS and (name not in COLUMNS or (sign is not None and sign.text in ("~", "!~"))):
-            return self._text(name)
+            return self._parse_text_search(name)
         name = ALIASES.get(name, name)
-        if name in FLAGS and name not in _TEXTS:
-            return self._flag(name)
-        if name.startswith(_NAMED):
-            part = self._part(token)
+        if name in FLAGS and name not in _TEXT_COLUMNS:
+            return self._parse_flag(name)
+        if name.startswith(_NUMBER_PREFIXES):
+            part = self._resolve_part(token)
             # As one side of a comparison, a name is safe even if it is not a valid SQLite path.
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
-            return self._number(column, (part,))
-        if name in _NUMBERS:
-            return self._number(name)
-        if name in _TEXTS:
-            return self._words(name)
+            return self._parse_number_test(column, (part,))
+        if name in _NUMBER_COLUMNS:
+            return self._parse_number_test(name)
+        if name in _TEXT_COLUMNS:
+            return self._parse_text_test(name)
         names = [*COLUMNS, *ALIASES, *FLAGS, *_TEXT_TESTS, "part.NAME"]
         hint = suggest(name, names).split("(")[0].strip() if suggest(name, names).startswith("; did") else ""
-        raise self.wrong(token, "a column or a word such as truncated", hint)
+        raise self.error(token, "a column or a flag such as truncated", hint)
 
-    def _text(self, name: str) -> _Node:
+    def _parse_text_search(self, name: str) -> _Node:
         sign = self.take("~ or !~")
         if sign.text not in ("~", "!~"):
-            raise self.wrong(sign, "~ or !~")
+            raise self.error(sign, "~ or !~")
         self.texts = True
-        test = _Node("", test=_TEXT_TESTS[name], values=(_as_text(self._value("a text")),), null=False)
+        test = _Node("", test=_TEXT_TESTS[name], values=(_parse_text(self._parse_value("a text")),), null=False)
         return _Node("NOT", (test,)) if sign.text == "!~" else test
 
-    def _compares(self) -> bool:
+    def _is_comparison(self) -> bool:
         token = self.peek()
         if token is None:
             return False
         if token.kind == "sign":
-            return token.text in _COMPARE or token.text in ("~", "!~")
+            return token.text in _SQL_OPERATORS or token.text in ("~", "!~")
         return token.kind == "word" and token.text.lower() in ("is", "in")
 
-    def _part(self, token: _Token) -> str:
+    def _resolve_part(self, token: _Token) -> str:
         name = token.text.split(".", 1)[1]
         if self.parts and name not in self.parts:
             same = [part for part in self.parts if part.lower() == name.lower()]
             if not same:
                 hint = suggest(name, list(self.parts))
-                raise self.wrong(token, "the name of a part of the reward or of a metric", hint)
+                raise self.error(token, "the name of a reward part or metric", hint)
             name = same[0]
         return name
 
-    def _flag(self, name: str) -> _Node:
+    def _parse_flag(self, name: str) -> _Node:
         sign = self.take("= or !=")
         if sign.text not in ("=", "==", "!=", "<>"):
-            raise self.wrong(sign, "= or !=, or nothing behind a word that stands alone")
+            raise self.error(sign, "= or !=, or nothing after a flag")
         value = self.take("true or false")
-        if value.text.lower() not in _TRUTH:
-            raise self.wrong(value, "true or false")
+        if value.text.lower() not in _BOOLEANS:
+            raise self.error(value, "true or false")
         test = _Node("", test=FLAGS[name].sql, null=False)
-        return test if _TRUTH[value.text.lower()] == (_COMPARE[sign.text] == "=") else _Node("NOT", (test,))
+        return test if _BOOLEANS[value.text.lower()] == (_SQL_OPERATORS[sign.text] == "=") else _Node("NOT", (test,))
 
-    def _null(self, column: str, values: tuple[Any, ...]) -> _Node | None:
-        if not self.met("is"):
+    def _parse_null(self, column: str, values: tuple[Any, ...]) -> _Node | None:
+        if not self.accept("is"):
             return None
-        negated = self.met("not")
-        if not self.met("null", "none", "missing"):
-            raise self.wrong(self.peek(), "null" if negated else "null or not null")
+        negated = self.accept("not")
+        if not self.accept("null", "none", "missing"):
+            raise self.error(self.peek(), "null" if negated else "null or not null")
         test = _Node("", test=f"{column} IS NULL", values=values, null=False)
         return _Node("NOT", (test,)) if negated else test
 
-    def _listed(self) -> tuple[bool, list[_Token]] | None:
+    def _parse_list(self) -> tuple[bool, list[_Token]] | None:
         """Parse `in` or `not in` and its values; `None` if neither comes next."""
         negated = False
         token = self.peek()
         if token is not None and token.text.lower() == "not" and self.at + 1 < len(self.tokens):
             negated = self.tokens[self.at + 1].text.lower() == "in"
             self.at += negated
-        if not self.met("in"):
+        if not self.accept("in"):
             return None
-        if not self.met("("):
-            raise self.wrong(self.peek(), "'(' and values")
-        values = [self._value("a value")]
-        while self.met(","):
-            values.append(self._value("a value"))
-        if not self.met(")"):
-            raise self.wrong(self.peek(), "',' or ')'")
-        if len(values) > MOST_VALUES:
-            raise self.wrong(values[MOST_VALUES], f"at most {MOST_VALUES} values")
+        if not self.accept("("):
+            raise self.error(self.peek(), "'(' and values")
+        values = [self._parse_value("a value")]
+        while self.accept(","):
+            values.append(self._parse_value("a value"))
+        if not self.accept(")"):
+            raise self.error(self.peek(), "',' or ')'")
+        if len(values) > MAX_VALUES:
+            raise self.error(values[MAX_VALUES], f"at most {MAX_VALUES} values")
         return negated, values
 
-    def _value(self, expected: str) -> _Token:
+    def _parse_value(self, expected: str) -> _Token:
         token = self.take(expected)
         if token.kind == "sign":
-            raise self.wrong(token, expected)
+            raise self.error(token, expected)
         return token
 
-    def _number(self, column: str, first: tuple[Any, ...] = ()) -> _Node:
-        listed = self._listed()
+    def _parse_number_test(self, column: str, first: tuple[Any, ...] = ()) -> _Node:
+        listed = self._parse_list()
         if listed is not None:
-            numbers = tuple(self._as_number(token) for token in listed[1])
+            numbers = tuple(self._parse_number(token) for token in listed[1])
             marks = ",".join("?" * len(numbers))
             test = _Node("", test=f"{column} IN ({marks})", values=(*first, *numbers))
             return _Node("NOT", (test,)) if listed[0] else test
-        missing = self._null(column, first)
+        missing = self._parse_null(column, first)
         if missing is not None:
             return missing
         sign = self.take("one of < <= > >= = != in is")
-        if sign.text not in _COMPARE:
-            raise self.wrong(sign, "one of < <= > >= = != in is")
-        value = self._value("a number")
+        if sign.text not in _SQL_OPERATORS:
+            raise self.error(sign, "one of < <= > >= = != in is")
+        value = self._parse_value("a number")
         if value.text.lower() in ("null", "none") and sign.text in ("=", "==", "!=", "<>"):
             absent = _Node("", test=f"{column} IS NULL", values=first, null=False)
-            return absent if _COMPARE[sign.text] == "=" else _Node("NOT", (absent,))
-        compared = _COMPARE[sign.text]
+            return absent if _SQL_OPERATORS[sign.text] == "=" else _Node("NOT", (absent,))
+        compared = _SQL_OPERATORS[sign.text]
         test = _Node(
-            "", test=f"{column} {'=' if compared == '<>' else compared} ?", values=(*first, self._as_number(value))
+            "", test=f"{column} {'=' if compared == '<>' else compared} ?", values=(*first, self._parse_number(value))
         )
         return _Node("NOT", (test,)) if compared == "<>" else test
 
-    def _as_number(self, token: _Token) -> float:
+    def _parse_number(self, token: _Token) -> float:
         text = token.text.lower()
         if token.kind == "number":
             unit = _UNITS.get(text[-1], 1.0)
             number = float(text.rstrip("km")) * unit
             if math.isfinite(number):
                 return number
-        elif token.kind == "word" and text in _TRUTH:
-            return float(_TRUTH[text])
-        raise self.wrong(token, "a number such as 12, .5, 1e-3 or 2k")
+        elif token.kind == "word" and text in _BOOLEANS:
+            return float(_BOOLEANS[text])
+        raise self.error(token, "a number such as 12, .5, 1e-3 or 2k")
 
-    def _words(self, column: str) -> _Node:
-        listed = self._listed()
+    def _parse_text_test(self, column: str) -> _Node:
+        listed = self._parse_list()
         if listed is not None:
-            texts = tuple(_as_text(token) for token in listed[1])
+            texts = tuple(_parse_text(token) for token in listed[1])
             test = _Node("", test=f"{column} IN ({','.join('?' * len(texts))})", values=texts)
             return _Node("NOT", (test,)) if listed[0] else test
-        missing = self._null(column, ())
+        missing = self._parse_null(column, ())
         if missing is not None:
             return missing
         sign = self.take("one of = != ~ in is")
         if sign.text not in ("=", "==", "!=", "<>", "~", "!~"):
-            raise self.wrong(sign, "one of = != ~ in is, since it is a text")
-        value = _as_text(self._value("a text"))
+            raise self.error(sign, "one of = != ~ in is (a text column)")
+        value = _parse_text(self._parse_value("a text"))
         test = _Node("", test=f"contains({column}, ?)" if "~" in sign.text else f"{column} = ?", values=(value,))
         return _Node("NOT", (test,)) if sign.text in ("!=", "<>", "!~") else test
 
 
-def _as_text(token: _Token) -> str:
+def _parse_text(token: _Token) -> str:
     if token.kind != "quoted":
         return token.text
     return re.sub(r"\\(.)", r"\1", token.text[1:-1], flags=re.DOTALL)
@@ -454,15 +469,15 @@ _GROUP_ALIASES = {
 }
 
 
-def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[str, tuple[Any, ...]]:
+def parse_sort(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[str, tuple[Any, ...]]:
     """Convert `-reward,length` to SQL: column names, `-` for descending, missing values last; return it with its
     values.
 
-    >>> order("-reward,length")
+    >>> parse_sort("-reward,length")
     ('reward IS NULL, reward DESC, response_tokens, n', ())
     """
-    if not isinstance(text, str) or len(text) > MOST_LETTERS:
-        raise ValueError(f"sort: got {str(text)[:40]!r}, expected columns, with a comma between them")
+    if not isinstance(text, str) or len(text) > MAX_LENGTH:
+        raise ValueError(f"sort: got {str(text)[:40]!r}, expected column names separated by commas")
     clauses: list[str] = []
     values: list[Any] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -473,7 +488,7 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
             column, columns = _GROUP_ALIASES.get(lower, lower), list(GROUP_COLUMNS)
         else:
             column, columns = ALIASES.get(lower, lower), [*COLUMNS, *ALIASES, *FLAGS, "part.NAME"]
-        if view == "samples" and lower.startswith(_NAMED):
+        if view == "samples" and lower.startswith(_NUMBER_PREFIXES):
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
             values += [name.split(".", 1)[1]] * 2
         elif view == "samples" and column in FLAGS and column not in COLUMNS:
@@ -487,24 +502,29 @@ def order(text: str, view: str = "samples", parts: Sequence[str] = ()) -> tuple[
     return ", ".join([*clauses, "first" if view == "groups" else "n"]), tuple(values)
 
 
-_SHOWN_AS = {"length": "tokens", "response_tokens": "length"}
+_FILTER_NAMES = {"length": "tokens", "response_tokens": "length"}
 
 
-def described(parts: Sequence[str], metrics: Sequence[str] = ()) -> list[dict[str, str]]:
+def describe_columns(parts: Sequence[str], metrics: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return the columns for filters and sorting, for `/api/run`: {name, label, type, help}."""
     columns = [
-        {"name": _SHOWN_AS.get(name, name), "label": column.label, "type": column.type, "help": column.help}
+        {"name": _FILTER_NAMES.get(name, name), "label": column.label, "type": column.type, "help": column.help}
         for name, column in COLUMNS.items()
         if column.type in ("number", "text") and name not in FLAGS
     ]
     columns.append(
-        {"name": "response", "label": "Response", "type": "search", "help": "All of its text: response ~ wait."}
+        {
+            "name": "response",
+            "label": "Response",
+            "type": "search",
+            "help": "Full text of the response, e.g. response ~ wait.",
+        }
     )
     columns += [
         {"name": f"{kind}.{name}", "label": name, "type": "number", "help": text}
         for kind, names, text in (
-            ("part", parts, "A part of the reward."),
-            ("metric", metrics, "A number that was logged with the sample."),
+            ("part", parts, "Reward part."),
+            ("metric", metrics, "Number logged with the sample."),
         )
         for name in names
     ]

@@ -31,7 +31,7 @@ from rollbook.core.checks import check_choice
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import check_regular
 from rollbook.inspect.images import image_type
-from rollbook.inspect.measures import closing_of, opening_of
+from rollbook.inspect.measures import extract_closing, extract_opening
 from rollbook.inspect.serialization import as_json, encode
 from rollbook.inspect.trajectory import KINDS, LENSES, ROLES, STATUSES, Json, Trajectory
 from rollbook.inspect.workers import Workers
@@ -60,30 +60,30 @@ class Asset:
 
 
 @cache
-def manifest() -> dict[str, Asset]:
+def load_assets() -> dict[str, Asset]:
     """Return all files under static/ by relative name.
 
-    >>> manifest()["index.html"].type
+    >>> load_assets()["index.html"].type
     'text/html; charset=utf-8'
-    >>> "../assets.py" in manifest()
+    >>> "../assets.py" in load_assets()
     False
     """
-    return dict(sorted(_walk(resources.files("rollbook.inspect") / "static", "")))
+    return dict(sorted(_read_assets(resources.files("rollbook.inspect") / "static", "")))
 
 
-def _walk(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
+def _read_assets(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
     files = []
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
             if entry.name != "__pycache__":
-                files += _walk(entry, name + "/")
+                files += _read_assets(entry, name + "/")
             continue
         if entry.name.startswith("."):
             continue
         kind = TYPES.get(entry.name.rpartition(".")[2])
         if kind is None:
-            raise ValueError(f"{name}: a file of the viewer's pages ends in {', '.join(TYPES)}")
+            raise ValueError(f"{name}: unknown file type, expected {', '.join(TYPES)}")
         content = entry.read_bytes()
         files.append((name, Asset(content, kind, hashlib.sha256(content).hexdigest())))
     return files
@@ -112,15 +112,15 @@ class BundleError(RollbookError, ValueError):
 @cache
 def page_script() -> str:
     """Return the modules of an exported page as one script: main.js without the pages that need a server."""
-    files = {name: asset.content.decode() for name, asset in manifest().items() if name.endswith(".js")}
-    files["main.js"] = without_pages(files["main.js"], RUN_PAGES)
+    files = {name: asset.content.decode() for name, asset in load_assets().items() if name.endswith(".js")}
+    files["main.js"] = remove_pages(files["main.js"], RUN_PAGES)
     return join_modules(files, "main.js")
 
 
-def without_pages(main: str, pages: Collection[str]) -> str:
+def remove_pages(main: str, pages: Collection[str]) -> str:
     """Return main.js without the lines that import and register these pages.
 
-    >>> print(without_pages('''import { a } from "./pages/a.js";
+    >>> print(remove_pages('''import { a } from "./pages/a.js";
     ... import { b } from "./pages/b.js";
     ... registerPage("a", a);
     ... registerPage("b", b);''', ["a"]))
@@ -140,8 +140,8 @@ def without_pages(main: str, pages: Collection[str]) -> str:
 @cache
 def page_style() -> str:
     """Return the style sheets of index.html, in order, as one."""
-    names = re.findall(r'href="/?static/([^"]+\.css)"', manifest()["index.html"].content.decode())
-    return join_styles({name: manifest()[name].content.decode() for name in names})
+    names = re.findall(r'href="/?static/([^"]+\.css)"', load_assets()["index.html"].content.decode())
+    return join_styles({name: load_assets()[name].content.decode() for name in names})
 
 
 def join_styles(files: Mapping[str, str]) -> str:
@@ -150,11 +150,11 @@ def join_styles(files: Mapping[str, str]) -> str:
     >>> join_styles({"a.css": "p { color: red }", "b.css": "@import 'c.css';"})
     Traceback (most recent call last):
         ...
-    rollbook.inspect.html_export.BundleError: b.css: '@import' cannot stand in a file of its own
+    rollbook.inspect.html_export.BundleError: b.css: '@import' is not allowed in a single file
     """
     for name, text in files.items():
         for match in re.finditer(r"</style|@import|url\(\s*[\"']?(?!data:)", text, re.IGNORECASE):
-            raise BundleError(f"{name}: {match[0]!r} cannot stand in a file of its own")
+            raise BundleError(f"{name}: {match[0]!r} is not allowed in a single file")
     out = []
     for name, text in files.items():
         bare = re.sub(r"(?s)/\*.*?\*/", "", text)
@@ -209,8 +209,8 @@ class _Module:
         self.name = name
         for end in ("</script", "<!--"):
             if end in text.lower():
-                raise BundleError(f"{name}: {end!r} cannot stand in a script of an HTML page")
-        hidden, flat, tops, cuts, fixed = _skeleton(name, text)
+                raise BundleError(f"{name}: {end!r} is not allowed in a script of an HTML page")
+        hidden, flat, tops, cuts, fixed = _blank_texts(name, text)
         self.imports: list[tuple[str, list[str]]] = []
         self.exports: set[str] = set()
         self.declared: list[str] = []
@@ -251,7 +251,7 @@ class _Module:
         twice = {imported_name for imported_name in self.declared if self.declared.count(imported_name) > 1}
         if twice:
             raise BundleError(f"{name}: declares {min(twice)!r} twice")
-        self.text = _squeezed(text, cuts, fixed)
+        self.text = _minify(text, cuts, fixed)
 
     def _bad(self, text: str, start: int, why: str) -> BundleError:
         line = text.count("\n", 0, start) + 1
@@ -261,7 +261,7 @@ class _Module:
 Spans = list[tuple[int, int]]
 
 
-def _squeezed(text: str, cuts: Spans, fixed: Spans) -> str:
+def _minify(text: str, cuts: Spans, fixed: Spans) -> str:
     """Remove the `cut` ranges, indentation and empty lines; keep the `fixed` ranges."""
     kind = bytearray(len(text))  # 1: cut, 2: fixed
     for value, spans in ((1, cuts), (2, fixed)):
@@ -277,7 +277,7 @@ def _squeezed(text: str, cuts: Spans, fixed: Spans) -> str:
     return "".join(out)
 
 
-def _skeleton(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
+def _blank_texts(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
     """Blank out text in a JavaScript source.
 
     Returns the source with comments, strings, templates and patterns blanked; the same with bracket contents blanked
@@ -319,21 +319,21 @@ def _skeleton(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
             tops.append(place)
             fresh = False
         if letter in "\"'":
-            place = _past_string(name, text, place)
+            place = _skip_string(name, text, place)
             blank(start + 1, place - 1)
             before = '"'
         elif letter == "`" or (letter == "}" and open_brackets and open_brackets[-1] == "`"):
             # A template, from its start or from the end of a ${...} in it, up to its end or the next ${.
             if letter == "}":
                 open_brackets.pop()
-            place, more = _past_template(name, text, place + 1)
+            place, more = _skip_template(name, text, place + 1)
             templates.append((start, place))
             blank(start, place)
             if more:
                 open_brackets.append("`")
             before = "" if more else '"'
         elif letter == "/" and _BEFORE_PATTERN.search(before):
-            place = _past_pattern(name, text, place)
+            place = _skip_pattern(name, text, place)
             blank(start, place)
             before = '"'
         else:
@@ -357,7 +357,7 @@ def _skeleton(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
     return hidden, "".join(out), tops, comments, templates
 
 
-def _past_string(name: str, text: str, place: int) -> int:
+def _skip_string(name: str, text: str, place: int) -> int:
     quote = text[place]
     place += 1
     while place < len(text) and text[place] not in (quote, "\n"):
@@ -367,7 +367,7 @@ def _past_string(name: str, text: str, place: int) -> int:
     return place + 1
 
 
-def _past_template(name: str, text: str, place: int) -> tuple[int, bool]:
+def _skip_template(name: str, text: str, place: int) -> tuple[int, bool]:
     while place < len(text):
         if text[place] == "`":
             return place + 1, False
@@ -377,7 +377,7 @@ def _past_template(name: str, text: str, place: int) -> tuple[int, bool]:
     raise BundleError(f"{name}: a template does not end")
 
 
-def _past_pattern(name: str, text: str, place: int) -> int:
+def _skip_pattern(name: str, text: str, place: int) -> int:
     place += 1
     in_class = False
     while place < len(text) and text[place] != "\n":
@@ -391,15 +391,17 @@ def _past_pattern(name: str, text: str, place: int) -> int:
     raise BundleError(f"{name}: a pattern does not end")
 
 
-MOST = 200
+MAX_TRAJECTORIES = 200
 """Maximum number of trajectories in a file."""
-_LONG = 256
+_MAX_NUMBERS = 256
 """Longer lists of numbers are omitted from a record's JSON, since the frame has them."""
-_SECONDS = 60.0
-_LONGEST_PATTERN = 1000
-_MOST_PATTERNS = 100
-_FIXED = frozenset({"sha256", "mime", "status", "kind", "state", "role", "type", "id", "key", "truncate_status"})
-_OURS = frozenset(
+_REDACTION_SECONDS = 60.0
+_MAX_PATTERN_LENGTH = 1000
+_MAX_PATTERNS = 100
+_CONSTANT_KEYS = frozenset(
+    {"sha256", "mime", "status", "kind", "state", "role", "type", "id", "key", "truncate_status"}
+)
+_CONSTANTS = frozenset(
     {*ROLES, *KINDS, *STATUSES, *LENSES, *(lens.key for lens in LENSES.values())}
     | {"single_turn", "multi_turn", "dpo", "prompt_truncated", "response_truncated", "sequential", "diverging"}
     | {"image/png", "image/jpeg", "image/gif", "image/webp", "book", "number", "text", "flag"}
@@ -409,7 +411,7 @@ _OURS = frozenset(
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """An exported file with its suggested name and counts; `redactions` is the number of texts with redacted parts."""
 
     content: bytes
@@ -438,7 +440,7 @@ def export_html(
     max_mb: float | None = None,
     theme: str = "auto",
     workers: Workers | None = None,
-) -> Exported:
+) -> ExportResult:
     """Export samples, a group or the samples of a filter (exactly one of the three) as one HTML file.
 
     Args:
@@ -461,7 +463,7 @@ def export_html(
     if sum(selector is not None for selector in (uids, gid, filter)) != 1:
         raise ValueError("export: expected one of uids, gid and filter")
     check_choice("theme", theme, ("auto", "light", "dark"))
-    patterns = _patterns([redact] if isinstance(redact, str) else redact)
+    patterns = _check_patterns([redact] if isinstance(redact, str) else redact)
     if gid is not None:
         chosen = [row["uid"] for row in answers.group(gid)["rows"] if row["removed_reason"] is None]
     elif uids is not None:
@@ -470,26 +472,28 @@ def export_html(
                 raise ValueError(f"uids: got {uid!r:.80}, expected the ids of samples")
         chosen = list(dict.fromkeys(uids))
     else:
-        matches = answers.list(view="samples", filter=filter, limit=MOST)
+        matches = answers.list(view="samples", filter=filter, limit=MAX_TRAJECTORIES)
         chosen = [row["uid"] for row in matches["rows"] if row["removed_reason"] is None]
-        if matches["total"] > MOST:
-            raise ValueError(f"filter: {matches['total']} samples match, and one file holds at most {MOST}; narrow it")
+        if matches["total"] > MAX_TRAJECTORIES:
+            raise ValueError(
+                f"filter: {matches['total']} samples match, expected at most {MAX_TRAJECTORIES}; use a narrower filter"
+            )
     if not chosen:
-        raise ValueError("export: there are no samples to put into a file")
-    if len(chosen) > MOST:
-        raise ValueError(f"uids: got {len(chosen)}, and one file holds at most {MOST}")
+        raise ValueError("export: no samples to export")
+    if len(chosen) > MAX_TRAJECTORIES:
+        raise ValueError(f"uids: got {len(chosen)}, expected at most {MAX_TRAJECTORIES}")
 
-    documents = [_kept_lenses(document, fields) for document in _documents(source, chosen)]
-    recorded = _recorded(source, answers, documents)
-    media = _media(source, documents) if images else {}
+    documents = [_select_lenses(document, fields) for document in _read_trajectories(source, chosen)]
+    recorded = _record_answers(source, answers, documents)
+    media = _read_images(source, documents) if images else {}
     hidden = 0
     if patterns:
         with nullcontext(workers) if workers is not None else Workers() as children:
-            documents, recorded, hidden = _redacted(documents, recorded, patterns, children)
+            documents, recorded, hidden = _redact(documents, recorded, patterns, children)
     if gid is not None:
-        start = "#/group/" + _segment(documents[0].gid)
+        start = "#/group/" + _encode_uri(documents[0].gid)
     else:
-        start = "#/t/" + _segment(documents[0].uid) if len(documents) == 1 else "#/samples"
+        start = "#/t/" + _encode_uri(documents[0].uid) if len(documents) == 1 else "#/samples"
     responses = {response_key(path, **selector): answer for path, selector, answer in recorded}
     payload = {
         "responses": responses,
@@ -497,16 +501,16 @@ def export_html(
         "frame": base64.b64encode(encode(documents, "f2")).decode(),
         "start": start,
     }
-    content = page(as_json(payload), title=title or responses["/api/run"]["name"] or "rollbook", theme=theme)
+    content = render_page(as_json(payload), title=title or responses["/api/run"]["name"] or "rollbook", theme=theme)
     if max_mb is not None and len(content) > max_mb * 1e6:
         raise ValueError(
             f"max_mb: the file of {len(documents)} trajectories and {len(media)} images would have "
-            f"{len(content) / 1e6:.1f} MB, expected at most {max_mb:g}; take fewer, fewer lenses, or no images"
+            f"{len(content) / 1e6:.1f} MB, expected at most {max_mb:g}; export fewer samples or lenses, or no images"
         )
-    return Exported(content, _file_name(start, len(documents)), len(documents), len(media), hidden)
+    return ExportResult(content, _file_name(start, len(documents)), len(documents), len(media), hidden)
 
 
-def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> Exported:
+def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> ExportResult:
     """Write `export_html` to `path` atomically."""
     check_regular(path)
     exported = export_html(source, answers, **options)
@@ -535,11 +539,11 @@ def as_iframe(content: bytes, *, height: int = 640) -> str:
     )
 
 
-def page(payload: bytes, *, title: str, theme: str) -> bytes:
+def render_page(payload: bytes, *, title: str, theme: str) -> bytes:
     """Return the HTML page around a JSON payload."""
     script, style = page_script(), page_style()
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data: blob:; "
+        f"default-src 'none'; script-src '{_csp_hash(script)}'; style-src '{_csp_hash(style)}'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
     packed = base64.b64encode(gzip.compress(payload, 9, mtime=0)).decode()
@@ -552,17 +556,17 @@ def page(payload: bytes, *, title: str, theme: str) -> bytes:
         '<meta name="robots" content="noindex">\n<meta name="referrer" content="no-referrer">\n'
         f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n'
         f"<style>{style}</style>\n</head>\n<body>\n"
-        "<noscript>This file shows itself with JavaScript; it asks the network for nothing.</noscript>\n"
+        "<noscript>This file needs JavaScript. It makes no network requests.</noscript>\n"
         f'<script type="application/octet-stream" id="bundle">{packed}</script>\n'
         f'<script type="module">{script}</script>\n</body>\n</html>\n'
     ).encode()
 
 
-def _hash(text: str) -> str:
+def _csp_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _segment(text: str) -> str:
+def _encode_uri(text: str) -> str:
     """Encode text as encodeURIComponent does."""
     return quote(text, safe="-_.!~*'()")
 
@@ -577,15 +581,15 @@ def response_key(path: str, **parameters: str) -> str:
     return "?".join([path, *(["&".join(pairs)] if parameters else [])])
 
 
-def _patterns(redact: Sequence[str]) -> list[str]:
+def _check_patterns(redact: Sequence[str]) -> list[str]:
     # Patterns are compiled only in a child, since that too can take arbitrarily long.
     for pattern in redact:
-        if not isinstance(pattern, str) or not 0 < len(pattern) <= _LONGEST_PATTERN:
+        if not isinstance(pattern, str) or not 0 < len(pattern) <= _MAX_PATTERN_LENGTH:
             raise ValueError(
-                f"redact: got {str(pattern)[:80]!r}, expected a regular expression of at most 1000 letters"
+                f"redact: got {str(pattern)[:80]!r}, expected a regular expression of at most 1000 characters"
             )
-    if len(redact) > _MOST_PATTERNS:
-        raise ValueError(f"redact: got {len(redact)} patterns, expected at most {_MOST_PATTERNS}")
+    if len(redact) > _MAX_PATTERNS:
+        raise ValueError(f"redact: got {len(redact)} patterns, expected at most {_MAX_PATTERNS}")
     return list(redact)
 
 
@@ -595,11 +599,11 @@ def _file_name(start: str, count: int) -> str:
     return f"rollbook-{content}-{hashlib.blake2b(start.encode(), digest_size=4).hexdigest()}.html"
 
 
-def _kept_lenses(document: Trajectory, fields: Sequence[str] | None) -> Trajectory:
+def _select_lenses(document: Trajectory, fields: Sequence[str] | None) -> Trajectory:
     if fields is None:
         return document
     arrays = {name: array for name, array in document.arrays.items() if name in fields}
-    rejected = None if document.rejected is None else _kept_lenses(document.rejected, fields)
+    rejected = None if document.rejected is None else _select_lenses(document.rejected, fields)
     return dataclasses.replace(document, arrays=arrays, rejected=rejected)
 
 
@@ -609,11 +613,11 @@ Answer = tuple[str, dict[str, str], Any]
 """Path, parameters, and the server's answer."""
 
 
-def _documents(source: Source, uids: Sequence[str]) -> list[Trajectory]:
+def _read_trajectories(source: Source, uids: Sequence[str]) -> list[Trajectory]:
     return [document for start in range(0, len(uids), 32) for document in source.documents(uids[start : start + 32])]
 
 
-def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory]) -> list[Answer]:
+def _record_answers(source: Source, answers: Answers, documents: Sequence[Trajectory]) -> list[Answer]:
     """Yield the answers to the requests of the exported pages, for a run that has only these samples."""
     inside = {document.uid for document in documents}
     gids = dict.fromkeys(document.gid for document in documents)
@@ -632,7 +636,7 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
         near["same_prompt"] = []
         recorded.append(("/api/neighbors", {"uid": document.uid}, near))
         # Without the ledger, which names consumers and machines.
-        recorded.append(("/api/record", {"uid": document.uid}, _short(source.record(document.uid))))
+        recorded.append(("/api/record", {"uid": document.uid}, _shorten(source.record(document.uid))))
     groups: list[dict[str, Any]] = []
     for gid in gids:
         group = dict(answers.group(gid))
@@ -649,23 +653,23 @@ def _recorded(source: Source, answers: Answers, documents: Sequence[Trajectory])
     return recorded
 
 
-def _short(value: Json) -> Any:
+def _shorten(value: Json) -> Any:
     """Return a record's JSON without long lists of numbers and images, which the file has elsewhere."""
     if isinstance(value, Mapping):
-        return {key: _short(entry) for key, entry in value.items()}
+        return {key: _shorten(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        if len(value) > _LONG and all(isinstance(entry, (int, float)) or entry is None for entry in value):
-            return f"({len(value)} numbers, left out of this file)"
-        return [_short(entry) for entry in value]
+        if len(value) > _MAX_NUMBERS and all(isinstance(entry, (int, float)) or entry is None for entry in value):
+            return f"({len(value)} numbers, omitted in this file)"
+        return [_shorten(entry) for entry in value]
     if isinstance(value, str):
-        return _DATA.sub("data:(left out of this file)", value)
+        return _DATA.sub("data:(omitted in this file)", value)
     return value
 
 
 _DATA = re.compile(r"data:[a-z]+/[a-zA-Z0-9.+-]+;base64,[A-Za-z0-9+/=]{64,}")
 
 
-def _media(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
+def _read_images(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
     images: dict[str, str] = {}
     for document in documents:
         for picture in document.pictures:
@@ -678,21 +682,21 @@ def _media(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
 
 # --- redaction ------------------------------------------------------------------------------------------------------
 
-_FREE = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts", "row"})
+_REDACTED_KEYS = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts", "row"})
 """Entries whose keys are redacted too."""
-_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
+_REDACTED_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
 """Entries in which numbers are redacted like texts (a phone number, for example)."""
 _HASH = re.compile("[0-9a-f]{64}")
 Cover = Callable[[str], str]
 
 
-def _redacted(
+def _redact(
     documents: list[Trajectory], recorded: list[Answer], patterns: list[str], workers: Workers
 ) -> tuple[list[Trajectory], list[Answer], int]:
     for document in documents:
         if document.tokenized == "ids":
             raise ValueError(
-                f"redact: the tokenizer of {document.uid} is not known, so its ids cannot be searched; give a tokenizer"
+                f"redact: {document.uid} has token ids and no tokenizer, so its text cannot be searched; set one"
             )
     texts: dict[str, str] = {}
 
@@ -700,9 +704,9 @@ def _redacted(
         return texts.setdefault(text, text)
 
     for document in documents:
-        _document(document, note)
+        _redact_trajectory(document, note)
     for path, parameters, answer in recorded:
-        _mapped([parameters, answer], note, most=_most(path))
+        _redact_json([parameters, answer], note, most=_max_integers(path))
     # In an id a slash is encoded as %2F; a pattern may match the decoded form too.
     ids = {
         identifier: identifier.replace("%2F", "/").replace("%25", "%")
@@ -711,29 +715,29 @@ def _redacted(
     }
     for written in ids.values():
         note(written)
-    unhashed = _unhashed(documents)
-    masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_SECONDS)
+    unhashed = _replace_hashes(documents)
+    masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_REDACTION_SECONDS)
     hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
     texts = dict(zip(texts, masked, strict=True))
     texts |= {identifier: texts[written] for identifier, written in ids.items() if texts[written] != unhashed(written)}
-    covered = [_document(document, texts.__getitem__) for document in documents]
+    covered = [_redact_trajectory(document, texts.__getitem__) for document in documents]
     if len({document.uid for document in covered}) != len(documents):
-        raise ValueError("redact: what is covered tells samples apart; their ids would be the same")
+        raise ValueError("redact: the redacted ids of different samples would be equal")
     for document in covered:
-        document.notes.append("Parts of this file are covered; token ids, which would tell them, are left out.")
+        document.notes.append("Parts of this file are redacted; token ids are omitted.")
     answers = [
         (
             path,
             {name: texts[value] for name, value in parameters.items()},
-            _mapped(answer, texts.__getitem__, most=_most(path)),
+            _redact_json(answer, texts.__getitem__, most=_max_integers(path)),
         )
         for path, parameters, answer in recorded
     ]
-    _reopen([answer for _, _, answer in answers], covered)
+    _update_excerpts([answer for _, _, answer in answers], covered)
     return covered, answers, hidden
 
 
-def _unhashed(documents: Sequence[Trajectory]) -> Cover:
+def _replace_hashes(documents: Sequence[Trajectory]) -> Cover:
     """Replace hashes of texts in ids: with the hash and the visible part of a text, the redacted part could be found by
     trying.
     """
@@ -754,12 +758,12 @@ def _unhashed(documents: Sequence[Trajectory]) -> Cover:
 _SHORT_HASH = re.compile("[0-9a-f]{16}")
 
 
-def _most(path: str) -> int:
+def _max_integers(path: str) -> int:
     """Return how many consecutive integers are shown; in a record, any could be token ids."""
     return 0 if path == "/api/record" else 3
 
 
-def _document(document: Trajectory, cover: Cover) -> Trajectory:
+def _redact_trajectory(document: Trajectory, cover: Cover) -> Trajectory:
     """Return the sample with redacted texts and without ids; the number of characters stays the same, so ends stay
     valid.
     """
@@ -767,14 +771,14 @@ def _document(document: Trajectory, cover: Cover) -> Trajectory:
     for field in dataclasses.fields(document):
         value = getattr(document, field.name)
         if isinstance(value, (str, dict)) or field.name in ("messages", "tools", "label", "reference", "notes"):
-            changed[field.name] = _mapped({field.name: value}, cover, most=0)[field.name]
+            changed[field.name] = _redact_json({field.name: value}, cover, most=0)[field.name]
     changed["arrays"] = document.arrays
     changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in document.segments]
-    changed["rejected"] = None if document.rejected is None else _document(document.rejected, cover)
+    changed["rejected"] = None if document.rejected is None else _redact_trajectory(document.rejected, cover)
     return dataclasses.replace(document, **changed)
 
 
-def _mapped(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
+def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
     """Redact all texts in JSON except our constants; omit more than `most` consecutive integers, which could be token
     ids.
 
@@ -785,18 +789,29 @@ def _mapped(value: Json, cover: Cover, *, most: int, free: bool = False, numbers
     if isinstance(value, Mapping):
         mapped = {}
         for key, entry in value.items():
-            ours = not free and key in _FIXED and isinstance(entry, str) and (entry in _OURS or _HASH.fullmatch(entry))
+            ours = (
+                not free
+                and key in _CONSTANT_KEYS
+                and isinstance(entry, str)
+                and (entry in _CONSTANTS or _HASH.fullmatch(entry))
+            )
             mapped[cover(key) if free and isinstance(key, str) else key] = (
                 entry
                 if ours
-                else _mapped(entry, cover, most=most, free=free or key in _FREE, numbers=numbers or (key in _NUMBERS))
+                else _redact_json(
+                    entry,
+                    cover,
+                    most=most,
+                    free=free or key in _REDACTED_KEYS,
+                    numbers=numbers or (key in _REDACTED_NUMBERS),
+                )
             )
         return mapped
     if isinstance(value, (list, tuple)):
-        count = _wholes(value)
+        count = _count_integers(value)
         if count is not None and count > most:
-            return f"({count} whole numbers, left out: they could be token ids)"
-        return [_mapped(entry, cover, most=most, free=free, numbers=numbers) for entry in value]
+            return f"({count} integers, omitted: they could be token ids)"
+        return [_redact_json(entry, cover, most=most, free=free, numbers=numbers) for entry in value]
     if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         written = str(value)
         covered = cover(written)
@@ -804,17 +819,17 @@ def _mapped(value: Json, cover: Cover, *, most: int, free: bool = False, numbers
     return value
 
 
-def _wholes(value: Json) -> int | None:
+def _count_integers(value: Json) -> int | None:
     """Return the number of integers in nested lists; `None` if they contain anything else."""
     if isinstance(value, (list, tuple)):
-        counts = [_wholes(entry) for entry in value]
+        counts = [_count_integers(entry) for entry in value]
         return None if None in counts else sum(count or 0 for count in counts)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         return None
     return 1
 
 
-def _reopen(value: Json, covered: Sequence[Trajectory]) -> None:
+def _update_excerpts(value: Json, covered: Sequence[Trajectory]) -> None:
     """Recompute openings and closings from redacted texts, since the existing ones may cut a redacted part."""
     by_uid = {document.uid: document for document in covered}
     by_gid = {document.gid: document for document in reversed(covered)}
@@ -827,6 +842,6 @@ def _reopen(value: Json, covered: Sequence[Trajectory]) -> None:
             waiting += entry.values()
             document = by_uid.get(entry.get("uid", "")) or by_gid.get(entry.get("gid", ""))
             if document is not None and "opening" in entry:
-                entry["opening"] = opening_of(document.text[: document.prompt_end])
+                entry["opening"] = extract_opening(document.text[: document.prompt_end])
             if document is not None and "closing" in entry:
-                entry["closing"] = closing_of(document.text[document.prompt_end :])
+                entry["closing"] = extract_closing(document.text[document.prompt_end :])

@@ -19,18 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.files.stores import MAX_PICTURE, MAX_PIXELS, beside
+from rollbook.inspect.files.stores import MAX_PICTURE, MAX_PIXELS, resolve_path
 from rollbook.inspect.trajectory import Json, Picture, Segment
 
 # --- images of files ------------------------------------------------------------------------------------------------
 
 _DATA_URL = re.compile(r"data:([\w.+-]{1,40}/[\w.+-]{1,80})?((?:;[\w.+-]{1,40}(?:=[\w.+-]{0,80})?){0,4}),")
 
-Keep = Callable[[str, bytes, str], None]
-"""Called for every picture with its sha256, bytes and type."""
+StoreImage = Callable[[str, bytes, str], None]
+"""Function that gets the sha256, bytes and type of every image."""
 
 
-class Where(NamedTuple):
+class RowContext(NamedTuple):
     """The context of a row."""
 
     root: str
@@ -38,91 +38,86 @@ class Where(NamedTuple):
     evaluation: bool
     """Whether the file name indicates evaluation."""
     vocabulary: Vocabulary | None
-    keep: Keep
+    keep: StoreImage
     log: Mapping[str, Any]
     """Metadata of the file for all rows."""
 
 
-def pictured(value: Json, seen: Mapping[str, Picture]) -> Any:
+def replace_images(value: Json, seen: Mapping[str, Picture]) -> Any:
     """Replace picture bytes in messages by hash and size."""
     if isinstance(value, str):
-        picture_seen = seen.get(value) if seen else None
-        return (
-            value
-            if picture_seen is None
-            else {
-                "picture": picture_seen.sha256,
-                "mime": picture_seen.mime,
-                "width": picture_seen.width,
-                "height": picture_seen.height,
-            }
-        )
+        image = seen.get(value) if seen else None
+        return value if image is None else _image_json(image)
     if isinstance(value, list):
-        return [pictured(item, seen) for item in value]
-    return {key: pictured(item, seen) for key, item in value.items()} if isinstance(value, dict) else value
+        return [replace_images(item, seen) for item in value]
+    return {key: replace_images(item, seen) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def picture(source: Json | bytes | bytearray, where: Where, notes: list[str]) -> Picture | None:
+def _image_json(image: Picture) -> dict[str, Any]:
+    return {"picture": image.sha256, "mime": image.mime, "width": image.width, "height": image.height}
+
+
+def read_image(source: Json | bytes | bytearray, where: RowContext, notes: list[str]) -> Picture | None:
     """Return the picture of a data URL, base64 text or a local file; anything else is noted and not fetched."""
     if isinstance(source, (bytes, bytearray)):
-        return kept(bytes(source), where, notes)
+        return store_image(bytes(source), where, notes)
     if not isinstance(source, str):
-        notes.append("A picture without content is left out.")
+        notes.append("Image omitted: no content.")
         return None
     if source.startswith("data:"):
         head = _DATA_URL.match(source)
         if head is None or ";base64" not in head[0]:
-            notes.append("A picture in a data URL that is not base64 is left out.")
+            notes.append("Image omitted: data URL without base64.")
             return None
         return _from_base64(source[head.end() :], where, notes)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", source):
-        notes.append("A picture at another address is not fetched.")
+        notes.append("Image omitted: remote images are not fetched.")
         return None
-    path = beside(where.root, source)
+    path = resolve_path(where.root, source)
     if path is not None:
         with open(path, "rb") as file:
-            return kept(file.read(MAX_PICTURE + 1), where, notes)
+            return store_image(file.read(MAX_PICTURE + 1), where, notes)
     if len(source) > 256:
         return _from_base64(source, where, notes)
-    notes.append("A picture that is named by a path is not there.")
+    notes.append("Image omitted: file not found.")
     return None
 
 
-def _from_base64(text: str, where: Where, notes: list[str]) -> Picture | None:
+def _from_base64(text: str, where: RowContext, notes: list[str]) -> Picture | None:
     if len(text) > MAX_PICTURE * 4 // 3 + 4:
-        notes.append(f"A picture of more than {MAX_PICTURE} bytes is left out.")
+        notes.append(f"Image omitted: more than {MAX_PICTURE} bytes.")
         return None
     try:
-        return kept(binascii.a2b_base64(text), where, notes)
+        return store_image(binascii.a2b_base64(text), where, notes)
     except (binascii.Error, ValueError):
-        notes.append("A picture whose base64 is damaged is left out.")
+        notes.append("Image omitted: invalid base64.")
         return None
 
 
-def kept(data: bytes, where: Where, notes: list[str]) -> Picture | None:
+def store_image(data: bytes, where: RowContext, notes: list[str]) -> Picture | None:
     """Return a picture for these bytes, if they are an image that browsers show safely."""
     if len(data) > MAX_PICTURE:
-        notes.append(f"A picture of more than {MAX_PICTURE} bytes is left out.")
+        notes.append(f"Image omitted: more than {MAX_PICTURE} bytes.")
         return None
-    kind = sniff(data)
+    kind = detect_image(data)
     if kind is None:
-        notes.append("A picture that is no PNG, JPEG, GIF or WebP is left out.")
+        notes.append("Image omitted: not PNG, JPEG, GIF or WebP.")
         return None
     mime, width, height = kind
     if (width or 0) * (height or 0) > MAX_PIXELS:
-        notes.append(f"A picture of {width} by {height} points is left out.")
+        notes.append(f"Image omitted: {width}x{height} pixels are too many.")
         return None
     name = sha256(data).hexdigest()
     where.keep(name, data, mime)
     return Picture(name, mime, width, height)
 
 
-def sniff(data: bytes) -> tuple[str, int | None, int | None] | None:
+def detect_image(data: bytes) -> tuple[str, int | None, int | None] | None:
     """Return type, width and height of an image from its first bytes.
 
-    >>> sniff(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
+    >>> detect_image(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
     ('image/png', 2, 3)
-    >>> sniff(b"<svg onload=alert(1)>")
+    >>> detect_image(b"<svg onload=alert(1)>")
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         return "image/png", int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
@@ -143,7 +138,7 @@ def image_type(content: bytes) -> str | None:
     >>> [image_type(content) for content in (b"GIF89a\\1\\0\\1\\0", b"GIF89a\\xff\\xff\\xff\\xff", b"<svg onload=...>")]
     ['image/gif', None, None]
     """
-    image = sniff(content)
+    image = detect_image(content)
     return None if image is None or (image[1] or 0) * (image[2] or 0) > MAX_PIXELS else image[0]
 
 
@@ -172,19 +167,19 @@ def _jpeg(data: bytes) -> tuple[int | None, int | None]:
 
 # --- images of records ----------------------------------------------------------------------------------------------
 
-MOST_PICTURES = 256
+MAX_IMAGES = 256
 """Maximum number of pictures of a record."""
-KEPT_BYTES = 64 << 20
-DEPTH = 64
+CACHE_BYTES = 64 << 20
+MAX_DEPTH = 64
 
-_KEYS = ("data", "b64_json", "image", "url", "bytes", "image_url")
+_IMAGE_KEYS = ("data", "b64_json", "image", "url", "bytes", "image_url")
 """Keys of base64 images without a `data:` prefix."""
-_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+_BASE64_PREFIXES = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Base64 prefixes of PNG, JPEG, GIF and RIFF."""
-_TYPES = ("image", "image_url", "input_image")
+_IMAGE_TYPES = ("image", "image_url", "input_image")
 _REFERENCE = re.compile(r"sha256:([0-9a-f]{64})")
-_OPENERS = re.compile(r"<\|vision_start\|>|<start_of_image>|<img>")
-_SINGLES = re.compile(r"<\|image(?:_[0-9]{1,3})?\|>|<image>|\[IMG\]")
+_START_MARKS = re.compile(r"<\|vision_start\|>|<start_of_image>|<img>")
+_IMAGE_MARKS = re.compile(r"<\|image(?:_[0-9]{1,3})?\|>|<image>|\[IMG\]")
 
 
 class Reference(str):
@@ -197,134 +192,129 @@ class Album:
     """The pictures of a source: a cache of inline ones, and those that `fetch` finds by hash.
 
     >>> album = Album()
-    >>> found = album.kept(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
+    >>> found = album.add(b"\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR\\0\\0\\0\\x02\\0\\0\\0\\x03")
     >>> found.mime, found.width, album.media(found.sha256)[1]
     ('image/png', 2, 'image/png')
-    >>> album.kept(b"<svg onload=alert(1)>") is None
+    >>> album.add(b"<svg onload=alert(1)>") is None
     True
     """
 
     def __init__(self, fetch: Callable[[str], bytes | None] = lambda _: None) -> None:
         self._fetch = fetch
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._cached: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
-        self._known: dict[str, Picture | None] = {}
+        self._described: dict[str, Picture | None] = {}
 
-    def kept(self, data: bytes) -> Picture | None:
+    def add(self, data: bytes) -> Picture | None:
         """Return a picture for these bytes, if they are an image, and cache the bytes."""
-        described = _described(sha256(data).hexdigest(), data)
+        described = _describe_image(sha256(data).hexdigest(), data)
         if described is not None:
             with self._lock:
-                self._size += len(data) - len(self._kept.pop(described.sha256, b""))
-                self._kept[described.sha256] = data
-                while self._size > KEPT_BYTES:
-                    self._size -= len(self._kept.popitem(last=False)[1])
+                self._size += len(data) - len(self._cached.pop(described.sha256, b""))
+                self._cached[described.sha256] = data
+                while self._size > CACHE_BYTES:
+                    self._size -= len(self._cached.popitem(last=False)[1])
         return described
 
-    def referred(self, name: str) -> Picture | None:
+    def lookup(self, name: str) -> Picture | None:
         """Return the picture of a hash, if there is one."""
-        if name not in self._known:
+        if name not in self._described:
             data = self._fetch(name)
             if data is None:
                 return None  # it may be available later
-            described = _described(name, data)
+            described = _describe_image(name, data)
             with self._lock:
-                if len(self._known) >= 1 << 16:
-                    self._known.clear()
-                self._known[name] = described
-        return self._known.get(name)
+                if len(self._described) >= 1 << 16:
+                    self._described.clear()
+                self._described[name] = described
+        return self._described.get(name)
 
     def media(self, name: str) -> tuple[bytes, str] | None:
         """Return the bytes and type of a picture."""
         with self._lock:
-            data = self._kept.get(name)
+            data = self._cached.get(name)
         data = self._fetch(name) if data is None else data
-        described = None if data is None else _described(name, data)
+        described = None if data is None else _describe_image(name, data)
         return None if described is None or data is None else (data, described.mime)
 
 
-def _described(name: str, data: bytes) -> Picture | None:
-    kind = sniff(data) if len(data) <= MAX_PICTURE else None
+def _describe_image(name: str, data: bytes) -> Picture | None:
+    kind = detect_image(data) if len(data) <= MAX_PICTURE else None
     if kind is None or (kind[1] or 0) * (kind[2] or 0) > MAX_PIXELS:
         return None
     return Picture(name, *kind)
 
 
-class Looked:
+class ImageExtractor:
     """A value with each picture replaced by `{"picture": hash, ...}`, and the list of pictures."""
 
     def __init__(self, album: Album, references: Collection[str] = ()) -> None:
         self.album = album
         self.references = references
         self.pictures: list[Picture] = []
-        self.elsewhere = 0
-        """Pictures of which the record has an address alone."""
+        self.external = 0
+        """Number of images that the record has only as URLs."""
 
-    def at(self, value: Any, key: str = "", depth: int = DEPTH) -> Any:
-        """Return the value to show for `value`."""
+    def extract(self, value: Any, key: str = "", depth: int = MAX_DEPTH) -> Any:
+        """Return `value` with images replaced, and collect the images."""
         image: Picture | None = None
         if isinstance(value, Reference):
-            image = self.album.referred(value[7:])
+            image = self.album.lookup(value[7:])
         elif isinstance(value, bytes):
-            image = self._kept(value)
+            image = self._cached(value)
         elif isinstance(value, str):
             image = self._in_text(value, key)
         elif isinstance(value, dict) and depth > 0:
             before = len(self.pictures)
-            shown = {name: self.at(item, name, depth - 1) for name, item in value.items()}
-            if value.get("type") in _TYPES and len(self.pictures) == before and len(value) > 1:
-                self.elsewhere += 1
+            shown = {name: self.extract(item, name, depth - 1) for name, item in value.items()}
+            if value.get("type") in _IMAGE_TYPES and len(self.pictures) == before and len(value) > 1:
+                self.external += 1
             return shown
         elif isinstance(value, (list, tuple)) and depth > 0:
-            return [self.at(item, key, depth - 1) for item in value]
+            return [self.extract(item, key, depth - 1) for item in value]
         if image is None:
             return value
-        if len(self.pictures) < MOST_PICTURES:
+        if len(self.pictures) < MAX_IMAGES:
             self.pictures.append(replace(image))
-        return {
-            "picture": image.sha256,
-            "mime": image.mime,
-            "width": image.width,
-            "height": image.height,
-        }
+        return _image_json(image)
 
-    def _kept(self, data: bytes) -> Picture | None:
-        return self.album.kept(data) if len(self.pictures) < MOST_PICTURES else None
+    def _cached(self, data: bytes) -> Picture | None:
+        return self.album.add(data) if len(self.pictures) < MAX_IMAGES else None
 
     def _in_text(self, text: str, key: str) -> Picture | None:
         if text.startswith("data:"):
             head, _, body = text.partition(",")
             if not head[-16:].lower().endswith(";base64"):
                 return None
-        elif key in _KEYS and text.startswith((*_BEGINNINGS, "sha256:")):
+        elif key in _IMAGE_KEYS and text.startswith((*_BASE64_PREFIXES, "sha256:")):
             body = text
         else:
             return None
         if match := _REFERENCE.fullmatch(body):
             # Only references of the book count: text of a record can look like one.
-            return self.album.referred(match[1]) if match[1] in self.references else None
+            return self.album.lookup(match[1]) if match[1] in self.references else None
         if len(body) > MAX_PICTURE * 4 // 3 + 4:
             return None
         try:
-            return self._kept(binascii.a2b_base64(body))
+            return self._cached(binascii.a2b_base64(body))
         except ValueError:
             return None
 
 
-def place(pictures: Sequence[Picture], text: str, ends: NDArray[np.int64], segments: Sequence[Segment]) -> None:
+def locate_images(pictures: Sequence[Picture], text: str, ends: NDArray[np.int64], segments: Sequence[Segment]) -> None:
     """Set the token of each picture, if the text has as many placeholders as there are pictures.
 
     >>> pictures = [Picture("a" * 64, "image/png")]
     >>> ends = np.array([1, 8, 9])
-    >>> place(pictures, "a<image>b", ends, [Segment("user", "image", "", 1, 2, False, 0)])
+    >>> locate_images(pictures, "a<image>b", ends, [Segment("user", "image", "", 1, 2, False, 0)])
     >>> pictures[0].token
     1
     """
     runs = [segment for segment in segments if segment.kind == "image"]
     if not pictures or not runs:
         return
-    for pattern in (_OPENERS, None, _SINGLES):
+    for pattern in (_START_MARKS, None, _IMAGE_MARKS):
         tokens: list[int] = []
         for run in runs:
             if pattern is None:

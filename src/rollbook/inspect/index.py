@@ -19,13 +19,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.inspect import measures, search
-from rollbook.inspect.serialization import text as plain_text
+from rollbook.inspect.serialization import replace_surrogates
 from rollbook.inspect.trajectory import LENSES, Json
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 
 # --- scales of the lenses -------------------------------------------------------------------------------------------
 
-ENOUGH = 50_000
+SCALE_TOKENS = 50_000
 """Number of tokens after which the range of a lens is final."""
-AT_ONCE = 2048
-"""Maximum number of tokens from one piece of a run, so that the first pieces do not dominate."""
-_LEAST = 8
+PIECE_TOKENS = 2048
+"""Maximum number of tokens sampled from one piece of a run, so that the first pieces do not dominate."""
+_MIN_VALUES = 8
 
 
 class Scales:
@@ -55,45 +56,48 @@ class Scales:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._dice = np.random.default_rng(seed)
-        self._seen: dict[str, list[NDArray[np.float64]]] = {}
+        self._random = np.random.default_rng(seed)
+        self._values: dict[str, list[NDArray[np.float64]]] = {}
         self._counts: dict[str, int] = {}
-        self._used: dict[str, int] = {}
+        self._range_counts: dict[str, int] = {}
         self._lock = threading.Lock()
         self.ranges: dict[str, tuple[float, float]] = {}
         self.quantiles: dict[str, list[float]] = {}
-        """Of each lens that was met, 101 values from the least to the greatest in the sample its range is from."""
+        """101 quantiles (0% to 100%) of the sampled values of each lens."""
 
     @property
     def full(self) -> bool:
         """Whether the ranges of all lenses are final."""
-        return bool(self._counts) and min(self._counts.values()) >= ENOUGH
+        return bool(self._counts) and min(self._counts.values()) >= SCALE_TOKENS
 
     def offer(self, lenses: Mapping[str, NDArray[Any]], keep: NDArray[np.bool_]) -> bool:
         """Sample tokens from arrays [T] by lens where `keep` [T] is true; return whether a range changed."""
         with self._lock:
-            names = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < ENOUGH]
+            names = [name for name in lenses if name in LENSES and self._counts.get(name, 0) < SCALE_TOKENS]
             if not names:
                 return False
             places = np.flatnonzero(keep)
-            if len(places) > AT_ONCE:
-                places = places[self._dice.integers(0, len(places), AT_ONCE)]
+            if len(places) > PIECE_TOKENS:
+                places = places[self._random.integers(0, len(places), PIECE_TOKENS)]
             changed = False
             for name in names:
                 values = np.asarray(lenses[name])[places].astype(np.float64)
                 values = values[np.isfinite(values)]
                 if not len(values):
                     continue
-                self._seen.setdefault(name, []).append(values)
+                self._values.setdefault(name, []).append(values)
                 count = self._counts[name] = self._counts.get(name, 0) + len(values)
-                if count >= min(ENOUGH, max(_LEAST, 2 * self._used.get(name, 0))) or name not in self.ranges:
-                    self._used[name] = count
-                    seen = np.concatenate(self._seen[name])
-                    self.ranges[name] = _range(name, seen)
+                if (
+                    count >= min(SCALE_TOKENS, max(_MIN_VALUES, 2 * self._range_counts.get(name, 0)))
+                    or name not in self.ranges
+                ):
+                    self._range_counts[name] = count
+                    seen = np.concatenate(self._values[name])
+                    self.ranges[name] = _scale_range(name, seen)
                     self.quantiles[name] = np.quantile(seen, np.linspace(0, 1, 101)).round(6).tolist()
                     changed = True
-                if count >= ENOUGH:
-                    self._seen[name].clear()
+                if count >= SCALE_TOKENS:
+                    self._values[name].clear()
             return changed
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,7 +109,7 @@ class Scales:
             }
 
 
-def _range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
+def _scale_range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
     lens = LENSES[name]
     low, high = (round(float(bound), 6) for bound in np.quantile(values, (0.01, 0.99)))
     if lens.middle is None:
@@ -121,11 +125,12 @@ def _range(name: str, values: NDArray[np.float64]) -> tuple[float, float]:
     return lens.middle - far, lens.middle + far
 
 
-Values = Sequence[Any] | Mapping[str, Any]
+SqlValues = Sequence[Any] | Mapping[str, Any]
+
 # --- the index ------------------------------------------------------------------------------------------------------
 
-_KEPT_READERS = 8
-_IN_ONE = 500
+_MAX_READERS = 8
+_SQL_CHUNK = 500
 
 
 class Column(NamedTuple):
@@ -139,82 +144,92 @@ class Column(NamedTuple):
     help: str = ""
 
 
-_ALL = (
-    Column("n", "", "INTEGER PRIMARY KEY", "n", "Order of admission."),
-    Column("uid", "text", "TEXT NOT NULL UNIQUE", "Sample", "The record's whole id."),
+_COLUMNS = (
+    Column("n", "", "INTEGER PRIMARY KEY", "n", "Order of arrival."),
+    Column("uid", "text", "TEXT NOT NULL UNIQUE", "Sample", "Id of the record."),
     Column("gid", "text", "TEXT NOT NULL", "Group", "The samples of one prompt in one step."),
     Column("step", "number", "INTEGER NOT NULL", "Step", "The training step."),
     Column("batch", "text", "TEXT NOT NULL DEFAULT ''", "Batch", "The first part of the id."),
     Column("task", "text", "TEXT NOT NULL DEFAULT ''", "Task", "The second part of the id."),
-    Column("run", "number", "INTEGER NOT NULL DEFAULT 0", "Run", "Which of the task's samples."),
-    Column("turn", "number", "INTEGER NOT NULL DEFAULT 0", "Part", "Which part of a run that is kept in several."),
-    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt", "Its text with ~, its id with =."),
-    Column("evaluation", "flag", "INTEGER NOT NULL DEFAULT 0", "Evaluation", "Kept beside, never trained on."),
-    Column("admitted", "number", "REAL", "Admitted", "When it came, in seconds since 1970."),
-    Column("reward", "number", "REAL", "Reward", "As the trainer got it."),
-    Column("scored", "number", "INTEGER NOT NULL DEFAULT 0", "Scored", "0 not yet, 1 a number, 2 NaN."),
+    Column("run", "number", "INTEGER NOT NULL DEFAULT 0", "Run", "Index of the sample within its task."),
+    Column(
+        "turn", "number", "INTEGER NOT NULL DEFAULT 0", "Part", "Index of the part, for runs stored in several parts."
+    ),
+    Column("prompt", "text", "TEXT NOT NULL DEFAULT ''", "Prompt", "Text of the prompt with ~, its id with =."),
+    Column("evaluation", "flag", "INTEGER NOT NULL DEFAULT 0", "Evaluation", "Evaluation sample, never trained on."),
+    Column("admitted", "number", "REAL", "Admitted", "Arrival time in seconds since 1970."),
+    Column("reward", "number", "REAL", "Reward", "Reward used for training."),
+    Column("scored", "number", "INTEGER NOT NULL DEFAULT 0", "Scored", "0: not scored, 1: a number, 2: NaN."),
     Column("parts", "", "TEXT NOT NULL DEFAULT '{}'", "Numbers", "Named numbers: part.NAME and metric.NAME."),
-    Column("advantage", "number", "REAL", "Advantage", "Mean over the tokens that are trained on."),
-    Column("length", "number", "INTEGER NOT NULL DEFAULT 0", "Tokens", "Prompt and response."),
+    Column("advantage", "number", "REAL", "Advantage", "Mean over trained tokens."),
+    Column("length", "number", "INTEGER NOT NULL DEFAULT 0", "Tokens", "Tokens of prompt and response."),
     Column("prompt_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Prompt", "Tokens of the prompt."),
     Column("response_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Length", "Tokens of the response."),
-    Column("trained_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Trained", "Tokens that are trained on."),
-    Column("version_min", "number", "INTEGER", "Oldest policy", "The oldest version that sampled a token."),
-    Column("version_max", "number", "INTEGER", "Newest policy", "The newest version that sampled a token."),
+    Column("trained_tokens", "number", "INTEGER NOT NULL DEFAULT 0", "Trained", "Number of trained tokens."),
+    Column("version_min", "number", "INTEGER", "Oldest policy", "Oldest policy version that sampled a token."),
+    Column("version_max", "number", "INTEGER", "Newest policy", "Newest policy version that sampled a token."),
     Column(
         "lag",
         "number",
         "INTEGER",
         "Lag",
-        "Versions the policy had moved on when it was trained on; in a run without training, when it came.",
+        "Policy versions between sampling and training (or arrival, in a run without training).",
     ),
-    Column("finish_reason", "text", "TEXT", "Finish", "Why the engine stopped."),
+    Column("finish_reason", "text", "TEXT", "Finish", "Finish reason of the engine."),
     Column("status", "text", "TEXT NOT NULL DEFAULT ''", "Status", "finished, truncated, aborted, error, unfinished."),
     Column("kind", "text", "TEXT NOT NULL DEFAULT ''", "Kind", "single_turn, multi_turn or dpo."),
-    Column("group_size", "number", "INTEGER", "Group size", "How many runs its task was to have."),
-    Column("parent", "text", "TEXT", "Parent", "The sample it was made from."),
-    Column("entropy", "number", "REAL", "Entropy", "Mean over the tokens that are trained on."),
-    Column("entropy_max", "number", "REAL", "Entropy, most", "Highest of the tokens that are trained on."),
-    Column("logprob", "number", "REAL", "Log-prob", "Mean over the tokens that are trained on."),
-    Column("kl", "number", "REAL", "KL", "Mean estimate (k3) of the distance to the reference policy."),
-    Column("kl_max", "number", "REAL", "KL, most", "Highest of the tokens that are trained on."),
-    Column("mismatch", "number", "REAL", "Mismatch", "Mean distance of the trainer's log-probs to the engine's."),
-    Column("mismatch_max", "number", "REAL", "Mismatch, most", "Largest of the tokens that are trained on."),
-    Column("nans", "number", "INTEGER", "NaNs", "Numbers that are not finite: of trained tokens, and the reward."),
-    Column("repetition", "number", "REAL", "Repetition", "Share of the response that repeats itself, 0 to 1."),
-    Column("loop_at", "number", "INTEGER", "Loop at", "Response token where a loop at the end begins."),
-    Column("turns", "number", "INTEGER", "Turns", "How often the model spoke."),
-    Column("tool_calls", "number", "INTEGER", "Tool calls", "Calls of tools."),
-    Column("images", "number", "INTEGER", "Images", "Images shown to the model."),
+    Column("group_size", "number", "INTEGER", "Group size", "Expected number of samples of the group."),
+    Column("parent", "text", "TEXT", "Parent", "Record that it is derived from."),
+    Column("entropy", "number", "REAL", "Entropy", "Mean over trained tokens."),
+    Column("entropy_max", "number", "REAL", "Max entropy", "Maximum over trained tokens."),
+    Column("logprob", "number", "REAL", "Log-prob", "Mean over trained tokens."),
+    Column("kl", "number", "REAL", "KL", "KL to the reference policy (k3 estimate), mean over trained tokens."),
+    Column("kl_max", "number", "REAL", "Max KL", "Maximum over trained tokens."),
+    Column(
+        "mismatch", "number", "REAL", "Train-inference mismatch", "Mean |old_logprobs - logprobs| of trained tokens."
+    ),
+    Column("mismatch_max", "number", "REAL", "Max train-inference mismatch", "Maximum over trained tokens."),
+    Column(
+        "nans",
+        "number",
+        "INTEGER",
+        "NaN/Inf",
+        "Number of NaN/Inf values: per-token values of trained tokens, and the reward.",
+    ),
+    Column("repetition", "number", "REAL", "Repetition", "Share of the response that is repetition, 0 to 1."),
+    Column("loop_at", "number", "INTEGER", "Loop at", "Response token where a final repetition loop starts."),
+    Column("turns", "number", "INTEGER", "Turns", "Number of assistant turns."),
+    Column("tool_calls", "number", "INTEGER", "Tool calls", "Number of tool calls."),
+    Column("images", "number", "INTEGER", "Images", "Number of images."),
     Column("digest", "", "INTEGER", "Digest", "Hash of the response's tokens."),
-    Column("duplicate", "flag", "INTEGER NOT NULL DEFAULT 0", "Duplicate", "Another run of its group says the same."),
-    Column("opening", "text", "TEXT NOT NULL DEFAULT ''", "Prompt text", "What the user asks, its first 240 letters."),
-    Column("closing", "text", "TEXT NOT NULL DEFAULT ''", "Answer text", "The response's last 240 letters."),
-    Column("kept", "text", "TEXT", "Kept", "Why a saver kept it."),
+    Column("duplicate", "flag", "INTEGER NOT NULL DEFAULT 0", "Duplicate", "Identical to another sample of its group."),
+    Column("opening", "text", "TEXT NOT NULL DEFAULT ''", "Prompt text", "First 240 characters of the user message."),
+    Column("closing", "text", "TEXT NOT NULL DEFAULT ''", "Answer text", "Last 240 characters of the response."),
+    Column("kept", "text", "TEXT", "Kept", "Why the saver selected it."),
     Column("state", "text", "TEXT NOT NULL DEFAULT ''", "State", "waiting, leased, trained, dropped, evaluation."),
     Column("reason", "text", "TEXT", "Reason", "Why it was dropped."),
-    Column("trained_step", "number", "INTEGER", "Trained in", "The optimizer step that trained on it last."),
-    Column("removed_reason", "text", "TEXT", "Removed", "Why its bytes were removed."),
-    Column("measured", "flag", "INTEGER NOT NULL DEFAULT 0", "Measured", "Whether its tokens were looked at yet."),
-    Column("searchable", "", "INTEGER NOT NULL DEFAULT 0", "Searchable", "Whether its texts are in the index."),
-    Column("moment", "", "INTEGER", "Moment", "The ledger's event at which its lag is judged."),
+    Column("trained_step", "number", "INTEGER", "Trained in", "Last step that trained on it."),
+    Column("removed_reason", "text", "TEXT", "Removed", "Why its data was removed."),
+    Column("measured", "flag", "INTEGER NOT NULL DEFAULT 0", "Measured", "Whether its tokens have been measured."),
+    Column("searchable", "", "INTEGER NOT NULL DEFAULT 0", "Searchable", "Whether its texts are indexed."),
+    Column("moment", "", "INTEGER", "Moment", "Ledger event at which its lag is measured."),
 )
-COLUMNS: dict[str, Column] = {column.name: column for column in _ALL}
+COLUMNS: dict[str, Column] = {column.name: column for column in _COLUMNS}
 """Columns of `samples`, which has one row per record.
 
 >>> COLUMNS["reward"].type
 'number'
 """
-INTERNAL = ("n", "admitted", "batch", "digest", "searchable", "moment")
+INTERNAL_COLUMNS = ("n", "admitted", "batch", "digest", "searchable", "moment")
 """Columns that no answer contains."""
-SHOWN = tuple(name for name in COLUMNS if name not in INTERNAL)
+ANSWER_COLUMNS = tuple(name for name in COLUMNS if name not in INTERNAL_COLUMNS)
 
-VOID = ("deleted", "rewound")
+VOID_REASONS = ("deleted", "rewound")
 """Values of `removed_reason` for records that were taken out of the run and do not count."""
-COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
+COUNTED = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
 """Condition for samples that summaries count."""
 
-_SCANNED = (
+_COVERED_COLUMNS = (
     *("step", "gid", "evaluation", "removed_reason", "reward", "scored", "response_tokens"),
     *("trained_tokens", "advantage"),
     *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "lag", "status", "state", "repetition", "nans"),
@@ -224,8 +239,8 @@ _SCANNED = (
 texts and are several times longer. An index on the reward alone would make SQLite read rows in random order.
 """
 _SCHEMA = (
-    f"CREATE TABLE samples ({', '.join(f'{column.name} {column.sql}' for column in _ALL)})",
-    f"CREATE INDEX samples_step ON samples ({', '.join(_SCANNED)})",
+    f"CREATE TABLE samples ({', '.join(f'{column.name} {column.sql}' for column in _COLUMNS)})",
+    f"CREATE INDEX samples_step ON samples ({', '.join(_COVERED_COLUMNS)})",
     "CREATE INDEX samples_gid ON samples (gid, digest)",
     "CREATE INDEX samples_prompt ON samples (prompt, step)",
     "CREATE INDEX samples_unmeasured ON samples (n) WHERE measured = 0",
@@ -244,7 +259,7 @@ class Index:
     >>> index.put([{"n": 1, "uid": "4/7/0/0/a", "gid": "4/7", "step": 4, "reward": 0.5, "scored": 1}])
     >>> index.query("SELECT uid, reward FROM samples WHERE step = ?", [4]), index.cursor > before
     ([('4/7/0/0/a', 0.5)], True)
-    >>> index.settle()
+    >>> index.update_summaries()
     {4}
     >>> index.query("SELECT step, n FROM groups")
     [(4, 1)]
@@ -261,21 +276,21 @@ class Index:
         self._changed = threading.Condition()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._closed = False
-        # A page that stays open while the viewer restarts must not take an old number for a newer one.
+        # Starts at the time, so that cursors increase across restarts of the viewer.
         self._cursor = int(time.time() * 1000)
         self._gids: set[str] = set()
         self._steps: set[tuple[int, int]] = set()
-        self._settled = 0.0
+        self._summarized_at = 0.0
         self.scales = Scales()
-        """The ranges of the lenses; kept under the fact "scales"."""
+        """Ranges of the lenses; also stored as the fact "scales"."""
         self._writer = self._connect("rwc")
         self._writer.execute("PRAGMA journal_mode=WAL")
         self._writer.execute("PRAGMA synchronous=OFF")
-        measures.prepare(self._writer)
+        measures.register_functions(self._writer)
         with self.writing() as write:
             for sql in _SCHEMA:
                 write.execute(sql)
-            self.full_text = search.prepare(write)
+            self.full_text = search.create_tables(write)
             """Whether this SQLite has full text search."""
 
     def _connect(self, mode: str) -> sqlite3.Connection:
@@ -285,7 +300,7 @@ class Index:
         connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute("PRAGMA cache_size=-32768")
         connection.create_function("contains", 2, _contains, deterministic=True)
-        connection.create_function("holds", 2, search.holds, deterministic=True)
+        connection.create_function("text_contains", 2, search.text_contains, deterministic=True)
         return connection
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -306,7 +321,7 @@ class Index:
         `sqlite3.OperationalError`.
         """
         if self._closed:
-            raise ValueError("index: it is closed")
+            raise ValueError("index: already closed")
         try:
             connection = self._readers.get_nowait()
         except queue.Empty:
@@ -323,20 +338,20 @@ class Index:
                 connection.set_progress_handler(None, 0)
                 connection.execute("ROLLBACK")
         finally:
-            if self._closed or self._readers.qsize() >= _KEPT_READERS:
+            if self._closed or self._readers.qsize() >= _MAX_READERS:
                 connection.close()
             else:
                 self._readers.put(connection)
 
-    def query(self, sql: str, values: Values = ()) -> list[tuple[Any, ...]]:
+    def query(self, sql: str, values: SqlValues = ()) -> list[tuple[Any, ...]]:
         """Return all rows of a read-only statement."""
         with self.reading() as read:
             return read.execute(sql, values).fetchall()
 
-    def rows(self, sql: str, values: Values = ()) -> list[dict[str, Any]]:
+    def rows(self, sql: str, values: SqlValues = ()) -> list[dict[str, Any]]:
         """Return all rows of a read-only statement as dicts."""
         with self.reading() as read:
-            return named(read.execute(sql, values))
+            return fetch_dicts(read.execute(sql, values))
 
     def fact(self, key: str, default: Json = None) -> Any:
         """Return the value stored under a key."""
@@ -352,7 +367,7 @@ class Index:
         """
         with self._lock:
             if self._closed:
-                raise ValueError("index: it is closed")
+                raise ValueError("index: already closed")
             connection = self._writer
             connection.execute("BEGIN IMMEDIATE")
             before = connection.total_changes
@@ -368,7 +383,7 @@ class Index:
                 self._cursor += 1
                 self._changed.notify_all()
 
-    def keep(self, key: str, value: Mapping[str, Any] | Sequence[Any] | float | None) -> None:
+    def set_fact(self, key: str, value: Mapping[str, Any] | Sequence[Any] | float | None) -> None:
         """Store a JSON value under a key."""
         with self.writing() as write:
             write.execute(
@@ -382,7 +397,7 @@ class Index:
         declared = self.fact("reward_parts", [])
         new = [name for name in dict.fromkeys(names) if name not in declared]
         if new:
-            self.keep("reward_parts", [*declared, *new])
+            self.set_fact("reward_parts", [*declared, *new])
 
     def put(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Insert rows of `samples` (with `uid`, `gid` and `step`), or update columns of existing rows.
@@ -390,16 +405,16 @@ class Index:
         Rows of one call with the same columns are written together. If an id is reused, as after a rewind, the older
         row keeps its number and gets another id.
         """
-        alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+        rows_by_columns: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
         for row in rows:
-            alike.setdefault(tuple(row), []).append(row)
+            rows_by_columns.setdefault(tuple(row), []).append(row)
         with self.writing() as write:
-            for names, part in alike.items():
+            for names, part in rows_by_columns.items():
                 ns = [row["n"] for row in part]
-                self._note(write, ns)
+                self._mark_changed(write, ns)
                 others = [name for name in names if name != "n"]
                 if "uid" in names:
-                    self._free(write, [(row["uid"], row["n"]) for row in part])
+                    self._release_ids(write, [(row["uid"], row["n"]) for row in part])
                     update = ", ".join(f"{name} = excluded.{name}" for name in others)
                     sql = (
                         f"INSERT INTO samples ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)}) "
@@ -415,17 +430,17 @@ class Index:
                         sql,
                         [
                             {
-                                name: plain_text(value) if isinstance(value, str) else value
+                                name: replace_surrogates(value) if isinstance(value, str) else value
                                 for name, value in row.items()
                             }
                             for row in part
                         ],
                     )
-                self._note(write, ns)
+                self._mark_changed(write, ns)
 
-    def _free(self, write: sqlite3.Connection, ids: Sequence[tuple[str, int]]) -> None:
+    def _release_ids(self, write: sqlite3.Connection, ids: Sequence[tuple[str, int]]) -> None:
         numbers = dict(ids)
-        for part in _pieces(list(numbers)):
+        for part in _chunks(list(numbers)):
             marks = ",".join("?" * len(part))
             for uid, n in write.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall():
                 if numbers[uid] != n:
@@ -434,18 +449,18 @@ class Index:
     def remove(self, ns: Sequence[int]) -> None:
         """Remove rows."""
         with self.writing() as write:
-            self._note(write, ns)
-            search.forget(write, ns)
+            self._mark_changed(write, ns)
+            search.remove_texts(write, ns)
             write.executemany("DELETE FROM samples WHERE n = ?", [(n,) for n in ns])
 
     def forget(self, ns: Sequence[int]) -> None:
         """Remove the texts of changed records; they are indexed again later."""
         with self.writing() as write:
-            search.forget(write, ns)
+            search.remove_texts(write, ns)
 
-    def _note(self, write: sqlite3.Connection, ns: Sequence[int]) -> None:
+    def _mark_changed(self, write: sqlite3.Connection, ns: Sequence[int]) -> None:
         """Mark groups and steps to be summarized again."""
-        for part in _pieces(ns):
+        for part in _chunks(ns):
             marks = ",".join("?" * len(part))
             for gid, step, evaluation in write.execute(
                 f"SELECT DISTINCT gid, step, evaluation FROM samples WHERE n IN ({marks})", part
@@ -456,11 +471,11 @@ class Index:
     def add(self, documents: Sequence[Trajectory]) -> None:
         """Add, or measure again, `Trajectory`s in order of arrival."""
         seen = {*self.fact("tokenized", []), *(document.tokenized for document in documents)}
-        self.keep("tokenized", sorted(seen))
+        self.set_fact("tokenized", sorted(seen))
         self.declare(name for document in documents for name in document.declared)
         with self._lock:
             numbers: dict[str, int] = {}
-            for part in _pieces([document.uid for document in documents]):
+            for part in _chunks([document.uid for document in documents]):
                 marks = ",".join("?" * len(part))
                 numbers.update(
                     self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall()
@@ -471,30 +486,31 @@ class Index:
                 if document.uid not in numbers:
                     last += 1
                     numbers[document.uid] = last
-                rows.append({"n": numbers[document.uid], **measures.row_of(document)})
+                rows.append({"n": numbers[document.uid], **measures.measure_trajectory(document)})
             self.put(rows)
-        measures.sample_documents(self, documents)
+        measures.update_scales(self, documents)
 
-    # --- summing up ---------------------------------------------------------------------------------------------
+    # --- summaries ----------------------------------------------------------------------------------------------
 
-    def settle(self, patience: float = 0.0) -> set[int]:
+    def update_summaries(self, min_seconds: float = 0.0) -> set[int]:
         """Summarize the groups and steps that changed since the last call; return the steps.
 
-        With `patience`, do nothing if that was less than this many seconds ago.
+        Args:
+            min_seconds: Do nothing if the last call was less than this many seconds ago.
         """
-        if not self._steps or time.monotonic() - self._settled < patience:
+        if not self._steps or time.monotonic() - self._summarized_at < min_seconds:
             return set()
         with self._lock:
             gids, steps = self._gids, self._steps
             self._gids, self._steps = set(), set()
             try:
                 with self.writing() as write:
-                    changed = measures.settle(write, gids, steps, self._cursor + 1)
+                    changed = measures.update_summaries(write, gids, steps, self._cursor + 1)
             except BaseException:
                 self._gids |= gids
                 self._steps |= steps
                 raise
-            self._settled = time.monotonic()
+            self._summarized_at = time.monotonic()
         return {step for step, _ in changed}
 
     def wait(self, cursor: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -533,19 +549,19 @@ class Index:
     def __enter__(self) -> Index:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: BaseException | type[BaseException] | TracebackType | None) -> None:
         self.close()
 
 
-def named(answer: sqlite3.Cursor) -> list[dict[str, Any]]:
+def fetch_dicts(answer: sqlite3.Cursor) -> list[dict[str, Any]]:
     """Return the rows of a statement as dicts."""
     names = [column[0] for column in answer.description]
     return [dict(zip(names, row, strict=True)) for row in answer]
 
 
-def _pieces(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(values), _IN_ONE):
-        yield values[start : start + _IN_ONE]
+def _chunks(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(values), _SQL_CHUNK):
+        yield values[start : start + _SQL_CHUNK]
 
 
 def _contains(text: str | float | None, part: str | float) -> int | None:

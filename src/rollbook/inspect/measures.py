@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rollbook.inspect.doctor.findings import Thresholds
+from rollbook.inspect.serialization import finite_or_none
 from rollbook.inspect.statistics import fit_weights, quantiles
 from rollbook.inspect.trajectory import Json, Trajectory
 
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
     from rollbook.inspect.index import Index
 
 
-SHOWN_LETTERS = 240
-GRAM = 8
-LONGEST_PERIOD = 64
-REPEATS = 4
-SHORTEST = 16
-_END_TOKENS = 4
-_FACTORS = np.random.default_rng(8).integers(1, 2**63, GRAM, dtype=np.uint64) | np.uint64(1)
+EXCERPT_LENGTH = 240
+NGRAM = 8
+MAX_PERIOD = 64
+MIN_REPEATS = 4
+MIN_TOKENS = 16
+_MAX_END_TOKENS = 4
+_FACTORS = np.random.default_rng(8).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
 
 
 # --- repetition -----------------------------------------------------------------------------------------------------
 
 
-def repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
+def measure_repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
     """Return the share of repetition in a response [R], from 0 to 1, and the token where a final loop starts.
 
     A loop is at least 4 repeats of up to 64 tokens at the end of the response, at least 16 tokens together; the last
@@ -47,45 +48,45 @@ def repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
     repeat. Without a loop, or if it is larger, the result is the share of 8-grams that occur earlier in the response,
     which finds loops that ended and copied blocks. Below 16 tokens the result is 0.
 
-    >>> repetition(np.array([5, 6, 7, 8] + [1, 2, 3] * 20))
+    >>> measure_repetition(np.array([5, 6, 7, 8] + [1, 2, 3] * 20))
     (0.9375, 4)
-    >>> repetition(np.arange(100))
+    >>> measure_repetition(np.arange(100))
     (0.0, None)
     """
     count = len(ids)
-    if count < SHORTEST:
+    if count < MIN_TOKENS:
         return 0.0, None
-    grams = _grams(np.asarray(ids))
+    grams = _hash_ngrams(np.asarray(ids))
     ordered = np.sort(grams)
     again = int((ordered[1:] == ordered[:-1]).sum())
     if not again:
         return 0.0, None
     share = again / len(grams)
-    loop = _loop(ids, grams)
+    loop = _find_loop(ids, grams)
     if loop is None:
         return share, None
     start, stop = loop
     return max(share, (stop - start) / count), start
 
 
-def _grams(ids: NDArray[Any]) -> NDArray[np.uint64]:
+def _hash_ngrams(ids: NDArray[Any]) -> NDArray[np.uint64]:
     """Return [R - 7] hashes of the 8-grams."""
     numbers = ids.astype(np.uint64)
-    size = len(numbers) - GRAM + 1
+    size = len(numbers) - NGRAM + 1
     grams: NDArray[np.uint64] = numbers[:size] * _FACTORS[0]
-    for i in range(1, GRAM):
+    for i in range(1, NGRAM):
         grams += numbers[i : i + size] * _FACTORS[i]
     return grams
 
 
-def _loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | None:
+def _find_loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | None:
     """Return the tokens [start, stop) of a final loop."""
     best = None
-    for skipped in range(min(_END_TOKENS + 1, len(grams) - 1)):
+    for skipped in range(min(_MAX_END_TOKENS + 1, len(grams) - 1)):
         stop = len(ids) - skipped
         last = len(grams) - 1 - skipped
         # The period is the distance to the previous occurrence of the last 8 tokens.
-        near = grams[max(0, last - LONGEST_PERIOD) : last]
+        near = grams[max(0, last - MAX_PERIOD) : last]
         before = np.flatnonzero(near == grams[last])
         if not len(before):
             continue
@@ -93,31 +94,31 @@ def _loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] | Non
         same = ids[period:stop] == ids[: stop - period]
         differs = np.flatnonzero(~same[::-1])
         covered = (int(differs[0]) if len(differs) else len(same)) + period
-        long = covered >= max(SHORTEST, REPEATS * period)
+        long = covered >= max(MIN_TOKENS, MIN_REPEATS * period)
         if long and (best is None or covered > best[1] - best[0]):
             best = (stop - covered, stop)
     return best
 
 
-def own_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, int | None, int | None]:
+def measure_sampled_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, int | None, int | None]:
     """Measure repetition, the start of a final loop and the digest over the tokens that the model sampled.
 
     Tool output and other masked tokens are excluded. A response without sampled tokens is measured as it is.
 
     >>> read_file = [7, 8, 9] * 20
-    >>> own_tokens(np.array([1, 2, *read_file, 3]), np.array([True, True, *[False] * 60, True]))[:2]
+    >>> measure_sampled_tokens(np.array([1, 2, *read_file, 3]), np.array([True, True, *[False] * 60, True]))[:2]
     (0.0, None)
     """
     chosen = np.flatnonzero(mask)
     if not len(chosen) or len(chosen) == len(response):
-        share, loop = repetition(response)
-        return share, loop, digest_of(response)
+        share, loop = measure_repetition(response)
+        return share, loop, hash_tokens(response)
     sampled = response[chosen]
-    share, loop = repetition(sampled)
-    return share, None if loop is None else int(chosen[loop]), digest_of(sampled)
+    share, loop = measure_repetition(sampled)
+    return share, None if loop is None else int(chosen[loop]), hash_tokens(sampled)
 
 
-def digest_of(ids: NDArray[Any]) -> int | None:
+def hash_tokens(ids: NDArray[Any]) -> int | None:
     """Return a 63-bit hash of a response; `None` for an empty one."""
     if not len(ids):
         return None
@@ -135,60 +136,60 @@ _USER_ENDS = re.compile(
     r"<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|\[/INST\]|<\uff5cAssistant\uff5c>|<\|assistant\|>|<\|end\|>|"
     r"\n(?:Assistant|### Response):"
 )
-_READ_LETTERS = 20_000
+_MAX_PROMPT_LENGTH = 20_000
 
 
-def opening_of(text: str) -> str:
+def extract_opening(text: str) -> str:
     """Return the first 240 characters of the user's message in a prompt, with whitespace collapsed; of a text without
     roles, its start.
 
-    >>> opening_of("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\nWhat is  2+2?<|im_end|>")
+    >>> extract_opening("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\nWhat is  2+2?<|im_end|>")
     'What is 2+2?'
     """
-    text = text[:_READ_LETTERS]
+    text = text[:_MAX_PROMPT_LENGTH]
     match = _USER.search(text)
     if match is not None:
         end = _USER_ENDS.search(text, match.end())
-        question = _short(text[match.end() : end.start() if end else len(text)])
+        question = _excerpt(text[match.end() : end.start() if end else len(text)])
         if question:
             return question
-    return _short(text)
+    return _excerpt(text)
 
 
-def _short(text: str) -> str:
-    return " ".join(text[: 4 * SHOWN_LETTERS].split())[:SHOWN_LETTERS]
+def _excerpt(text: str) -> str:
+    return " ".join(text[: 4 * EXCERPT_LENGTH].split())[:EXCERPT_LENGTH]
 
 
-def closing_of(text: str) -> str:
+def extract_closing(text: str) -> str:
     """Return the last 240 characters of a response, with whitespace collapsed.
 
-    >>> closing_of("So the\\n answer is 4.")
+    >>> extract_closing("So the\\n answer is 4.")
     'So the answer is 4.'
     """
-    return " ".join(text[-4 * SHOWN_LETTERS :].split())[-SHOWN_LETTERS:]
+    return " ".join(text[-4 * EXCERPT_LENGTH :].split())[-EXCERPT_LENGTH:]
 
 
-_IMAGES = ('"type":"image_url"', '"type":"image"', '"type":"input_image"')
+_IMAGE_MARKS = ('"type":"image_url"', '"type":"image"', '"type":"input_image"')
 
 
-def asked_in(messages: Json) -> str:
+def extract_user_message(messages: Json) -> str:
     """Return the first user message of a conversation, or ""."""
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Mapping) and message.get("role") == "user":
             content = message.get("content")
             if isinstance(content, str):
-                return _short(content)
+                return _excerpt(content)
             parts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
-            return _short(" ".join(part for part in parts if isinstance(part, str)))
+            return _excerpt(" ".join(part for part in parts if isinstance(part, str)))
     return ""
 
 
-def spoken_in(text: str) -> tuple[int, int, int]:
+def count_messages(text: str) -> tuple[int, int, int]:
     """Return the number of assistant messages, tool calls and images in a conversation as compact JSON.
 
     Quotes are escaped inside JSON texts, so message contents are never counted.
 
-    >>> spoken_in('[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{},{}]},{"role":"tool"}]')
+    >>> count_messages('[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{},{}]},{"role":"tool"}]')
     (1, 2, 0)
     """
     calls = text.count('"role":"tool"')
@@ -199,13 +200,13 @@ def spoken_in(text: str) -> tuple[int, int, int]:
             messages = []
         listed = [message.get("tool_calls") for message in messages if isinstance(message, Mapping)]
         calls = max(calls, sum(len(entries) for entries in listed if isinstance(entries, list)))
-    return text.count('"role":"assistant"'), calls, sum(text.count(mark) for mark in _IMAGES)
+    return text.count('"role":"assistant"'), calls, sum(text.count(mark) for mark in _IMAGE_MARKS)
 
 
-def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+def extract_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite named numbers of a sample; True and False as 1 and 0.
 
-    >>> parts_of({"accuracy": True, "length": -0.5, "note": "x", "bad": float("nan")})
+    >>> extract_numbers({"accuracy": True, "length": -0.5, "note": "x", "bad": float("nan")})
     {'accuracy': 1.0, 'length': -0.5}
     """
     parts = {}
@@ -220,10 +221,10 @@ def parts_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     return parts
 
 
-def declared_in(info: Json) -> tuple[str, ...]:
+def extract_declared_parts(info: Json) -> tuple[str, ...]:
     """Return the reward parts that a record's `info` declares.
 
-    >>> declared_in({"reward_parts": ["accuracy", "format"]}), declared_in({})
+    >>> extract_declared_parts({"reward_parts": ["accuracy", "format"]}), extract_declared_parts({})
     (('accuracy', 'format'), ())
     """
     names = info.get("reward_parts") if isinstance(info, Mapping) else None
@@ -233,12 +234,12 @@ def declared_in(info: Json) -> tuple[str, ...]:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def row_of(document: Trajectory) -> dict[str, Any]:
+def measure_trajectory(document: Trajectory) -> dict[str, Any]:
     """Return the row of `samples` for a trajectory, without its number.
 
-    >>> one = Trajectory(uid="3/1/0/0/a", gid="3/1", step=3, text="2+2=4", ends=np.arange(1, 6), prompt_tokens=4,
-    ...                  reward=1.0, arrays={"entropy": np.array([np.nan] * 4 + [0.5], np.float32)})
-    >>> row = row_of(one)
+    >>> trajectory = Trajectory(uid="3/1/0/0/a", gid="3/1", step=3, text="2+2=4", ends=np.arange(1, 6), prompt_tokens=4,
+    ...                         reward=1.0, arrays={"entropy": np.array([np.nan] * 4 + [0.5], np.float32)})
+    >>> row = measure_trajectory(trajectory)
     >>> row["reward"], row["entropy"], row["response_tokens"], row["trained_tokens"], row["opening"], row["closing"]
     (1.0, 0.5, 1, 1, '2+2=', '4')
     """
@@ -252,28 +253,30 @@ def row_of(document: Trajectory) -> dict[str, Any]:
     else:
         response = ids[start:]
     trained = document.mask & (np.arange(length) >= start)
-    share, loop, digest = own_tokens(response, document.mask[start:])
+    share, loop, digest = measure_sampled_tokens(response, document.mask[start:])
     prompt_text = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
     response_text = document.text[document.prompt_end :] if document.response_text is None else document.response_text
     versions = None if document.versions is None else document.versions[trained & (document.versions >= 0)]
     if document.versions is not None and versions is not None and not len(versions):
         versions = document.versions[document.versions >= 0]
-    reward, scored = scored_as(document.reward)
+    reward, scored = encode_reward(document.reward)
     turns = {segment.turn for segment in document.segments if segment.role == "assistant"}
     answered = sum(segment.kind == "tool_result" for segment in document.segments)
     called = sum(segment.kind == "tool_call" for segment in document.segments)
     # LightRFT's files have only the highest entropies, so neither a mean nor a NaN count is computed from them.
     entropies = document.arrays.get("entropy")
-    some = document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
-    lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not some}
+    incomplete_entropies = (
+        document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
+    )
+    lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not incomplete_entropies}
     bad = np.zeros(length, dtype=np.bool_)
-    for name in (lens for lens in _RECORDED if lens in lenses):
+    for name in (lens for lens in _RECORDED_LENSES if lens in lenses):
         bad |= ~np.isfinite(lenses[name])
     if "kl" in lenses:
         bad |= np.isnan(lenses["kl"])
     advantage = document.advantage
     if advantage is None and "advantage" in lenses:
-        advantage = _metrics({"entropy": lenses["advantage"][trained]})["entropy"]
+        advantage = _aggregate_tokens({"entropy": lenses["advantage"][trained]})["entropy"]
     return {
         "uid": document.uid,
         "gid": document.gid or document.uid,
@@ -285,7 +288,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "evaluation": int(document.evaluation),
         "reward": reward,
         "scored": scored,
-        "parts": json.dumps(parts_of(document.parts)),
+        "parts": json.dumps(extract_numbers(document.parts)),
         "advantage": finite_or_none(advantage),
         "length": length,
         "prompt_tokens": start,
@@ -298,7 +301,7 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "kind": document.kind,
         "group_size": document.group_size,
         "parent": document.parent,
-        **_metrics({name: values[trained] for name, values in lenses.items()}),
+        **_aggregate_tokens({name: values[trained] for name, values in lenses.items()}),
         "nans": int((bad & trained).sum()) + (scored == 2),
         "repetition": share,
         "loop_at": loop,
@@ -306,8 +309,8 @@ def row_of(document: Trajectory) -> dict[str, Any]:
         "tool_calls": max(called, answered),
         "images": len(document.pictures),
         "digest": digest,
-        "opening": asked_in(document.messages) or opening_of(prompt_text),
-        "closing": closing_of(response_text),
+        "opening": extract_user_message(document.messages) or extract_opening(prompt_text),
+        "closing": extract_closing(response_text),
         "kept": document.kept,
         "state": "evaluation" if document.evaluation else "",
         "measured": 1,
@@ -324,14 +327,14 @@ TOKEN_METRICS = (
     ("mismatch_max", "mismatch", "max"),
 )
 """Columns that are the mean or the maximum of a lens (of mismatch, its absolute value)."""
-_RECORDED = ("entropy", "logprob", "mismatch", "advantage", "value", "reward", "return", "weight", "teacher")
+_RECORDED_LENSES = ("entropy", "logprob", "mismatch", "advantage", "value", "reward", "return", "weight", "teacher")
 """Lenses that should be finite on trained tokens."""
 
 
-def _metrics(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
+def _aggregate_tokens(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
     metrics: dict[str, float | None] = {}
     for column, lens, statistic in TOKEN_METRICS:
-        values = trained.get(lens, _NOTHING)
+        values = trained.get(lens, _EMPTY)
         values = values[np.isfinite(values)].astype(np.float64)
         if lens == "mismatch":
             values = np.abs(values)
@@ -339,7 +342,7 @@ def _metrics(trained: Mapping[str, NDArray[Any]]) -> dict[str, float | None]:
     return metrics
 
 
-_NOTHING: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+_EMPTY: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
 
 _TRUNCATED = frozenset(("length", "max_tokens", "max_length", "truncated", "model_length", "max_output_tokens"))
@@ -363,19 +366,14 @@ def status_of(finish_reason: str | None, truncate_status: str | None, response_t
     return "finished" if reason or response_tokens else "unfinished"
 
 
-def scored_as(reward: float | None) -> tuple[float | None, int]:
+def encode_reward(reward: float | None) -> tuple[float | None, int]:
     """Return a reward as the index stores it, and 0 for none, 1 for a number, 2 for NaN."""
     if reward is None:
         return None, 0
     return (None, 2) if math.isnan(reward) else (float(reward), 1)
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """Return a finite number, or `None`."""
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def sample_documents(index: Index, documents: Sequence[Trajectory]) -> None:
+def update_scales(index: Index, documents: Sequence[Trajectory]) -> None:
     """Add the tokens of trajectories to the index's scales."""
     if index.scales.full:
         return
@@ -383,17 +381,17 @@ def sample_documents(index: Index, documents: Sequence[Trajectory]) -> None:
     for document in documents:
         changed |= index.scales.offer(document.arrays, document.mask)
     if changed:
-        index.keep("scales", index.scales.as_dict())
+        index.set_fact("scales", index.scales.as_dict())
 
 
 # --- groups and steps ------------------------------------------------------------------------------------------------
 
-LOOP = 0.5
+LOOP_SHARE = 0.5
 """Minimum share of repetition of a loop."""
-STALE = 1
+STALE_LAG = 1
 """Lag above which a sample counts as stale."""
-_NEAR_TOP = 0.2
-MISMATCH = 1.0
+_SOLVED_DISTANCE = 0.2
+FLAGGED_MISMATCH = 1.0
 """Minimum train-inference mismatch at any token for a group to be flagged."""
 STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
 """Metrics with quantiles in a step's summary; `length` is the response length."""
@@ -401,8 +399,8 @@ DUPLICATE_TOKENS = Thresholds().duplicate_tokens
 """Minimum number of tokens of a duplicate, since short correct answers are often identical."""
 SHARES = ("truncated", "duplicates", "stale", "loops", "masked", "errors", "nans")
 
-_COUNTS = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
-_GROUP = {
+_COUNTED = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
+_GROUP_COLUMNS = {
     "first": ("INTEGER NOT NULL", "MIN(n)"),
     "step": ("INTEGER NOT NULL", "MIN(step)"),
     "task": ("TEXT NOT NULL", "MIN(task)"),
@@ -421,15 +419,15 @@ _GROUP = {
     "mismatch_max": ("REAL", "MAX(mismatch_max)"),
     "zero_variance": ("INTEGER", "COUNT(*) >= 2 AND COUNT(reward) = COUNT(*) AND MIN(reward) = MAX(reward)"),
     "truncated": ("INTEGER", "SUM(status = 'truncated')"),
-    "loops": ("INTEGER", f"COALESCE(SUM(repetition >= {LOOP}), 0)"),
+    "loops": ("INTEGER", f"COALESCE(SUM(repetition >= {LOOP_SHARE}), 0)"),
     "duplicates": ("INTEGER", "SUM(duplicate)"),
     "nans": ("INTEGER", "SUM(COALESCE(nans, 0) > 0 OR scored = 2)"),
-    "stale": ("INTEGER", f"COALESCE(SUM(lag > {STALE}), 0)"),
+    "stale": ("INTEGER", f"COALESCE(SUM(lag > {STALE_LAG}), 0)"),
 }
 """Columns of `groups`: types, and expressions over a group's samples."""
 TABLES = (
     "CREATE TABLE groups (g INTEGER PRIMARY KEY, gid TEXT NOT NULL, evaluation INTEGER NOT NULL, "
-    f"{', '.join(f'{name} {kind}' for name, (kind, _) in _GROUP.items())}, UNIQUE (gid, evaluation))",
+    f"{', '.join(f'{name} {kind}' for name, (kind, _) in _GROUP_COLUMNS.items())}, UNIQUE (gid, evaluation))",
     "CREATE INDEX groups_step ON groups (step, first)",
     "CREATE INDEX groups_newest ON groups (evaluation, step)",
     "CREATE INDEX groups_prompt ON groups (prompt, step)",
@@ -443,22 +441,22 @@ present. `tops`: lowest and highest reward, the minimum reward of a solved sampl
 samples from others.
 """
 
-_GROUPS = (
-    f"INSERT INTO groups (gid, evaluation, {', '.join(_GROUP)}) "
-    f"SELECT gid, evaluation, {', '.join(sql for _, sql in _GROUP.values())} FROM samples "
-    f"WHERE gid IN (SELECT gid FROM dirty) AND {_COUNTS} GROUP BY gid, evaluation "
-    f"ON CONFLICT (gid, evaluation) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _GROUP)}"
+_UPDATE_GROUPS = (
+    f"INSERT INTO groups (gid, evaluation, {', '.join(_GROUP_COLUMNS)}) "
+    f"SELECT gid, evaluation, {', '.join(sql for _, sql in _GROUP_COLUMNS.values())} FROM samples "
+    f"WHERE gid IN (SELECT gid FROM dirty) AND {_COUNTED} GROUP BY gid, evaluation "
+    f"ON CONFLICT (gid, evaluation) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _GROUP_COLUMNS)}"
 )
-_DUPLICATES = f"""
+_UPDATE_DUPLICATES = f"""
     UPDATE samples SET duplicate = 1 - duplicate
     WHERE gid IN (SELECT gid FROM dirty) AND duplicate <> (response_tokens >= {DUPLICATE_TOKENS} AND EXISTS (
         SELECT 1 FROM samples AS other WHERE other.gid = samples.gid AND other.digest = samples.digest
         AND other.run <> samples.run AND other.turn = samples.turn AND other.evaluation = samples.evaluation
-        AND {_COUNTS.replace("removed_reason", "other.removed_reason")}))"""
+        AND {_COUNTED.replace("removed_reason", "other.removed_reason")}))"""
 """Parts of one run may be equal; a duplicate is of another run."""
 
 
-class _Spread:
+class _StandardDeviation:
     """Population standard deviation as a SQL aggregate; NULL without finite numbers."""
 
     def __init__(self) -> None:
@@ -477,47 +475,47 @@ class _Spread:
         return float(np.std(self.values))
 
 
-def prepare(connection: sqlite3.Connection) -> None:
-    """Register the functions that `settle` needs on a connection."""
-    connection.create_aggregate("spread", 1, _Spread)  # type: ignore[arg-type]
+def register_functions(connection: sqlite3.Connection) -> None:
+    """Register the SQL functions of `update_summaries` on a connection."""
+    connection.create_aggregate("spread", 1, _StandardDeviation)  # type: ignore[arg-type]
     connection.execute("CREATE TEMP TABLE dirty (gid TEXT PRIMARY KEY)")
 
 
-def settle(
+def update_summaries(
     write: sqlite3.Connection, gids: Iterable[str], steps: Iterable[tuple[int, int]], cursor: int
 ) -> set[tuple[int, int]]:
     """Summarize these groups and the steps of their samples; return (step, evaluation) of each changed step."""
-    touched = set(steps)
+    changed = set(steps)
     write.execute("DELETE FROM dirty")
     write.executemany("INSERT INTO dirty VALUES (?)", [(gid,) for gid in gids])
     places = "SELECT DISTINCT step, evaluation FROM groups WHERE gid IN (SELECT gid FROM dirty)"
-    touched.update(write.execute(places).fetchall())
-    write.execute(_DUPLICATES)
-    write.execute(_GROUPS)
+    changed.update(write.execute(places).fetchall())
+    write.execute(_UPDATE_DUPLICATES)
+    write.execute(_UPDATE_GROUPS)
     write.execute(
         "DELETE FROM groups WHERE gid IN (SELECT gid FROM dirty) AND NOT EXISTS (SELECT 1 FROM samples "
-        f"WHERE samples.gid = groups.gid AND samples.evaluation = groups.evaluation AND {_COUNTS})"
+        f"WHERE samples.gid = groups.gid AND samples.evaluation = groups.evaluation AND {_COUNTED})"
     )
-    touched.update(write.execute(places).fetchall())
+    changed.update(write.execute(places).fetchall())
     newest = newest_steps(write)
-    looked = set(touched)
+    candidates = set(changed)
     for evaluation in (0, 1):
-        if _top(write, evaluation):
-            looked.update(write.execute("SELECT step, evaluation FROM steps WHERE evaluation = ?", (evaluation,)))
+        if _update_solved_reward(write, evaluation):
+            candidates.update(write.execute("SELECT step, evaluation FROM steps WHERE evaluation = ?", (evaluation,)))
         # The previous newest step may have groups that are now known to be incomplete.
         before = write.execute("SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)).fetchone()
         if before[0] is not None and before[0] != newest.get(evaluation):
-            looked.add((before[0], evaluation))
+            candidates.add((before[0], evaluation))
     summaries = dict[tuple[int, int], str]()
     for step, evaluation, text in write.execute("SELECT step, evaluation, summary FROM steps"):
-        if (step, evaluation) in looked:
+        if (step, evaluation) in candidates:
             summaries[step, evaluation] = text
     rows = []
-    for step, evaluation in sorted(looked):
+    for step, evaluation in sorted(candidates):
         summary = summarize(write, step, evaluation, newest.get(evaluation))
         text = json.dumps(summary, allow_nan=False)
         # A sample's state is not in the summary, but pages that list the step's samples need the change.
-        if (step, evaluation) in touched or text != summaries.get((step, evaluation)):
+        if (step, evaluation) in changed or text != summaries.get((step, evaluation)):
             rows.append((step, evaluation, cursor, summary["n"], text))
     write.executemany("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", rows)
     return {row[:2] for row in rows}
@@ -528,7 +526,7 @@ def newest_steps(read: sqlite3.Connection) -> dict[int, int]:
     return dict(read.execute("SELECT evaluation, MAX(step) FROM groups GROUP BY evaluation").fetchall())
 
 
-def _top(write: sqlite3.Connection, evaluation: int) -> bool:
+def _update_solved_reward(write: sqlite3.Connection, evaluation: int) -> bool:
     """Recompute the minimum reward of a solved sample; return whether it changed.
 
     It is the run's highest reward minus a fifth of the distance to the 10th percentile, so that a bonus for short
@@ -546,18 +544,18 @@ def _top(write: sqlite3.Connection, evaluation: int) -> bool:
         return before is not None
     if before is not None and before[0] == top and before[3] <= count < 2 * before[3]:
         return False
-    where = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTS}"
+    where = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTED}"
     scored = write.execute(f"SELECT COUNT(*) FROM samples WHERE {where}", (evaluation,)).fetchone()[0]
     low = write.execute(
         f"SELECT reward FROM samples WHERE {where} ORDER BY reward LIMIT 1 OFFSET ?", (evaluation, scored // 10)
     ).fetchone()[0]
-    bar = top - _NEAR_TOP * (top - low)
+    bar = top - _SOLVED_DISTANCE * (top - low)
     entry = (top, bar, int(top > low or top > 0), count)
     write.execute("INSERT OR REPLACE INTO tops VALUES (?, ?, ?, ?, ?, ?)", (evaluation, least, *entry))
     return before is not None and before[1:3] != entry[1:3]
 
 
-def solved_bar(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
+def solved_reward(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
     """Return the minimum reward of a solved sample; `None` if rewards do not separate solved samples."""
     row = read.execute("SELECT bar FROM tops WHERE evaluation = ? AND solves", (evaluation,)).fetchone()
     return None if row is None else float(row[0])
@@ -576,7 +574,7 @@ def solved_tag(solved: int, total: int) -> str:
     return SOLVED[0 if not solved else 2 if solved == total else 1]
 
 
-def incomplete(newest: int | None) -> str:
+def incomplete_condition(newest: int | None) -> str:
     """Return the condition for a group with fewer runs than expected that will get no more."""
     return f"(runs < expected AND step < {int(newest)})" if newest is not None else "0"
 
@@ -586,19 +584,19 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     rows = read.execute(
         "SELECT reward, response_tokens, entropy, kl, mismatch, lag, advantage, status, duplicate, repetition, "
         "trained_tokens, nans, scored, parts, version_min, version_max, removed_reason FROM samples "
-        f"WHERE step = ? AND evaluation = ? AND {_COUNTS}",
+        f"WHERE step = ? AND evaluation = ? AND {_COUNTED}",
         (step, evaluation),
     ).fetchall()
     count = len(rows)
-    bar = solved_bar(read, evaluation)
+    minimum = solved_reward(read, evaluation)
     groups, flat, missing, solved, all_solved = read.execute(
-        f"SELECT COUNT(*), SUM(zero_variance), SUM({incomplete(newest)}), SUM(high >= ?), SUM(low >= ?) "
+        f"SELECT COUNT(*), SUM(zero_variance), SUM({incomplete_condition(newest)}), SUM(high >= ?), SUM(low >= ?) "
         "FROM groups WHERE step = ? AND evaluation = ?",
-        (bar, bar, step, evaluation),
+        (minimum, minimum, step, evaluation),
     ).fetchone()
     copied = read.execute(
         "SELECT COUNT(*) FROM (SELECT DISTINCT gid, turn, digest FROM samples "
-        f"WHERE step = ? AND evaluation = ? AND duplicate AND {_COUNTS})",
+        f"WHERE step = ? AND evaluation = ? AND duplicate AND {_COUNTED})",
         (step, evaluation),
     ).fetchone()[0]
     columns = list(zip(*rows, strict=True)) if rows else [()] * 17
@@ -611,8 +609,8 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         "truncated": status.count("truncated"),
         # One of each set is not a duplicate: this is the redundant share.
         "duplicates": sum(duplicate) - copied,
-        "stale": sum(number is not None and number > STALE for number in lag),
-        "loops": sum(number is not None and number >= LOOP for number in repetition),
+        "stale": sum(number is not None and number > STALE_LAG for number in lag),
+        "loops": sum(number is not None and number >= LOOP_SHARE for number in repetition),
         "errors": status.count("error"),
         "nans": sum(bool(number) or score == 2 for number, score in zip(nans, scored, strict=True)),
     }
@@ -622,22 +620,22 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         "step": step,
         "n": count,
         "groups": groups,
-        **{name: spread_of(column) for name, column in zip(STEP_METRICS, measured, strict=True)},
+        **{name: summarize_values(column) for name, column in zip(STEP_METRICS, measured, strict=True)},
         **{name: hits / count if count else 0.0 for name, hits in shares.items()},
         "masked": 1 - sum(trained) / tokens if tokens else 0.0,
         "zero_variance": (flat or 0) / groups if groups else 0.0,
         "incomplete": (missing or 0) / groups if groups else 0.0,
         "solved": (solved or 0) / groups if groups else 0.0,
         "all_solved": (all_solved or 0) / groups if groups else 0.0,
-        "parts": means_of(parts),
+        "parts": mean_parts(parts),
         "versions": [min(oldest), max(latest)] if oldest and latest else None,
     }
 
 
-def spread_of(values: Sequence[float | None]) -> dict[str, float | None] | None:
+def summarize_values(values: Sequence[float | None]) -> dict[str, float | None] | None:
     """Return quantiles and mean of the finite numbers; `None` if there are none.
 
-    >>> spread_of([1.0, None, 3.0, float("inf")])
+    >>> summarize_values([1.0, None, 3.0, float("inf")])
     {'p5': 1.1, 'p25': 1.5, 'p50': 2.0, 'p75': 2.5, 'p95': 2.9, 'mean': 2.0}
     """
     with np.errstate(all="ignore"):
@@ -647,7 +645,7 @@ def spread_of(values: Sequence[float | None]) -> dict[str, float | None] | None:
     return {name: value if math.isfinite(value) else None for name, value in spread.items()}
 
 
-def means_of(parts: Sequence[str]) -> dict[str, float]:
+def mean_parts(parts: Sequence[str]) -> dict[str, float]:
     """Return the mean of each named number over the samples that have it."""
     sums: dict[str, list[float]] = {}
     for text in parts:
@@ -664,9 +662,9 @@ def means_of(parts: Sequence[str]) -> dict[str, float]:
 
 DECLARED = "reward_parts"
 """The entry of a record's `info`, and the fact of the index, with declared reward parts."""
-FITTED = 2000
+MAX_FITTED = 2000
 """Maximum number of samples for the fit of weights, spread evenly over the run."""
-_PRESENT = 0.9
+_MIN_PRESENCE = 0.9
 _ROWS_PER_COLUMN = 4
 
 
@@ -690,18 +688,18 @@ def reward_parts(index: Index) -> list[str]:
     total = index.query("SELECT COUNT(*) FROM samples WHERE reward IS NOT NULL AND parts <> '{}'")[0][0]
     rows = index.query(
         "SELECT reward, parts FROM samples WHERE reward > -9e999 AND reward < 9e999 AND parts <> '{}' AND n % ? = 0",
-        (max(1, total // FITTED),),
+        (max(1, total // MAX_FITTED),),
     )
-    return _summands(np.array([row[0] for row in rows], np.float64), [json.loads(row[1]) for row in rows])
+    return _find_summands(np.array([row[0] for row in rows], np.float64), [json.loads(row[1]) for row in rows])
 
 
-def _summands(reward: NDArray[np.float64], numbers: list[dict[str, float]]) -> list[str]:
+def _find_summands(reward: NDArray[np.float64], numbers: list[dict[str, float]]) -> list[str]:
     """Return the names of columns whose weighted sum is `reward` [N]; empty if there are none."""
     counts: dict[str, int] = {}
     for row in numbers:
         for name in row:
             counts[name] = counts.get(name, 0) + 1
-    names = sorted(name for name, count in counts.items() if count >= _PRESENT * len(numbers))
+    names = sorted(name for name, count in counts.items() if count >= _MIN_PRESENCE * len(numbers))
     use = [i for i, row in enumerate(numbers) if all(name in row for name in names)]
     reward = reward[use]
     if len(reward) < 2 or reward.min() == reward.max():

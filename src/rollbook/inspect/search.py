@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from rollbook.inspect.sources import Source
 
 MODES = ("phrase", "substring", "regex")
-CONTEXT = 60
+CONTEXT_LENGTH = 60
 """Characters shown on each side of a match."""
-SECONDS = 10.0
-LONGEST_QUERY = 1000
-MOST_TEXT = 2 << 30
+REGEX_SECONDS = 10.0
+MAX_QUERY_LENGTH = 1000
+MAX_TOTAL_TEXT = 2 << 30
 """Maximum number of characters in an index; of a larger run, the newest steps are kept."""
-MOST_OF_ONE = 1 << 20
-PIECE = 128
-_CHILDREN = 2
-_PATIENCE = 1.0
+MAX_TEXT_LENGTH = 1 << 20
+BATCH_SIZE = 128
+_MAX_SEARCHES = 2
+_FIRST_WAIT_SECONDS = 1.0
 
 TABLES = (
     "CREATE TABLE bodies (n INTEGER PRIMARY KEY, body BLOB NOT NULL)",
@@ -48,14 +48,14 @@ _FULL_TEXT = (
     "CREATE VIRTUAL TABLE texts USING fts5(response, content='', tokenize='unicode61 remove_diacritics 0')",
     "CREATE VIRTUAL TABLE prompt_texts USING fts5(prompt, content='', tokenize='unicode61 remove_diacritics 0')",
 )
-_COUNTS = "(samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
+_COUNTED = "(samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
 _WORD = re.compile(r"[^\W_]+")
 _QUOTED = re.compile(r'"([^"]*)"')
-_EAST = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+_UNSPACED_SCRIPTS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Scripts without spaces, in which FTS5 finds no words."""
 
 
-def prepare(write: sqlite3.Connection) -> bool:
+def create_tables(write: sqlite3.Connection) -> bool:
     """Create the tables; return whether this SQLite has full-text search."""
     for sql in TABLES:
         write.execute(sql)
@@ -67,26 +67,26 @@ def prepare(write: sqlite3.Connection) -> bool:
     return True
 
 
-def packed(text: str) -> bytes:
+def compress(text: str) -> bytes:
     """Compress a text."""
-    return zlib.compress(text[:MOST_OF_ONE].encode("utf-8", "surrogatepass"), 1)
+    return zlib.compress(text[:MAX_TEXT_LENGTH].encode("utf-8", "surrogatepass"), 1)
 
 
-def unpacked(body: bytes) -> str:
+def decompress(body: bytes) -> str:
     """Decompress a text."""
     return zlib.decompress(body).decode("utf-8", "surrogatepass")
 
 
-def holds(body: bytes, part: str) -> int:
+def text_contains(body: bytes, part: str) -> int:
     """Return whether the compressed text `body` contains another, ignoring case.
 
-    >>> holds(packed("Wait, no"), "wait")
+    >>> text_contains(compress("Wait, no"), "wait")
     1
     """
-    return int(part.casefold() in unpacked(body).casefold())
+    return int(part.casefold() in decompress(body).casefold())
 
 
-def forget(write: sqlite3.Connection, ns: Sequence[int]) -> None:
+def remove_texts(write: sqlite3.Connection, ns: Sequence[int]) -> None:
     """Remove the texts of records; they are read again on the next search."""
     full_text = bool(write.execute("SELECT 1 FROM sqlite_master WHERE name = 'texts'").fetchone())
     for n in ns:
@@ -103,22 +103,22 @@ def forget(write: sqlite3.Connection, ns: Sequence[int]) -> None:
                     name, column = ("texts", "response") if table == "bodies" else ("prompt_texts", "prompt")
                     write.execute(
                         f"INSERT INTO {name} ({name}, rowid, {column}) VALUES ('delete', ?, ?)",
-                        (row, _indexed(unpacked(body))),
+                        (row, _clean_text(decompress(body))),
                     )
                 write.execute(f"DELETE FROM {table} WHERE {key} = ?", (row,))
         write.execute("UPDATE samples SET searchable = 0 WHERE n = ?", (n,))
 
 
-def _indexed(text: str) -> str:
+def _clean_text(text: str) -> str:
     """Return a text for FTS5: without NUL, which would end it, and lone surrogates, which SQLite cannot store."""
     return text.replace("\0", " ").encode("utf-8", "replace").decode()
 
 
-def phrases(text: str) -> list[str]:
+def split_phrases(text: str) -> list[str]:
     """Split a query into phrases that must all match: quoted ones, and each unquoted word; without quotes, the whole
     query.
 
-    >>> phrases('wait, "let me" check'), phrases("let me check")
+    >>> split_phrases('wait, "let me" check'), split_phrases("let me check")
     (['let me', 'wait', 'check'], ['let me check'])
     """
     quoted = [phrase for phrase in _QUOTED.findall(text) if _WORD.search(phrase)]
@@ -127,7 +127,7 @@ def phrases(text: str) -> list[str]:
     return [*quoted, *_WORD.findall(_QUOTED.sub(" ", text))]
 
 
-def _expression(phrase: str) -> str:
+def _phrase_regex(phrase: str) -> str:
     """Return the regular expression that finds a phrase where FTS5 does."""
     words = r"[\W_]+".join(map(re.escape, _WORD.findall(phrase)))
     return rf"(?<![^\W_]){words}(?![^\W_])"
@@ -144,22 +144,22 @@ class Search:
         self.index = index
         self.error: str | None = None
         """Why texts cannot be read, if they cannot."""
-        self.patience: float | None = None
-        """Seconds that a filter on texts waits for them to be read; as long as it takes if none."""
-        self._first: int | None = None
+        self.max_wait: float | None = None
+        """Seconds that a filter on texts waits until they are read; `None`: no limit."""
+        self._first_step: int | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._idle = threading.Event()
-        self._letters = 0
-        self._children = threading.BoundedSemaphore(_CHILDREN)
+        self._text_length = 0
+        self._slots = threading.BoundedSemaphore(_MAX_SEARCHES)
 
     # --- filling ------------------------------------------------------------------------------------------------
 
     def start(self, step: int | None = None) -> None:
         """Start to read texts, those of `step` first."""
         with self._lock:
-            self._first = step
+            self._first_step = step
             if self._thread is None and not self._closing.is_set():
                 self._thread = threading.Thread(target=self._run, name="rollbook-search", daemon=True)
                 self._thread.start()
@@ -178,41 +178,44 @@ class Search:
 
     def fill(self) -> int:
         """Read the texts of one piece of the run; return the number of records."""
-        if self._letters >= MOST_TEXT:
+        if self._text_length >= MAX_TOTAL_TEXT:
             return 0
-        first_step = "samples.step = ? DESC, " if self._first is not None else ""
-        values = [] if self._first is None else [self._first]
+        first_step = "samples.step = ? DESC, " if self._first_step is not None else ""
+        values = [] if self._first_step is None else [self._first_step]
         pending = self.index.query(
             "SELECT n, uid, prompt, removed_reason FROM samples WHERE searchable = 0 AND measured = 1 "
-            f"ORDER BY {first_step}step DESC, n LIMIT {PIECE}",
+            f"ORDER BY {first_step}step DESC, n LIMIT {BATCH_SIZE}",
             values,
         )
         if not pending:
             return 0
         self._idle.clear()
-        there = [row for row in pending if row[3] is None]
-        texts = dict(zip([row[0] for row in there], texts_of(self.source, [row[1] for row in there]), strict=True))
+        present = [row for row in pending if row[3] is None]
+        texts = dict(
+            zip([row[0] for row in present], read_texts(self.source, [row[1] for row in present]), strict=True)
+        )
         with self.index.writing(quiet=True) as write:
             for n, _, prompt, _ in pending:
-                asked_text, response = texts.get(n, ("", ""))
-                self._letters += len(response)
+                prompt_text, response = texts.get(n, ("", ""))
+                self._text_length += len(response)
                 if response:
-                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, packed(response)))
+                    write.execute("INSERT OR REPLACE INTO bodies VALUES (?, ?)", (n, compress(response)))
                     if self.index.full_text:
                         write.execute(
-                            "INSERT INTO texts (rowid, response) VALUES (?, ?)", (n, _indexed(response[:MOST_OF_ONE]))
+                            "INSERT INTO texts (rowid, response) VALUES (?, ?)",
+                            (n, _clean_text(response[:MAX_TEXT_LENGTH])),
                         )
-                if asked_text and prompt:
+                if prompt_text and prompt:
                     cursor = write.execute(
                         "INSERT INTO prompt_bodies (prompt, body) VALUES (?, ?) ON CONFLICT DO NOTHING",
-                        (prompt, packed(asked_text)),
+                        (prompt, compress(prompt_text)),
                     )
                     if cursor.rowcount == 1:
-                        self._letters += len(asked_text)
+                        self._text_length += len(prompt_text)
                         if self.index.full_text:
                             write.execute(
                                 "INSERT INTO prompt_texts (rowid, prompt) VALUES (?, ?)",
-                                (cursor.lastrowid, _indexed(asked_text[:MOST_OF_ONE])),
+                                (cursor.lastrowid, _clean_text(prompt_text[:MAX_TEXT_LENGTH])),
                             )
             write.executemany("UPDATE samples SET searchable = 1 WHERE n = ?", [(row[0],) for row in pending])
         return len(pending)
@@ -222,24 +225,24 @@ class Search:
         return not self.index.query("SELECT 1 FROM samples WHERE searchable = 0 LIMIT 1")
 
     def finish(self) -> None:
-        """Wait until the texts of all measured records are read; raise `QueryTimeoutError` after `patience` seconds."""
-        self.start(self._first)
-        end = math.inf if self.patience is None else time.monotonic() + self.patience
+        """Wait until the texts of all measured records are read; raise `QueryTimeoutError` after `max_wait` seconds."""
+        self.start(self._first_step)
+        end = math.inf if self.max_wait is None else time.monotonic() + self.max_wait
         while not self.complete():
             if time.monotonic() > end:
                 done, total = self.index.query("SELECT SUM(searchable), COUNT(*) FROM samples")[0]
                 raise QueryTimeoutError(
-                    f"filter: {done / total:.0%} of the texts are read so far; ask again in a while"
+                    f"filter: only {done / total:.0%} of the texts are indexed so far; try again later"
                 )
             if self._idle.wait(0.05):
                 break  # the rest is not measured yet, or beyond the limit
         if self.error is not None:
-            raise ValueError(f"filter: the texts cannot be read: {self.error}")
+            raise ValueError(f"filter: cannot read the texts: {self.error}")
 
-    # --- asking -------------------------------------------------------------------------------------------------
+    # --- searching ----------------------------------------------------------------------------------------------
 
     def search(
-        self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None, *, seconds: float = SECONDS
+        self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None, *, seconds: float = REGEX_SECONDS
     ) -> dict[str, Any]:
         """Return records whose prompt or response matches, newest step first. A matching prompt is listed once per
         group.
@@ -255,36 +258,36 @@ class Search:
         check_choice("mode", mode, MODES)
         check_int("limit", limit, 1)
         check_float("seconds", seconds, 0.0)
-        if not isinstance(q, str) or not q.strip() or len(q) > LONGEST_QUERY:
-            raise ValueError(f"q: got {str(q)[:40]!r}, expected 1 to {LONGEST_QUERY} letters")
-        terms = phrases(q) if mode == "phrase" else []
-        if mode == "phrase" and _EAST.search(q):
+        if not isinstance(q, str) or not q.strip() or len(q) > MAX_QUERY_LENGTH:
+            raise ValueError(f"q: got {str(q)[:40]!r}, expected 1 to {MAX_QUERY_LENGTH} characters")
+        terms = split_phrases(q) if mode == "phrase" else []
+        if mode == "phrase" and _UNSPACED_SCRIPTS.search(q):
             mode = "substring"
         elif mode == "phrase" and not terms:
-            raise ValueError(f"q: got {q!r}, which has no word in it; mode=substring finds signs")
+            raise ValueError(f"q: got {q!r}, expected at least one word; use mode=substring to search for symbols")
         pattern, also, flags = q, list[str](), re.MULTILINE
         if mode == "substring":
             pattern, flags = re.escape(q), re.IGNORECASE
         elif mode == "phrase":
-            (pattern, *also), flags = map(_expression, terms), re.IGNORECASE
-        begun = time.monotonic()
+            (pattern, *also), flags = map(_phrase_regex, terms), re.IGNORECASE
+        started = time.monotonic()
         total: int | None
         self.start(step)
         if not self.complete():
-            self._idle.wait(_PATIENCE)
+            self._idle.wait(_FIRST_WAIT_SECONDS)
         if mode == "phrase" and self.index.full_text:
-            total, hits = self._phrases(terms, limit, step)
+            total, hits = self._search_phrases(terms, limit, step)
         else:
-            total, hits = self._matches(pattern, also, flags, limit, step, seconds)
+            total, hits = self._search_regex(pattern, also, flags, limit, step, seconds)
         return {
             "total": total,
             "complete": self.complete(),
-            "milliseconds": round((time.monotonic() - begun) * 1000, 1),
+            "milliseconds": round((time.monotonic() - started) * 1000, 1),
             "mode": mode,
-            "rows": self._told(hits),
+            "rows": self._format_hits(hits),
         }
 
-    def _told(self, hits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _format_hits(self, hits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rows = {}
         ns = [hit["n"] for hit in hits]
         for start in range(0, len(ns), 500):
@@ -302,16 +305,16 @@ class Search:
             if hit["n"] in rows
         ]
 
-    def _phrases(self, terms: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
-        match = " AND ".join('"' + _indexed(phrase).replace('"', '""') + '"' for phrase in terms)
+    def _search_phrases(self, terms: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
+        match = " AND ".join('"' + _clean_text(phrase).replace('"', '""') + '"' for phrase in terms)
         where, values = ("AND samples.step = ?", (step,)) if step is not None else ("", ())
-        where += f" AND {_COUNTS}"
+        where += f" AND {_COUNTED}"
         responses = f"FROM texts JOIN samples ON samples.n = texts.rowid WHERE texts MATCH ? {where}"
         prompts = (
             "FROM prompt_texts JOIN prompt_bodies ON prompt_bodies.p = prompt_texts.rowid "
             f"JOIN samples ON samples.prompt = prompt_bodies.prompt WHERE prompt_texts MATCH ? {where}"
         )
-        pattern = re.compile(_expression(terms[0]), re.IGNORECASE)
+        pattern = re.compile(_phrase_regex(terms[0]), re.IGNORECASE)
         with self.index.reading() as read:
             total = read.execute(f"SELECT COUNT(*) {responses}", (match, *values)).fetchone()[0]
             total += read.execute(f"SELECT COUNT(DISTINCT samples.gid) {prompts}", (match, *values)).fetchone()[0]
@@ -332,18 +335,18 @@ class Search:
                     if field == "response"
                     else "SELECT body FROM prompt_bodies WHERE prompt = (SELECT prompt FROM samples WHERE n = ?)"
                 )
-                text = unpacked(read.execute(sql, (n,)).fetchone()[0])
+                text = decompress(read.execute(sql, (n,)).fetchone()[0])
                 place = pattern.search(text)
                 start, stop = place.span() if place else (0, 0)
                 shown = {
-                    "before": text[max(0, start - CONTEXT) : start],
+                    "before": text[max(0, start - CONTEXT_LENGTH) : start],
                     "match": text[start:stop],
-                    "after": text[stop : stop + CONTEXT],
+                    "after": text[stop : stop + CONTEXT_LENGTH],
                 }
                 matches.append({"n": n, "field": field, **shown})
         return total, matches
 
-    def _matches(
+    def _search_regex(
         self, pattern: str, also: list[str], flags: int, limit: int, step: int | None, seconds: float
     ) -> tuple[int | None, list[dict[str, Any]]]:
         job = {
@@ -353,11 +356,11 @@ class Search:
             "flags": int(flags),
             "step": step,
             "limit": limit,
-            "context": CONTEXT,
+            "context": CONTEXT_LENGTH,
             "seconds": seconds / 2,
         }
-        if not self._children.acquire(blocking=False):
-            raise ServerBusyError(f"{_CHILDREN} searches are running already; ask again in a while")
+        if not self._slots.acquire(blocking=False):
+            raise ServerBusyError(f"{_MAX_SEARCHES} searches are already running; try again later")
         try:
             done = subprocess.run(
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("regex_worker.py"))],
@@ -369,17 +372,15 @@ class Search:
             )
         except subprocess.TimeoutExpired:
             raise QueryTimeoutError(
-                f"q: {pattern[:80]!r} took longer than {seconds:g} seconds; try a simpler one, or look in one step"
+                f"q: {pattern[:80]!r} took longer than {seconds:g} seconds; simplify it, or search a single step"
             ) from None
         finally:
-            self._children.release()
+            self._slots.release()
         if done.returncode:
-            raise ValueError(
-                f"q: the search ended by itself: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
-            )
+            raise ValueError(f"q: the search failed: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
         lines = [json.loads(line) for line in done.stdout.split("\n") if line]
         if "error" in lines[-1]:
-            raise ValueError(f"q: got {pattern[:80]!r}, which is no regular expression: {lines[-1]['error']}")
+            raise ValueError(f"q: got {pattern[:80]!r}, expected a regular expression: {lines[-1]['error']}")
         return lines[-1]["total"], lines[:-1]
 
     def close(self) -> None:
@@ -392,7 +393,7 @@ class Search:
             thread.join(10)
 
 
-def texts_of(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
+def read_texts(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
     """Return prompt and response texts of records, from a book's columns or from documents."""
     from rollbook.inspect.sources import BookSource
 

@@ -27,35 +27,35 @@ from numpy.typing import NDArray
 from rollbook.core.errors import WireError
 from rollbook.inspect.trajectory import KINDS, ROLES, Json, Segment, Trajectory
 
-DEPTH = 64
-MOST = 1 << 20
+MAX_DEPTH = 64
+MAX_ELEMENTS = 1 << 20
 """Maximum number of array elements that are written out."""
-_EXACT = 2**53
+_MAX_EXACT_INT = 2**53
 """Largest integer that JavaScript represents exactly."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_LONG = 256
+_MAX_DATA_URL = 256
 """Maximum number of characters of a `data:` URL that are written out."""
 
 
-def text(value: str) -> str:
+def replace_surrogates(value: str) -> str:
     """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD.
 
-    >>> text("a" + chr(0xd800))
+    >>> replace_surrogates("a" + chr(0xd800))
     'a\ufffd'
     """
     return value if value.isascii() else _SURROGATES.sub("\ufffd", value)
 
 
-def number(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return a finite number, or `None`.
 
-    >>> number(float("nan")), number(0.5)
+    >>> finite_or_none(float("nan")), finite_or_none(0.5)
     (None, 0.5)
     """
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def json_safe(value: Any, depth: int = DEPTH) -> Any:
+def json_safe(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Convert a value to strict JSON.
 
     Non-finite numbers become `null`, integers that JavaScript would round become text, and bytes and other values
@@ -67,13 +67,13 @@ def json_safe(value: Any, depth: int = DEPTH) -> Any:
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
-        if len(value) > _LONG and value.startswith("data:"):
-            return f"{text(value[: value.find(',') + 1 or 64][:_LONG])}⟨{len(value)} characters⟩"
-        return text(str(value))
+        if len(value) > _MAX_DATA_URL and value.startswith("data:"):
+            return f"{replace_surrogates(value[: value.find(',') + 1 or 64][:_MAX_DATA_URL])}⟨{len(value)} characters⟩"
+        return replace_surrogates(str(value))
     if isinstance(value, int):
-        return int(value) if -_EXACT <= value <= _EXACT else _digits(value)
+        return int(value) if -_MAX_EXACT_INT <= value <= _MAX_EXACT_INT else _format_int(value)
     if isinstance(value, float):
-        return number(value)
+        return finite_or_none(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"⟨{len(value)} bytes⟩"
     if isinstance(value, np.generic):
@@ -82,20 +82,20 @@ def json_safe(value: Any, depth: int = DEPTH) -> Any:
         return "⟨nested too deeply⟩"
     if isinstance(value, Mapping):
         return {
-            text(key if isinstance(key, str) else str(json_safe(key, 2))): json_safe(v, depth - 1)
+            replace_surrogates(key if isinstance(key, str) else str(json_safe(key, 2))): json_safe(v, depth - 1)
             for key, v in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
         return [json_safe(item, depth - 1) for item in value]
     if hasattr(value, "tolist") and hasattr(value, "shape") and hasattr(value, "dtype"):
         shape = [int(size) for size in value.shape]
-        if math.prod(shape) > MOST or str(value.dtype) in ("object", "complex64", "complex128"):
+        if math.prod(shape) > MAX_ELEMENTS or str(value.dtype) in ("object", "complex64", "complex128"):
             return f"⟨{value.dtype} {shape}⟩"
         return json_safe(value.tolist(), depth - 1)
     return f"⟨{type(value).__name__}⟩"
 
 
-def _digits(value: int) -> str:
+def _format_int(value: int) -> str:
     # Python rejects conversion of very long integers to decimal.
     return str(int(value)) if value.bit_length() < 1024 else hex(value)
 
@@ -120,10 +120,10 @@ TYPES = {"u1": "<u1", "u2": "<u2", "u4": "<u4", "i4": "<i4", "f4": "<f4", "f2": 
 MASK, SPECIAL = 1, 2
 _LENGTH = struct.Struct("<I")
 _ALIGN = 8
-_APART = {"text", "ends", "ids", "special", "mask", "versions", "arrays", "segments", "rejected", "pictures"}
+_SEPARATE_FIELDS = {"text", "ends", "ids", "special", "mask", "versions", "arrays", "segments", "rejected", "pictures"}
 """Fields that are not stored in the header directly."""
-_PLAIN = [field.name for field in dataclasses.fields(Trajectory) if field.name not in _APART]
-_HALF = 65504.0
+_HEADER_FIELDS = [field.name for field in dataclasses.fields(Trajectory) if field.name not in _SEPARATE_FIELDS]
+_MAX_FLOAT16 = 65504.0
 """Largest float16."""
 
 
@@ -152,16 +152,19 @@ def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
         trajectories: Trajectories to encode.
         dtype: Type of the arrays: `f4`, or `f2` for smaller files.
 
-    >>> one = Trajectory(uid="1/2/0/0/a", text="né", ends=np.array([1, 2]), reward=float("nan"))
-    >>> found = decode(encode([one]))[0]
-    >>> found["uid"], found["text"], found["widths"].tolist(), found["reward"]
+    >>> trajectory = Trajectory(uid="1/2/0/0/a", text="né", ends=np.array([1, 2]), reward=float("nan"))
+    >>> decoded, = decode(encode([trajectory]))
+    >>> decoded["uid"], decoded["text"], decoded["widths"].tolist(), decoded["reward"]
     ('1/2/0/0/a', 'né', [1, 1], None)
     """
     if dtype not in ("f4", "f2"):
         raise ValueError(f"dtype: got {dtype!r}, expected 'f4' or 'f2'")
     blobs = _Blobs()
     header = orjson.dumps(
-        {"version": VERSION, "trajectories": [_described(trajectory, blobs, dtype) for trajectory in trajectories]}
+        {
+            "version": VERSION,
+            "trajectories": [_encode_trajectory(trajectory, blobs, dtype) for trajectory in trajectories],
+        }
     )
     header += b" " * (-(len(header) + _LENGTH.size) % _ALIGN)
     return b"".join((_LENGTH.pack(len(header)), header, *blobs.parts))
@@ -180,7 +183,7 @@ def utf16_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     return before[ends]
 
 
-def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
+def _encode_trajectory(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
     ends = np.asarray(trajectory.ends, dtype=np.int64)
     widths = np.diff(utf16_ends(trajectory.text, ends), prepend=0)
     widest = int(widths.max(initial=0))
@@ -188,7 +191,7 @@ def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, A
         np.asarray(trajectory.mask, dtype=np.uint8) * MASK + np.asarray(trajectory.special, dtype=np.uint8) * SPECIAL
     )
     places = {
-        "text": blobs.put(text(trajectory.text).encode()),
+        "text": blobs.put(replace_surrogates(trajectory.text).encode()),
         "widths": blobs.array(widths, "u1" if widest < 1 << 8 else "u2" if widest < 1 << 16 else "u4"),
         "flags": blobs.array(flags, "u1"),
     }
@@ -199,16 +202,16 @@ def _described(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, A
         places["versions"] = blobs.array(np.clip(trajectory.versions, -1, 2**31 - 1), "i4")
     for name, values in trajectory.arrays.items():
         if dtype == "f2":
-            values = np.where(np.isfinite(values), np.clip(values, -_HALF, _HALF), values)
+            values = np.where(np.isfinite(values), np.clip(values, -_MAX_FLOAT16, _MAX_FLOAT16), values)
         places[f"array:{name}"] = blobs.array(values, dtype)
-    fields = {name: json_safe(getattr(trajectory, name)) for name in _PLAIN}
+    fields = {name: json_safe(getattr(trajectory, name)) for name in _HEADER_FIELDS}
     if trajectory.tokenized == "exact":
         fields["prompt_text"] = fields["response_text"] = None
     return fields | {
         "tokens": trajectory.tokens,
         "segments": [[*(json_safe(part) for part in segment)] for segment in trajectory.segments],
         "pictures": [dataclasses.asdict(picture) for picture in trajectory.pictures],
-        "rejected": None if trajectory.rejected is None else _described(trajectory.rejected, blobs, dtype),
+        "rejected": None if trajectory.rejected is None else _encode_trajectory(trajectory.rejected, blobs, dtype),
         "blobs": places,
     }
 
@@ -224,74 +227,74 @@ def decode(data: bytes) -> list[dict[str, Any]]:
         WireError: If the data is not a frame.
     """
     if len(data) < _LENGTH.size:
-        raise WireError(f"a frame is cut short: {len(data)} bytes, expected {_LENGTH.size} and a header", 0)
+        raise WireError(f"truncated frame: {len(data)} bytes, expected {_LENGTH.size} and a header", 0)
     (size,) = _LENGTH.unpack_from(data)
     base = _LENGTH.size + size
     if base > len(data) or base % _ALIGN:
         raise WireError(f"a header of {size} bytes does not fit a frame of {len(data)}", 0)
     try:
-        header = json.loads(data[_LENGTH.size : base].decode(), parse_constant=_no_constant)
+        header = json.loads(data[_LENGTH.size : base].decode(), parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"a frame's header is no strict JSON: {error}", _LENGTH.size) from None
+        raise WireError(f"frame header: not strict JSON: {error}", _LENGTH.size) from None
     if not isinstance(header, dict) or header.get("version") != VERSION:
-        raise WireError(f"a frame's header has not version {VERSION}", _LENGTH.size)
+        raise WireError(f"frame header: expected version {VERSION}", _LENGTH.size)
     listed = header.get("trajectories")
     if not isinstance(listed, list):
-        raise WireError("a frame's header lists no trajectories", _LENGTH.size)
-    return [_undescribed(described, memoryview(data)[base:]) for described in listed]
+        raise WireError("frame header: no list of trajectories", _LENGTH.size)
+    return [_decode_trajectory(described, memoryview(data)[base:]) for described in listed]
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
-def _undescribed(described: Json, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
+def _decode_trajectory(described: Json, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
     if not isinstance(described, dict) or not isinstance(described.get("blobs"), dict):
-        raise WireError("a trajectory of a frame is not described")
+        raise WireError("frame: a trajectory has no description")
     length = described.get("tokens")
     if type(length) is not int or not 0 <= length <= len(blobs):
-        raise WireError(f"a trajectory of {length!r} tokens does not fit its frame")
+        raise WireError(f"frame: {length!r} tokens do not fit")
     places: dict[str, Any] = dict(described["blobs"])
-    written = _blob("text", places.pop("text", None), blobs, None)
+    written = _read_blob("text", places.pop("text", None), blobs, None)
     fields: dict[str, Any] = {name: value for name, value in described.items() if name != "blobs"}
-    arrays = {name: _array(name, place, blobs, length) for name, place in places.items()}
+    arrays = {name: _read_array(name, place, blobs, length) for name, place in places.items()}
     try:
         fields["text"] = bytes(written).decode()
         widths, flags = arrays.pop("widths"), arrays.pop("flags")
     except (UnicodeDecodeError, KeyError) as error:
-        raise WireError(f"a trajectory of a frame lacks its text, widths or flags: {error}") from None
+        raise WireError(f"frame: a trajectory has no text, widths or flags: {error}") from None
     fields["widths"] = widths.astype(np.int64)
     fields["mask"], fields["special"] = flags & MASK > 0, flags & SPECIAL > 0
     fields["ids"], fields["versions"] = arrays.pop("ids", None), arrays.pop("versions", None)
     fields["arrays"] = {name.removeprefix("array:"): array for name, array in arrays.items()}
     fields["ends"] = _character_ends(fields["text"], np.cumsum(fields["widths"]))
-    fields["segments"] = [_segment(segment) for segment in described.get("segments") or ()]
+    fields["segments"] = [_decode_segment(segment) for segment in described.get("segments") or ()]
     if described.get("rejected") is not None:
         if nested:
-            raise WireError("a rejected answer of a frame has a rejected answer")
-        fields["rejected"] = _undescribed(described["rejected"], blobs, nested=True)
+            raise WireError("frame: a rejected answer has a rejected answer")
+        fields["rejected"] = _decode_trajectory(described["rejected"], blobs, nested=True)
     return fields
 
 
-def _blob(name: str, place: Json, blobs: memoryview, kind: str | None) -> memoryview:
+def _read_blob(name: str, place: Json, blobs: memoryview, kind: str | None) -> memoryview:
     if not isinstance(place, list) or len(place) != (2 if kind is None else 3):
-        raise WireError(f"a frame's blob {name!r} has no place")
+        raise WireError(f"frame: blob {name!r} has no offset and size")
     start, size = place[:2]
     if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > len(blobs):
-        raise WireError(f"a frame's blob {name!r} is at {place[:2]}, beyond its {len(blobs)} bytes")
+        raise WireError(f"frame: blob {name!r} at {place[:2]} is outside of {len(blobs)} bytes")
     if start % _ALIGN:
-        raise WireError(f"a frame's blob {name!r} begins at {start}, expected a multiple of {_ALIGN}")
+        raise WireError(f"frame: blob {name!r} starts at {start}, expected a multiple of {_ALIGN}")
     return blobs[start : start + size]
 
 
-def _array(name: str, place: Json, blobs: memoryview, length: int) -> NDArray[Any]:
+def _read_array(name: str, place: Json, blobs: memoryview, length: int) -> NDArray[Any]:
     kind = place[2] if isinstance(place, list) and len(place) == 3 else None
     if not isinstance(kind, str) or kind not in TYPES:
-        raise WireError(f"a frame's blob {name!r} is of type {kind!r}, expected one of {', '.join(TYPES)}")
-    data = _blob(name, place, blobs, kind)
+        raise WireError(f"frame: blob {name!r} has type {kind!r}, expected one of {', '.join(TYPES)}")
+    data = _read_blob(name, place, blobs, kind)
     dtype = np.dtype(TYPES[kind])
     if len(data) != length * dtype.itemsize:
-        raise WireError(f"a frame's blob {name!r} has {len(data)} bytes, expected {length} numbers of {dtype.itemsize}")
+        raise WireError(f"frame: blob {name!r} has {len(data)} bytes, expected {length} numbers of {dtype.itemsize}")
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -300,15 +303,15 @@ def _character_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
     places = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
     characters = np.searchsorted(places, ends)
     if (ends[-1] if len(ends) else 0) != places[-1] or (places[characters] != ends).any():
-        raise WireError("the widths of a frame's tokens do not make up its text")
+        raise WireError("frame: the token widths do not add up to the text")
     return characters.astype(np.int64)
 
 
-def _segment(segment: Sequence[Any]) -> Segment:
+def _decode_segment(segment: Sequence[Any]) -> Segment:
     try:
         parsed = Segment(*segment)
     except TypeError as error:
-        raise WireError(f"a frame's segment {str(segment)[:80]} is none: {error}") from None
+        raise WireError(f"frame: bad segment {str(segment)[:80]}: {error}") from None
     if parsed.role not in ROLES or parsed.kind not in KINDS:
-        raise WireError(f"a frame's segment is of {parsed.role!r} and {parsed.kind!r}, expected words that are known")
+        raise WireError(f"frame: unknown role {parsed.role!r} or kind {parsed.kind!r} of a segment")
     return parsed

@@ -35,7 +35,7 @@ from http import HTTPStatus
 from json import dumps
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, TypeVarTuple, cast
 from urllib.parse import parse_qsl, quote
 
 from rollbook.core.errors import RollbookError
@@ -45,12 +45,12 @@ from rollbook.inspect.api import (
     Guard,
     Request,
     Response,
-    authorities,
-    checked_token,
-    failure,
-    new_token,
+    accepted_hosts,
+    check_token,
+    create_response,
+    create_token,
+    error_response,
     open_api,
-    respond,
 )
 
 if TYPE_CHECKING:
@@ -59,18 +59,19 @@ if TYPE_CHECKING:
     from rollbook.inspect.records import TokenizerLike
 
 _T = TypeVar("_T")
-_CONNECTIONS = 96
-_LINE = 32 << 10
-_HEADERS = 32 << 10
+_Ts = TypeVarTuple("_Ts")
+_MAX_CONNECTIONS = 96
+_MAX_LINE_BYTES = 32 << 10
+_MAX_HEADER_BYTES = 32 << 10
 _REQUEST_SECONDS = 30.0
 """Time limit for a request to arrive completely; idle connections end after it too."""
 _SEND_SECONDS = 30.0
-_PIECE = 256 << 10
+_SEND_BYTES = 256 << 10
 _LINGER_SECONDS = 2.0
 """Time for the client to read the response before the connection is closed."""
-_TURNED_AWAY = 8
+_MAX_REJECTIONS = 8
 """Number of surplus connections that get an error response; others are closed at once."""
-_FIRST = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
+_REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.([01])\r\n")
 # Two patterns without backtracking. One pattern for the whole line, with optional spaces, would take cubic time, before
 # a client is authenticated.
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -95,7 +96,7 @@ def parse_target(target: str) -> tuple[str, list[tuple[str, str]]]:
     return path, parse_qsl(query, keep_blank_values=True, max_num_fields=256, errors="strict")
 
 
-class _Timed(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     """Bytes of a socket until a deadline, so that a slow client does not get more time than others."""
 
     def __init__(self, connection: sockets.socket) -> None:
@@ -123,21 +124,21 @@ class _Handler(socketserver.BaseRequestHandler):
         if connection.family != getattr(sockets, "AF_UNIX", None):
             # With Nagle's algorithm, a small response waits 40 ms for an acknowledgment.
             connection.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
-        raw = _Timed(connection)
+        raw = _DeadlineReader(connection)
         reader = cast(BinaryIO, io.BufferedReader(raw))
         with contextlib.suppress(OSError):
             while not self.server.api.closing.is_set():
                 raw.until = time.monotonic() + _REQUEST_SECONDS
                 try:
-                    keep = self._one(reader)
+                    keep = self._handle_request(reader)
                 except _BadRequestError as refused:
-                    self._send(failure(refused.status, str(refused)), close=True)
+                    self._send(error_response(refused.status, str(refused)), close=True)
                     keep = False
                 if not keep:
                     _linger(connection)
                     return
 
-    def _one(self, reader: BinaryIO) -> bool:
+    def _handle_request(self, reader: BinaryIO) -> bool:
         """Answer one request; return whether another may follow."""
         try:
             head = self._head(reader)
@@ -165,27 +166,27 @@ class _Handler(socketserver.BaseRequestHandler):
     def _head(self, reader: BinaryIO) -> tuple[Request, bool, int] | None:
         """Return the request without its body, whether the connection stays open, and the length of the body."""
         try:
-            line = reader.readline(_LINE + 1)
+            line = reader.readline(_MAX_LINE_BYTES + 1)
         except TimeoutError:
             return None  # no request
         if not line:
             return None
-        if len(line) > _LINE:
-            raise _BadRequestError(414, f"the request line is longer than {_LINE} bytes")
-        match = _FIRST.fullmatch(line)
+        if len(line) > _MAX_LINE_BYTES:
+            raise _BadRequestError(414, f"the request line is longer than {_MAX_LINE_BYTES} bytes")
+        match = _REQUEST_LINE.fullmatch(line)
         if match is None:
-            raise _BadRequestError(400, "this is no request line of HTTP/1.1 with a path")
+            raise _BadRequestError(400, "not an HTTP/1.1 request line")
         try:
             path, query = parse_target(match[2].decode("ascii"))
         except ValueError:
-            raise _BadRequestError(400, "the address has parameters that are not UTF-8, or too many of them") from None
+            raise _BadRequestError(400, "the URL has too many parameters, or parameters that are not UTF-8") from None
         headers: list[tuple[str, str]] = []
         size = 0
         while True:
-            line = reader.readline(_HEADERS + 1)
+            line = reader.readline(_MAX_HEADER_BYTES + 1)
             size += len(line)
-            if size > _HEADERS:
-                raise _BadRequestError(431, f"the headers are longer than {_HEADERS} bytes")
+            if size > _MAX_HEADER_BYTES:
+                raise _BadRequestError(431, f"the headers are longer than {_MAX_HEADER_BYTES} bytes")
             if line == b"\r\n":
                 break
             if not line:
@@ -200,7 +201,7 @@ class _Handler(socketserver.BaseRequestHandler):
         client = self.client_address[0] if isinstance(self.client_address, tuple) else "unix"
         request = Request(match[1].decode(), path, query, headers, peer=client, local=self._local())
         if request.all("transfer-encoding"):
-            raise _BadRequestError(501, "a body is expected with its Content-Length")
+            raise _BadRequestError(501, "a body requires a Content-Length")
         lengths = request.all("content-length")
         if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,12}", value) for value in lengths):
             raise _BadRequestError(400, "the Content-Length is not one number")
@@ -227,20 +228,20 @@ class _Handler(socketserver.BaseRequestHandler):
         if head_only:
             body = b"" if isinstance(body, bytes) else body
         if isinstance(body, bytes):
-            if len(body) <= _PIECE:
+            if len(body) <= _SEND_BYTES:
                 connection.sendall(start + body)  # one packet if it fits
                 return
             connection.sendall(start)
-            for place in range(0, len(body), _PIECE):
+            for place in range(0, len(body), _SEND_BYTES):
                 # The time limit applies per piece, so that a slow connection can finish.
-                connection.sendall(memoryview(body)[place : place + _PIECE])
+                connection.sendall(memoryview(body)[place : place + _SEND_BYTES])
             return
         try:
             connection.sendall(start)
             for piece in () if head_only else body:
                 if piece:
                     connection.sendall(piece)
-                elif _gone(connection):
+                elif _is_disconnected(connection):
                     return
         finally:
             body.close()
@@ -256,7 +257,7 @@ def _linger(connection: sockets.socket) -> None:
             return
 
 
-def _gone(connection: sockets.socket) -> bool:
+def _is_disconnected(connection: sockets.socket) -> bool:
     """Return whether the client has disconnected; it sends nothing while it listens."""
     # Not select(), which fails for file descriptors from 1024 on.
     with selectors.DefaultSelector() as selector:
@@ -276,17 +277,19 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
-        self.slots = threading.BoundedSemaphore(_CONNECTIONS)
-        self.refusing = threading.BoundedSemaphore(_TURNED_AWAY)
+        self.slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self.refusing = threading.BoundedSemaphore(_MAX_REJECTIONS)
         self.lock = threading.Lock()
         self.open: set[sockets.socket] = set()
         self.loop: threading.Thread | None = None
 
-    def process_request(self, request: Any, client_address: tuple[str, int] | str) -> None:
+    def process_request(  # type: ignore[override]
+        self, request: sockets.socket, client_address: tuple[str, int] | str
+    ) -> None:
         if not self.slots.acquire(blocking=False):
             if self.refusing.acquire(blocking=False):
                 # In a thread, since a client that does not read must not block others.
-                threading.Thread(target=self._turn_away, args=(request,), daemon=True).start()
+                threading.Thread(target=self._reject, args=(request,), daemon=True).start()
             else:
                 self.shutdown_request(request)
             return
@@ -296,10 +299,10 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             super().process_request(request, client_address)
         except BaseException:
             # No thread is available now: release the slot.
-            self._let_go(request)
+            self._release(request)
             raise
 
-    def _turn_away(self, connection: sockets.socket) -> None:
+    def _reject(self, connection: sockets.socket) -> None:
         try:
             with contextlib.suppress(OSError):
                 connection.settimeout(_LINGER_SECONDS)
@@ -309,18 +312,22 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.shutdown_request(connection)
             self.refusing.release()
 
-    def process_request_thread(self, request: Any, client_address: tuple[str, int] | str) -> None:
+    def process_request_thread(  # type: ignore[override]
+        self, request: sockets.socket, client_address: tuple[str, int] | str
+    ) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._let_go(request)
+            self._release(request)
 
-    def _let_go(self, connection: sockets.socket) -> None:
+    def _release(self, connection: sockets.socket) -> None:
         with self.lock:
             self.open.discard(connection)
         self.slots.release()
 
-    def handle_error(self, request: Any, client_address: tuple[str, int] | str) -> None:
+    def handle_error(  # type: ignore[override]
+        self, request: sockets.socket, client_address: tuple[str, int] | str
+    ) -> None:
         self.api.report_error()
 
     def start(self, api: Api) -> None:
@@ -348,7 +355,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 # --- the server ------------------------------------------------------------------------------------------------------
 
 PORT = 8420
-_PORTS = 32
+_MAX_PORT_TRIES = 32
 """Number of ports to try."""
 
 
@@ -388,19 +395,19 @@ class Server:
         if not isinstance(port, int) or not 0 <= port < 65536:
             raise ValueError(f"port: got {port!r}, expected a number from 0 to 65535")
         if token is not None:
-            checked_token(token)
+            check_token(token)
         elif not unsafe_allow_unauthenticated:
             if socket is None and not _is_loopback(host):
                 raise ValueError(
                     f"host: got {host!r}, which other machines can reach: expected a token with it (--token), or "
                     "--unsafe-allow-unauthenticated; an SSH tunnel to 127.0.0.1 needs neither"
                 )
-            token = new_token()
+            token = create_token()
         self.token = token
         self.host = host
         self.socket_path = None if socket is None else os.path.abspath(os.fspath(socket))
         self.listeners: list[Listener] = []
-        authorities(port, host, trusted_hosts)  # validates before anything is opened
+        accepted_hosts(port, host, trusted_hosts)  # validates before anything is opened
         self.port = port
         self._options: dict[str, Any] = {"tokenizer": tokenizer, "annotate": annotate}
         self._trusted = trusted_hosts
@@ -410,10 +417,10 @@ class Server:
     def start(self) -> Server:
         """Open the source, listen, and answer in threads."""
         if self.api is not None:
-            raise ValueError("server: it was started already")
+            raise ValueError("server: already started")
         listening = self._bind()
         self.listeners = [Listener(bound) for bound in listening]
-        hosts = authorities(self.port, self.host, self._trusted)
+        hosts = accepted_hosts(self.port, self.host, self._trusted)
         if self.socket_path is not None:
             hosts |= {name.rpartition(":")[0] for name in hosts if name.endswith(f":{self.port}")}
         guard = Guard(hosts, self.token, wildcard=self.host in ("", "0.0.0.0", "::"))
@@ -439,8 +446,8 @@ class Server:
         tries = 0
         while bound is None:
             tries += 1
-            if tries > _PORTS:
-                raise OSError(errno.EADDRINUSE, f"host: no port of {self.host} is free")
+            if tries > _MAX_PORT_TRIES:
+                raise OSError(errno.EADDRINUSE, f"host: no free port on {self.host}")
             bound = _bind_both(self.host, 0)
         self.port = bound[0].getsockname()[1]
         return bound
@@ -518,13 +525,13 @@ def _bind_unix(path: str) -> sockets.socket:
     try:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise ValueError(f"socket: {path} is there and is no socket")
+                raise ValueError(f"socket: {path} exists and is not a socket")
             try:
                 bound.connect(path)
             except ConnectionRefusedError:
                 os.unlink(path)
             else:
-                raise ValueError(f"socket: somebody listens at {path}")
+                raise ValueError(f"socket: {path} is in use")
             bound.close()
             bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
         before = os.umask(0o177)
@@ -575,42 +582,42 @@ def serve(
         unsafe_allow_unauthenticated=unsafe_allow_unauthenticated,
         socket=socket,
     )
-    with _until_told() as stop, server:
+    with _stop_event() as stop, server:
         if json:
             address = {"url": server.url, "host": server.host, "port": server.port}
             print(dumps({**address, "socket": server.socket_path, "token": server.token}), flush=True)
         else:
-            print(server.url if quiet else "\n".join(_greeting(server, port)), flush=True)
-        with _browser(server.url) if open_browser else contextlib.nullcontext():
+            print(server.url if quiet else "\n".join(_start_messages(server, port)), flush=True)
+        with _open_browser(server.url) if open_browser else contextlib.nullcontext():
             stop.wait()
         if not quiet and not json:
             print("closing", file=sys.stderr, flush=True)
 
 
-def _greeting(server: Server, requested_port: int) -> Iterator[str]:
+def _start_messages(server: Server, requested_port: int) -> Iterator[str]:
     try:
         user = f"{getpass.getuser()}@{sockets.gethostname()}"
     except (KeyError, OSError):
         user = sockets.gethostname()  # users of containers may have no name
     if server.socket_path is not None:
-        yield f"listening on {server.socket_path}; through a tunnel it is"
+        yield f"listening on {server.socket_path}; URL through an SSH tunnel:"
         yield f"  {server.url}"
         yield f"  ssh -L {server.port}:{server.socket_path} {user}"
         return
     if requested_port not in (0, server.port):
-        yield f"port {requested_port} is taken"
+        yield f"port {requested_port} is in use; using {server.port}"
     yield f"  {server.url}"
     if _is_loopback(server.host):
-        yield f"from another machine: ssh -L {server.port}:127.0.0.1:{server.port} {user}, then the same address"
+        yield f"from another machine: ssh -L {server.port}:127.0.0.1:{server.port} {user}, then open the same URL"
     else:
-        yield f"listening on {server.host}, port {server.port}: reachable from other machines, and not encrypted"
+        yield f"listening on {server.host}:{server.port}: reachable from other machines, not encrypted"
     if server.token is None:
-        yield "no token: whoever reaches this address sees everything"
-    yield "Ctrl-C ends it"
+        yield "warning: no token: anyone who can connect can read everything"
+    yield "press Ctrl-C to stop"
 
 
 @contextlib.contextmanager
-def _until_told() -> Iterator[threading.Event]:
+def _stop_event() -> Iterator[threading.Event]:
     """Yield an event that Ctrl-C or SIGTERM sets; a second Ctrl-C interrupts as usual."""
     stop = threading.Event()
     before: dict[int, Any] = {}
@@ -629,7 +636,7 @@ def _until_told() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def _browser(url: str) -> Iterator[None]:
+def _open_browser(url: str) -> Iterator[None]:
     """Open the browser with a file that only its owner can read, since command lines are visible to other users."""
     folder = tempfile.mkdtemp(prefix="rollbook-")
     try:
@@ -650,7 +657,7 @@ def _browser(url: str) -> Iterator[None]:
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_THREADS = 48
+_MAX_THREADS = 48
 """More than the maximum number of streams, each of which occupies a thread."""
 
 
@@ -674,8 +681,8 @@ def asgi_app(
         annotate: Allow stars and notes.
     """
     if token is not None:
-        checked_token(token)
-    guard = Guard(authorities(port, "localhost", trusted_hosts), token)
+        check_token(token)
+    guard = Guard(accepted_hosts(port, "localhost", trusted_hosts), token)
     return AsgiViewer(open_api(path, guard, tokenizer=tokenizer, annotate=annotate))
 
 
@@ -686,7 +693,7 @@ class AsgiViewer:
 
     def __init__(self, api: Api) -> None:
         self.api = api
-        self._threads = ThreadPoolExecutor(_THREADS, "rollbook-viewer")
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "rollbook-viewer")
 
     def close(self) -> None:
         """End streams and threads, and close the source."""
@@ -707,12 +714,12 @@ class AsgiViewer:
         try:
             request = _request(scope)
         except ValueError as error:
-            await _send(failure(400, str(error)), send, b"")
+            await _send(error_response(400, str(error)), send, b"")
             return
         answer = self.api.refuse(request)
         if answer is None and not request.path:
             # Without the slash, relative URLs of the page would be wrong.
-            answer = respond(308, b"", "text/plain", ("Location", quote(scope["root_path"].rstrip("/")) + "/"))
+            answer = create_response(308, b"", "text/plain", ("Location", quote(scope["root_path"].rstrip("/")) + "/"))
         answer = answer or await self._body(request, receive)
         if answer is None:
             answer = await self._run(self.api.handle, request)
@@ -721,7 +728,7 @@ class AsgiViewer:
         else:
             await self._stream(answer, receive, send)
 
-    async def _run(self, work: Callable[..., _T], *arguments: Any) -> _T:
+    async def _run(self, work: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def _body(self, request: Request, receive: Receive) -> Response | None:
@@ -731,11 +738,11 @@ class AsgiViewer:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return failure(400, "the request ended before its body did")
+                return error_response(400, "the request ended before its body did")
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             if size > MAX_BODY:
-                return failure(413, f"the request has more than {MAX_BODY} bytes")
+                return error_response(413, f"the request has more than {MAX_BODY} bytes")
             more = message.get("more_body", False)
         request.body = b"".join(pieces)
         return None

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -28,9 +29,8 @@ from rollbook.book.book import LEDGER, TRAIN, Book
 from rollbook.book.book import open as open_book
 from rollbook.book.consumer import find_consumer
 from rollbook.book.errors import BookError
-from rollbook.book.ledger import Transaction, chunks, parsed
-from rollbook.book.read import seqs_of, uids_of
-from rollbook.core import columns as arrow
+from rollbook.book.ledger import Transaction, chunks, parse_object
+from rollbook.book.read import find_seqs, get_uids
 from rollbook.core import columns as physical
 from rollbook.core import freeform
 from rollbook.core.addresses import POSTGRES, redacted
@@ -42,9 +42,9 @@ from rollbook.core.metrics import Progress
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect import measures
-from rollbook.inspect.index import VOID, Index, Scales
-from rollbook.inspect.records import Reader, TokenizerLike, vocabulary_of
-from rollbook.inspect.trajectory import derive, prompt_hash
+from rollbook.inspect.index import VOID_REASONS, Index, Scales
+from rollbook.inspect.records import Reader, TokenizerLike, load_vocabulary
+from rollbook.inspect.trajectory import derive_lenses, hash_prompt
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -54,33 +54,33 @@ if TYPE_CHECKING:
 
 # --- measuring in bulk ----------------------------------------------------------------------------------------------
 
-NUMBERS = (
+NUMBER_FIELDS = (
     *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy", "values", "advantages"),
     *("returns", "token_level_reward", "loss_weights"),
 )
 """Fields with a number per response token."""
-TEXTS = ("prompt_text", "response_text")
-READ = (
-    *("tokens", "prompt_length", "experience_type", "truncate_status", "action_mask", *NUMBERS),
-    *("chosen", "reward", "metrics", "info", "messages", "multi_modal_inputs", *TEXTS),
+TEXT_FIELDS = ("prompt_text", "response_text")
+READ_FIELDS = (
+    *("tokens", "prompt_length", "experience_type", "truncate_status", "action_mask", *NUMBER_FIELDS),
+    *("chosen", "reward", "metrics", "info", "messages", "multi_modal_inputs", *TEXT_FIELDS),
 )
 """Fields that are read of each record."""
 _OPENING_TOKENS = 4000
 _CLOSING_TOKENS = 480
-_KNOWN_PROMPTS = 4096
+_MAX_CACHED_PROMPTS = 4096
 _GRID = "image_grid_thw"
-_SAID_BETWEEN = 4
+_MAX_GAP_TOKENS = 4
 
 
-def columns_of(batch: pa.RecordBatch) -> dict[str, Any]:
+def read_columns(batch: pa.RecordBatch) -> dict[str, Any]:
     """Return the columns of a scanned batch: tensors as `Ragged`, empty columns omitted."""
     columns = {
         name: array for name, array in zip(batch.schema.names, batch.columns, strict=True) if array.type != pa.null()
     }
-    return dict(arrow.from_arrays(columns))
+    return dict(physical.from_arrays(columns))
 
 
-def real(column: Ragged) -> NDArray[np.float64]:
+def to_floats(column: Ragged) -> NDArray[np.float64]:
     """Return all values of a column, concatenated, as numbers."""
     values = column.values[column.offsets[0] : column.offsets[-1]]
     if column.dtype == "bfloat16":
@@ -88,7 +88,7 @@ def real(column: Ragged) -> NDArray[np.float64]:
     return values.astype(np.float64)
 
 
-class Bulk:
+class BatchMeasurer:
     """Measures pieces of a book; caches the openings of prompts, which the records of a group share."""
 
     def __init__(self, reader: Reader, scales: Scales) -> None:
@@ -97,7 +97,7 @@ class Bulk:
         self.rescaled = False
         """Whether a lens's range changed since this was set to False."""
         self.declared: dict[str, None] = {}
-        """Parts of the reward that records declared, in the order they were met."""
+        """Declared reward parts, in order of appearance."""
         self._vocabulary: Vocabulary | None = None
         self._openings: OrderedDict[tuple[Any, ...], str] = OrderedDict()
 
@@ -118,14 +118,14 @@ class Bulk:
 
     def _numbers(self, columns: Mapping[str, Any], mask: _Mask, count: int) -> list[dict[str, Any]]:
         """Measure records with the same fields together, which in most pieces are all of them."""
-        there = {name: columns[name] for name in NUMBERS if isinstance(columns.get(name), Ragged)}
+        there = {name: columns[name] for name in NUMBER_FIELDS if isinstance(columns.get(name), Ragged)}
         lengths = np.zeros(count, dtype=np.int64)
         for column in there.values():
             lengths = np.maximum(lengths, column.lengths)
         has = np.zeros(count, dtype=np.int64)
         for bit, column in enumerate(there.values()):
             has |= (column.present & (column.lengths == lengths)).astype(np.int64) << bit
-        rows: list[dict[str, Any]] = [dict(_UNKNOWN) for _ in range(count)]
+        rows: list[dict[str, Any]] = [dict(_NO_METRICS) for _ in range(count)]
         for signature in np.unique(has).tolist():
             chosen = (has == signature) & (lengths > 0)
             if not signature or not chosen.any():
@@ -133,7 +133,7 @@ class Bulk:
             fields = {}
             for bit, (name, column) in enumerate(there.items()):
                 if signature >> bit & 1:
-                    values = real(column)
+                    values = to_floats(column)
                     fields[name] = values if chosen.all() else values[np.repeat(chosen, column.lengths)]
             sizes = lengths[chosen]
             measured = self._measured(fields, mask.grid(chosen, sizes), sizes)
@@ -148,7 +148,7 @@ class Bulk:
         bad = np.zeros(len(mask), dtype=np.bool_)
         for values in fields.values():
             bad |= ~np.isfinite(values)
-        lenses = derive(fields, mask)
+        lenses = derive_lenses(fields, mask)
         self.rescaled |= self.scales.offer(lenses, mask)
         measured: dict[str, list[Any]] = {"nans": np.add.reduceat(bad & mask, starts, dtype=np.int64).tolist()}
         metrics = [metric for metric in measures.TOKEN_METRICS if metric[1] in lenses]
@@ -168,7 +168,7 @@ class Bulk:
             ]
         return [dict(zip(measured, values, strict=True)) for values in zip(*measured.values(), strict=True)]
 
-    # --- what each row has of its own ---------------------------------------------------------------------------
+    # --- tokens and texts ---------------------------------------------------------------------------------------
 
     def _tokens(self, columns: Mapping[str, Any], rows: list[dict[str, Any]], mask: _Mask) -> None:
         tokens, chosen = columns.get("tokens"), columns.get("chosen")
@@ -179,23 +179,23 @@ class Bulk:
             response = ids[prompts[i] :]
             if not len(response) and isinstance(chosen, Ragged):
                 response = _row(chosen, i)
-            share, loop, digest = measures.own_tokens(response, mask.row(i, len(response)))
-            row.update(prompt=prompt_hash(prompt), digest=digest, repetition=share, loop_at=loop)
+            share, loop, digest = measures.measure_sampled_tokens(response, mask.row(i, len(response)))
+            row.update(prompt=hash_prompt(prompt), digest=digest, repetition=share, loop_at=loop)
             row["ids"] = prompt, response
 
     def _texts(self, columns: Mapping[str, Any], rows: list[dict[str, Any]], mask: _Mask) -> None:
         nothing: list[Any] = [None] * len(rows)
         prompts, responses = (
-            physical.decode(FIELDS[name], columns) or nothing for name in TEXTS
+            physical.decode(FIELDS[name], columns) or nothing for name in TEXT_FIELDS
         )  # text that is not UTF-8 is skipped
         messages, infos, metrics = (
             physical.texts(columns[name]) if name in columns else nothing for name in ("messages", "info", "metrics")
         )
         kinds = physical.texts(columns["experience_type"])
-        grids = _grids(columns.get("multi_modal_inputs"), len(rows))
+        grids = _count_images(columns.get("multi_modal_inputs"), len(rows))
         for i, row in enumerate(rows):
             prompt, response = row.pop("ids")
-            turns, calls, images = measures.spoken_in(messages[i] or "")
+            turns, calls, images = measures.count_messages(messages[i] or "")
             response_text = responses[i]
             if response_text is None:
                 response_text = self._decoded(response[-_CLOSING_TOKENS:])
@@ -206,35 +206,35 @@ class Bulk:
                 tool_calls=calls or (responses[i] or "").count("<tool_call>"),
                 images=images or grids[i],
                 opening=self._opening(row["prompt"], prompt, prompts[i], messages[i]),
-                closing=measures.closing_of(response_text),
-                kept=_entry(infos[i], "kept", str),
+                closing=measures.extract_closing(response_text),
+                kept=_info_entry(infos[i], "kept", str),
                 parts=_parts(metrics[i]),
                 measured=1,
             )
-            parts = _entry(infos[i], "reward_parts", list)
+            parts = _info_entry(infos[i], "reward_parts", list)
             if parts is not None:
-                self.declared |= dict.fromkeys(measures.declared_in({"reward_parts": parts}))
-            if _entry(infos[i], "error", object) is not None:
+                self.declared |= dict.fromkeys(measures.extract_declared_parts({"reward_parts": parts}))
+            if _info_entry(infos[i], "error", object) is not None:
                 row["status"] = "error"
 
     def _decoded(self, ids: NDArray[Any]) -> str:
-        return "" if self._vocabulary is None or not len(ids) else self._vocabulary.text_and_ends(ids)[0]
+        return "" if self._vocabulary is None or not len(ids) else self._vocabulary.decode_with_ends(ids)[0]
 
     def _opening(self, key: str, ids: NDArray[Any], text: str | None, messages: str | None) -> str:
         # Keyed by its source too, since a prompt's text can be redacted.
         cache_key = (key, hash(text), hash(messages), self._vocabulary is None)
         cached = self._openings.get(cache_key)
         if cached is None:
-            cached = measures.asked_in(_loads(messages)) if messages else ""
+            cached = measures.extract_user_message(_loads(messages)) if messages else ""
             if not cached:
-                cached = measures.opening_of(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
+                cached = measures.extract_opening(self._decoded(ids[:_OPENING_TOKENS]) if text is None else text)
             self._openings[cache_key] = cached
-            if len(self._openings) > _KNOWN_PROMPTS:
+            if len(self._openings) > _MAX_CACHED_PROMPTS:
                 self._openings.popitem(last=False)
         return cached
 
 
-_UNKNOWN = {"nans": 0, "advantage": None, **{column: None for column, _, _ in measures.TOKEN_METRICS}}
+_NO_METRICS = {"nans": 0, "advantage": None, **{column: None for column, _, _ in measures.TOKEN_METRICS}}
 
 
 class _Mask:
@@ -246,14 +246,14 @@ class _Mask:
         self.bits = np.zeros(0, dtype=np.bool_)
         self.offsets = np.zeros(count + 1, dtype=np.int64)
         if self.column is not None:
-            self.bits = real(self.column) != 0
+            self.bits = to_floats(self.column) != 0
             self.offsets = self.column.offsets - self.column.offsets[0]
-        self.cut = arrow.truncated(dict(columns), count)
-        """Records whose prompt was cut, on which nothing is trained."""
+        self.prompt_truncated = physical.truncated(dict(columns), count)
+        """[N] records whose prompt was truncated, which are not trained on."""
 
     def grid(self, chosen: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the concatenated masks of records, each of its size."""
-        grid = np.repeat(~self.cut[chosen], sizes)
+        grid = np.repeat(~self.prompt_truncated[chosen], sizes)
         if self.column is None:
             return grid
         lengths = self.column.lengths
@@ -276,7 +276,7 @@ class _Mask:
         if self.column is None or not self.column.present[i]:
             return 1
         trained = np.flatnonzero(self.bits[self.offsets[i] : self.offsets[i + 1]])
-        return 1 + int((np.diff(trained) > _SAID_BETWEEN).sum())
+        return 1 + int((np.diff(trained) > _MAX_GAP_TOKENS).sum())
 
 
 def _row(column: Ragged | None, i: int) -> NDArray[Any]:
@@ -285,12 +285,12 @@ def _row(column: Ragged | None, i: int) -> NDArray[Any]:
     return column.values[int(column.offsets[i]) : int(column.offsets[i + 1])]
 
 
-def _grids(column: pa.Array | None, count: int) -> list[int]:
+def _count_images(column: pa.Array | None, count: int) -> list[int]:
     """Return the number of images of each record."""
     grids = [0] * count
     if column is None:
         return grids
-    bounds = arrow.offsets(column, len(column.values))
+    bounds = physical.offsets(column, len(column.values))
     entries = column.values
     keys = entries.field("key").to_pylist()
     for i in range(count):
@@ -308,7 +308,7 @@ def _loads(text: str) -> Any:
         return None
 
 
-def _entry(info: str | None, name: str, kind: type) -> Any:
+def _info_entry(info: str | None, name: str, kind: type) -> Any:
     """Return an entry of `info` of this type, or `None`; the JSON text is checked before it is parsed."""
     if info is None or f'"{name}"' not in info:
         return None
@@ -328,36 +328,37 @@ def _parts(metrics: str | None) -> str:
         for name, value in content.items():
             if isinstance(value, dict) and list(value) == ["$scalar"]:
                 content[name] = freeform.loads(orjson.dumps(value).decode())
-    return json.dumps(measures.parts_of(content))
+    return json.dumps(measures.extract_numbers(content))
 
 
 # --- following ------------------------------------------------------------------------------------------------------
 
-AT_ONCE = 4000
+LEDGER_ROWS = 4000
 """Ledger rows per transaction."""
-PIECE = 512
-PIECE_TOKENS = 1 << 20
+BATCH_RECORDS = 512
+BATCH_TOKENS = 1 << 20
 """Maximum number of records and tokens measured together, which bounds the memory."""
-SECONDS = 0.5
+REFRESH_SECONDS = 0.5
 """Time that a refresh works before it publishes its results."""
 
-_MOST_PROBLEMS = 20
-_TAKEN = (
+_MAX_PROBLEMS = 20
+_LEDGER_COLUMNS = (
     *("uid", "gid", "batch", "task", "run", "reward", "scored", "length", "prompt_tokens", "response_tokens"),
     *("trained_tokens", "version_min", "version_max", "finish_reason", "kind", "group_size", "parent", "evaluation"),
     *("admitted", "removed_reason"),
 )
 """Ledger columns that the index copies; the last is `gone` in the ledger."""
-_READ = ", ".join(f"records.{name}" for name in ("seq", *_TAKEN[:-1], "gone", "step", "truncate_status"))
-_MOVES = ("leased", "trained", "nacked", "expired", "rested", "dropped", "returned", "voided")
-_CHANGES = ("revised", "redacted")
-_GOES = ("deleted", "removed")
-_ANEW = ("rewound", "repaired")
+_SELECTED_COLUMNS = ", ".join(
+    f"records.{name}" for name in ("seq", *_LEDGER_COLUMNS[:-1], "gone", "step", "truncate_status")
+)
+_TEXT_CHANGES = ("revised", "redacted")
+_REMOVALS = ("deleted", "removed")
+_FULL_RELOADS = ("rewound", "repaired")
 """Events after which all records are read again."""
-_BLANK = {"opening": "", "closing": "", "parts": "{}", "kept": None, "measured": 1, "digest": None}
+_REMOVED_VALUES = {"opening": "", "closing": "", "parts": "{}", "kept": None, "measured": 1, "digest": None}
 
 
-def _state(consumer: int) -> str:
+def _state_sql(consumer: int) -> str:
     """Return the SQL of a record's state; records in a consumer's inbox are waiting."""
     return "work.state" if consumer < 0 else "COALESCE(work.state, 'waiting')"
 
@@ -385,35 +386,35 @@ class Follower:
 
     def __init__(self, book: Book, index: Index, reader: Reader, seqs: Sequence[int] | None = None) -> None:
         self.book = book
-        self._left = seqs
+        self._remaining_seqs = seqs
         self.index = index
         self.reader = reader
         self.problems: list[str] = []
-        """What could not be read, at most the first twenty."""
+        """Read errors, at most the first 20."""
         self._seq = 0
         self._event: int | None = None
-        self._logged = 0
-        """The last event that logged metrics, since this looks."""
-        self._trains = False
-        """Whether anything was trained on: what waits then has no lag yet."""
-        self._highs = _Highs()
-        self._bulk: Bulk | None = None
+        self._last_metrics_event = 0
+        """Last event that logged metrics."""
+        self._has_trained = False
+        """Whether anything was trained on; waiting records have no lag then."""
+        self._version_history = _VersionHistory()
+        self._bulk: BatchMeasurer | None = None
 
-    def refresh(self, seconds: float = SECONDS) -> set[int] | None:
+    def refresh(self, seconds: float = REFRESH_SECONDS) -> set[int] | None:
         """Read changes, then measure, for about `seconds`; return the changed steps, or `None` if nothing was left to
         do.
         """
         end = time.monotonic() + seconds
         while True:
-            busy = self._look() or self._judge() or self._measure()
+            busy = self._read_ledger() or self._set_lags() or self._measure()
             if not busy or time.monotonic() > end:
-                changed = self.index.settle()
+                changed = self.index.update_summaries()
                 if changed or not busy:
                     return changed or None
 
-    # --- what the ledger says -----------------------------------------------------------------------------------
+    # --- the ledger ---------------------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
+    def _read_ledger(self) -> bool:
         """Read new records or events in one transaction; return whether there were any."""
         # Concurrent writers may commit smaller numbers after larger ones, so nothing is read beyond the bounds.
         seqs, events = self.book.ledger.bounds()
@@ -423,25 +424,26 @@ class Follower:
             if self._event is None:
                 # Later changes are read as events; earlier ones are in the rows.
                 self._event = events
-                self._highs.read(tx, 0, self._event)
-                if self._left is not None:
-                    self._highs.read_records(tx)
+                self._version_history.read(tx, 0, self._event)
+                if self._remaining_seqs is not None:
+                    self._version_history.read_records(tx)
             if not self._seq:  # also after a rewind, which may undo all training
                 trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
-                self._trains = bool(trained and trained[0])
-            if self._left is not None:
-                part, self._left = self._left[:AT_ONCE], self._left[AT_ONCE:]
+                self._has_trained = bool(trained and trained[0])
+            if self._remaining_seqs is not None:
+                part, self._remaining_seqs = self._remaining_seqs[:LEDGER_ROWS], self._remaining_seqs[LEDGER_ROWS:]
                 rows = self._rows_of(tx, part, consumer)
                 self.index.put(rows)
                 return bool(rows)
             records = tx.all(
-                f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
-                "AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? ORDER BY records.seq LIMIT ?",
-                (consumer, self._seq, seqs, AT_ONCE),
+                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
+                "work.consumer = ? AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
+                "ORDER BY records.seq LIMIT ?",
+                (consumer, self._seq, seqs, LEDGER_ROWS),
             )
             if records:
                 bounds = (records[0][0], records[-1][0])
-                happened = tx.all(f"{_HAPPENED} seq >= ? AND seq <= ? ORDER BY id", bounds)
+                happened = tx.all(f"{_SELECT_EVENTS} seq >= ? AND seq <= ? ORDER BY id", bounds)
                 rows = self._rows(records, happened, consumer)
             else:
                 rows, changed, last = self._changes(tx, consumer, events)
@@ -457,8 +459,8 @@ class Follower:
             self.index.put(rows)
             self.index.forget(changed)
         self._event = last
-        if self._logged:
-            self.index.keep("logged", self._logged)  # notifies pages
+        if self._last_metrics_event:
+            self.index.set_fact("logged", self._last_metrics_event)  # notifies pages
         return True
 
     def _changes(
@@ -470,35 +472,35 @@ class Follower:
         events = tx.all(
             "SELECT id, kind, seq, consumer FROM events WHERE id > ? AND id <= ? AND kind <> 'admitted' "
             "ORDER BY id LIMIT ?",
-            (self._event, bound, AT_ONCE),
+            (self._event, bound, LEDGER_ROWS),
         )
         if not events:
             return [], [], bound
         last = events[-1][0]
-        self._highs.read(tx, self._event or 0, last)
+        self._version_history.read(tx, self._event or 0, last)
         kinds: dict[int, set[str]] = {}
         for event, kind, seq, whose in events:
             if kind == reports.METRICS_KIND:
-                self._logged = event
+                self._last_metrics_event = event
             if kind == "trained" and whose == consumer:
-                self._begin_lags()
-            if kind in _ANEW:
+                self._reset_lags()
+            if kind in _FULL_RELOADS:
                 return [], None, last
             if seq is not None and seq <= self._seq and (whose in (None, consumer)):
                 kinds.setdefault(seq, set()).add(kind)
         rows = self._rows_of(tx, sorted(kinds), consumer)
-        other = {seq for seq, met in kinds.items() if not met.isdisjoint((*_CHANGES, *_GOES))}
+        other = {seq for seq, met in kinds.items() if not met.isdisjoint((*_TEXT_CHANGES, *_REMOVALS))}
         for row in rows:
             if row["n"] in other and row["removed_reason"] is None:
                 row["measured"] = 0
-            elif row["removed_reason"] in VOID:
-                row.update(_BLANK)
+            elif row["removed_reason"] in VOID_REASONS:
+                row.update(_REMOVED_VALUES)
         return rows, sorted(other), last
 
-    def _begin_lags(self) -> None:
+    def _reset_lags(self) -> None:
         """Reset the lags of waiting records, now that some are trained on; theirs are known when they are."""
-        if not self._trains:
-            self._trains = True
+        if not self._has_trained:
+            self._has_trained = True
             waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
             self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
 
@@ -508,11 +510,11 @@ class Follower:
         happened: list[Any] = []
         for marks, part in chunks(seqs):
             records += tx.all(
-                f"SELECT {_READ}, {_state(consumer)}, work.reason FROM records LEFT JOIN work ON work.consumer = ? "
-                f"AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
+                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
+                f"work.consumer = ? AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
                 (consumer, *part),
             )
-            happened += tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
+            happened += tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
         return self._rows(records, happened, consumer)
 
     def _rows(self, records: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
@@ -528,57 +530,63 @@ class Follower:
                 came[seq] = event
         rows = []
         for seq, *values, turn, cut, state, reason in records:
-            row = {"n": seq, **dict(zip(_TAKEN, values, strict=True))}
+            row = {"n": seq, **dict(zip(_LEDGER_COLUMNS, values, strict=True))}
             last = max(trained.get(seq, {}).values(), default=None)
             row["step"] = step_of(row["batch"], row["version_min"])
             row["turn"] = turn
-            failed = row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID
+            failed = (
+                row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID_REASONS
+            )
             row["status"] = "error" if failed else measures.status_of(row["finish_reason"], cut, row["response_tokens"])
-            row["state"] = "evaluation" if row["evaluation"] else _STATES.get(state, state or "")
+            row["state"] = "evaluation" if row["evaluation"] else _STATE_NAMES.get(state, state or "")
             row["reason"] = reason
             row["trained_step"] = None if last is None else last[1]
-            waits = self._trains and state in _WAITS
+            waits = self._has_trained and state in _WAITING_STATES
             row["moment"] = last[0] if last is not None else None if waits else came.get(seq)
             row["lag"] = None
             row["evaluation"] = int(row["evaluation"])
             if row["removed_reason"] is not None:
                 row["measured"] = 1
             if row["version_max"] is not None:
-                self._highs.see(came.get(seq, 0), row["version_max"])
+                self._version_history.see(came.get(seq, 0), row["version_max"])
             rows.append(row)
         return rows
 
-    def _judge(self) -> bool:
+    def _set_lags(self) -> bool:
         """Set the lag of records once all earlier ones are known; return whether any were set."""
         pending = self.index.query(
             "SELECT n, moment, version_min FROM samples "
             "WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL LIMIT ?",
-            (AT_ONCE,),
+            (LEDGER_ROWS,),
         )
-        self.index.put({"n": n, "lag": max(0, self._highs.at(moment) - version)} for n, moment, version in pending)
+        self.index.put(
+            {"n": n, "lag": max(0, self._version_history.at(moment) - version)} for n, moment, version in pending
+        )
         return bool(pending)
 
-    # --- what the bytes say -------------------------------------------------------------------------------------
+    # --- measuring ----------------------------------------------------------------------------------------------
 
     def _measure(self) -> bool:
         """Measure one piece of unmeasured records; return whether there was any."""
-        waiting = self.index.query("SELECT n, length FROM samples WHERE measured = 0 ORDER BY n DESC LIMIT ?", (PIECE,))
+        waiting = self.index.query(
+            "SELECT n, length FROM samples WHERE measured = 0 ORDER BY n DESC LIMIT ?", (BATCH_RECORDS,)
+        )
         if not waiting:
             return False
         total, ns = 0, list[int]()
         for n, length in waiting:
-            if ns and total + length > PIECE_TOKENS:
+            if ns and total + length > BATCH_TOKENS:
                 break
             ns.append(n)
             total += length
         if self._bulk is None:
-            self._bulk = Bulk(self.reader, self.index.scales)
+            self._bulk = BatchMeasurer(self.reader, self.index.scales)
         self.index.put(self._measured(sorted(ns)))
         self.index.declare(self._bulk.declared)
-        self.index.keep("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
+        self.index.set_fact("tokenized", ["ids" if self.reader.vocabulary is None else "exact"])
         if self._bulk.rescaled:
             self._bulk.rescaled = False
-            self.index.keep("scales", self.index.scales.as_dict())
+            self.index.set_fact("scales", self.index.scales.as_dict())
         return True
 
     def _measured(self, ns: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -594,7 +602,7 @@ class Follower:
             with self.book.ledger.read():
                 pass  # a closed or unreachable book is not damage; that raises here
             rows = {}
-            if len(self.problems) < _MOST_PROBLEMS:
+            if len(self.problems) < _MAX_PROBLEMS:
                 self.problems.append(f"record number {ns[0]}: {error}")
         # Just removed: the ledger's event follows.
         yield from ({"n": n, **rows.get(n, {"measured": 1})} for n in ns)
@@ -607,22 +615,22 @@ class Follower:
         for _, run in groupby(enumerate(ns), key=lambda pair: pair[1] - pair[0]):
             numbers = [n for _, n in run]
             selection = self.book.where(("seq", ">=", numbers[0]), ("seq", "<=", numbers[-1]))
-            for batch in selection.scan(("seq", *READ), rows=PIECE):
-                columns = columns_of(batch)
+            for batch in selection.scan(("seq", *READ_FIELDS), rows=BATCH_RECORDS):
+                columns = read_columns(batch)
                 seqs = columns.pop("seq").to_pylist()
                 rows.update(zip(seqs, bulk.rows(columns, len(seqs)), strict=True))
         return rows
 
 
-_HAPPENED = (
+_SELECT_EVENTS = (
     "SELECT id, seq, kind, consumer, step, lease FROM events "
     "WHERE kind IN ('admitted', 'recovered', 'trained', 'voided') AND"
 )
-_STATES = {"cooling": "waiting"}
-_WAITS = ("waiting", "leased", "cooling")
+_STATE_NAMES = {"cooling": "waiting"}
+_WAITING_STATES = ("waiting", "leased", "cooling")
 
 
-class _Highs:
+class _VersionHistory:
     """The highest policy version seen or announced by each event of the ledger."""
 
     def __init__(self) -> None:
@@ -647,7 +655,7 @@ class _Highs:
         for marks, part in chunks([seq for seq, _ in firsts]):
             came |= {
                 seq: event
-                for event, seq, kind, *_ in tx.all(f"{_HAPPENED} seq IN ({marks}) ORDER BY id", part)
+                for event, seq, kind, *_ in tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
                 if kind in ("admitted", "recovered")
             }
         for seq, version in firsts:
@@ -660,7 +668,7 @@ class _Highs:
             "ORDER BY id",
             (after, last),
         ):
-            content = parsed(detail, "an event's detail") if detail else {}
+            content = parse_object(detail, "an event's detail") if detail else {}
             version, back = content.get("version"), content.get("event")
             if kind == "announced" and isinstance(version, int):
                 self._add(event, version, -1)
@@ -690,9 +698,9 @@ class _Highs:
 
 BOOK, CONFIG = "book", "config.yaml"
 """Files of a run's folder, as `rollbook.train.run` creates them."""
-_DEPTH = 3
-_LISTED = 20
-_TEXTS = ("prompt_text", "response_text", "tokens", "prompt_length")
+_MAX_DEPTH = 3
+_MAX_LISTED = 20
+_TEXT_COLUMNS = ("prompt_text", "response_text", "tokens", "prompt_length")
 
 
 class Source(Protocol):
@@ -758,7 +766,7 @@ class BookSource:
 
     def __init__(self, book: Book, *, vocabulary: Vocabulary | None = None, name: str | None = None) -> None:
         self.book = book
-        self.name = name or named(book.url)
+        self.name = name or run_name(book.url)
         self.reader = Reader(book, vocabulary)
 
     @property
@@ -871,16 +879,16 @@ class BookSource:
         """Return prompt and response texts of records: recorded, or decoded with the vocabulary; "" if neither is
         possible.
         """
-        seqs = seqs_of(self.book, uids_of(uids))
+        seqs = find_seqs(self.book, get_uids(uids))
         texts_by_number: dict[int, tuple[str, str]] = {}
         vocabulary = self.reader.vocabulary
         ordered = sorted(set(seqs))
         for at in range(0, len(ordered), 500):
-            for batch in self.book.where(("seq", "in", ordered[at : at + 500])).scan(("seq", *_TEXTS)):
-                columns = columns_of(batch)
+            for batch in self.book.where(("seq", "in", ordered[at : at + 500])).scan(("seq", *_TEXT_COLUMNS)):
+                columns = read_columns(batch)
                 numbers = columns["seq"].to_pylist()
                 nothing: list[Any] = [None] * len(numbers)
-                prompts, responses = (physical.decode(FIELDS[name], columns) or nothing for name in _TEXTS[:2])
+                prompts, responses = (physical.decode(FIELDS[name], columns) or nothing for name in _TEXT_COLUMNS[:2])
                 lengths = physical.numbers(columns["prompt_length"])
                 tokens = columns.get("tokens")
                 for i, seq in enumerate(numbers):
@@ -890,7 +898,7 @@ class BookSource:
                         parts = (ids[: lengths[i]], ids[lengths[i] :])
                         for at_, (text, part) in enumerate(zip(texts, parts, strict=True)):
                             if text is None:
-                                texts[at_] = vocabulary.text_and_ends(part)[0]
+                                texts[at_] = vocabulary.decode_with_ends(part)[0]
                     texts_by_number[seq] = (texts[0] or "", texts[1] or "")
         return [texts_by_number.get(seq, ("", "")) for seq in seqs]
 
@@ -953,7 +961,7 @@ def _within(step: int, spans: Sequence[tuple[int | None, int | None]]) -> bool:
     return any((first is None or step >= first) and (last is None or step <= last) for first, last in spans)
 
 
-def named(url: str) -> str:
+def run_name(url: str) -> str:
     """Return the name of a run: the last part of its path or URL."""
     if "://" in url:
         from urllib.parse import parse_qsl, urlsplit
@@ -983,32 +991,32 @@ def open_source(
     >>> open_source("no/such/run")
     Traceback (most recent call last):
         ...
-    FileNotFoundError: path: there is nothing at 'no/such/run'
+    FileNotFoundError: path: 'no/such/run' does not exist
     """
     if isinstance(path, Book):
-        return BookSource(path, vocabulary=vocabulary_of(tokenizer))
+        return BookSource(path, vocabulary=load_vocabulary(tokenizer))
     address = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(address, str) or not address:
         raise ValueError(f"path: got {path!r}, expected a book, a folder or a file")
     if address.startswith(POSTGRES):
-        return BookSource(open_book(address, "r"), vocabulary=vocabulary_of(tokenizer))
+        return BookSource(open_book(address, "r"), vocabulary=load_vocabulary(tokenizer))
     place = Path(os.path.expanduser(address))
     if not os.path.lexists(place):
-        raise FileNotFoundError(f"path: there is nothing at {redacted(address)!r}")
+        raise FileNotFoundError(f"path: {redacted(address)!r} does not exist")
     check_regular(place)
     if place.name == LEDGER and place.is_file():
         place = place.parent
     if (place / LEDGER).exists():
-        return BookSource(open_book(place, "r"), vocabulary=vocabulary_of(tokenizer))
-    books = books_in(place) if place.is_dir() else []
+        return BookSource(open_book(place, "r"), vocabulary=load_vocabulary(tokenizer))
+    books = find_books(place) if place.is_dir() else []
     if len(books) == 1:
         # The book of a run is named after the run's folder.
         name = os.path.basename(os.path.abspath(place)) if books[0].name == BOOK else None
-        return BookSource(open_book(books[0], "r"), vocabulary=vocabulary_of(tokenizer), name=name)
+        return BookSource(open_book(books[0], "r"), vocabulary=load_vocabulary(tokenizer), name=name)
     if books:
-        shown = ", ".join(str(book) for book in books[:_LISTED])
-        more = f" and {len(books) - _LISTED} more" if len(books) > _LISTED else ""
-        raise ValueError(f"path: {address!r} holds {len(books)} books; open one of them: {shown}{more}")
+        shown = ", ".join(str(book) for book in books[:_MAX_LISTED])
+        more = f" and {len(books) - _MAX_LISTED} more" if len(books) > _MAX_LISTED else ""
+        raise ValueError(f"path: {address!r} contains {len(books)} books, expected one of: {shown}{more}")
     from rollbook.inspect.files import UnknownFormatError, open_file_source
 
     try:
@@ -1016,17 +1024,16 @@ def open_source(
     except UnknownFormatError as error:
         if (place / CONFIG).is_file():
             if starting:
-                return StartingSource(place, vocabulary=vocabulary_of(tokenizer))
+                return StartingSource(place, vocabulary=load_vocabulary(tokenizer))
             raise UnknownFormatError(
-                f"path: {address!r} is a run without a book yet: it is starting or warming up; "
-                "`rollbook view` follows it"
+                f"path: {address!r} has no book yet: the run is starting or warming up; `rollbook view` follows it"
             ) from None
         raise UnknownFormatError(
-            f"path: {address!r} is no book (a folder with {LEDGER}), and no rollouts: {error}"
+            f"path: {address!r} is neither a book (a folder with {LEDGER}) nor saved rollouts: {error}"
         ) from None
 
 
-def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
+def find_books(folder: Path, depth: int = _MAX_DEPTH) -> list[Path]:
     """Return the books in a folder and a few levels below, by name; links are not followed."""
     books: list[Path] = []
     try:
@@ -1039,7 +1046,7 @@ def books_in(folder: Path, depth: int = _DEPTH) -> list[Path]:
         if os.path.isfile(os.path.join(entry.path, LEDGER)):
             books.append(Path(entry.path))
         elif depth > 1:
-            books += books_in(Path(entry.path), depth - 1)
+            books += find_books(Path(entry.path), depth - 1)
     return books
 
 
@@ -1049,7 +1056,7 @@ def load(source: Source, index: Index) -> None:
         while source.refresh(index):
             bar.total, done = index.query("SELECT COUNT(*), COALESCE(SUM(measured), 0) FROM samples")[0]
             bar.advance(done - bar.done)
-    index.settle()
+    index.update_summaries()
 
 
 class Watcher:
@@ -1067,15 +1074,15 @@ class Watcher:
         self.error: str | None = None
         """Why the source could not be read the last time."""
         self._closing = threading.Event()
-        self._soon = threading.Event()
-        self._looked = threading.Event()
+        self._refresh_requested = threading.Event()
+        self._refreshed = threading.Event()
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollbook-watcher", daemon=True)
 
     def start(self, patience: float = 2.0) -> Watcher:
         """Start to follow; return after the first refresh, or after `patience` seconds."""
         self._thread.start()
-        self._looked.wait(patience)
+        self._refreshed.wait(patience)
         return self
 
     @property
@@ -1091,9 +1098,9 @@ class Watcher:
         """Wait until the index changes after `cursor`; return whether it did within `timeout` seconds."""
         return self.index.wait(cursor, timeout, self._closing.is_set)
 
-    def look(self) -> None:
+    def request_refresh(self) -> None:
         """Refresh soon."""
-        self._soon.set()
+        self._refresh_requested.set()
 
     def _run(self) -> None:
         pause = self.seconds
@@ -1101,27 +1108,27 @@ class Watcher:
             error = None
             try:
                 changed = self.source.refresh(self.index)
-                self.index.settle()
+                self.index.update_summaries()
             except Exception as raised:  # an error of a source is shown, and the pages continue
                 error = str(raised) if isinstance(raised, BookError) else f"{type(raised).__name__}: {raised}"
                 changed = None
             if error != self.error:
                 with contextlib.suppress(ValueError):  # closed meanwhile
-                    self.index.keep("error", error)
+                    self.index.set_fact("error", error)
                 self.error = error
-            self._looked.set()
+            self._refreshed.set()
             if changed:
                 pause = self.seconds
                 continue
             self._loaded.set()
-            self._soon.wait(pause)
-            self._soon.clear()
+            self._refresh_requested.wait(pause)
+            self._refresh_requested.clear()
             pause = min(self.slowest, pause * 1.25)
 
     def close(self) -> None:
         """Stop following after the current refresh."""
         self._closing.set()
-        self._soon.set()
+        self._refresh_requested.set()
         self.index.wake()
         if self._thread.is_alive():
             self._thread.join(30)
@@ -1129,5 +1136,5 @@ class Watcher:
     def __enter__(self) -> Watcher:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: BaseException | type[BaseException] | TracebackType | None) -> None:
         self.close()

@@ -1,6 +1,6 @@
 """`Trajectory`: a sample as pages show it, with segments, pictures and lenses.
 
-`segments_of` assigns tokens to speakers and kinds: turns, thinking, tool calls and results, images.
+`find_segments` assigns tokens to speakers and kinds: turns, thinking, tool calls and results, images.
 
 Invariant: every array of a trajectory has one entry per token, and entry i belongs to token i; missing fields are
 absent. Segments cover the tokens in order without gap or overlap, in time linear in the text. Sampled tokens belong to
@@ -66,8 +66,8 @@ class Picture:
 class Trajectory:
     """A sample: its text, its L tokens with their values, and its metadata.
 
-    >>> one = Trajectory(uid="1/2/0/0/a", text="2+2=4", ends=np.array([1, 2, 3, 4, 5]), prompt_tokens=4)
-    >>> one.tokens, one.token(4), one.mask.tolist()
+    >>> trajectory = Trajectory(uid="1/2/0/0/a", text="2+2=4", ends=np.array([1, 2, 3, 4, 5]), prompt_tokens=4)
+    >>> trajectory.tokens, trajectory.token(4), trajectory.mask.tolist()
     (5, '4', [False, False, False, False, True])
     """
 
@@ -87,7 +87,7 @@ class Trajectory:
     turn: int = 0
     """The `step` of the id."""
     prompt: str = ""
-    """Hash of the prompt, 16 hex digits (see `prompt_hash`)."""
+    """Hash of the prompt, 16 hex digits (see `hash_prompt`)."""
     ids: NDArray[np.int64] | None = None
     """[L]"""
     special: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
@@ -141,7 +141,7 @@ class Trajectory:
         if not len(self.mask):
             self.mask = np.arange(length) >= self.prompt_tokens
         if not self.segments:
-            self.segments = plain_segments(length, self.prompt_tokens, self.mask)
+            self.segments = prompt_and_response(length, self.prompt_tokens, self.mask)
         columns = {
             "special": self.special,
             "mask": self.mask,
@@ -155,7 +155,9 @@ class Trajectory:
                     f"{self.uid}: {name}: got {len(column)} entries, expected {length}, one for each token"
                 )
         if (np.diff(self.ends, prepend=0) < 0).any() or (int(self.ends[-1]) if length else 0) != len(self.text):
-            raise ValueError(f"{self.uid}: ends: expected places that rise to {len(self.text)}, the length of the text")
+            raise ValueError(
+                f"{self.uid}: ends: expected ascending offsets up to {len(self.text)}, the length of the text"
+            )
         if not 0 <= self.prompt_tokens <= length:
             raise ValueError(f"{self.uid}: prompt_tokens: got {self.prompt_tokens}, expected 0 to {length}")
 
@@ -174,7 +176,7 @@ class Trajectory:
         return int(self.ends[self.prompt_tokens - 1]) if self.prompt_tokens else 0
 
 
-def plain_segments(length: int, prompt_tokens: int, mask: NDArray[np.bool_]) -> list[Segment]:
+def prompt_and_response(length: int, prompt_tokens: int, mask: NDArray[np.bool_]) -> list[Segment]:
     """Return prompt and response as segments, without further information."""
     spans = (("user", 0, prompt_tokens), ("assistant", prompt_tokens, length))
     return [Segment(role, "text", "", a, b, bool(mask[a:b].any()), 0) for role, a, b in spans if a < b]
@@ -198,51 +200,49 @@ class Lens(NamedTuple):
 LENSES: dict[str, Lens] = {
     lens.id: lens
     for lens in (
-        Lens("entropy", "1", "Entropy", "Entropy of the distribution the token was drawn from.", "sequential", None),
-        Lens("logprob", "2", "Log-prob", "How likely the token was when it was sampled.", "sequential", None),
-        Lens("mismatch", "3", "Mismatch", "Trainer's log-prob less the engine's: 0 if they agree.", "diverging", 0.0),
+        Lens("entropy", "1", "Entropy", "Entropy of the policy at the token.", "sequential", None),
+        Lens("logprob", "2", "Log-prob", "Log-prob of the token when it was sampled.", "sequential", None),
+        Lens("mismatch", "3", "Mismatch", "Train-inference mismatch: old_logprobs - logprobs.", "diverging", 0.0),
         Lens(
             "ratio",
             "4",
             "Importance",
-            "Trainer's probability of the token over the engine's, before the update. The loss clips another ratio.",
+            "Importance ratio exp(old_logprobs - logprobs) of trainer and engine, before the update.",
             "diverging",
             1.0,
         ),
-        Lens("kl", "5", "KL", "Estimate (k3) of how far the policy moved from the reference here.", "sequential", None),
-        Lens(
-            "advantage", "6", "Advantage", "How much better than expected this choice is held to be.", "diverging", 0.0
-        ),
+        Lens("kl", "5", "KL", "KL to the reference policy at the token (k3 estimate).", "sequential", None),
+        Lens("advantage", "6", "Advantage", "Advantage of the token.", "diverging", 0.0),
         Lens(
             "credit",
             "7",
             "Credit",
-            "What the loss multiplies: the advantage times the loss weight, 0 where masked.",
+            "Advantage times loss weight; 0 if masked.",
             "diverging",
             0.0,
         ),
-        Lens("value", "8", "Value", "The critic's estimate before the token.", "diverging", 0.0),
-        Lens("reward", "9", "Reward", "Reward given at this token.", "diverging", 0.0),
-        Lens("return", "", "Return", "Reward that was still to come from this token on.", "diverging", 0.0),
+        Lens("value", "8", "Value", "Value estimate before the token.", "diverging", 0.0),
+        Lens("reward", "9", "Reward", "Reward at the token.", "diverging", 0.0),
+        Lens("return", "", "Return", "Return from the token on.", "diverging", 0.0),
         Lens("weight", "", "Loss weight", "Weight of the token's loss.", "sequential", None),
-        Lens("teacher", "", "Teacher", "A teacher's log-prob of the token.", "sequential", None),
-        Lens("version", "", "Policy version", "Which policy sampled the token.", "sequential", None),
+        Lens("teacher", "", "Teacher", "Teacher log-prob of the token.", "sequential", None),
+        Lens("version", "", "Policy version", "Policy version that sampled the token.", "sequential", None),
     )
 }
 """Lenses in the order of their keys. `version` shows `Trajectory.versions`; all others an array."""
 
 
-def prompt_hash(ids: ArrayLike | None, text: str = "") -> str:
+def hash_prompt(ids: ArrayLike | None, text: str = "") -> str:
     """Hash a prompt to 16 hex digits: its token ids, or its text without ids.
 
-    >>> prompt_hash([1, 2, 3]) == prompt_hash(np.array([1, 2, 3], dtype=np.int32)), len(prompt_hash(None, "hello"))
+    >>> hash_prompt([1, 2, 3]) == hash_prompt(np.array([1, 2, 3], dtype=np.int32)), len(hash_prompt(None, "hello"))
     (True, 16)
     """
     data = text.encode("utf-8", "surrogatepass") if ids is None else np.asarray(ids, dtype="<i8").tobytes()
     return blake2b(data, digest_size=8).hexdigest()
 
 
-def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
+def derive_lenses(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -> dict[str, NDArray[np.float32]]:
     """Compute the lenses [L] that follow from recorded fields; NaN without a value.
 
     Args:
@@ -251,18 +251,18 @@ def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -
         mask: [L] trained tokens.
 
     >>> recorded = {"logprobs": np.array([np.nan, -1.0]), "old_logprobs": np.array([np.nan, -0.5])}
-    >>> found = derive(recorded, np.array([False, True]))
-    >>> sorted(found), found["mismatch"].tolist()
+    >>> lenses = derive_lenses(recorded, np.array([False, True]))
+    >>> sorted(lenses), lenses["mismatch"].tolist()
     (['logprob', 'mismatch', 'ratio'], [nan, 0.5])
     """
     fields = {name: np.asarray(array, dtype=np.float64) for name, array in arrays.items() if array is not None}
     behavior, policy, reference = (fields.get(name) for name in ("logprobs", "old_logprobs", "ref_logprobs"))
     advantage = fields.get("advantages")
-    lenses = {lens: fields[name] for name, lens in _SAME.items() if name in fields}
-    spoken = behavior if behavior is not None else policy
+    lenses = {lens: fields[name] for name, lens in _LENS_FIELDS.items() if name in fields}
+    sampled = behavior if behavior is not None else policy
     with np.errstate(all="ignore"):
-        if spoken is not None:
-            lenses["logprob"] = spoken
+        if sampled is not None:
+            lenses["logprob"] = sampled
         if behavior is not None and policy is not None:
             lenses["mismatch"] = policy - behavior
             lenses["ratio"] = np.exp(lenses["mismatch"])
@@ -278,7 +278,7 @@ def derive(arrays: Mapping[str, NDArray[Any] | None], mask: NDArray[np.bool_]) -
 
 # --- segments --------------------------------------------------------------------------------------------------------
 
-_SAME = {
+_LENS_FIELDS = {
     "entropy": "entropy",
     "advantages": "advantage",
     "values": "value",
@@ -298,7 +298,7 @@ _ROLES = {
 }
 """Names of speakers in chat templates."""
 
-_BAR = "\uff5c"
+_FULLWIDTH_BAR = "\uff5c"
 """The fullwidth bar of DeepSeek's marks."""
 _THINK = ("think", "thinking", "thought", "reasoning")
 _CALL = ("tool_call", "function_call", "tool_calls")
@@ -307,9 +307,9 @@ _IMAGES = (
     r"\|vision_start\|>|\|vision_end\|>|\|image_pad\|>|\|video_pad\|>|\|image\|>|\|image_[0-9]{1,3}\|>|image>|/image>|"
     r"video>|image_soft_token>|start_of_image>|end_of_image>|IMG_CONTEXT>|img>|/img>"
 )
-_FIXED: dict[str, tuple[str, str]] = {
+_MARK_ACTIONS: dict[str, tuple[str, str]] = {
     **{f"<|{name}|>": ("role", role) for name, role in _ROLES.items()},
-    **{f"<{_BAR}{name}{_BAR}>": ("role", role) for name, role in _ROLES.items()},
+    **{f"<{_FULLWIDTH_BAR}{name}{_FULLWIDTH_BAR}>": ("role", role) for name, role in _ROLES.items()},
     **{f"<{name}>": ("open", "think") for name in _THINK},
     **{f"</{name}>": ("close", "think") for name in _THINK},
     **{f"<{name}>": ("open", "tool_call") for name in _CALL},
@@ -319,16 +319,32 @@ _FIXED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("[THINK]", "<|channel|>analysis<|message|>"), ("open", "think")),
     **dict.fromkeys(("[/THINK]", "<|channel|>final<|message|>"), ("close", "think")),
     **dict.fromkeys(("[TOOL_CALLS]", "<|python_tag|>", "<|tool_call_begin|>"), ("open", "tool_call")),
-    **dict.fromkeys((f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁calls▁begin{_BAR}>"), ("open", "tool_call")),
     **dict.fromkeys(
-        ("<|tool_call_end|>", f"<{_BAR}tool▁call▁end{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"), ("close", "tool_call")
+        (f"<{_FULLWIDTH_BAR}tool▁call▁begin{_FULLWIDTH_BAR}>", f"<{_FULLWIDTH_BAR}tool▁calls▁begin{_FULLWIDTH_BAR}>"),
+        ("open", "tool_call"),
     ),
     **dict.fromkeys(
-        ("[TOOL_RESULTS]", f"<{_BAR}tool▁output▁begin{_BAR}>", f"<{_BAR}tool▁outputs▁begin{_BAR}>"),
+        (
+            "<|tool_call_end|>",
+            f"<{_FULLWIDTH_BAR}tool▁call▁end{_FULLWIDTH_BAR}>",
+            f"<{_FULLWIDTH_BAR}tool▁calls▁end{_FULLWIDTH_BAR}>",
+        ),
+        ("close", "tool_call"),
+    ),
+    **dict.fromkeys(
+        (
+            "[TOOL_RESULTS]",
+            f"<{_FULLWIDTH_BAR}tool▁output▁begin{_FULLWIDTH_BAR}>",
+            f"<{_FULLWIDTH_BAR}tool▁outputs▁begin{_FULLWIDTH_BAR}>",
+        ),
         ("open", "tool_result"),
     ),
     **dict.fromkeys(
-        ("[/TOOL_RESULTS]", f"<{_BAR}tool▁output▁end{_BAR}>", f"<{_BAR}tool▁outputs▁end{_BAR}>"),
+        (
+            "[/TOOL_RESULTS]",
+            f"<{_FULLWIDTH_BAR}tool▁output▁end{_FULLWIDTH_BAR}>",
+            f"<{_FULLWIDTH_BAR}tool▁outputs▁end{_FULLWIDTH_BAR}>",
+        ),
         ("close", "tool_result"),
     ),
     "[INST]": ("role", "user"),
@@ -337,7 +353,13 @@ _FIXED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("<</SYS>>", "[/SYSTEM_PROMPT]", "[/AVAILABLE_TOOLS]"), ("role", "user")),
     **dict.fromkeys(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>"), ("end", "")),
     **dict.fromkeys(
-        ("<|end|>", "<|call|>", "<|return|>", f"<{_BAR}end▁of▁sentence{_BAR}>", f"<{_BAR}begin▁of▁sentence{_BAR}>"),
+        (
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+            f"<{_FULLWIDTH_BAR}end▁of▁sentence{_FULLWIDTH_BAR}>",
+            f"<{_FULLWIDTH_BAR}begin▁of▁sentence{_FULLWIDTH_BAR}>",
+        ),
         ("end", ""),
     ),
     **dict.fromkeys(("<s>", "</s>", "<bos>", "<eos>", "<pad>", "<|endoftext|>", "<|begin_of_text|>"), ("end", "")),
@@ -345,7 +367,7 @@ _FIXED: dict[str, tuple[str, str]] = {
 """Constant marks and their actions."""
 
 _WORD = r"[A-Za-z_]{1,24}"
-_NAMED = (
+_NAMED_MARKS = (
     rf"\|im_start\|>(?:{_WORD})?\n?",
     rf"\|start_header_id\|>(?:{_WORD})?<\|end_header_id\|>",
     rf"\|header_start\|>(?:{_WORD})?<\|header_end\|>",
@@ -356,15 +378,15 @@ _NAMED = (
 """Marks that contain the speaker's name, all after a `<`."""
 
 
-def _one_of(names: Iterable[str]) -> str:
+def _alternatives(names: Iterable[str]) -> str:
     return "|".join(re.escape(name[1:]) for name in sorted(names, key=len, reverse=True))
 
 
 _MARKS = re.compile(
-    f"<(?:(?P<images>(?:{_IMAGES})(?:<(?:{_IMAGES}))*)|(?P<named>{'|'.join(_NAMED)})|"
-    f"(?:{_one_of(name for name in _FIXED if name[0] == '<')}))|"
+    f"<(?:(?P<images>(?:{_IMAGES})(?:<(?:{_IMAGES}))*)|(?P<named>{'|'.join(_NAMED_MARKS)})|"
+    f"(?:{_alternatives(name for name in _MARK_ACTIONS if name[0] == '<')}))|"
     rf"\[(?:(?P<squares>IMG(?:_BREAK|_END)?\](?:\[IMG(?:_BREAK|_END)?\])*)|"
-    f"(?:{_one_of(name for name in _FIXED if name[0] == '[')}))"
+    f"(?:{_alternatives(name for name in _MARK_ACTIONS if name[0] == '[')}))"
 )
 """Starts with one of two characters, and has no ambiguous repeats."""
 _NAME_IN_MARK = re.compile(rf"<\|im_(system|user|assistant|tool)\||>({_WORD})")
@@ -372,9 +394,9 @@ _VISIBLE = re.compile(r"\S")
 _TOOL_NAME = re.compile(
     r"\"name\"\s{0,8}:\s{0,8}\"([^\"\\\n]{1,80})\"|<function=([^>\s]{1,80})>|\[TOOL_CALLS\](\w{1,80})"
 )
-_LOOKED_AT = 4000
+_MAX_NAME_SEARCH = 4000
 """Characters of a tool call in which its name is searched."""
-_OF_ASSISTANT = frozenset(("think", "tool_call"))
+_ASSISTANT_KINDS = frozenset(("think", "tool_call"))
 
 
 class _Mark(NamedTuple):
@@ -384,9 +406,9 @@ class _Mark(NamedTuple):
     label: str
     start: int
     stop: int
-    first: int
+    first_token: int
     """First token of a segment that starts with this mark."""
-    behind: int
+    next_token: int
     """First token of a segment that starts after this mark."""
 
 
@@ -404,7 +426,7 @@ class _Span:
     stop: int = 0
 
 
-def segments_of(
+def find_segments(
     text: str,
     ends: NDArray[np.int64],
     prompt_tokens: int,
@@ -427,27 +449,27 @@ def segments_of(
 
     >>> text = "<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n<think>easy</think>4<|im_end|>"
     >>> ends = np.arange(1, len(text) + 1)
-    >>> found = segments_of(text, ends, 54, np.zeros(len(text), dtype=bool))
-    >>> [(s.role, s.kind, text[s.start:s.stop]) for s in found][1:]
+    >>> segments = find_segments(text, ends, 54, np.zeros(len(text), dtype=bool))
+    >>> [(s.role, s.kind, text[s.start:s.stop]) for s in segments][1:]
     [('assistant', 'think', '<|im_start|>assistant\\n<think>easy</think>'), ('assistant', 'text', '4<|im_end|>')]
     """
     length = len(ends)
     if not length:
         return []
-    episode = _recorded(spans, length)
+    episode = _parse_recorded(spans, length)
     if episode:
         sampled = np.zeros(length, dtype=np.bool_)
         for kind, start, stop in episode:
             sampled[start:stop] = kind == "model"
-    marks = _marks(text, ends, exact)
-    starts = _forced(episode, sampled, prompt_tokens, length)
+    marks = _find_marks(text, ends, exact)
+    starts = _speaker_changes(episode, sampled, prompt_tokens, length)
     if not marks and len(starts) < 2:
-        return plain_segments(length, prompt_tokens, mask)
-    segments = _Walk(text, ends, sampled, prompt_tokens).run(marks, starts)
-    return _finished(text, ends, segments, mask)
+        return prompt_and_response(length, prompt_tokens, mask)
+    segments = _SegmentBuilder(text, ends, sampled, prompt_tokens).run(marks, starts)
+    return _merge_spans(text, ends, segments, mask)
 
 
-def _recorded(spans: Json, length: int) -> list[tuple[str, int, int]]:
+def _parse_recorded(spans: Json, length: int) -> list[tuple[str, int, int]]:
     """Return recorded spans, if they are valid: they cover the tokens in order."""
     if not isinstance(spans, (list, tuple)) or not spans or len(spans) > length + 1000:
         return []
@@ -465,7 +487,7 @@ def _recorded(spans: Json, length: int) -> list[tuple[str, int, int]]:
     return spans_recorded if at == length else []
 
 
-def _forced(
+def _speaker_changes(
     episode: list[tuple[str, int, int]], sampled: NDArray[np.bool_] | None, prompt_tokens: int, length: int
 ) -> list[tuple[int, str]]:
     """Return tokens at which the speaker changes without a mark, because sampled tokens begin or end."""
@@ -480,7 +502,7 @@ def _forced(
     return changes
 
 
-def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
+def _find_marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
     matches = list(_MARKS.finditer(text))
     if not matches:
         return []
@@ -499,7 +521,7 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
             name = _NAME_IN_MARK.search(match[0])
             action, label = "role", _ROLES.get(name[name.lastindex or 0], "text") if name else "text"
         else:
-            action, label = _FIXED[match[0]]
+            action, label = _MARK_ACTIONS[match[0]]
         marks.append(_Mark(action, label, match.start(), match.end(), first[i], behind[i]))
     if not exact:
         return marks
@@ -516,7 +538,7 @@ def _marks(text: str, ends: NDArray[np.int64], exact: bool) -> list[_Mark]:
     return marks
 
 
-class _Walk:
+class _SegmentBuilder:
     """Walks through the marks once, tracking speaker and kind."""
 
     def __init__(
@@ -526,14 +548,14 @@ class _Walk:
         self.ends = ends
         self.sampled = sampled
         self.spans = [_Span("user", "text", 0, 0)]
-        self.thought = False
-        """Whether this turn has begun a thought."""
+        self.has_thought = False
+        """Whether this turn contains thinking."""
         self.turn = 0
-        """The first span of this turn."""
-        self.observed = False
-        """Whether a tool may be speaking, of which no mark was seen yet."""
-        self.back = "text"
-        """What goes on behind a tool call that stands in a thought."""
+        """Index of the first span of this turn."""
+        self.awaiting_tool = False
+        """Whether an observation has started without a tool's mark."""
+        self.kind_after_call = "text"
+        """Kind after a tool call: "think" if the call is inside a thought."""
 
     @property
     def now(self) -> _Span:
@@ -543,70 +565,77 @@ class _Walk:
         self.now.stop = char
         self.spans.append(_Span(role, kind, token, char, opened=opened))
 
-    def speaker(self, role: str, kind: str, token: int, char: int, opened: bool) -> None:
+    def begin_turn(self, role: str, kind: str, token: int, char: int, opened: bool) -> None:
         self.begin(role, kind, token, char, opened)
-        self.thought, self.turn, self.observed, self.back = False, len(self.spans) - 1, False, "text"
+        self.has_thought, self.turn, self.awaiting_tool, self.kind_after_call = (
+            False,
+            len(self.spans) - 1,
+            False,
+            "text",
+        )
 
     def run(self, marks: Sequence[_Mark], starts: Sequence[tuple[int, str]]) -> list[_Span]:
         places = [int(self.ends[token - 1]) if token else 0 for token, _ in starts]
         at = next_start = 0
         for mark in marks:
             while next_start < len(starts) and places[next_start] <= mark.start:
-                self.pass_by(at, places[next_start])
+                self.add_text(at, places[next_start])
                 at = places[next_start]
-                self.force(*starts[next_start], at)
+                self.change_speaker(*starts[next_start], at)
                 next_start += 1
-            self.pass_by(at, mark.start)
+            self.add_text(at, mark.start)
             at = mark.stop
-            self.take(mark)
+            self.add_mark(mark)
         for (token, kind), place in zip(starts[next_start:], places[next_start:], strict=True):
-            self.pass_by(at, place)
+            self.add_text(at, place)
             at = max(at, place)
-            self.force(token, kind, place)
-        self.pass_by(at, len(self.text))
+            self.change_speaker(token, kind, place)
+        self.add_text(at, len(self.text))
         self.now.stop = len(self.text)
         return self.spans
 
-    def pass_by(self, start: int, stop: int) -> None:
+    def add_text(self, start: int, stop: int) -> None:
         """Handle text without marks."""
-        if start < stop and (self.observed or self.now.blank) and _VISIBLE.search(self.text, start, stop):
-            if self.observed and self.now.role == "assistant":
+        if start < stop and (self.awaiting_tool or self.now.blank) and _VISIBLE.search(self.text, start, stop):
+            if self.awaiting_tool and self.now.role == "assistant":
                 token = int(np.searchsorted(self.ends, start))
-                self.speaker("tool", "tool_result", token + int(self.ends[token] == start), start, False)
-            self.observed = False
+                self.begin_turn("tool", "tool_result", token + int(self.ends[token] == start), start, False)
+            self.awaiting_tool = False
             self.now.blank = False
 
-    def force(self, token: int, kind: str, char: int) -> None:
+    def change_speaker(self, token: int, kind: str, char: int) -> None:
         if kind == "model":
-            self.observed = False
+            self.awaiting_tool = False
             if self.now.role != "assistant":
-                self.speaker("assistant", "text", token, char, False)
+                self.begin_turn("assistant", "text", token, char, False)
         elif kind == "observation":
-            self.observed = True
+            self.awaiting_tool = True
 
-    def take(self, mark: _Mark) -> None:
+    def add_mark(self, mark: _Mark) -> None:
         role, kind = self.now.role, self.now.kind
-        by_model = self.sampled is not None and mark.first < len(self.sampled) and bool(self.sampled[mark.first])
+        by_model = (
+            self.sampled is not None and mark.first_token < len(self.sampled) and bool(self.sampled[mark.first_token])
+        )
         if mark.action == "role":
             if not by_model:
-                self.speaker(mark.label, "text", mark.first, mark.start, True)
+                self.begin_turn(mark.label, "text", mark.first_token, mark.start, True)
             elif self.now.blank:
                 self.now.blank = False
         elif mark.action == "end":
-            if kind in _OF_ASSISTANT and not by_model:
-                self.begin(role, "text", mark.first, mark.start)
+            if kind in _ASSISTANT_KINDS and not by_model:
+                self.begin(role, "text", mark.first_token, mark.start)
         elif mark.action == "image":
-            self.begin(role, "image", mark.first, mark.start)
+            self.begin(role, "image", mark.first_token, mark.start)
             self.now.blank = False
-            self.begin(role, kind, mark.behind, mark.stop)
+            self.begin(role, kind, mark.next_token, mark.stop)
         elif mark.label == "tool_result":
-            self.result(mark, by_model)
+            self.add_result_mark(mark, by_model)
         elif role == "assistant":
-            self.assistants(mark)
+            self.add_assistant_mark(mark)
         else:
             self.now.blank = False  # a mark that is only mentioned
 
-    def result(self, mark: _Mark, by_model: bool) -> None:
+    def add_result_mark(self, mark: _Mark, by_model: bool) -> None:
         role, kind = self.now.role, self.now.kind
         if by_model or role == "system":
             self.now.blank = False
@@ -615,31 +644,31 @@ class _Walk:
                 # In a user message of the template, everything from the tool's first mark on is the tool's.
                 self.now.role, self.now.kind = "tool", "tool_result"
             else:
-                self.begin("tool", "tool_result", mark.first, mark.start)
-            self.observed = False
+                self.begin("tool", "tool_result", mark.first_token, mark.start)
+            self.awaiting_tool = False
         elif mark.action == "close" and kind == "tool_result":
-            self.begin("tool", "text", mark.behind, mark.stop)
+            self.begin("tool", "text", mark.next_token, mark.stop)
 
-    def assistants(self, mark: _Mark) -> None:
+    def add_assistant_mark(self, mark: _Mark) -> None:
         kind = self.now.kind
         if mark.action == "open" and kind != mark.label and not (kind == "tool_call" and mark.label == "think"):
-            self.back = kind if kind == "think" else "text"
-            self.begin("assistant", mark.label, mark.first, mark.start)
+            self.kind_after_call = kind if kind == "think" else "text"
+            self.begin("assistant", mark.label, mark.first_token, mark.start)
             self.now.blank = False
-            self.thought = self.thought or mark.label == "think"
+            self.has_thought = self.has_thought or mark.label == "think"
         elif mark.action == "close" and kind == mark.label:
-            self.begin("assistant", self.back if kind == "tool_call" else "text", mark.behind, mark.stop)
-            self.back = "text"
-        elif mark.action == "close" and mark.label == "think" and not self.thought and kind == "text":
+            self.begin("assistant", self.kind_after_call if kind == "tool_call" else "text", mark.next_token, mark.stop)
+            self.kind_after_call = "text"
+        elif mark.action == "close" and mark.label == "think" and not self.has_thought and kind == "text":
             # The opening mark was in the template or cut off: the turn so far was thinking.
-            self.thought = True
+            self.has_thought = True
             for span in self.spans[self.turn :]:
                 span.kind = "think" if span.kind == "text" else span.kind
             self.now.blank = False
-            self.begin("assistant", "text", mark.behind, mark.stop)
+            self.begin("assistant", "text", mark.next_token, mark.stop)
 
 
-def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
+def _merge_spans(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
     """Convert spans to segments: empty ones are dropped, and those with only marks are merged into a neighbor."""
     merged: list[_Span] = []
     for before, span in pairwise(spans):
@@ -658,14 +687,14 @@ def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDAr
             merged[-1] = span
         else:
             merged.append(span)
-    turns = _turns(merged)
+    turns = _number_turns(merged)
     called: deque[str] = deque()
     segments = []
     for i, (span, turn) in enumerate(zip(merged, turns, strict=True)):
         stop = merged[i + 1].token if i + 1 < len(merged) else len(ends)
         name = ""
         if span.kind == "tool_call":
-            tool_name = _TOOL_NAME.search(text, span.char, min(span.stop, span.char + _LOOKED_AT))
+            tool_name = _TOOL_NAME.search(text, span.char, min(span.stop, span.char + _MAX_NAME_SEARCH))
             name = next((part for part in tool_name.groups() if part), "") if tool_name else ""
             called.append(name)
         elif span.kind == "tool_result" and called:
@@ -676,7 +705,7 @@ def _finished(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDAr
     return segments
 
 
-def _turns(spans: Sequence[_Span]) -> list[int]:
+def _number_turns(spans: Sequence[_Span]) -> list[int]:
     """Return the assistant turn of each span, or the one it precedes; spans after the last have its index."""
     turns: list[int] = []
     turn, speaking = -1, False

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from rollbook.core.checks import check_float, check_int
@@ -32,15 +33,15 @@ from rollbook.core.errors import RollbookError
 if TYPE_CHECKING:
     from rollbook.inspect.trajectory import Json
 
-MOST_ROWS = 10_000
-MOST_BYTES = 16 << 20
+MAX_ROWS = 10_000
+MAX_BYTES = 16 << 20
 """Maximum size of an answer."""
-_GRACE = 1.0
+_GRACE_SECONDS = 1.0
 """Extra time for a child to report that it was late."""
 _START_SECONDS = 60.0
-_RISKY = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """First characters of spreadsheet formulas, including full-width variants."""
-_WHOLE = 2**53
+_MAX_EXACT_INT = 2**53
 
 
 class ServerBusyError(RollbookError, ValueError):
@@ -66,7 +67,7 @@ class Workers:
     ...     except QueryTimeoutError as error:
     ...         print(error)
     ['call ████████ now']
-    the work was stopped after 0.2 seconds
+    stopped after 0.2 seconds
     """
 
     def __init__(self, path: str | None = None, *, children: int = 2, memory: int = 2 << 30) -> None:
@@ -84,7 +85,7 @@ class Workers:
         if len(query) > 100_000:
             raise ValueError(f"query: got {len(query)} characters, expected at most 100000")
         seconds = check_float("seconds", seconds, 0.0)
-        rows = min(check_int("rows", rows, 1), MOST_ROWS)
+        rows = min(check_int("rows", rows, 1), MAX_ROWS)
         job = {"job": "sql", "path": self.path, "query": query, "seconds": seconds, "rows": rows}
         table: dict[str, Any] = self._run(job, seconds)
         return table
@@ -105,12 +106,12 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: BaseException | type[BaseException] | TracebackType | None) -> None:
         self.close()
 
     def _run(self, job: dict[str, Any], seconds: float) -> Any:
         if not self._slots.acquire(blocking=False):
-            raise ServerBusyError("other queries are running; ask again when they are done")
+            raise ServerBusyError("other queries are running; try again later")
         try:
             with self._lock:
                 child = self._idle.pop() if self._idle else None
@@ -159,18 +160,18 @@ class _Child:
         return self.process.poll() is None
 
     def ask(self, job: dict[str, Any], seconds: float, memory: int) -> dict[str, Any]:
-        until = time.monotonic() + seconds + (_GRACE if job["job"] == "sql" else 0)
+        until = time.monotonic() + seconds + (_GRACE_SECONDS if job["job"] == "sql" else 0)
         stdin = self.process.stdin
         if stdin is None:
             raise ValueError("the child has no input")
         # A thread writes, since a child that reads slowly must not delay the time limit.
         line = json.dumps({**job, "limit": seconds}).encode() + b"\n"
-        writer = threading.Thread(target=_write, args=(stdin, line), daemon=True)
+        writer = threading.Thread(target=_write_line, args=(stdin, line), daemon=True)
         writer.start()
         try:
             answer: dict[str, Any] = json.loads(self._line(until, memory))
         except QueryTimeoutError:
-            raise QueryTimeoutError(f"the work was stopped after {seconds:g} seconds") from None
+            raise QueryTimeoutError(f"stopped after {seconds:g} seconds") from None
         return answer
 
     def _line(self, until: float, memory: int | None) -> bytes:
@@ -185,13 +186,13 @@ class _Child:
             while b"\n" not in pieces[-1]:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise QueryTimeoutError("the work was stopped")
-                if memory is not None and _held(self.process.pid) > memory:
-                    raise ValueError(f"the work was stopped: it took more than {memory >> 20} MB of memory")
+                    raise QueryTimeoutError("stopped")
+                if memory is not None and _private_memory(self.process.pid) > memory:
+                    raise ValueError(f"stopped: used more than {memory >> 20} MB of memory")
                 if selector.select(min(left, 0.05)):
                     piece = os.read(stdout.fileno(), 1 << 20)
                     if not piece:
-                        raise ValueError("the work ended without an answer (it may have run out of memory)")
+                        raise ValueError("the worker process ended without an answer (possibly out of memory)")
                     pieces.append(piece)
         line, _, self.buffer = b"".join(pieces).partition(b"\n")
         return line
@@ -205,14 +206,14 @@ class _Child:
                     stream.close()
 
 
-def _write(stream: IO[bytes], line: bytes) -> None:
+def _write_line(stream: IO[bytes], line: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):
         view = memoryview(line)
         while view:
             view = view[stream.write(view) :]
 
 
-def _held(pid: int) -> int:
+def _private_memory(pid: int) -> int:
     """Return the private memory of a process in bytes; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
@@ -232,28 +233,28 @@ def main() -> None:
     os.dup2(2, sys.stdout.fileno())
     sources: dict[str, Any] = {}
 
-    def tell(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         out.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
         out.flush()
 
-    tell({})
+    send({})
     for line in sys.stdin.buffer:
         try:
             job = json.loads(line)
             # The parent kills this in time; if it is dead, the system does.
-            signal.setitimer(signal.ITIMER_REAL, job["limit"] + 2 * _GRACE)
-            tell({"found": _answer(job, sources)})
+            signal.setitimer(signal.ITIMER_REAL, job["limit"] + 2 * _GRACE_SECONDS)
+            send({"found": _run_job(job, sources)})
         except Exception as error:
             late = type(error).__name__ == "QueryTimeoutError"  # by name: its module loads duckdb
             message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-            tell({"error": message or type(error).__name__, "late": late})
+            send({"error": message or type(error).__name__, "late": late})
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _answer(job: dict[str, Any], sources: dict[str, Any]) -> Any:
+def _run_job(job: dict[str, Any], sources: dict[str, Any]) -> Any:
     if job["job"] == "mask":
-        return _mask(job["texts"], job["patterns"])
+        return _mask_texts(job["texts"], job["patterns"])
     path = job["path"]
     if path not in sources:
         from rollbook.inspect.sources import open_source
@@ -264,26 +265,26 @@ def _answer(job: dict[str, Any], sources: dict[str, Any]) -> Any:
     size = 0
     truncated = bool(table["truncated"])
     for row in table["rows"]:
-        cells = [cell(value) for value in row]
+        cells = [to_json_cell(value) for value in row]
         size += len(json.dumps(cells))
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             truncated = True
             break
         rows.append(cells)
     return {"columns": [str(name) for name in table["columns"]], "rows": rows, "truncated": truncated}
 
 
-def _mask(texts: list[str], patterns: list[str]) -> list[str]:
+def _mask_texts(texts: list[str], patterns: list[str]) -> list[str]:
     compiled = []
     for pattern in patterns:
         try:
             compiled.append(re.compile(pattern))
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"redact: {pattern[:80]!r} is no regular expression: {error}") from None
-    return [_covered(text, compiled) for text in texts]
+            raise ValueError(f"redact: {pattern[:80]!r} is not a regular expression: {error}") from None
+    return [_mask_text(text, compiled) for text in texts]
 
 
-def _covered(text: str, patterns: list[re.Pattern[str]]) -> str:
+def _mask_text(text: str, patterns: list[re.Pattern[str]]) -> str:
     # All patterns are matched against the original text, since matches may overlap.
     spans = sorted(match.span() for pattern in patterns for match in pattern.finditer(text))
     pieces = []
@@ -295,17 +296,17 @@ def _covered(text: str, patterns: list[re.Pattern[str]]) -> str:
     return "".join(pieces) + text[place:]
 
 
-def cell(value: Any) -> Any:
+def to_json_cell(value: Any) -> Any:
     """Convert a SQL value to JSON without visible loss: NaN and infinities as names, large integers as text, bytes as
     hex, times in ISO format.
 
-    >>> cell([1, 2**60, float("nan"), b"ab", {"x": None}])
+    >>> to_json_cell([1, 2**60, float("nan"), b"ab", {"x": None}])
     [1, '1152921504606846976', 'NaN', '0x6162', {'x': None}]
     """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return value if -_WHOLE <= value <= _WHOLE else str(value)
+        return value if -_MAX_EXACT_INT <= value <= _MAX_EXACT_INT else str(value)
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -316,16 +317,16 @@ def cell(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return "0x" + bytes(value).hex()
     if isinstance(value, dict):
-        return {str(key): cell(entry) for key, entry in value.items()}
+        return {str(key): to_json_cell(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [cell(entry) for entry in value]
+        return [to_json_cell(entry) for entry in value]
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
-def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
+def format_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     """Format a table as CSV; text cells that a spreadsheet would read as formulas are prefixed with a quote.
 
-    >>> as_csv(["answer", "reward"], [["=1+1", -0.5], ["a,b", None]]).splitlines()
+    >>> format_csv(["answer", "reward"], [["=1+1", -0.5], ["a,b", None]]).splitlines()
     [b'answer,reward', b"'=1+1,-0.5", b'"a,b",']
     """
     text = io.StringIO(newline="")
@@ -338,7 +339,7 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
 def _csv_cell(value: Json) -> Any:
     if isinstance(value, (dict, list)):
         value = json.dumps(value, ensure_ascii=False)
-    if isinstance(value, str) and value.startswith(_RISKY):
+    if isinstance(value, str) and value.startswith(_FORMULA_STARTS):
         return "'" + value
     return value
 

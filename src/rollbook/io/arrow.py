@@ -50,10 +50,16 @@ def to_table(records: Experiences, portable: bool = False, typed: bool = True) -
 
 
 def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
-    """Read records from an Arrow table: Rollbook's own, or one of another tool with these column names.
+    """Read records from an Arrow table of Rollbook, or of another tool with the same column names.
 
-    In a table without `experience_type`, a record whose mask is the one that a single turn gets is a single_turn:
-    Trinity writes these masks too.
+    In a table without `experience_type`, a record with the default mask of a single turn is `single_turn`: Trinity
+    writes these masks, too.
+
+    Args:
+        table: The table.
+
+    Returns:
+        The records.
 
     Raises:
         WireError: The table has no tokens, or a column that cannot be read as its field.
@@ -171,7 +177,7 @@ def _without_hidden(array: pa.Array) -> pa.Array:
 
 
 def _by_value(field: Field, array: pa.Array) -> Columns:
-    """Columns made again from Python values: for tables of other tools, whose types are not ours."""
+    """Encode columns of other tools, with other types, from Python values."""
     from rollbook.core.experience import as_eid, convert
 
     values = array.to_pylist()
@@ -182,13 +188,13 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
         dtype = str(element)
         values = [None if v is None else _tensor(v, dtype) for v in values]
     elif field.kind == "eid":
-        values = [EID() if v is None else as_eid(_given(v)) for v in values]
+        values = [EID() if v is None else as_eid(_drop_nulls(v)) for v in values]
     else:
         values = [convert(field, v) if v is not None else None for v in values]
     return columns.encode(field, values)
 
 
-def _given(parts: Json) -> Any:
+def _drop_nulls(parts: Json) -> Any:
     return {name: part for name, part in parts.items() if part is not None} if isinstance(parts, dict) else parts
 
 
@@ -203,17 +209,19 @@ def _tensor(value: Json, dtype: str) -> Any:
 
 
 class UnionSchema:
-    """The schema that holds every batch seen so far: the element type and trailing sizes of each tensor column, and
-    the side columns. It only grows."""
+    """A schema that fits every batch so far: element type and trailing sizes of tensor columns, and side columns.
+
+    Args:
+        typed: Whether the column of a field that no batch has gets the field's type, or the null type (for HF).
+    """
 
     def __init__(self, typed: bool) -> None:
         self.typed = typed
-        """Whether a field that no batch has is a null column of the field's type, or of the null type (for HF)."""
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.types: dict[str, pa.DataType] = {}
 
     def fit(self, records: Experiences) -> tuple[dict[str, pa.Array], pa.Schema]:
-        """Return the arrays of a batch and the schema that holds it and all earlier ones."""
+        """Add a batch; return its arrays and the schema that fits it and all earlier ones."""
         parts = dict(records.columns)
         for name in [name for name in parts if name in FIELDS and isinstance(parts[name], Ragged)]:
             column = parts[name]

@@ -22,6 +22,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 from typing import Any, BinaryIO
 
 from rollbook.core import wire
@@ -29,7 +30,7 @@ from rollbook.core.checks import check_bool, check_choice, check_int, suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
-from rollbook.core.files import FOLDER, check_regular, make_private
+from rollbook.core.files import FOLDER_MODE, check_regular, make_private
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import DEFAULT_LIMITS, Limits
 from rollbook.core.wire import MAGIC as FRAME
@@ -191,7 +192,16 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def guess(path: str | os.PathLike[str]) -> str:
-    """Detect the format of a file, a folder or a `datasets.Dataset`.
+    """Detect the format of records.
+
+    Args:
+        path: A file, a folder or a `datasets.Dataset`.
+
+    Returns:
+        A key of `FORMATS`.
+
+    Raises:
+        ValueError: The content fits no format, or files of several formats are in the folder.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -313,7 +323,13 @@ _WRITERS: dict[str, Callable[..., int]] = {
 
 
 class Reading(Iterator[Experiences]):
-    """An iterator over the batches of a path, with its format and the report of skipped rows."""
+    """An iterator over the batches of a path, as `read` returns it.
+
+    Args:
+        format: Format of the path.
+        batches: The batches.
+        report: The rows that were skipped so far.
+    """
 
     def __init__(self, format: str, batches: Iterator[Experiences], report: Report) -> None:
         self.format = format
@@ -331,7 +347,7 @@ class Reading(Iterator[Experiences]):
     def __enter__(self) -> Reading:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: BaseException | type[BaseException] | TracebackType | None) -> None:
         self.close()
 
 
@@ -420,9 +436,9 @@ def write(
         # Its files would be lost.
         raise FileExistsError(f"path: {final!r} is a folder and no saved dataset; it is not replaced")
     # In a private folder, which also has the temporary files of the writer.
-    aside = f"{final}.{os.urandom(4).hex()}.partial"
-    partial = os.path.join(aside, os.path.basename(final))
-    os.mkdir(aside, FOLDER)
+    working_folder = f"{final}.{os.urandom(4).hex()}.partial"
+    partial = os.path.join(working_folder, os.path.basename(final))
+    os.mkdir(working_folder, FOLDER_MODE)
     try:
         count = writer(regroup(parts, rows), partial, **options)
         make_private(partial)
@@ -432,16 +448,16 @@ def write(
         else:
             os.replace(partial, final)
     finally:
-        _remove(aside)
+        _remove(working_folder)
     _sync_folder(os.path.dirname(os.path.abspath(final)))
     return count
 
 
 def _check_options(function: Callable[..., Any], name: str, options: dict[str, Any]) -> None:
-    takes = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known_options = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
-        if option not in takes:
-            raise ValueError(f"format {name!r} has no option {option!r}{suggest(option, takes)}")
+        if option not in known_options:
+            raise ValueError(f"format {name!r} has no option {option!r}{suggest(option, known_options)}")
 
 
 def _sync(path: str) -> None:

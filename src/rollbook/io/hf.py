@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,21 +16,46 @@ from rollbook.core.experiences import Experiences
 from rollbook.io.arrow import from_table, to_table, write_tables
 from rollbook.io.tables import ErrorHandler
 
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
 
-def to_hf(records: Experiences) -> Any:
-    """Convert records to a `datasets.Dataset`, from which `from_hf` gives the same records back."""
+
+def to_hf(records: Experiences) -> Dataset:
+    """Convert records to a `datasets.Dataset`.
+
+    Args:
+        records: The records.
+
+    Returns:
+        The dataset, from which `from_hf` reads the same records.
+
+    >>> records = Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]})
+    >>> from_hf(to_hf(records)) == records
+    True
+    """
     # Empty columns have the null type: datasets then concatenates with any.
     return dataset_from_table(to_table(records, portable=True, typed=False))
 
 
-def from_hf(dataset: Any) -> Experiences:
-    """Read the records of a `datasets.Dataset`, also of one that was filtered, sorted or shuffled."""
+def from_hf(dataset: Dataset) -> Experiences:
+    """Read the records of a `datasets.Dataset`.
+
+    Args:
+        dataset: The dataset, which may have been filtered, sorted or shuffled.
+
+    Returns:
+        The records.
+
+    Raises:
+        ValueError: `dataset` is not a `datasets.Dataset`.
+        WireError: Its columns are not those of records.
+    """
     if not hasattr(dataset, "with_format") or isinstance(dataset, dict):
         raise ValueError(f"dataset: got {type(dataset).__name__}, expected a datasets.Dataset")
     return from_table(dataset.with_format("arrow")[:])
 
 
-def dataset_from_table(table: pa.Table) -> Any:
+def dataset_from_table(table: pa.Table) -> Dataset:
     """Wrap a table in a `datasets.Dataset` whose fingerprint is a hash of its content."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -83,9 +108,11 @@ def _read_stream(path: str) -> Iterator[pa.RecordBatch]:
         yield from stream
 
 
-def read(path: Any, batch_rows: int, errors: ErrorHandler, *, split: str | None = None) -> Iterator[Experiences]:
+def read(
+    path: str | Dataset | DatasetDict, batch_rows: int, errors: ErrorHandler, *, split: str | None = None
+) -> Iterator[Experiences]:
     """Read a saved dataset or a `Dataset` object (its `split`, if there are several) in batches."""
-    dataset = path if not isinstance(path, str) else _load(path)
+    dataset: Any = path if not isinstance(path, str) else _load(path)
     if isinstance(dataset, dict):
         names = list(dataset)
         if split is None and len(names) != 1:
@@ -100,7 +127,7 @@ def read(path: Any, batch_rows: int, errors: ErrorHandler, *, split: str | None 
         yield from_table(table.take(pa.array(np.arange(len(table)))))
 
 
-def _load(path: str) -> Any:
+def _load(path: str) -> Dataset | DatasetDict:
     folders = [path]
     listing = os.path.join(path, "dataset_dict.json")
     if os.path.isfile(listing):
@@ -131,7 +158,7 @@ def _json(path: str) -> dict[str, Any]:
     return parsed
 
 
-def _check_file_name(name: Any, where: str) -> str:
+def _check_file_name(name: str | None, where: str) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
         raise WireError(f"{where}: {name!r} is not a plain file name")
     return name

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,9 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.files import check_regular
 from rollbook.core.wire import DEFAULT_LIMITS, FREE_BYTES, Limits
 from rollbook.io.arrow import from_table, to_table, write_tables
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
 """Rows that any file may have; larger files may have so many per byte."""
@@ -40,8 +43,15 @@ Bytes = mmap.mmap | memoryview
 def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) -> Experiences:
     """Read the records of a Parquet file.
 
+    Args:
+        path: The file.
+        limits: Largest sizes to accept.
+
+    Returns:
+        The records.
+
     Raises:
-        WireError: The file is damaged, goes beyond a limit, or its columns are not those of records.
+        WireError: The file is corrupt or exceeds a limit, or its columns are not those of records.
     """
     check_regular(path)
     parts = list(batches(path, 1 << 16, limits=limits))
@@ -51,7 +61,12 @@ def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) 
 def write_parquet(records: Experiences, path: str | os.PathLike[str], compression: str = "zstd") -> None:
     """Write records to a Parquet file that DuckDB, pandas and polars read as ordinary columns.
 
-    The file is moved into place when it is complete.
+    The file appears when it is complete.
+
+    Args:
+        records: The records.
+        path: The file.
+        compression: A codec of Parquet.
 
     >>> import tempfile
     >>> records = Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]})
@@ -107,7 +122,7 @@ def batches(
         limits: `max_ratio` is how many times its size a file may become once that is over 64 MiB and 1 KiB a row.
 
     Raises:
-        WireError: If the file is damaged, or goes beyond a limit.
+        WireError: The file is corrupt or exceeds a limit.
     """
     import pyarrow.parquet as pq
 
@@ -190,7 +205,12 @@ class _Leaf:
 
 
 def _leaves(
-    name: str, data: mmap.mmap, file: Any, groups: Sequence[int], columns: set[str], max_row_bytes: int | None
+    name: str,
+    data: mmap.mmap,
+    file: pq.ParquetFile,
+    groups: Sequence[int],
+    columns: set[str],
+    max_row_bytes: int | None,
 ) -> list[_Leaf]:
     leaves: dict[int, _Leaf] = {}
     for j in range(file.metadata.num_columns):
@@ -214,7 +234,7 @@ def _leaves(
     return list(leaves.values())
 
 
-def _add_pages(name: str, data: mmap.mmap, chunk: Any, leaf: _Leaf) -> None:
+def _add_pages(name: str, data: mmap.mmap, chunk: pq.ColumnChunkMetaData, leaf: _Leaf) -> None:
     """Add up the pages of a column chunk until there are as many values as the footer states, as Arrow does."""
     at = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < (chunk.dictionary_page_offset or 0) < at:

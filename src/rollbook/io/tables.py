@@ -23,13 +23,18 @@ from rollbook.io import parquet
 
 MAX_ROW_BYTES = 256 << 20
 """Default limit of one line, row or stored record (Trinity's own limit is 32 MiB)."""
-LISTED = 10_000
-"""Rows that a report lists; it counts all."""
+MAX_LISTED = 10_000
+"""Largest number of rows that a report lists; it counts all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A row that could not be read: its place (a row id, or file and line) and the reason."""
+    """A row that could not be read.
+
+    Args:
+        row: Its place: a row id, or file and line.
+        why: The reason.
+    """
 
     row: int | str
     why: str
@@ -37,7 +42,11 @@ class Skipped:
 
 @dataclass(slots=True)
 class Report:
-    """The rows that `on_error="skip"` left out.
+    """The rows that `on_error="skip"` skipped.
+
+    Attributes:
+        count: Number of rows that were skipped.
+        skipped: The first `MAX_LISTED` of them.
 
     >>> report = Report()
     >>> report.add("7.jsonl:3", ValueError("no output"))
@@ -46,14 +55,12 @@ class Report:
     """
 
     count: int = 0
-    """Number of rows that were left out."""
     skipped: list[Skipped] = field(default_factory=list)
-    """The first `LISTED` of them."""
 
     def add(self, row: int | str, why: Exception) -> None:
-        """Count a row, and list it if there is room."""
+        """Add a row."""
         self.count += 1
-        if len(self.skipped) < LISTED:
+        if len(self.skipped) < MAX_LISTED:
             self.skipped.append(Skipped(row, str(why)))
 
 

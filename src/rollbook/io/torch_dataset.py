@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from rollbook.core.errors import WireError
 from rollbook.core.experience import Experience
@@ -25,6 +25,8 @@ from rollbook.core.files import check_regular
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
 Rows: TypeAlias = NDArray[np.int64]
+RecordSource: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str] | Experience | Experiences]"
+"""Records, paths of frame files, or an iterable of records."""
 _GATHER = 1024
 """Rows that are created at once when rows are returned one by one."""
 
@@ -41,10 +43,10 @@ class ExperienceDataset(IterableDataset[Any]):
     `StatefulDataLoader` does. Iterating again without loading starts at the last loaded state.
 
     Args:
-        source: `Experiences`, a list of records, paths of files of frames, or any object that can be iterated
-            repeatedly and yields `Experiences` or `Experience`. Files are read a few frames at a time.
+        source: `Experiences`, a list of records, paths of frame files, or any object that can be iterated repeatedly
+            and yields `Experiences` or `Experience`. Files are read a few frames at a time.
         batch_size: Records per batch. The last may have fewer.
-        max_tokens: The most tokens of a batch, filled with records in order.
+        max_tokens: Largest number of tokens of a batch, filled with records in order.
         collate: Converts a batch, in the worker. For an `ExperienceBatch`:
             `functools.partial(rollbook.compat.lightrft.batch.from_experiences, pad_token_id=0)`.
         shuffle: Shuffle in each epoch: all records if they are in memory, else the frames of the files, and then
@@ -67,7 +69,7 @@ class ExperienceDataset(IterableDataset[Any]):
 
     def __init__(
         self,
-        source: Any,
+        source: RecordSource,
         *,
         batch_size: int | None = None,
         max_tokens: int | None = None,
@@ -106,7 +108,7 @@ class ExperienceDataset(IterableDataset[Any]):
         self._taken = 0
         self._resumed: tuple[int, int, int] | None = None
 
-    # --- where it is ----------------------------------------------------------------------------------------
+    # --- position ----------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -165,7 +167,7 @@ class ExperienceDataset(IterableDataset[Any]):
             )
         self._resumed, self._taken = (epoch, start, taken), 0
 
-    def tracked(self, loader: Any) -> Iterator[Any]:
+    def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Iterate `loader`, a `DataLoader` of this dataset, and keep the position of the dataset up to date.
 
         A loader's workers have copies of the dataset and are ahead of what was delivered; this counts deliveries.
@@ -185,7 +187,7 @@ class ExperienceDataset(IterableDataset[Any]):
             yield unit
         self._begin(epoch + 1, 0)
 
-    # --- what it gives --------------------------------------------------------------------------------------
+    # --- iteration ----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the units of this rank in an epoch, if they can be counted in advance."""
@@ -433,7 +435,7 @@ def _loaded(records: Experiences) -> _Part:
     return _Part(len(records), lambda: records)
 
 
-def _source(data: Any) -> _Memory | _Files | _Stream:
+def _source(data: RecordSource) -> _Memory | _Files | _Stream:
     if isinstance(data, Experiences):
         return _Memory(data)
     if isinstance(data, (str, os.PathLike)):
@@ -441,8 +443,9 @@ def _source(data: Any) -> _Memory | _Files | _Stream:
     if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview)):
         if data and all(isinstance(entry, (str, os.PathLike)) for entry in data):
             return _Files([Path(entry) for entry in data])
-        if all(isinstance(entry, Experience) for entry in data):
-            return _Memory(Experiences(data))
+        rows = [entry for entry in data if isinstance(entry, Experience)]
+        if len(rows) == len(data):
+            return _Memory(Experiences(rows))
         if all(isinstance(entry, (Experience, Experiences)) for entry in data):
             parts = _Stream(data).parts()
             return _Memory(Experiences.concat(part.load() for part in parts))
@@ -450,7 +453,7 @@ def _source(data: Any) -> _Memory | _Files | _Stream:
         return _Stream(data)
     raise ValueError(
         f"source: got {type(data).__name__}, expected Experiences, a list of records, paths of frame files, or "
-        "something that can be iterated more than once and gives Experiences or records"
+        "an iterable (not an iterator) of Experiences or records"
     )
 
 

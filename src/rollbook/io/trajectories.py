@@ -52,7 +52,7 @@ from rollbook.core.media import (
     source_key,
     unwrap,
 )
-from rollbook.core.vocabulary import Tokenizer, Vocabulary
+from rollbook.core.vocabulary import Ids, Tokenizer, Vocabulary
 
 __all__ = [
     *["REFLECTIONS", "Decoder", "reflections", "repeat_score"],
@@ -70,7 +70,7 @@ __all__ = [
         "message_images",
     ],
     *[
-        "KEEP",
+        "SELECTION_METHODS",
         "Candidate",
         "JsonSafe",
         "RecordSource",
@@ -107,8 +107,8 @@ class Decoder:
     ...     def decode(self, ids):
     ...         return "".join("." if i == 0 else chr(96 + i) for i in ids)
     >>> decoder = Decoder(Letters())
-    >>> text, ends = decoder.text_and_ends([3, 1, 2, 0])
-    >>> text, ends.tolist(), decoder.special([2, 0]).tolist()
+    >>> text, ends = decoder.decode_with_ends([3, 1, 2, 0])
+    >>> text, ends.tolist(), decoder.is_special([2, 0]).tolist()
     ('cab.', [1, 2, 3, 4], [False, True])
     """
 
@@ -124,12 +124,12 @@ class Decoder:
             {},
         ]
         ends = getattr(tokenizer, "eos_token_id", None)
-        self.end_ids = frozenset(_ids(ends))
+        self.end_ids = frozenset(_as_list(ends))
         """The ids that end a response."""
         special_ids = getattr(tokenizer, "all_special_ids", None)
         if special_ids is None:
             others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "pad"))
-            special_ids = [*self.end_ids, *(i for ids in others for i in _ids(ids))]
+            special_ids = [*self.end_ids, *(i for ids in others for i in _as_list(ids))]
         self.special_ids = frozenset(int(i) for i in special_ids)
         self._vocabulary = self._tested_vocabulary()
 
@@ -143,22 +143,22 @@ class Decoder:
                     raise
                 del self._options[0]  # the tokenizer does not have this option
 
-    def special(self, ids: Any) -> NDArray[np.bool_]:
+    def is_special(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of `ids` [L] are special tokens."""
         if self._vocabulary is not None:
-            return self._vocabulary.special(ids)
+            return self._vocabulary.is_special(ids)
         return np.isin(np.asarray(ids, dtype=np.int64), np.array(sorted(self.special_ids), dtype=np.int64))
 
-    def text(self, ids: Any) -> str:
+    def text(self, ids: Ids) -> str:
         """Return the text of `ids` [L], special tokens included."""
-        return (
-            self.decode([int(i) for i in ids]) if self._vocabulary is None else self._vocabulary.text_and_ends(ids)[0]
-        )
+        if self._vocabulary is None:
+            return self.decode([int(i) for i in ids])
+        return self._vocabulary.decode_with_ends(ids)[0]
 
-    def text_and_ends(self, ids: Any) -> tuple[str, NDArray[np.int64]]:
+    def decode_with_ends(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
         """Return the text of `ids` [L], special tokens included, and where each token ends in it [L]."""
         if self._vocabulary is not None:
-            return self._vocabulary.text_and_ends(ids)
+            return self._vocabulary.decode_with_ends(ids)
         token_ids = [int(i) for i in ids]
         text = self.decode(token_ids)
         ends = self._ends_stepwise(token_ids, text)
@@ -169,7 +169,7 @@ class Decoder:
     def _tested_vocabulary(self) -> Vocabulary | None:
         """Return the tokenizer's vocabulary if it decodes as that says."""
         try:
-            vocabulary = Vocabulary.of(self.tokenizer)
+            vocabulary = Vocabulary.from_tokenizer(self.tokenizer)
             generator = random.Random(0)
             sampled = generator.sample(range(len(vocabulary)), min(len(vocabulary), 4096))
             complete = [i for i in sampled if _is_utf8(vocabulary[i])]
@@ -178,7 +178,7 @@ class Decoder:
                 probe = generator.choices(complete, k=_PROBE_LENGTH) if complete else []
                 if special_ids and turn % 2:
                     probe[generator.randrange(_PROBE_LENGTH)] = generator.choice(special_ids)
-                if not probe or vocabulary.text_and_ends(probe)[0] != self.decode(probe):
+                if not probe or vocabulary.decode_with_ends(probe)[0] != self.decode(probe):
                     return None
         except Exception:  # tokenizers of other libraries raise anything when asked for their vocabulary
             return None
@@ -217,17 +217,17 @@ class Decoder:
         return ends
 
 
-def _valid_text(text: Any) -> str:
+def _valid_text(text: str) -> str:
     """Replace unpaired surrogates, which UTF-8 cannot encode."""
     if not isinstance(text, str):
         raise ValueError(f"tokenizer: decode gave {type(text).__name__}, expected a str")
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _ids(token_ids: Any) -> list[int]:
+def _as_list(token_ids: int | Iterable[int] | None) -> list[int]:
     if token_ids is None:
         return []
-    return [int(i) for i in token_ids] if isinstance(token_ids, (list, tuple, set, frozenset)) else [int(token_ids)]
+    return [int(i) for i in token_ids] if isinstance(token_ids, Iterable) else [int(token_ids)]
 
 
 def _is_utf8(piece: bytes) -> bool:
@@ -274,11 +274,16 @@ _CASE_FOLDED = re.compile("[\u0130\u0131\u017f\u212a]")
 
 
 def repeat_score(text: str) -> float:
-    """Score how repetitive a text is, from 0 to 1: 2 S / (n (n + 1)), where n is the number of characters and S the
-    sum of the lengths of the common prefixes of neighboring suffixes in sorted order.
+    """Score how repetitive a text is: the share of its substrings that occurred before.
 
-    n (n + 1) / 2 - S is the number of different substrings: the score is the share of substrings that occurred before.
-    Texts of fewer than two characters score 0.
+    The score is 2 S / (n (n + 1)), where n is the number of characters and S the sum of the lengths of the common
+    prefixes of neighboring suffixes in sorted order: n (n + 1) / 2 - S is the number of different substrings.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The score, from 0 to 1; 0 for fewer than two characters.
 
     >>> repeat_score("hello hello hello")
     0.43790849673202614
@@ -373,7 +378,13 @@ def _lifted(
 
 
 def reflections(text: str) -> dict[str, int]:
-    """Count the phrases of `REFLECTIONS`; empty for an empty text.
+    """Count the phrases of `REFLECTIONS` in a text.
+
+    Args:
+        text: The text.
+
+    Returns:
+        Counts by name; empty for an empty text.
 
     >>> {name: count for name, count in reflections("Wait, actually: let  me think. Await!").items() if count}
     {'let_me_think': 1, 'actually': 1, 'wait': 1}
@@ -404,7 +415,14 @@ _MAX_CACHED_IMAGES = 256
 
 @dataclass
 class EncodedImage:
-    """An image as PNG."""
+    """An image as PNG.
+
+    Attributes:
+        sha256: Hash of the image.
+        png: The encoded image.
+        width: Width in pixels.
+        height: Height in pixels.
+    """
 
     sha256: str
     png: bytes
@@ -413,9 +431,10 @@ class EncodedImage:
 
 
 class ImageEncoder:
-    """Encode images as PNG, at most `max_size` pixels wide and high, each content once.
+    """Encodes images as PNG, each content once. Takes all forms of `rollbook.core.media`.
 
-    Takes all forms of `rollbook.core.media`.
+    Args:
+        max_size: Largest width and height in pixels.
 
     >>> from PIL import Image
     >>> image = Image.new("RGB", (1024, 600))
@@ -479,7 +498,10 @@ def _gray(image: Medium) -> NDArray[np.uint8]:
 
 
 def flatten_images(images: Medium) -> list[Any]:
-    """Return the images of one sample as a flat list: of `None`, one image, or nested lists.
+    """Return the images of one sample as a flat list.
+
+    Args:
+        images: `None`, one image, or nested lists of images.
 
     >>> flatten_images(["a", [None, ["b"]]]), flatten_images(None), flatten_images("c")
     (['a', None, 'b'], [], ['c'])
@@ -496,7 +518,15 @@ def flatten_images(images: Medium) -> list[Any]:
 
 
 def message_images(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
-    """Return the parts of a conversation that have an image."""
+    """Return the parts of a conversation that have an image.
+
+    Args:
+        messages: Chat messages.
+
+    >>> content = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is this?"}]
+    >>> message_images([{"role": "user", "content": content}])
+    [{'type': 'image', 'path': 'a.png'}]
+    """
     contents = [message.get("content") for message in messages or () if isinstance(message, Mapping)]
     return [
         part
@@ -507,7 +537,14 @@ def message_images(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
 
 
 def is_remote(image: Medium) -> bool:
-    """Whether an image is a URL, which is never fetched."""
+    """Return whether an image is a URL, which is never fetched.
+
+    Args:
+        image: An image in any form.
+
+    >>> is_remote("https://host/a.png"), is_remote("a.png")
+    (True, False)
+    """
     image = unwrap(image)
     return isinstance(image, str) and image.startswith(("http://", "https://"))
 
@@ -522,20 +559,46 @@ _MAX_LINKED_IMAGES = 256
 """Images of earlier saves that are hard-linked, not written, when they occur again."""
 
 
-def check_prefix(prefix: object) -> str:
-    """Check that a prefix of file names neither leads to another folder nor hides the file."""
+def check_prefix(prefix: str) -> str:
+    """Check that a prefix of file names neither leads to another folder nor hides the file.
+
+    Args:
+        prefix: The prefix.
+
+    Returns:
+        The prefix.
+
+    Raises:
+        ValueError: It is empty, begins with a dot, or has a separator or a newline.
+
+    >>> check_prefix("trajectories")
+    'trajectories'
+    """
     if not isinstance(prefix, str) or not prefix or prefix.startswith(".") or re.search(r"[/\\\0\n\r]", prefix):
         raise ValueError(f"prefix: got {prefix!r}, expected the beginning of a file name, without a folder")
     return prefix
 
 
 def image_stem(prefix: str, step: int) -> str:
-    """Return the beginning of image names: LightRFT's for the default prefix, unique for others."""
+    """Return the beginning of image names: LightRFT's for the default prefix, unique for others.
+
+    Args:
+        prefix: Prefix of the files.
+        step: Training step.
+
+    >>> image_stem("trajectories", 3), image_stem("eval", 3)
+    ('step3', 'eval_step3')
+    """
     return f"step{step}" if prefix == DEFAULT_PREFIX else f"{prefix}_step{step}"
 
 
 class TrajectoryFiles:
-    """The folder of a saver, created if missing, with a folder `images` if `with_images`."""
+    """The folder of a saver, created if missing.
+
+    Args:
+        folder: The folder.
+        with_images: Whether to create a folder `images` in it.
+    """
 
     def __init__(self, folder: Path, with_images: bool) -> None:
         self.folder = folder
@@ -631,12 +694,13 @@ Job = Callable[[], None]
 
 
 class BackgroundWriter:
-    """A thread that runs jobs in order, of which at most `room` wait.
+    """A thread that runs jobs in order. Accepted jobs finish before the program ends.
 
-    A caller never waits. Jobs that were accepted are finished before the program ends.
+    Args:
+        max_pending: Largest number of jobs that wait.
 
     >>> numbers = []
-    >>> writer = BackgroundWriter(room=4)
+    >>> writer = BackgroundWriter(max_pending=4)
     >>> [writer.submit(lambda i=i: numbers.append(i)) for i in range(3)]
     [True, True, True]
     >>> writer.flush()
@@ -644,14 +708,14 @@ class BackgroundWriter:
     [0, 1, 2]
     """
 
-    def __init__(self, room: int) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue(room)
+    def __init__(self, max_pending: int) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue(max_pending)
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="rollbook saver", daemon=True)
         self._thread.start()
         weakref.finalize(self, _stop, self._jobs, self._thread)  # also when the program ends
 
     def submit(self, job: Job) -> bool:
-        """Queue `job`, which must not raise; `False` if there is no room."""
+        """Queue a job, which must not raise, without waiting; return `False` if the queue is full."""
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -696,30 +760,66 @@ _TRUNCATED = ("length", "response_truncated", "prompt_truncated")
 
 @dataclass(slots=True)
 class Candidate:
-    """The few numbers of a sample by which it is selected."""
+    """The properties of a sample by which it is selected.
+
+    Args:
+        rank: Process that has the sample.
+        index: Index among the samples of its process.
+        experience: Index of its experience in what the caller passed.
+        row: Its row in the experience.
+        uid: Id of the sample.
+        group: Id of its group, the same for all samples of a prompt.
+        has_id: Whether the sample came with an id. Otherwise its id is a hash of its content.
+        reward: Its reward, if any.
+        tokens: Number of response tokens.
+        truncated: Whether the response was truncated.
+        error: Whether the sample failed.
+        mismatch: Largest difference between the trainer's and the engine's log-prob of a token.
+    """
 
     rank: int
     index: int
-    """Its place among the samples of its process."""
     experience: int
     row: int
     uid: str
     group: str
-    """The same for all samples of a prompt."""
     has_id: bool
-    """Whether the sample came with an id. Otherwise its id is a hash of its content."""
     reward: float | None
     tokens: int
-    """Number of tokens of the response."""
     truncated: bool = False
     error: bool = False
     mismatch: float | None = None
-    """The largest difference between the trainer's and the engine's log-prob of a token."""
 
 
 @dataclass
 class Trajectory:
-    """One sample as it is written: L tokens, of which the last R are the response."""
+    """One sample as it is written: L tokens, of which the last R are the response.
+
+    Attributes:
+        rank: Process that has the sample.
+        experience: Index of its experience in what the caller passed.
+        row: Its row in the experience.
+        eid: Id of the sample.
+        has_id: Whether the sample came with an id.
+        tokens: [L] Token ids.
+        mask: [R] True on tokens that the model sampled.
+        arrays: [R] each, by their names in the JSON.
+        numbers: Fields with one number for all tokens, by their names in the JSON.
+        padded: [S] The tokens with the padding that the source has, if any.
+        label: Label of the prompt.
+        reference: Reference answer of the prompt.
+        info: Other data of the sample.
+        reward: Its reward, if any.
+        reward_parts: Parts of the reward, by name.
+        segments: Segments of a multi-turn sample.
+        fields: Further fields of a record, by name.
+        images: Images of the prompt; `None` for one that cannot be read.
+        rejected: Token ids of the rejected answer of a preference pair.
+        nonfinite: Number of NaN and infinite values of each field.
+        notes: Parts of the sample that could not be written, with the reason.
+        reason: Why it was selected.
+        weight: Number of samples that it represents, if it was drawn at random.
+    """
 
     rank: int
     experience: int
@@ -727,15 +827,10 @@ class Trajectory:
     eid: EID
     has_id: bool
     tokens: NDArray[np.int64]
-    """[L]"""
     mask: NDArray[np.bool_]
-    """[R] True where the model sampled the token."""
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """[R] each, by their names in the JSON."""
     numbers: dict[str, float | None] = field(default_factory=dict)
-    """Fields with one number for all tokens, by their names in the JSON."""
     padded: NDArray[np.int64] | None = None
-    """[S] The tokens with the padding that the source has, if any."""
     label: Any = None
     reference: Any = None
     info: Any = None
@@ -743,16 +838,11 @@ class Trajectory:
     reward_parts: dict[str, Any] = field(default_factory=dict)
     segments: Any = None
     fields: dict[str, Any] = field(default_factory=dict)
-    """Further fields of a record, by name."""
     images: list[EncodedImage | None] = field(default_factory=list)
     rejected: NDArray[np.int64] | None = None
-    """The rejected answer of a preference pair."""
     nonfinite: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How many NaN and infinite values each field has."""
     notes: list[str] = field(default_factory=list)
-    """Parts of the sample that could not be written, with the reason."""
     reason: str = ""
-    """Why it was selected."""
     weight: float | None = None
 
     @property
@@ -891,7 +981,14 @@ class JsonSafe:
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    """Copy a tensor to an array. Types that numpy lacks, and float16, become float32."""
+    """Copy a tensor to an array. Types that numpy lacks, and float16, become float32.
+
+    Args:
+        tensor: A tensor on any device.
+
+    >>> to_numpy(torch.ones(1, dtype=torch.bfloat16))
+    array([1.], dtype=float32)
+    """
     tensor = tensor.detach()
     if tensor.dtype in _HALF_PRECISION or str(tensor.dtype).startswith("torch.float8"):
         tensor = tensor.float()
@@ -969,7 +1066,12 @@ class TrajectorySource(ABC):
 
 
 class RecordSource(TrajectorySource):
-    """Records."""
+    """Samples of records.
+
+    Args:
+        places: (experience, row) of each sample.
+        rows: The records.
+    """
 
     def __init__(self, places: list[tuple[int, int]], rows: Sequence[Experience]) -> None:
         super().__init__(places)
@@ -1210,13 +1312,19 @@ class TrajectorySet:
 
 # --- selection ------------------------------------------------------------------------------------------------------
 
-KEEP = ("auto", "groups", "first", "random")
-"""The ways to select samples; see `select`."""
+SELECTION_METHODS = ("auto", "groups", "first", "random")
+"""Methods of `select`."""
 
 
 @dataclass
 class Selection:
-    """A selected candidate, the reasons, and, if it was drawn at random, the number of samples it represents."""
+    """A selected candidate.
+
+    Args:
+        candidate: The candidate.
+        reasons: Why it was selected.
+        weight: Number of samples that it represents, if it was drawn at random.
+    """
 
     candidate: Candidate
     reasons: list[str] = field(default_factory=list)
@@ -1243,7 +1351,7 @@ def select(candidates: Sequence[Candidate], count: int, keep: str | Callable[...
     Args:
         candidates: The candidates of all processes.
         count: How many to select.
-        keep: One of `KEEP`, or a function.
+        keep: One of `SELECTION_METHODS`, or a function.
         seed: The seed of random choices.
 
     Returns:
@@ -1388,7 +1496,14 @@ _MAX_CACHED_TOKENS = 1 << 18
 
 @dataclass
 class ResponseStats:
-    """Statistics of one response."""
+    """Statistics of one response.
+
+    Attributes:
+        repeat_score: Share of repeated substrings (see `repeat_score`).
+        reflections: Number of each reflection phrase.
+        policy_entropy: Mean entropy over sampled tokens, if entropies are known.
+        tokens: Number of sampled tokens.
+    """
 
     repeat_score: float
     reflections: dict[str, int]
@@ -1403,17 +1518,21 @@ class ResponseStats:
 
 @dataclass
 class Response:
-    """The tokens of a trajectory that the model sampled: n of R."""
+    """The tokens of a trajectory that the model sampled: n of R.
+
+    Attributes:
+        ids: [n] Token ids.
+        sampled: [R] Which tokens of the response they are: those of the mask, or all if it is all False.
+        text: Their text without special tokens.
+        ends: [n] Index in the text at which each token ends; special tokens are empty.
+        pure: Number of tokens before the end token.
+    """
 
     ids: NDArray[np.int64]
     sampled: NDArray[np.bool_]
-    """[R] Which tokens of the response these are: those of the mask, or all if it is all False."""
     text: str
-    """Without special tokens."""
     ends: NDArray[np.int64]
-    """[n] Where each token ends in the text; special tokens are empty."""
     pure: int
-    """Number of tokens before the end token."""
 
     @property
     def pure_text(self) -> str:
@@ -1422,11 +1541,16 @@ class Response:
 
 
 def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
-    """Decode the tokens that the model sampled."""
+    """Decode the tokens that the model sampled.
+
+    Args:
+        trajectory: The sample.
+        decoder: Decoder of its tokenizer.
+    """
     sampled = trajectory.mask if trajectory.mask.any() else np.ones_like(trajectory.mask)
     ids = trajectory.tokens[trajectory.prompt :][sampled]
-    special = decoder.special(ids)
-    text, text_ends = decoder.text_and_ends(ids[~special])
+    special = decoder.is_special(ids)
+    text, text_ends = decoder.decode_with_ends(ids[~special])
     ends = np.zeros(len(ids), dtype=np.int64)
     ends[~special] = text_ends
     ended = len(ids) > 0 and (bool(special[-1]) or int(ids[-1]) in decoder.end_ids)
@@ -1434,7 +1558,12 @@ def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
 
 
 def measure_response(trajectory: Trajectory, response: Response) -> ResponseStats:
-    """Compute the statistics of a response."""
+    """Compute the statistics of a response.
+
+    Args:
+        trajectory: The sample.
+        response: Its response, from `extract_response`.
+    """
     entropy = trajectory.arrays.get("action_entropy")
     finite = None if entropy is None else entropy[response.sampled]
     finite = None if finite is None else finite[np.isfinite(finite)]
@@ -1447,7 +1576,14 @@ def measure_response(trajectory: Trajectory, response: Response) -> ResponseStat
 
 
 def sample_std(log_probs: NDArray[Any]) -> float:
-    """Return the sample standard deviation; 0 of one number or none."""
+    """Return the sample standard deviation; 0 for fewer than two numbers.
+
+    Args:
+        log_probs: [n] The numbers.
+
+    >>> sample_std(np.array([1.0, 3.0])), sample_std(np.array([1.0]))
+    (1.4142135623730951, 0.0)
+    """
     return float(np.std(log_probs.astype(np.float64), ddof=1)) if len(log_probs) > 1 else 0.0
 
 
@@ -1455,7 +1591,7 @@ class TrajectoryEncoder:
     """Encode trajectories as JSON objects.
 
     Args:
-        decoder: The tokenizer's texts.
+        decoder: Decoder of the tokenizer.
         mark: A function from the entropies [n] of the sampled tokens to the indices of those to mark, or `None`.
         separate_images: Write paths of images instead of base64.
     """
@@ -1470,7 +1606,7 @@ class TrajectoryEncoder:
 
     def encode(self, trajectory: Trajectory, step: int, paths: list[str | None]) -> tuple[bytes, ResponseStats]:
         """Return the JSON of a trajectory, with `paths` of its images, and its statistics."""
-        text, ends = self.decoder.text_and_ends(trajectory.tokens)
+        text, ends = self.decoder.decode_with_ends(trajectory.tokens)
         response = extract_response(trajectory, self.decoder)
         stats = measure_response(trajectory, response)
         entropy = trajectory.arrays.get("action_entropy")
@@ -1570,7 +1706,7 @@ class TrajectoryEncoder:
             keys["image_sha256"] = [None if image is None else image.sha256 for image in trajectory.images]
         if trajectory.rejected is not None:
             rejected = np.concatenate([trajectory.tokens[:prompt], trajectory.rejected])
-            rejected_text, rejected_ends = self.decoder.text_and_ends(rejected)
+            rejected_text, rejected_ends = self.decoder.decode_with_ends(rejected)
             keys["rejected"] = {"text": rejected_text, "token_ids": rejected, "token_ends": rejected_ends}
         if trajectory.nonfinite:
             keys["nonfinite"] = trajectory.nonfinite

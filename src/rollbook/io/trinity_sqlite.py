@@ -61,7 +61,14 @@ class Table:
 
 
 def list_tables(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Return the tables of records in a database, by name, with a description of where the bytes are."""
+    """List the tables of records in a database of Trinity-RFT.
+
+    Args:
+        path: The SQLite file.
+
+    Returns:
+        A description of where the bytes are, by name of the table.
+    """
     with open_read_only(os.fspath(path)) as connection:
         return {name: table.layout for name, table in find_tables(connection, os.fspath(path)).items()}
 

@@ -20,7 +20,7 @@ from rollbook.batch import Batch
 from rollbook.batch.media import placeholders
 from rollbook.core.checks import check_bool
 from rollbook.core.sampling import token_ids
-from rollbook.models.head import Head, Wrapper, called_batch, flat, inputs_of, run, text_config, unwrapped
+from rollbook.models.head import Head, Wrapper, batch_from_call, model_inputs, run, text_config, to_lightrft, unwrap
 from rollbook.models.loading import BASE, load_model, load_tokenizers
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.lora import Reference, attach, has_adapters, save_base
@@ -85,7 +85,7 @@ class Actor(Wrapper):
         self.suppress = _suppressed(self.model, suppress)
         self.trainable = check_bool("trainable", trainable)
         if tokenizer is None and processor is None:
-            tokenizer, processor = load_tokenizers(model, getattr(unwrapped(loaded), "config", None))
+            tokenizer, processor = load_tokenizers(model, getattr(unwrap(loaded), "config", None))
         self.processor = processor
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self._head: Head | None = None
@@ -105,7 +105,7 @@ class Actor(Wrapper):
         if (
             head is None
             or head.suppress != self.suppress
-            or (head.layer is not None and unwrapped(self.model).get_output_embeddings() is not head.layer)
+            or (head.layer is not None and unwrap(self.model).get_output_embeddings() is not head.layer)
         ):
             head = self._head = Head.of(self.model, self.suppress)
         return head
@@ -127,7 +127,7 @@ class Actor(Wrapper):
         *,
         entropy: bool = False,
         temperature: float | None = None,
-        **media: Any,
+        **media: torch.Tensor | None,
     ) -> Any:
         """Compute log-probs of actions, as LightRFT's actor does.
 
@@ -135,7 +135,7 @@ class Actor(Wrapper):
             sequences: [B, S] Token ids; packed [1, tokens].
             num_actions: The number of response tokens at the end of each row; packed [B]. `None`: only run the model,
                 and return its output, with `return_output`.
-            attention_mask: [B, S]; packed, it numbers the samples from 1 on.
+            attention_mask: [B, S]; packed [1, tokens], the number of the sample, from 1.
             return_output: Whether to return the output of the model, too; it has `action_entropy` if `entropy` is set.
             packed_seq_lens: [B] Number of tokens of each packed sample.
             entropy: Whether to compute entropies.
@@ -146,20 +146,20 @@ class Actor(Wrapper):
             [B, R] or, packed, [1, all actions]: log-probs, 0 on slots that are not attended.
 
         Raises:
-            ValueError: If shapes do not match, or the model does not keep packed samples apart.
+            ValueError: If shapes do not match, or the model does not separate packed samples.
         """
         if num_actions is None:
             if not return_output:
                 raise ValueError("num_actions: got None, expected it, or return_output=True for the model's output")
             lengths = [] if packed_seq_lens is None else [0] * len(packed_seq_lens)
-            batch = called_batch(sequences, lengths or 0, attention_mask, packed_seq_lens)
-            return run(self.model, inputs_of(self.model, batch, media))
-        batch = called_batch(sequences, num_actions, attention_mask, packed_seq_lens)
+            batch = batch_from_call(sequences, lengths or 0, attention_mask, packed_seq_lens)
+            return run(self.model, model_inputs(self.model, batch, media))
+        batch = batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens)
         if batch.layout == "packed":
             self._check_packs()
         temperature = self.temperature if temperature is None else _check_temperature(temperature)
         stats, output = self.head.stats(batch, media, temperature=temperature, entropy=entropy)
-        columns = [None if column is None else flat(column) for column in stats]
+        columns = [None if column is None else to_lightrft(column) for column in stats]
         if not return_output:
             return columns[0]
         if isinstance(output, torch.Tensor):
@@ -185,11 +185,11 @@ class Actor(Wrapper):
         return self.head.stats(batch.to_device(self.device), temperature=temperature, entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_head": None}  # made again when it is needed
+        return {**self.__dict__, "_head": None}  # rebuilt on first use
 
     @property
     def pad_token_id(self) -> int:
-        """That of the tokenizer, else of the configuration, else the first end token, else 0."""
+        """The pad token of the tokenizer or the configuration, else the first end token, else 0."""
         for holder in (self.tokenizer, self.config, text_config(self)):
             for name in ("pad_token_id", "eos_token_id"):
                 token_id = getattr(holder, name, None)
@@ -240,11 +240,11 @@ def _check_temperature(temperature: float) -> float:
 
 def _suppressed(model: nn.Module, suppress: Sequence[int]) -> tuple[int, ...]:
     """Return the suppressed ids, sorted: those given, and the placeholders of the model."""
-    config = getattr(unwrapped(model), "config", None)
+    config = getattr(unwrap(model), "config", None)
     suppressed = token_ids("suppress", list(suppress))
     if config is None:
         return tuple(sorted(set(suppressed)))
-    vocabulary = int(text_config(unwrapped(model)).vocab_size)
+    vocabulary = int(text_config(unwrap(model)).vocab_size)
     for i, token_id in enumerate(suppressed):
         if token_id >= vocabulary:
             raise ValueError(f"suppress[{i}]: got {token_id}, expected an id below {vocabulary}")

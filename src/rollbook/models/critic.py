@@ -18,7 +18,17 @@ from torch import nn
 from rollbook.batch.batch import Batch, Tokens
 from rollbook.core.checks import check_choice
 from rollbook.models.actor import Actor
-from rollbook.models.head import Slots, Wrapper, backbone_of, called_batch, flat, inputs_of, run, text_config, unwrapped
+from rollbook.models.head import (
+    Slots,
+    Wrapper,
+    batch_from_call,
+    get_backbone,
+    model_inputs,
+    run,
+    text_config,
+    to_lightrft,
+    unwrap,
+)
 from rollbook.models.loading import VALUE_HEAD, load_model
 from rollbook.models.lora import has_adapters
 
@@ -67,10 +77,10 @@ class Critic(Wrapper):
         super().__init__()
         check_choice("value_head", value_head, ("zeros", "normal"))
         if (model is None) == (backbone_from is None):
-            raise ValueError("model: got it with backbone_from, or neither, expected one of them")
-        source: Any = model if backbone_from is None else _copied_backbone(backbone_from)
+            raise ValueError("model: expected either model or backbone_from, got both or neither")
+        source: Any = model if backbone_from is None else _copy_backbone(backbone_from)
         loaded = load_model(source, purpose="values", dtype=dtype, attn_implementation=attn_implementation)
-        backbone = backbone_of(loaded)
+        backbone = get_backbone(loaded)
         head = next((getattr(loaded, name) for name in _HEADS if hasattr(loaded, name)), None)
         self.backbone: nn.Module = loaded if backbone is None else backbone
         if backbone is None or head is None:
@@ -101,11 +111,11 @@ class Critic(Wrapper):
         attention_mask: torch.Tensor | None = None,
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
-        **media: Any,
+        **media: torch.Tensor | None,
     ) -> Any:
         """Compute values as LightRFT's critic does: [B, R] or, packed, [1, actions]; arguments as `Actor.forward`."""
-        values, output = self._values(called_batch(sequences, num_actions, attention_mask, packed_seq_lens), media)
-        return (flat(values), output) if return_output else flat(values)
+        values, output = self._values(batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens), media)
+        return (to_lightrft(values), output) if return_output else to_lightrft(values)
 
     def token_values(self, batch: Batch) -> Tokens:
         """Compute the value of every response slot of a batch in one pass, with gradients.
@@ -123,7 +133,7 @@ class Critic(Wrapper):
         if batch.layout == "packed":
             self._check_packs()
         slots = Slots.of(batch)
-        output = run(self.backbone, inputs_of(self.backbone, batch, media))
+        output = run(self.backbone, model_inputs(self.backbone, batch, media))
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):
             values = self.value_head(hidden.float())[:, 0]
@@ -138,17 +148,15 @@ class Critic(Wrapper):
         save_file(head, Path(folder) / VALUE_HEAD)
 
 
-def _copied_backbone(actor: Actor) -> nn.Module:
+def _copy_backbone(actor: Actor) -> nn.Module:
     """Copy the backbone of an actor with its current weights; adapters are merged into it."""
     if has_adapters(actor.model):
         merged: Any = copy.deepcopy(actor.model)
-        copied = backbone_of(merged.merge_and_unload())
+        copied = get_backbone(merged.merge_and_unload())
     else:
-        backbone = backbone_of(actor.model)
+        backbone = get_backbone(actor.model)
         copied = None if backbone is None else copy.deepcopy(backbone)
     if copied is None:
-        raise ValueError(
-            f"backbone_from: got a {type(unwrapped(actor.model)).__name__}, which has no separate backbone"
-        )
+        raise ValueError(f"backbone_from: got a {type(unwrap(actor.model)).__name__}, which has no separate backbone")
     trainable: nn.Module = copied.requires_grad_(True)
     return trainable

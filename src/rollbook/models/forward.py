@@ -73,12 +73,12 @@ def forward(
     {'old_logprobs': [2, 2], 'entropy': [2, 2]}
     """
     lengths, response_lengths = token_counts(records)
-    # Log-probs say how long the response of a truncated prompt is.
+    # Log-probs give the response length of a truncated prompt.
     truncated = "prompt_truncated" in records.values("truncate_status")
     narrow = records.select("truncate_status", "multi_modal_inputs", *(["logprobs"] if truncated else []))
 
     def make_batch(rows: Lengths, pack: bool) -> Batch:
-        # Padded with token 0, which every vocabulary has: a padding token need not be one of the model's.
+        # Padded with token 0, which every vocabulary has; the pad token may be outside the model's.
         return Batch.from_records(narrow.take(rows), ("tokens",), packed=pack, device=model.device)
 
     flat = run_micro_batches(
@@ -112,7 +112,7 @@ def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tens
 
 
 def run_micro_batches(
-    model: Any,
+    model: Policy | ValueModel,
     lengths: Lengths,
     response_lengths: Lengths,
     make_batch: Callable[[Lengths, bool], Batch],
@@ -127,6 +127,7 @@ def run_micro_batches(
     """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
 
     Args:
+        model: A `Policy`, or a `ValueModel` for `values`.
         lengths: [N] Tokens of each row.
         response_lengths: [N] Response tokens of each row.
         make_batch: Builds the batch of some rows, packed or not.
@@ -138,6 +139,7 @@ def run_micro_batches(
     of_critic = "values" in outputs
     if of_critic and len(outputs) > 1:
         raise ValueError(f"outputs: got {list(outputs)}, expected 'values' alone: another model computes the others")
+    runner: Any = model
     if not hasattr(model, "token_values" if of_critic else "token_stats"):
         kind = type(model).__name__
         if of_critic:
@@ -147,10 +149,10 @@ def run_micro_batches(
     budget = check_int("token_budget", token_budget, 1)
     if getattr(model, "head_path", None) == "logits" and hasattr(model, "config"):
         budget = min(budget, max(_LOGITS // int(text_config(model).vocab_size), 1))
-    if packed and not model.packs:
-        raise ValueError("packed: got True, but the model does not keep packed samples apart; None lets it be padded")
+    if packed and not runner.packs:
+        raise ValueError("packed: got True, but the model does not separate packed samples; expected False or None")
     if packed is None:
-        packed = bool(model.packs_cheaply)
+        packed = bool(runner.packs_cheaply)
     layout: Layout = "packed" if packed else "padded"
     rows = np.flatnonzero(response_lengths > 0)  # the others have nothing to compute
     total_tokens = int(lengths[rows].sum())
@@ -166,9 +168,9 @@ def run_micro_batches(
             if clock is not None:
                 clock.start()
             if of_critic:
-                columns = TokenStats(model.token_values(batch), None)
+                columns = TokenStats(runner.token_values(batch), None)
             else:
-                columns = model.token_stats(batch, entropy="entropy" in outputs, **options)
+                columns = runner.token_stats(batch, entropy="entropy" in outputs, **options)
             if clock is not None:
                 clock.stop()
             for name in outputs:
@@ -204,16 +206,16 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self.device, self.host = device, 0.0
         self.events: list[tuple[Any, Any]] = []
-        self._begun: Any = None
+        self._started: Any = None
 
     def start(self) -> None:
-        self._begun = self._now()
+        self._started = self._now()
 
     def stop(self) -> None:
         if self.device.type == "cuda":
-            self.events.append((self._begun, self._now()))
+            self.events.append((self._started, self._now()))
         else:
-            self.host += self._now() - self._begun
+            self.host += self._now() - self._started
 
     def _now(self) -> Any:
         if self.device.type != "cuda":

@@ -93,21 +93,23 @@ class Slots:
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
 
-def called_batch(
+def batch_from_call(
     sequences: torch.Tensor,
     num_actions: int | Sequence[int] | torch.Tensor,
     attention_mask: torch.Tensor | None,
     packed_seq_lens: Sequence[int] | torch.Tensor | None,
 ) -> Batch:
-    """Build a batch from the arguments of a call in the style of LightRFT.
+    """Build a batch from the arguments of a call in LightRFT's layout.
 
-    Padded: `sequences` (B, S), `attention_mask` (B, S), the last `num_actions` tokens of each row are the response.
-    Packed: `sequences` (1, tokens), `attention_mask` numbers the samples from 1 on, `num_actions` and
-    `packed_seq_lens` [B].
+    Args:
+        sequences: (B, S) or, packed, (1, tokens).
+        num_actions: Number of response tokens at the end of each row; packed [B].
+        attention_mask: (B, S) or, packed, (1, tokens) with the number of the sample, from 1.
+        packed_seq_lens: `None`; packed [B].
 
-    >>> called_batch(torch.tensor([[1, 2, 3]]), 2, None, None)
+    >>> batch_from_call(torch.tensor([[1, 2, 3]]), 2, None, None)
     Batch(1 records, padded, tokens 1x3, responses 1x2)
-    >>> called_batch(torch.tensor([[1, 2, 3, 4]]), [1, 1], torch.tensor([[1, 1, 2, 2]]), [2, 2])
+    >>> batch_from_call(torch.tensor([[1, 2, 3, 4]]), [1, 1], torch.tensor([[1, 1, 2, 2]]), [2, 2])
     Batch(2 records, packed, 4 tokens)
     """
     check_matrix("sequences", sequences, "(B, S), or (1, tokens) if packed")
@@ -132,7 +134,7 @@ def called_batch(
     if attention_mask is not None:
         counted = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths, dtype=torch.int64))
         if not torch.equal(attention_mask[0].cpu().long(), counted):
-            raise ValueError("attention_mask: expected the number of the sample, from 1 on, at each packed token")
+            raise ValueError("attention_mask: expected the number of the sample, from 1, at each packed token")
     if len(counts) != len(lengths):
         raise ValueError(f"num_actions: got {len(counts)} entries, expected {len(lengths)}, one for each sample")
     for i, (actions, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -166,12 +168,12 @@ def _numbers(name: str, numbers: int | Sequence[int] | torch.Tensor) -> list[int
 VARLEN = "rollbook_varlen"
 """Name of `rollbook.models.varlen` in transformers."""
 _PROBE = 6
-"""Tokens of a probe; the second of two samples has as many."""
+"""Number of tokens of a probe."""
 
 
 @contextmanager
 def scoring(module: Policy | ValueModel | nn.Module) -> Iterator[None]:
-    """Disable gradients and dropout within the context; afterwards every module has its mode of before.
+    """Disable gradients and dropout within the context; the mode of every module is restored.
 
     Args:
         module: The model. A `Reference` disables both itself.
@@ -183,20 +185,20 @@ def scoring(module: Policy | ValueModel | nn.Module) -> Iterator[None]:
     >>> layer.training
     True
     """
-    parts = list(module.modules()) if isinstance(module, nn.Module) else []  # a `Reference` sees to its own
-    was = list(map(attrgetter("training"), parts))
+    parts = list(module.modules()) if isinstance(module, nn.Module) else []
+    modes = list(map(attrgetter("training"), parts))
     try:
         for part in parts:
             part.training = False
-        # Not inference mode: a model keeps some of what it computes (rotary tables), which training then could not use.
+        # Not inference mode: models cache tensors (rotary tables) that training could then not use.
         with torch.no_grad():
             yield
     finally:
-        for part, training in zip(parts, was, strict=True):
+        for part, training in zip(parts, modes, strict=True):
             part.training = training
 
 
-def unwrapped(model: nn.Module) -> Any:
+def unwrap(model: nn.Module) -> Any:
     """Return the transformers model inside a peft model (adapters stay in its layers); any other model as it is."""
     inner, adapters = getattr(model, "get_base_model", None), getattr(model, "peft_config", None)
     if inner is None or adapters is None:
@@ -206,25 +208,25 @@ def unwrapped(model: nn.Module) -> Any:
     return inner()
 
 
-def backbone_of(model: nn.Module) -> Any:
+def get_backbone(model: nn.Module) -> Any:
     """Return the backbone of a transformers model, which computes hidden states; `None` if it has none."""
-    inner = getattr(unwrapped(model), "base_model", None)
-    return inner if isinstance(inner, nn.Module) and inner is not unwrapped(model) else None
+    inner = getattr(unwrap(model), "base_model", None)
+    return inner if isinstance(inner, nn.Module) and inner is not unwrap(model) else None
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: nn.Module | Policy | ValueModel) -> Any:
     """Return the text part of a model's configuration; of a language model all of it."""
-    config = model.config
+    config: Any = model.config  # type: ignore[union-attr]
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def device_of(module: nn.Module) -> torch.device:
+def get_device(module: nn.Module) -> torch.device:
     """Return the device of the first parameter of a module."""
     parameter = next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def dtype_of(module: nn.Module) -> torch.dtype:
+def get_dtype(module: nn.Module) -> torch.dtype:
     """Return the type of the first floating point parameter of a module."""
     return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
 
@@ -235,19 +237,19 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     last = list(parameters.values())[-1] if parameters else None
     if last is None or last.kind is not last.VAR_KEYWORD:  # `**kwargs` is always the last parameter
         inputs = {name: value for name, value in inputs.items() if name in parameters}
-    for part in (unwrapped(module), backbone_of(module)):
+    for part in (unwrap(module), get_backbone(module)):
         if part is not None and hasattr(part, "rope_deltas"):
-            part.rope_deltas = None  # kept from the last call, which was of other samples
+            part.rope_deltas = None  # cached from the last call, for other samples
     return module(**inputs)
 
 
-def inputs_of(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def model_inputs(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Build the keyword arguments of one forward pass over a batch, without a cache, with additional `media`.
 
-    Images and videos that come without `mm_token_type_ids` get them from their placeholder ids, if they have grids; a
-    model that reads types of images without grids is refused (its processor may mark more than placeholders).
+    Missing `mm_token_type_ids` of images and videos with grids are derived from placeholder ids. Without grids they are
+    required if the model reads them, since its processor may mark more than placeholders.
     """
-    inner, backbone = unwrapped(model), backbone_of(model)
+    inner, backbone = unwrap(model), get_backbone(model)
     config = getattr(inner, "config", None)
     packed = batch.layout == "packed"
     rope_index = getattr(inner, "get_rope_index", None) or getattr(backbone, "get_rope_index", None)
@@ -261,8 +263,8 @@ def inputs_of(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = 
         if any(name.endswith("grid_thw") for name in media):
             if packed:
                 raise ValueError(
-                    "media: got grids with packed sequences, expected a Batch that says which sample has which "
-                    "image (Actor.token_stats)"
+                    "media: got grids with packed sequences, expected a Batch, which assigns images to samples "
+                    "(Actor.token_stats)"
                 )
             del inputs["position_ids"]
             if TYPES not in inputs:
@@ -275,7 +277,7 @@ def inputs_of(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = 
         and TYPES in inspect.signature(inner.forward).parameters
     ):
         raise ValueError(
-            f"media[{TYPES!r}]: got None, expected what the processor gave: {type(inner).__name__} reads it"
+            f"media[{TYPES!r}]: got None, expected the processor's output: {type(inner).__name__} reads it"
         )
     return {**inputs, "use_cache": False}
 
@@ -287,48 +289,52 @@ def inputs_of(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = 
 class Head:
     """How the log-probs of one model are computed, as determined by a probe.
 
-    `path`: `hidden` (hidden states times the weight of the output layer, tile by tile) or `logits` (of the model).
+    Attributes:
+        model: The model.
+        path: `hidden` (hidden states times the weight of the output layer, tile by tile) or `logits` (of the model).
+        why: Reason for this path.
+        suppress: Token ids without probability.
+        layer: The output layer, for the path `hidden`.
+        scale: Factor that the model multiplies logits by.
+        softcap: Soft cap of the logits.
     """
 
     model: nn.Module
     path: Literal["hidden", "logits"]
     why: str
-    """The reason for this path, in words."""
     suppress: tuple[int, ...] = ()
     layer: nn.Linear | None = None
-    """The output layer, for the path `hidden`."""
     scale: float = 1.0
-    """Factor that the model multiplies logits by."""
     softcap: float | None = None
 
     @classmethod
     def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
         """Probe a model on a few tokens."""
-        inner, backbone = unwrapped(model), backbone_of(model)
+        inner, backbone = unwrap(model), get_backbone(model)
         layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
         if backbone is None or layer is None:
-            return cls(model, "logits", "the model has no backbone and output layer to be told apart", suppress)
+            return cls(model, "logits", "the model has no separate backbone and output layer", suppress)
         if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-            # Looked at, not measured: an adapter on it does nothing before the first step.
-            named = f"{type(layer).__module__}.{type(layer).__qualname__}"
-            return cls(model, "logits", f"the output layer is a {named}, not a plain one", suppress)
-        ids = probe_ids(inner, device_of(inner))
+            # By type, not by the probe: an adapter on the layer has no effect before the first step.
+            kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+            return cls(model, "logits", f"the output layer is a {kind}, expected nn.Linear", suppress)
+        ids = probe_ids(inner, get_device(inner))
         with scoring(inner):
             hidden = run(backbone, {"input_ids": ids, "use_cache": False})
             logits = run(inner, {"input_ids": ids, "use_cache": False}).logits.float()
             plain = layer(hidden.last_hidden_state if hasattr(hidden, "last_hidden_state") else hidden[0]).float()
-        close = (1e-4 if dtype_of(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
+        close = (1e-4 if get_dtype(inner) in (torch.float32, torch.float64) else 2e-2) * float(logits.abs().max())
         for scale, cap in _logit_transforms(inner):
             scaled = plain * scale
             if cap is not None:
                 scaled = cap * torch.tanh(scaled / cap)
             if bool(((scaled - logits).abs() <= close).all()):
                 if cap is not None and suppress:
-                    return cls(model, "logits", "tokens are suppressed, and a soft cap keeps them likely", suppress)
-                return cls(model, "hidden", "it gives the model's logits", suppress, layer, scale, cap)
+                    return cls(model, "logits", "a soft cap would keep suppressed tokens likely", suppress)
+                return cls(model, "hidden", "the output layer gives the model's logits", suppress, layer, scale, cap)
         off = float((plain - logits).abs().max())
         return cls(
-            model, "logits", f"the model's logits are others than its output layer's, by up to {off:.3g}", suppress
+            model, "logits", f"the model's logits differ from those of its output layer by up to {off:.3g}", suppress
         )
 
     def stats(
@@ -341,21 +347,21 @@ class Head:
     ) -> tuple[TokenStats, Any]:
         """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model."""
         slots = Slots.of(batch)
-        inputs = inputs_of(self.model, batch, media)
+        inputs = model_inputs(self.model, batch, media)
         if self.layer is None:
             output, picked = self._logits(inputs, slots)
             if self.suppress:
                 picked = picked.index_fill(-1, self._suppressed(picked.device), -torch.inf)
             stats = from_logits(picked, slots.labels, temperature=temperature, entropy=entropy)
         else:
-            output = run(backbone_of(self.model), inputs)
+            output = run(get_backbone(self.model), inputs)
             hidden = slots.pick(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
             stats = from_hidden(
                 hidden,
                 self.layer.weight,
                 slots.labels,
-                bias=self._suppressed_bias(self.layer) if self.suppress else self.layer.bias,
-                # The logits are scaled as a whole, and so in the same place as a temperature does it.
+                bias=self._suppressing_bias(self.layer) if self.suppress else self.layer.bias,
+                # A factor of all logits is an inverse temperature.
                 temperature=temperature / self.scale,
                 entropy=entropy,
                 softcap=self.softcap,
@@ -364,22 +370,22 @@ class Head:
         return TokenStats(slots.put(stats.logprobs.float()), entropies), output
 
     def _logits(self, inputs: dict[str, Any], slots: Slots) -> tuple[Any, torch.Tensor]:
-        """Run the model, and return its output and its logits [N, V] at the slots; of other tokens none, if it can."""
-        inner = unwrapped(self.model)
+        """Run the model; return its output and the logits [N, V] of the slots, computing no others if it can."""
+        inner = unwrap(self.model)
         keep = "logits_to_keep" in inspect.signature(inner.forward).parameters
         if keep and slots.lengths is not None:
             output = run(self.model, {**inputs, "logits_to_keep": slots.index})
-            return output, _logits_of(output)[0]
+            return output, _get_logits(output)[0]
         if keep:
             width = inputs["input_ids"].shape[1]
             last = min(slots.shape[1] + 1, width)
             output = run(self.model, {**inputs, "logits_to_keep": last})
             row, column = slots.index // width, slots.index % width
-            return output, _logits_of(output).flatten(0, 1)[row * last + column - (width - last)]
+            return output, _get_logits(output).flatten(0, 1)[row * last + column - (width - last)]
         output = run(self.model, inputs)
-        return output, slots.pick(_logits_of(output))
+        return output, slots.pick(_get_logits(output))
 
-    def _suppressed_bias(self, layer: nn.Linear) -> torch.Tensor:
+    def _suppressing_bias(self, layer: nn.Linear) -> torch.Tensor:
         """[V] The bias, -inf for suppressed tokens, which then have no probability and no gradient."""
         weight = layer.weight
         bias = torch.zeros(len(weight), device=weight.device) if layer.bias is None else layer.bias.float()
@@ -389,17 +395,20 @@ class Head:
         return torch.tensor(self.suppress, dtype=torch.int64, device=device)
 
 
-def _logits_of(output: Any) -> torch.Tensor:
-    logits = output if isinstance(output, torch.Tensor) else output["logits"] if "logits" in output else output[0]
+def _get_logits(output: torch.Tensor | Mapping[Any, Any] | tuple[Any, ...]) -> torch.Tensor:
+    if isinstance(output, Mapping):
+        logits = output["logits"] if "logits" in output else output[0]
+    else:
+        logits = output[0] if isinstance(output, tuple) else output
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
-        raise ValueError(f"model: got {type(logits).__name__} from it, expected logits (B, S, V)")
+        raise ValueError(f"model: returned {type(logits).__name__}, expected logits (B, S, V)")
     return logits
 
 
 def _logit_transforms(model: nn.Module) -> Iterator[tuple[float, float | None]]:
     """Iterate over scales and soft caps that this model may apply to logits: those of its configuration, then neither.
 
-    In this order, since a cap on small logits leaves no difference that a check could detect.
+    In this order, since a cap has no detectable effect on small logits.
     """
     places = [model.config, text_config(model)]
 
@@ -449,23 +458,23 @@ def probe_ids(model: nn.Module, device: torch.device, count: int = _PROBE) -> to
     return torch.tensor([chosen], dtype=torch.int64, device=device)
 
 
-def keeps_apart(model: nn.Module) -> bool:
-    """Check on a few tokens whether the model treats packed samples as if each were alone.
+def separates_samples(model: nn.Module) -> bool:
+    """Check on a few tokens whether the model separates packed samples.
 
-    What the second of two samples gets is compared with what it gets alone, and, for a measure, with what it would get
-    if the first were its beginning. Where that makes no difference to speak of, nothing is proved, and it is no.
+    The output for the second of two samples is compared with its output alone, relative to the difference that the
+    first makes as its prefix. If that difference is 0, the check proves nothing, and the result is False.
     """
-    inner = backbone_of(model) or model
-    if not hasattr(unwrapped(model), "config"):
+    inner = get_backbone(model) or model
+    if not hasattr(unwrap(model), "config"):
         return False
-    device = device_of(inner)
-    ids = probe_ids(unwrapped(model), device, 2 * _PROBE - 1)[0]
+    device = get_device(inner)
+    ids = probe_ids(unwrap(model), device, 2 * _PROBE - 1)[0]
     first, second = ids[: _PROBE - 1], ids[_PROBE - 1 :]
 
     def last(rows: list[torch.Tensor]) -> torch.Tensor:
         values = Rows(torch.cat(rows), [len(row) for row in rows])
         mask = Rows(torch.ones(len(values.values), dtype=torch.bool, device=device), values.lengths)
-        output = run(inner, inputs_of(model, Batch(tokens=values, action_mask=mask)))
+        output = run(inner, model_inputs(model, Batch(tokens=values, action_mask=mask)))
         states: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
         return states[0, -_PROBE:].float()
 
@@ -475,9 +484,9 @@ def keeps_apart(model: nn.Module) -> bool:
     return scale > 0 and float((packed - alone).abs().max()) < 0.1 * scale
 
 
-def attention_of(model: nn.Module) -> str:
+def attention_implementation(model: nn.Module) -> str:
     """Return the attention implementation of the text part of a transformers model; empty for other modules."""
-    inner = unwrapped(model)
+    inner = unwrap(model)
     return str(getattr(text_config(inner), "_attn_implementation", None) or "") if hasattr(inner, "config") else ""
 
 
@@ -490,7 +499,7 @@ class Wrapper(nn.Module, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if attention_of(self._inner) == VARLEN:  # in another process, transformers may not have heard of it
+        if attention_implementation(self._inner) == VARLEN:  # not yet registered in another process
             from rollbook.models.varlen import register
 
             register()
@@ -503,57 +512,57 @@ class Wrapper(nn.Module, ABC):
     @property
     def config(self) -> Any:
         """The transformers model's configuration."""
-        return unwrapped(self._inner).config
+        return unwrap(self._inner).config
 
     @property
     def device(self) -> torch.device:
         """Device of the first weights of the model."""
-        return device_of(self._inner)
+        return get_device(self._inner)
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights of the model."""
-        return dtype_of(self._inner)
+        return get_dtype(self._inner)
 
     @property
     def packs(self) -> bool:
-        """Whether the model keeps packed samples apart; checked once, on a few tokens."""
+        """Whether the model separates packed samples; checked once, on a few tokens."""
         if self._packs is None:
-            self._packs = keeps_apart(self._inner)
+            self._packs = separates_samples(self._inner)
         return self._packs
 
     @property
     def packs_cheaply(self) -> bool:
-        """Whether it does, and attention over packed samples costs as much as over each sample alone.
+        """Whether the model separates packed samples, and their attention costs no more than that of each alone.
 
         That holds for kernels for ragged input and for `rollbook.models.varlen`. Eager and SDPA attention use a mask
         over all pairs of tokens.
         """
-        attention = attention_of(self._inner)
+        attention = attention_implementation(self._inner)
         return ("flash" in attention or attention in ("flex_attention", VARLEN)) and self.packs
 
     def _check_packs(self) -> None:
         if not self.packs:
             raise ValueError(
-                "packed: the model does not keep packed samples apart: what it says of one depends on those before it; "
-                "give it a padded batch (batch.pad())"
+                "packed: the model does not separate packed samples: the output for one depends on those before it; "
+                "expected a padded batch (batch.pad())"
             )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Trade computing for memory in training; without reentry unless told otherwise, so that frozen parts do not
-        cut gradients off."""
+        """Recompute activations in training to save memory; by default without reentry, which would cut gradients at
+        frozen parts."""
         options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        unwrapped(self._inner).gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(options))
+        unwrap(self._inner).gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(options))
 
     def gradient_checkpointing_disable(self) -> None:
-        """Undo it."""
-        unwrapped(self._inner).gradient_checkpointing_disable()
+        """Disable gradient checkpointing."""
+        unwrap(self._inner).gradient_checkpointing_disable()
 
 
-def flat(column: Tokens) -> torch.Tensor:
+def to_lightrft(column: Tokens) -> torch.Tensor:
     """Convert a column to the layout of LightRFT's models: [B, R] as it is; packed rows as [1, all actions].
 
-    >>> flat(Rows(torch.arange(3), [1, 2])).shape
+    >>> to_lightrft(Rows(torch.arange(3), [1, 2])).shape
     torch.Size([1, 3])
     """
     return column.values.unsqueeze(0) if isinstance(column, Rows) else column

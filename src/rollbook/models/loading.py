@@ -29,13 +29,13 @@ DType: TypeAlias = torch.dtype | str
 """A floating point type, or its name."""
 
 BASE = "base"
-"""The folder beside adapters that holds the model they belong to, if it could not be found otherwise."""
+"""Folder of the base model in a folder of adapters, if it came from neither a folder nor the hub."""
 VALUE_HEAD = "value_head.safetensors"
-"""The file beside a backbone's in which a critic keeps its head."""
+"""File of a critic's head in the folder of its backbone."""
 
 
 def transformers_module() -> Any:
-    """The package, or an error that says how to get it."""
+    """Import transformers; the `ImportError` says how to install it."""
     try:
         import transformers
     except ImportError as error:
@@ -44,33 +44,33 @@ def transformers_module() -> Any:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Without transformers' progress bars, where it is no news that a model is read or written.
+def hide_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of transformers within the context.
 
-    >>> with quietly():
+    >>> with hide_progress_bars():
     ...     transformers_module().utils.logging.is_progress_bar_enabled()
     False
     """
     bars = transformers_module().utils.logging
-    shown = bars.is_progress_bar_enabled()
+    were_enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_enabled:
             bars.enable_progress_bar()
 
 
 def as_dtype(dtype: DType | None) -> torch.dtype | None:
-    """A floating point type by itself or by name; `None` for none.
+    """Return a floating point type, given as such or by name; `None` for `None`.
 
     >>> as_dtype("bfloat16"), as_dtype(None)
     (torch.bfloat16, None)
     """
+    if dtype is None:
+        return None
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if resolved is not None and (not isinstance(resolved, torch.dtype) or not resolved.is_floating_point):
-        raise ValueError(f"dtype: got {dtype!r}, expected a floating point type such as torch.bfloat16 or 'bfloat16'")
-    if resolved is None and dtype is not None:
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ValueError(f"dtype: got {dtype!r}, expected a floating point type such as torch.bfloat16 or 'bfloat16'")
     return resolved
 
@@ -119,7 +119,7 @@ def load_model(
                 f"model: got {type(model).__name__}, expected a module, a configuration, a folder or a name"
             )
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        # transformers writes type and attention into what it is given, which may be used again.
+        # A copy: transformers writes the type and the attention into the configuration.
         loaded = auto_class(model, purpose).from_config(
             copy.deepcopy(model), dtype=kind or torch.float32, trust_remote_code=False, **options
         )
@@ -127,7 +127,7 @@ def load_model(
 
 
 def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
-    """Which of transformers' Auto classes makes a model of this configuration for a purpose."""
+    """Return the Auto class of transformers for a configuration and a purpose."""
     transformers = transformers_module()
     if purpose == "values":
         for ending in ("ForTokenClassification", "ForSequenceClassification"):
@@ -136,9 +136,9 @@ def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
                     raise ValueError(f"model: got a classifier of {config.num_labels} labels, expected one of 1")
                 return getattr(transformers, f"AutoModel{ending}")
         return transformers.AutoModel
-    sees = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    multimodal = hasattr(config, "vision_config") or hasattr(config, "audio_config")
     mapping = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if sees and type(config) in mapping:
+    if multimodal and type(config) in mapping:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 
@@ -152,14 +152,14 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
         base = folder / BASE
         base_name = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         if not base_name and not base.is_dir():
-            raise ValueError(f"model: got {name!r}, adapters that do not say which model they belong to")
+            raise ValueError(f"model: got {name!r}, adapters without a base model")
         inner = _from_name(str(base) if base.is_dir() else base_name, purpose, kind, attn_implementation)
         return load_adapter(inner, name)
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     for part in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
         kernel = getattr(part, "_attn_implementation", None)
         if kernel is not None and "/" in str(kernel):
-            raise ValueError(f"model: {name!r} names the attention {kernel!r}, which is code from the hub and not run")
+            raise ValueError(f"model: {name!r} uses the attention {kernel!r}: code from the hub is not run")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     loaded: nn.Module = auto_class(config, purpose).from_pretrained(
         name, dtype="auto" if kind is None else kind, trust_remote_code=False, **options
@@ -168,7 +168,7 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
 
 
 def load_tokenizers(model: ModelSource, config: PretrainedConfig | None) -> tuple[Any, Any]:
-    """The tokenizer and the processor that lie beside a model loaded by path or name, `None` for what is not there."""
+    """Load the tokenizer and the processor of a model given by path or name; `None` for missing ones."""
     if not isinstance(model, (str, os.PathLike)):
         return None, None
     transformers, name = transformers_module(), os.fspath(model)

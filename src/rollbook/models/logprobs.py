@@ -1,13 +1,13 @@
 """Log-probs, entropies and likeliest tokens, from logits or from hidden states.
 
-Invariant: beside the logits, no tensor of their size is allocated, neither forwards nor backwards, except for the
-gradient by the logits. Logits are computed with in float32 or float64, whatever their type, and the result does not
-depend on how tokens or vocabulary are divided into chunks, except for rounding.
+Invariant: no other tensor of the size of the logits is allocated, forward or backward, except for the gradient by the
+logits. Computation is in float32, or in float64 for float64 logits. Up to rounding, results do not depend on how tokens
+and vocabulary are divided into chunks.
 
 With m the largest logit of a token, s = sum e^((x - m) / T) and t = sum ((m - x) / T) e^((x - m) / T), the log-prob of
-label y is (x_y - m) / T - log s and the entropy is log s + t / s: sums of terms that are never negative, so that no
-digit is lost to cancellation. Both sums can be combined from parts of the vocabulary. Their gradients are recomputed
-from x, m and s. On a CUDA device the sums come from Triton kernels (except in float64), elsewhere from plain torch.
+label y is (x_y - m) / T - log s and the entropy is log s + t / s. All terms of both sums are nonnegative, so that
+nothing cancels, and sums over parts of the vocabulary can be combined. Gradients are recomputed from x, m and s. The
+sums come from Triton kernels on a CUDA device (except in float64), elsewhere from torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
 from reprlib import repr as shortly
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -345,9 +345,28 @@ def _check_first_derivative() -> None:
         raise RuntimeError("log-probs and entropies can be differentiated once: there is no gradient with create_graph")
 
 
+class _Context(Protocol):
+    """The context of an autograd function, with what the gradients need besides tensors."""
+
+    targets: Targets
+    cap: float | None
+    dtype: torch.dtype
+    factor_dtype: torch.dtype
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
+
+
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: Targets, entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: _Context, logits: torch.Tensor, targets: Targets, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.targets = targets
         sums = softmax_sums(logits, targets, 0, entropy)
@@ -358,7 +377,7 @@ class _FromLogits(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         _check_first_derivative()
         logits, *saved = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
@@ -372,7 +391,7 @@ class _FromLogits(torch.autograd.Function):
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -385,7 +404,7 @@ class _FromHidden(torch.autograd.Function):
         # An autocast around the call must not convert these products.
         with torch.autocast(hidden.device.type, enabled=False):
             kernels = _vocabulary.kernels_for(hidden) if hidden.is_cuda else None
-            if kernels is not None and kernels.takes(hidden, weight):
+            if kernels is not None and kernels.supports(hidden, weight):
                 sums = SoftmaxSums(
                     *kernels.product_sums(hidden, weight, bias, targets.labels, targets.scales, layer.cap, entropy)
                 )
@@ -400,7 +419,7 @@ class _FromHidden(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         _check_first_derivative()
         hidden, weight, bias, *saved = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:

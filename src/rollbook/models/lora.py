@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rollbook.models.head import scoring, unwrapped
+from rollbook.models.head import scoring, unwrap
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
     from rollbook.batch import Batch
+    from rollbook.batch.batch import Device
     from rollbook.models.actor import Actor
     from rollbook.models.logprobs import TokenStats
 
@@ -35,7 +36,7 @@ def attach(model: nn.Module, lora: LoraConfig | Mapping[str, Any]) -> nn.Module:
     """Add fresh adapters to a model, and freeze all other weights; `lora` is a `peft.LoraConfig` or its options."""
     peft = _peft()
     if has_adapters(model):
-        raise ValueError("lora: got a model that has adapters already, expected one without")
+        raise ValueError("lora: got a model with adapters, expected one without")
     if isinstance(lora, Mapping):
         try:
             lora = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora})
@@ -55,7 +56,7 @@ def load_adapter(base: nn.Module, folder: str) -> nn.Module:
 
 def save_base(model: nn.Module, folder: str, **options: Any) -> None:
     """Save the model without its adapters."""
-    inner = unwrapped(model)
+    inner = unwrap(model)
     weights = {}
     for name, value in inner.state_dict().items():
         parts = name.split(".")
@@ -70,15 +71,15 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable the adapters within the context; `requires_grad` of all parameters is restored."""
-    needs = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with model.disable_adapter():  # type: ignore[operator]
             yield
     finally:
-        for parameter, needed in needs:
-            parameter.requires_grad_(needed)
+        for parameter, requires_grad in flags:
+            parameter.requires_grad_(requires_grad)
 
 
 class Reference:
@@ -103,22 +104,22 @@ class Reference:
 
     def __init__(self, actor: Actor) -> None:
         if not has_adapters(actor.model):
-            raise ValueError("actor: got one without adapters, expected one made with lora=...")
+            raise ValueError("actor: got one without adapters, expected Actor(..., lora=...)")
         self.actor = actor
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """As `Actor.forward`."""
+        """Compute log-probs without adapters; see `Actor.forward`."""
         with self._base():
             return self.actor(*args, **options)
 
-    def token_stats(self, batch: Batch, **options: Any) -> TokenStats:
-        """As `Actor.token_stats`."""
+    def token_stats(self, batch: Batch, *, entropy: bool = False, temperature: float | None = None) -> TokenStats:
+        """Compute log-probs without adapters; see `Actor.token_stats`."""
         with self._base():
-            return self.actor.token_stats(batch, **options)
+            return self.actor.token_stats(batch, entropy=entropy, temperature=temperature)
 
     @contextmanager
     def _base(self) -> Iterator[None]:
-        with scoring(self.actor), adapters_off(self.actor.model):
+        with scoring(self.actor), disable_adapters(self.actor.model):
             yield
 
     @property
@@ -182,6 +183,6 @@ class Reference:
         """Do nothing: it is not trained."""
         return self
 
-    def to(self, *_: Any, **__: Any) -> Reference:
+    def to(self, *_: Device | torch.dtype, **__: Device | torch.dtype | bool | None) -> Reference:
         """Do nothing: it is on the device of the actor."""
         return self

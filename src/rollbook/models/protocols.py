@@ -14,7 +14,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A model that computes log-probs of response tokens: `rollbook.models.Actor`, or a user's own."""
+    """A model that computes log-probs of response tokens: `rollbook.models.Actor`, or a user-defined one.
+
+    Attributes:
+        device: Device of the weights.
+        dtype: Type of the weights.
+        pad_token_id: Token id of the padding.
+        packs_cheaply: Whether packed batches cost no more than their records alone.
+        tokenizer: The tokenizer, or `None`.
+
+    >>> from rollbook.models import Actor
+    >>> issubclass(Actor, torch.nn.Module), isinstance(torch.nn.Linear(1, 1), Policy)
+    (True, False)
+    """
 
     @property
     def device(self) -> torch.device:
@@ -51,7 +63,16 @@ class Policy(Protocol):
 
 @runtime_checkable
 class ValueModel(Protocol):
-    """A model that computes the value of the state before every response token: `rollbook.models.Critic`."""
+    """A model that computes the value of the state before every response token: `rollbook.models.Critic`.
+
+    Attributes:
+        device: Device of the weights.
+        dtype: Type of the weights.
+        packs_cheaply: Whether packed batches cost no more than their records alone.
+
+    >>> isinstance(torch.nn.Linear(1, 1), ValueModel)
+    False
+    """
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@
 | `models` | torch modules and sequence classifiers |
 | `remote` | reward models behind HTTP |
 | `recipes` | `as_reward`, weighted sums, recipes by label, LightRFT's `reward_fn` |
-| `answers` | built-in reward functions (`READY` has them by name) |
+| `answers` | built-in reward functions (`BUILTIN_REWARDS` has them by name) |
 | `sandbox` | `code_match`, and limits for untrusted programs |
 
 Names load when they are first used: neither torch nor httpx is needed before.
@@ -25,26 +25,26 @@ from typing import TYPE_CHECKING
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.rewards.answers import as_number as as_number
-    from rollbook.rewards.answers import boxed as boxed
     from rollbook.rewards.answers import boxed_match as boxed_match
     from rollbook.rewards.answers import exact_match as exact_match
-    from rollbook.rewards.answers import final_answer as final_answer
+    from rollbook.rewards.answers import extract_boxed as extract_boxed
+    from rollbook.rewards.answers import extract_final_answer as extract_final_answer
+    from rollbook.rewards.answers import extract_last_number as extract_last_number
+    from rollbook.rewards.answers import find_json_errors as find_json_errors
     from rollbook.rewards.answers import gsm8k as gsm8k
-    from rollbook.rewards.answers import json_errors as json_errors
     from rollbook.rewards.answers import json_match as json_match
     from rollbook.rewards.answers import json_schema as json_schema
-    from rollbook.rewards.answers import last_number as last_number
     from rollbook.rewards.answers import length as length
     from rollbook.rewards.answers import math_match as math_match
     from rollbook.rewards.answers import numeric_match as numeric_match
+    from rollbook.rewards.answers import parse_number as parse_number
     from rollbook.rewards.answers import repetition as repetition
     from rollbook.rewards.answers import think_answer_format as think_answer_format
     from rollbook.rewards.answers import think_boxed_format as think_boxed_format
     from rollbook.rewards.functions import FunctionReward as FunctionReward
     from rollbook.rewards.functions import batched as batched
     from rollbook.rewards.models import ModelReward as ModelReward
-    from rollbook.rewards.recipes import READY as READY
+    from rollbook.rewards.recipes import BUILTIN_REWARDS as BUILTIN_REWARDS
     from rollbook.rewards.recipes import CombinedReward as CombinedReward
     from rollbook.rewards.recipes import Recipe as Recipe
     from rollbook.rewards.recipes import as_reward as as_reward
@@ -63,26 +63,26 @@ _HOMES = {
     "FunctionReward": "rollbook.rewards.functions",
     "Limits": "rollbook.rewards.sandbox",
     "ModelReward": "rollbook.rewards.models",
-    "READY": "rollbook.rewards.recipes",
+    "BUILTIN_REWARDS": "rollbook.rewards.recipes",
     "Recipe": "rollbook.rewards.recipes",
     "RemoteReward": "rollbook.rewards.remote",
     "Reward": "rollbook.rewards.types",
     "RewardError": "rollbook.rewards.types",
     "RewardInput": "rollbook.rewards.types",
     "RewardResult": "rollbook.rewards.types",
-    "as_number": "rollbook.rewards.answers",
+    "parse_number": "rollbook.rewards.answers",
     "as_reward": "rollbook.rewards.recipes",
     "batched": "rollbook.rewards.functions",
-    "boxed": "rollbook.rewards.answers",
+    "extract_boxed": "rollbook.rewards.answers",
     "boxed_match": "rollbook.rewards.answers",
     "code_match": "rollbook.rewards.sandbox",
     "exact_match": "rollbook.rewards.answers",
-    "final_answer": "rollbook.rewards.answers",
+    "extract_final_answer": "rollbook.rewards.answers",
     "gsm8k": "rollbook.rewards.answers",
-    "json_errors": "rollbook.rewards.answers",
+    "find_json_errors": "rollbook.rewards.answers",
     "json_match": "rollbook.rewards.answers",
     "json_schema": "rollbook.rewards.answers",
-    "last_number": "rollbook.rewards.answers",
+    "extract_last_number": "rollbook.rewards.answers",
     "length": "rollbook.rewards.answers",
     "lightrft_reward": "rollbook.rewards.recipes",
     "math_match": "rollbook.rewards.answers",

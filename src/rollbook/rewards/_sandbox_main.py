@@ -1,11 +1,11 @@
-"""The sandbox's own process: isolates itself, starts a program, watches the clock, and cleans up.
+"""The process of the sandbox: isolates itself, starts a program, enforces the time limit, and cleans up.
 
-Invariant: when it ends, every process that the program started has been killed, also those in sessions of their own,
-unless it reported `leftovers`.
+Invariant: when it ends, every process that the program started has been killed, also in other sessions, unless it
+reported `leftovers`.
 
-Run as `python -I -S _sandbox_main.py SETTINGS COMMAND...` in the program's folder; it imports nothing but the standard
-library. It writes two JSON lines to the file descriptor `report`: before the program starts, `unprotected`, what could
-not be isolated; at the end, `timed_out` and `code`.
+Run as `python -I -S _sandbox_main.py SETTINGS COMMAND...` in the folder of the program; it imports only the standard
+library. It writes two JSON lines to the file descriptor `report`: `unprotected` before the program starts, `timed_out`
+and `code` at the end.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ READ_ONLY, NO_SUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 1, 2
 MOUNT_SETATTR, AT_CWD, AT_RECURSIVE = 442, -100, 0x8000
 PARENT_DIES, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 22, 36, 38
 WORK = "/tmp/program"
-"""The program's folder in its own root."""
+"""Folder of the program in its own root."""
 INODES = 16384
 libc: Any = ctypes.CDLL(None, use_errno=True)
 linux = sys.platform == "linux"
 
-# --- the kernel's calls -----------------------------------------------------------------------------------------------
+# --- calls of the kernel ----------------------------------------------------------------------------------------------
 
 
 class Stop(BaseException):
-    """The clock ran out, or the owner asked for an end."""
+    """Raised at the time limit, or when the parent process asks to stop."""
 
 
 def prctl(option: int, value: int, more: Any = 0) -> bool:
-    """Set an attribute of this process; whether that worked."""
+    """Set an attribute of this process; return whether that worked."""
     return linux and bool(libc.prctl(option, value, more, 0, 0) == 0)
 
 
 def unshare(flags: int) -> bool:
-    """Move to new namespaces; whether that was allowed."""
+    """Move to new namespaces; return whether that was allowed."""
     return linux and bool(libc.unshare(flags) == 0)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> bool:
-    """Mount something in the own mount namespace; whether that worked."""
+    """Mount a file system in this mount namespace; return whether that worked."""
     text = [None if part is None else part.encode() for part in (source, target, kind, options)]
     return bool(libc.mount(text[0], text[1], text[2], ctypes.c_ulong(flags), text[3]) == 0)
 
 
 def make_read_only(path: str) -> bool:
-    """Make a mount and all below it read-only; whether that worked (Linux 5.12 or later)."""
+    """Make a mount and all mounts in it read-only; return whether that worked (Linux 5.12 or later)."""
     attributes = struct.pack("4Q", READ_ONLY | NO_SUID, 0, 0, 0)
     return bool(libc.syscall(MOUNT_SETATTR, AT_CWD, path.encode(), AT_RECURSIVE, attributes, len(attributes)) == 0)
 
 
 def write(path: str, text: str) -> None:
-    """Write to one of the kernel's files."""
+    """Write to a file."""
     with open(path, "w") as file:
         file.write(text)
 
@@ -73,24 +73,24 @@ def write(path: str, text: str) -> None:
 
 UNIX, INET, INET6 = 1, 2, 10
 NUMBERS = {
-    # audit's number, clone, socket, socketpair, pivot_root, then what is refused: unshare, setns, mount, umount2,
-    # pivot_root, chroot; ptrace, process_vm_readv, process_vm_writev; what is shared by the whole kernel, and stays:
-    # keyctl, add_key, request_key, bpf, perf_event_open, userfaultfd, shmget, semget, msgget; memory that no limit
-    # counts: memfd_create
+    # Audit architecture, clone, socket, socketpair, pivot_root, then the denied calls: unshare, setns, mount, umount2,
+    # pivot_root, chroot; ptrace, process_vm_readv, process_vm_writev; persistent resources of the whole kernel: keyctl,
+    # add_key, request_key, bpf, perf_event_open, userfaultfd, shmget, semget, msgget; memory outside of the limits:
+    # memfd_create
     "x86_64": (0xC000003E, 56, 41, 53, 155, (272, 308, 165, 166, 155, 161, 101, 310, 311, 250, 248, 249, 321, 298, 323,
                                              29, 64, 68, 319)),
     "aarch64": (0xC00000B7, 220, 198, 199, 41, (97, 268, 40, 39, 41, 51, 117, 270, 271, 219, 217, 218, 280, 241, 282,
                                                 194, 190, 186, 279)),
 }  # fmt: skip
 SAME_EVERYWHERE = (425, *range(428, 434), MOUNT_SETATTR, 447)
-"""io_uring_setup, which makes sockets past a filter; open_tree to fspick and mount_setattr; memfd_secret."""
+"""io_uring_setup, which bypasses the filter for sockets; open_tree to fspick and mount_setattr; memfd_secret."""
 CLONE3 = 435
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
 def pivot_root(new: str) -> bool:
-    """Make a mount the root of the namespace and detach the old one; whether that worked."""
+    """Make a mount the root of the namespace and detach the old one; return whether that worked."""
     number = NUMBERS.get(os.uname().machine)
     os.chdir(new)
     if number is None or libc.syscall(number[4], b".", b".") != 0:
@@ -99,7 +99,7 @@ def pivot_root(new: str) -> bool:
 
 
 def filter_system_calls(families: Sequence[int]) -> bool:
-    """Refuse these calls, new namespaces and sockets of other families, from here on; whether that worked."""
+    """Deny system calls, new namespaces and sockets of other families from now on; return whether that worked."""
     machine = os.uname().machine
     if not linux or machine not in NUMBERS or sys.maxsize < 1 << 32:
         return False
@@ -107,7 +107,7 @@ def filter_system_calls(families: Sequence[int]) -> bool:
     refuse = [(RETURN, 0, 0, FAIL | errno.EPERM)]
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     steps += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, FAIL | errno.ENOSYS)]  # another numbering (x32)
-    # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.
+    # The flags of clone3 are in memory, which a filter cannot read; libraries fall back to clone.
     steps += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
     steps += [(EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, ANY_NAMESPACE), *refuse, (RETURN, 0, 0, ALLOW)]
     for call, allowed in ((socket, families), (pair, (UNIX,))):
@@ -126,7 +126,7 @@ def filter_system_calls(families: Sequence[int]) -> bool:
 
 
 def show(path: str, root: str) -> bool:
-    """Have a path of the machine, read-only, in the new root, unless it is there; whether that worked."""
+    """Mount a path of the machine read-only in the new root, unless it exists; return whether that worked."""
     target = root + path
     if os.path.lexists(target) or not os.path.lexists(path):
         return True
@@ -139,10 +139,10 @@ def show(path: str, root: str) -> bool:
 
 
 def enter_root(visible: Sequence[str], folder: str, disk: int, user: int | None) -> bool:
-    """Enter a read-only root that shows `visible` alone, with one place to write that is bounded and goes away.
+    """Enter a read-only root that shows only `visible`, with bounded temporary storage.
 
-    `/tmp`, `/var/tmp` and `/dev/shm` are that place; the files of `folder` are copied there. Needs a mount namespace,
-    and for `/proc` to be the first process of a namespace.
+    The storage is at `/tmp`, `/var/tmp` and `/dev/shm`; the files of `folder` are copied there. Requires a mount
+    namespace and, for `/proc`, to be the first process of a PID namespace.
     """
     files = {}
     for name in os.listdir(folder):
@@ -156,13 +156,13 @@ def enter_root(visible: Sequence[str], folder: str, disk: int, user: int | None)
         for path in ("/tmp", "/var/tmp", "/dev/shm", "/proc") if entered else ():
             os.makedirs(folder + path)
     entered = entered and mount("tmpfs", folder + "/tmp", "tmpfs", bare, f"size={disk},nr_inodes={INODES},mode=1777")
-    for path in ("/var/tmp", "/dev/shm", "/run"):  # sockets of services lie in the last
+    for path in ("/var/tmp", "/dev/shm", "/run"):  # /run has the sockets of services
         if entered and os.path.isdir(folder + path) and not os.path.islink(folder + path):
             entered = mount(folder + "/tmp", folder + path, None, BIND)
     entered = entered and all(show(path, folder) for path in sorted(visible) if path != "/")
     if entered and "/" not in visible:
         entered = mount(None, folder, None, REMOUNT | BIND | READ_ONLY | bare)
-    # It shows this namespace's processes alone; where it may not be mounted, there is none.
+    # `/proc` of this PID namespace, or an empty folder if it cannot be mounted.
     if entered and not mount("proc", folder + "/proc", "proc", bare):
         entered = mount("tmpfs", folder + "/proc", "tmpfs", bare | READ_ONLY, "size=4k,mode=755")
     if not entered or not pivot_root(folder):
@@ -180,7 +180,7 @@ def enter_root(visible: Sequence[str], folder: str, disk: int, user: int | None)
 
 
 def give(folder: str, user: int) -> None:
-    """Make the program's folder and its files another user's."""
+    """Change the owner of the program's folder and its files."""
     for name in [".", *os.listdir(folder)]:
         os.chown(os.path.join(folder, name), user, user)
 
@@ -189,7 +189,7 @@ def give(folder: str, user: int) -> None:
 
 
 def unused_user() -> int | None:
-    """As root: a user that nobody is, so that files and limits are not root's; `None` if there is none here."""
+    """Return the id of an unused user, for programs started by root; `None` if there is none."""
     for user in (1_000_000_000 + os.getpid(), 65534):
         with contextlib.suppress(OSError):
             os.seteuid(user)
@@ -199,14 +199,14 @@ def unused_user() -> int | None:
 
 
 def become(user: int) -> None:
-    """Be another user, for good."""
+    """Become another user permanently."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def threads_of_user() -> int:
-    """How many threads this user has now: where it has no namespace, the limit on processes counts them too."""
+    """Count the threads of this user, which the limit on processes includes without a user namespace."""
     count, user = 0, os.getuid()
     for name in os.listdir("/proc") if linux else []:
         with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def threads_of_user() -> int:
 
 
 def set_limits(settings: dict[str, Any], others: int) -> None:
-    """Bound what each process may use."""
+    """Set the resource limits of each process."""
     bounds = {"CORE": 0, "CPU": settings["cpu"], "FSIZE": settings["file_size"], "NOFILE": settings["files"]}
     bounds |= {"AS": settings["memory"], "NPROC": settings["processes"] + others, "MSGQUEUE": 0}
     for name, value in bounds.items():
@@ -224,12 +224,12 @@ def set_limits(settings: dict[str, Any], others: int) -> None:
         if kind is not None:
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            with contextlib.suppress(ValueError, OSError):  # some systems do not limit memory
+            with contextlib.suppress(ValueError, OSError):  # some systems cannot limit memory
                 resource.setrlimit(kind, (value, value))
 
 
 def children() -> list[int]:
-    """The processes whose parent this one is."""
+    """Return the child processes of this one."""
     processes = []
     for name in os.listdir("/proc") if linux else []:
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -241,7 +241,7 @@ def children() -> list[int]:
 
 
 def kill_the_rest(child: int) -> None:
-    """Kill what the program left: its orphans come to this process, their reaper, generation by generation."""
+    """Kill all processes that the program left. Orphans become children of this process, their subreaper."""
     for _ in range(10_000):
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)
@@ -257,7 +257,7 @@ def kill_the_rest(child: int) -> None:
 
 
 def first_process(start: Callable[[], None]) -> None:
-    """The first process of a namespace: when it ends, the kernel kills all others in there."""
+    """Run as the first process of a PID namespace: when it ends, the kernel kills all others in it."""
     child = os.fork()
     if child == 0:
         start()
@@ -269,7 +269,7 @@ def first_process(start: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Isolate, start, watch, clean up."""
+    """Isolate this process, start the program, wait for it, and clean up."""
     began = time.monotonic()
     settings: dict[str, Any] = json.loads(sys.argv[1])
     command, folder, report = sys.argv[2:], os.getcwd(), settings["report"]
@@ -291,13 +291,13 @@ def main() -> None:
             write("/proc/self/setgroups", "deny")
         write("/proc/self/uid_map", f"{user} {user} 1")
         write("/proc/self/gid_map", f"{group} {group} 1")
-    # A user namespace has a count of its own since Linux 5.14.
+    # Since Linux 5.14, a user namespace has its own count of processes.
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) if linux else (0, 0)
     counted_alone = other_user is not None or (isolated and kernel >= (5, 14))
     others = 0 if counted_alone else threads_of_user()
 
     def isolate() -> None:
-        """In the child: files and system calls; then say what is not isolated."""
+        """Isolate files and system calls in the child, and report the missing protections."""
         prctl(PARENT_DIES, signal.SIGKILL)
         rooted = (
             isolated
@@ -305,7 +305,7 @@ def main() -> None:
             and enter_root(settings["visible"], folder, settings["disk"], other_user)
         )
         if isolated and not rooted:
-            mount("proc", "/proc", "proc", 0)  # so that it shows this namespace's processes alone
+            mount("proc", "/proc", "proc", 0)  # shows only the processes of this namespace
         if not rooted and other_user is not None:
             give(folder, other_user)
         filtered = filter_system_calls((UNIX, INET, INET6) if isolated else (UNIX,))
@@ -324,7 +324,7 @@ def main() -> None:
         os.write(report, (json.dumps({"unprotected": unprotected}) + "\n").encode())
 
     def start() -> None:
-        """In the child: drop what is left of the privileges, then become the program."""
+        """Drop the remaining privileges in the child, and execute the program."""
         try:
             os.setsid()
             if other_user is not None:

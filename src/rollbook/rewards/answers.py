@@ -1,7 +1,7 @@
 """Built-in reward functions: compare answers (exact, numeric, boxed, symbolic, JSON) or check a response's form.
 
-Invariant: they look at the response alone. A response without a readable answer scores 0; a missing or unreadable
-reference is an error. Length and repetition are those of `rollbook.algorithms.shaping`.
+Invariant: they read only the response, not the prompt. A response without a readable answer scores 0; a missing or
+unreadable reference is an error.
 """
 
 from __future__ import annotations
@@ -20,30 +20,37 @@ from typing import Any, Literal
 
 from rollbook.core.checks import check_choice, check_float
 from rollbook.rewards.functions import MissingExtraError, ProcessPool, batched
+from rollbook.rewards.types import Json, Reference
 
 Percent = Literal["either", "hundredth", "ignored"]
 
-# --- finding answers ------------------------------------------------------------------------------------------------
+# --- extraction of answers --------------------------------------------------------------------------------------------
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-"""A brace, or a backslash with what it escapes: an escaped brace is none."""
+"""A brace, or a backslash with the character that it escapes."""
 
 
-def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (or `\fbox{...}`) that is closed, braces inside it balanced; else `None`.
+def extract_boxed(text: str) -> str | None:
+    r"""Extract the contents of the last closed `\boxed{...}` or `\fbox{...}`.
 
-    >>> boxed(r"First \boxed{1}, then \boxed{\frac{1}{2}}."), boxed(r"\boxed{\{1, 2\}}"), boxed(r"\boxed{2")
-    ('\\frac{1}{2}', '\\{1, 2\\}', None)
+    Args:
+        text: The text.
+
+    Returns:
+        The contents, which may have balanced braces, or `None`.
+
+    >>> [extract_boxed(text) for text in (r"First \boxed{1}, then \boxed{\frac{1}{2}}.", r"\boxed{\{1\}}", r"\boxed{2")]
+    ['\\frac{1}{2}', '\\{1\\}', None]
     """
-    boxes = _boxes(text)
+    boxes = _find_boxes(text)
     return text[slice(*boxes[-1][1:])].strip() if boxes else None
 
 
-def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Where each closed box begins, and the bounds of what is in it; in one pass, however many are open or nested."""
+def _find_boxes(text: str) -> list[tuple[int, int, int]]:
+    """Return the start of each closed box and the bounds of its contents, in one pass over the text."""
     boxes: list[tuple[int, int, int]] = []
-    openings = {match.end() - 1: match.start() for match in _BOX.finditer(text)}
+    openings = {match.end() - 1: match.start() for match in _BOX_START.finditer(text)}
     if not openings:
         return boxes
     stack: list[int] = []
@@ -57,19 +64,25 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     return sorted(boxes)
 
 
-def final_answer(text: str) -> str | None:
-    r"""The answer that a text marks as its own: its last box, else its last `<answer>`, else what follows its last
-    `####` on that line; `None` if it marks none.
+def extract_final_answer(text: str) -> str | None:
+    r"""Extract the marked answer: the last box, else the last `<answer>`, else the line after the last `####`.
 
-    >>> final_answer("<think>\\boxed{1}</think> so \\boxed{2}"), final_answer("<answer> 5 </answer>"), final_answer("5")
-    ('2', '5', None)
-    >>> final_answer("48 / 2 = 24, 48 + 24 = 72\n#### 72")
+    Args:
+        text: The text.
+
+    Returns:
+        The answer, or `None` if the text marks none.
+
+    >>> texts = ("<think>\\boxed{1}</think> so \\boxed{2}", "<answer> 5 </answer>", "5")
+    >>> [extract_final_answer(text) for text in texts]
+    ['2', '5', None]
+    >>> extract_final_answer("48 / 2 = 24, 48 + 24 = 72\n#### 72")
     '72'
     """
-    box = boxed(text)
+    box = extract_boxed(text)
     if box is not None:
         return box
-    # By search from the end, not by a pattern: one that never finds its end would look for it from every tag.
+    # Not a regular expression: without a closing tag it would take quadratic time.
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start >= 0:
@@ -81,64 +94,76 @@ def final_answer(text: str) -> str | None:
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_PLAIN = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,4}})?"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,4}})?"
 # At most one space between the parts: any number of them, twice, would take cubic time on a page of blanks.
 _NUMBER = (
     rf"[$€£¥]? ?(?P<sign>[-+\u2212]?) ?[$€£¥]? ?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?"
-    rf"(?P<top>{_PLAIN})(?: ?/ ?(?P<bottom>{_PLAIN}))?"
+    rf"(?P<top>{_UNSIGNED})(?: ?/ ?(?P<bottom>{_UNSIGNED}))?"
     r"(?: ?(?P<percent>\\?%))?"
 )
-_WHOLE = re.compile(rf"{_NUMBER}(?:\s*\.)?")
-"""Of a text without space around it."""
-_INSIDE = re.compile(rf"(?<![\w./]){_NUMBER}")
+_WHOLE_TEXT = re.compile(rf"{_NUMBER}(?:\s*\.)?")
+"""A number that is the whole text, without surrounding space."""
+_IN_TEXT = re.compile(rf"(?<![\w./]){_NUMBER}")
 _FRAC = re.compile(r"\s?\\[dt]?frac(?: ?\{ ?([-+]?[\d.,]+) ?\} ?\{ ?([-+]?[\d.,]+) ?\}|(\d)(\d))")
-_DRESS = re.compile(
+_LATEX_MARKUP = re.compile(
     r"\\(?:left|right|[,;:! ])|\\text\{[^{}]*\}|\\mathrm\{[^{}]*\}|\\\$|\\\(|\\\)|\\\[|\\\]|(?<!\\)\$(?=\s*$)"
 )
 
-_MOST_DIGITS = 1000
-"""Longer numbers are not read: nobody's answer, and slow to compute with."""
+_MAX_DIGITS = 1000
+"""Maximum number of digits; longer numbers are slow to compute with and are not read."""
 
 
-def as_number(text: str) -> Fraction | None:
-    r"""The exact number that a text is as a whole, else `None`.
+def parse_number(text: str) -> Fraction | None:
+    r"""Parse a text that is a number as a whole.
 
-    Thousands separators, a currency sign, fractions (`3/4`, `2 1/2`, `\frac{3}{4}`), exponents, percent (a hundredth)
-    and the dress of LaTeX (`\text{ cm}`, `\,`) are read.
+    Thousands separators, currency signs, fractions (`3/4`, `2 1/2`, `\frac{3}{4}`), exponents, percent (a hundredth)
+    and LaTeX markup (`\text{ cm}`, `\,`) are read.
 
-    >>> as_number("1,234.50"), as_number("-3/4"), as_number("50%"), as_number(r"\frac{1}{2}"), as_number("1,2")
-    (Fraction(2469, 2), Fraction(-3, 4), Fraction(1, 2), Fraction(1, 2), None)
+    Args:
+        text: The text.
+
+    Returns:
+        The exact number, or `None`.
+
+    >>> [str(parse_number(text)) for text in ("1,234.50", "-3/4", "50%", r"\frac{1}{2}", "1,2")]
+    ['2469/2', '-3/4', '1/2', '1/2', 'None']
     """
-    read = _parse_number(_WHOLE.fullmatch(_strip_latex(text)))
+    read = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(text)))
     return None if read is None else read[0] / (100 if read[1] else 1)
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number in a text, else `None`.
+def extract_last_number(text: str) -> Fraction | None:
+    """Extract the last number in a text.
 
-    >>> last_number("She has 3 apples, and 1,200.5 pears."), last_number("none")
+    Args:
+        text: The text.
+
+    Returns:
+        The exact number, or `None`.
+
+    >>> extract_last_number("She has 3 apples, and 1,200.5 pears."), extract_last_number("none")
     (Fraction(2401, 2), None)
     """
-    read = _last_number(text)
+    read = _find_last_number(text)
     return None if read is None else read[0] / (100 if read[1] else 1)
 
 
 def _strip_latex(text: str) -> str:
-    text = _FRAC.sub(r" \1\3/\2\4", text[: 8 * _MOST_DIGITS])  # the space: 3\frac{1}{2} is three and a half
-    return _DRESS.sub("", text).strip()
+    text = _FRAC.sub(r" \1\3/\2\4", text[: 8 * _MAX_DIGITS])  # the space: 3\frac{1}{2} is three and a half
+    return _LATEX_MARKUP.sub("", text).strip()
 
 
-def _last_number(text: str) -> tuple[Fraction, bool] | None:
-    tail = _strip_latex(text[-8 * _MOST_DIGITS :])
+def _find_last_number(text: str) -> tuple[Fraction, bool] | None:
+    tail = _strip_latex(text[-8 * _MAX_DIGITS :])
     number = None
-    for match in _INSIDE.finditer(tail):
+    for match in _IN_TEXT.finditer(tail):
         number = _parse_number(match) or number
     return number
 
 
 def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
-    """(value without percent, whether there was a percent sign)."""
-    if match is None or len(match.group()) > _MOST_DIGITS:
+    """Return the number without its percent sign, and whether it has one."""
+    if match is None or len(match.group()) > _MAX_DIGITS:
         return None
     parts = [match["top"], match["bottom"] or "1"]
     values = []
@@ -156,8 +181,8 @@ def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-def as_references(reference: Any) -> list[str]:
-    """The answers that count as right: one, or a list of them, as texts.
+def as_references(reference: Reference) -> list[str]:
+    """Return the accepted answers, one or a list, as texts.
 
     >>> as_references(["a", 5]), as_references("b")
     (['a', '5'], ['b'])
@@ -172,7 +197,7 @@ def as_references(reference: Any) -> list[str]:
 
 
 def normalize_text(text: str) -> str:
-    """A text as answers are compared: no outer space, inner space single, case folded, no final full stop.
+    """Normalize a text for comparison: single spaces, case folded, no final period.
 
     >>> normalize_text("  The  Answer. ")
     'the answer'
@@ -180,11 +205,16 @@ def normalize_text(text: str) -> str:
     return " ".join(text.split()).casefold().rstrip(".").rstrip()
 
 
-def exact_match(response: str, reference: Any, *, strict: bool = False) -> float:
-    r"""1 if the answer is (one of) the reference(s), else 0.
+def exact_match(response: str, reference: Reference, *, strict: bool = False) -> float:
+    r"""Return 1 if the answer equals the reference, or one of them, after `normalize_text`; else 0.
 
-    The answer is what the response marks as such (`final_answer`), else all of it; both are compared after
-    `normalize_text`. `strict`: the whole response, character by character.
+    Args:
+        response: The response. Its answer is the marked one (`extract_final_answer`), else the whole text.
+        reference: The accepted answer, or a list of them.
+        strict: Compare the whole response, character by character.
+
+    Raises:
+        ValueError: The reference is missing.
 
     >>> exact_match("The capital is \\boxed{Paris}.", "paris"), exact_match("Paris, I think", "Paris")
     (1.0, 0.0)
@@ -194,23 +224,30 @@ def exact_match(response: str, reference: Any, *, strict: bool = False) -> float
     right = as_references(reference)
     if strict:
         return float(response in right)
-    answer = final_answer(response)
+    answer = extract_final_answer(response)
     text = normalize_text(response if answer is None else answer)
     return float(any(text == normalize_text(_marked_answer(expected)) for expected in right))
 
 
 def _marked_answer(reference: str) -> str:
-    """A reference that marks its answer (a whole solution of GSM8K) stands for that answer."""
-    marked = final_answer(reference)
+    """Return the answer that a reference marks, such as a solution of GSM8K, else the reference."""
+    marked = extract_final_answer(reference)
     return reference if marked is None else marked
 
 
-def numeric_match(response: str, reference: Any, *, tolerance: float = 1e-6, percent: Percent = "either") -> float:
-    r"""1 if the answer is the reference's number, else 0.
+def numeric_match(
+    response: str, reference: Reference, *, tolerance: float = 1e-6, percent: Percent = "either"
+) -> float:
+    r"""Return 1 if the answer is the number of the reference, else 0.
 
-    The answer is the number that the response marks (`final_answer`), else the last number in it. Equal means within
-    `tolerance`, relative to the reference where that is above 1. `percent`: a percent sign that only one of the two
-    has counts as a hundredth, or is ignored, or (`either`) makes both readings right.
+    Args:
+        response: The response. Its answer is the marked number (`extract_final_answer`), else the last number.
+        reference: The accepted number, or a list of them.
+        tolerance: Tolerance, relative to references above 1.
+        percent: A percent sign on only one side counts as a `hundredth`, is `ignored`, or may be `either`.
+
+    Raises:
+        ValueError: The reference is not a number.
 
     >>> numeric_match("It costs $1,250.00 in all.", "1250"), numeric_match(r"\boxed{\frac{1}{3}}", "0.3333333")
     (1.0, 1.0)
@@ -219,19 +256,19 @@ def numeric_match(response: str, reference: Any, *, tolerance: float = 1e-6, per
     """
     check_float("tolerance", tolerance, 0, 1)
     check_choice("percent", percent, ("either", "hundredth", "ignored"))
-    rights = [_reference_number(text) for text in as_references(reference)]
-    answer = final_answer(response)
+    accepted = [_reference_number(text) for text in as_references(reference)]
+    answer = extract_final_answer(response)
     number = (
-        _last_number(response)
+        _find_last_number(response)
         if answer is None
-        else _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
+        else _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(answer))) or _find_last_number(answer)
     )
-    return float(number is not None and any(_equal_numbers(number, right, tolerance, percent) for right in rights))
+    return float(number is not None and any(_equal_numbers(number, other, tolerance, percent) for other in accepted))
 
 
 def _reference_number(text: str) -> tuple[Fraction, bool]:
     answer = _marked_answer(text)
-    number = _parse_number(_WHOLE.fullmatch(_strip_latex(answer))) or _last_number(answer)
+    number = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(answer))) or _find_last_number(answer)
     if number is None:
         raise ValueError(f"reference: got {text[:80]!r}, expected a number")
     return number
@@ -246,33 +283,40 @@ def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance
     return any(abs(x - y) <= Fraction(tolerance) * max(Fraction(1), abs(y)) for x, y in pairs)
 
 
-def boxed_match(response: str, reference: Any, *, tolerance: float = 1e-6) -> float:
-    r"""1 if the last `\boxed{...}` of the response is the reference, as a text or as a number; 0 without a box.
+def boxed_match(response: str, reference: Reference, *, tolerance: float = 1e-6) -> float:
+    r"""Return 1 if the last `\boxed{...}` is the reference, as a text or as a number; 0 without a box.
+
+    Args:
+        response: The response.
+        reference: The accepted answer, or a list of them.
+        tolerance: Tolerance of numbers, relative to references above 1.
 
     >>> boxed_match(r"so \boxed{x + 1}", "x+1"), boxed_match(r"\boxed{72}", "#### 72"), boxed_match("72", "72")
     (1.0, 1.0, 0.0)
     """
     right = as_references(reference)
-    answer = boxed(response)
+    answer = extract_boxed(response)
     if answer is None:
         return 0.0
-    bare = "".join(normalize_text(answer).split())
-    if any(bare == "".join(normalize_text(_marked_answer(expected)).split()) for expected in right):
+    compact = "".join(normalize_text(answer).split())
+    if any(compact == "".join(normalize_text(_marked_answer(expected)).split()) for expected in right):
         return 1.0
-    number = _parse_number(_WHOLE.fullmatch(_strip_latex(answer)))
+    number = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(answer)))
     if number is None:
         return 0.0
     for expected in right:
-        value = _parse_number(_WHOLE.fullmatch(_strip_latex(_marked_answer(expected))))
+        value = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(_marked_answer(expected))))
         if value is not None and _equal_numbers(number, value, tolerance, "either"):
             return 1.0
     return 0.0
 
 
 def think_boxed_format(response: str, *, opened: bool = False) -> float:
-    r"""1 if a thought, `<think>...</think>`, ends before the first `\boxed{...}`, and neither is empty; else 0.
+    r"""Return 1 if `<think>...</think>` ends before the first `\boxed{...}` and neither is empty; else 0.
 
-    `opened`: the prompt ends with `<think>`, as some chat templates do, so that the response begins inside the thought.
+    Args:
+        response: The response.
+        opened: Whether the prompt ends with `<think>`, as in some chat templates.
 
     >>> think_boxed_format(r"<think>x</think> \boxed{2}"), think_boxed_format(r"\boxed{2} <think>x</think>")
     (1.0, 0.0)
@@ -282,7 +326,7 @@ def think_boxed_format(response: str, *, opened: bool = False) -> float:
     text = "<think>" + response if opened else response
     start = text.find("<think>")
     end = text.find("</think>", max(start, 0))
-    boxes = _boxes(text)
+    boxes = _find_boxes(text)
     if min(start, end) < 0 or not text[start + len("<think>") : end].strip() or not boxes:
         return 0.0
     place, inside, closed = boxes[0]
@@ -290,7 +334,11 @@ def think_boxed_format(response: str, *, opened: bool = False) -> float:
 
 
 def think_answer_format(response: str, *, opened: bool = False) -> float:
-    """1 if the response is `<think>...</think><answer>...</answer>` and nothing else, each tag once; else 0.
+    """Return 1 if the response is `<think>...</think><answer>...</answer>`, with each tag once; else 0.
+
+    Args:
+        response: The response.
+        opened: Whether the prompt ends with `<think>`.
 
     >>> think_answer_format("<think>hm</think>\\n<answer>5</answer>"), think_answer_format("<answer>5</answer>")
     (1.0, 0.0)
@@ -302,40 +350,53 @@ def think_answer_format(response: str, *, opened: bool = False) -> float:
     return float(form is not None and bool(form[1].strip()) and bool(form[2].strip()))
 
 
-def gsm8k(response: str, reference: Any, *, format_weight: float = 0.1) -> dict[str, float]:
-    r"""GSM8K's usual reward: 0.9 for a right boxed answer and 0.1 for its form, with both as metrics.
+def gsm8k(response: str, reference: Reference, *, format_weight: float = 0.1) -> dict[str, float]:
+    r"""Compute the usual reward of GSM8K: 0.9 for a correct boxed answer and 0.1 for its format.
 
-    The same as a recipe: {"gsm8k_rule": [("boxed_match", None, 0.9), ("think_boxed_format", None, 0.1)]}; but in a
-    response without a box, a number behind its last `####`, the form of GSM8K's own solutions, counts as one.
+    It equals the recipe {"gsm8k_rule": [("boxed_match", None, 0.9), ("think_boxed_format", None, 0.1)]}, except that in
+    a response without a box, a number after the last `####` counts as boxed.
+
+    Args:
+        response: The response.
+        reference: The accepted answer, or a solution of GSM8K.
+        format_weight: Weight of the format.
+
+    Returns:
+        `reward`, and the metrics `accuracy` and `format`.
 
     >>> gsm8k(r"<think>6 * 12</think> \boxed{72}", "#### 72"), gsm8k(r"\boxed{72}", "72")["reward"]
     ({'reward': 1.0, 'accuracy': 1.0, 'format': 1.0}, 0.9)
     >>> gsm8k("6 * 12 = 72\n#### 72", "#### 72")["reward"], gsm8k("72", "#### 72")["reward"]
     (0.9, 0.0)
     """
-    share = check_float("format_weight", format_weight, 0, 1)
+    check_float("format_weight", format_weight, 0, 1)
     before, mark, after = response.rpartition("####")
     answer = after.strip().partition("\n")[0]
-    if mark and boxed(response) is None and as_number(answer) is not None:
+    if mark and extract_boxed(response) is None and parse_number(answer) is not None:
         response = f"{before}\\boxed{{{answer}}}"
     accuracy, form = boxed_match(response, reference), think_boxed_format(response)
-    return {"reward": (1 - share) * accuracy + share * form, "accuracy": accuracy, "format": form}
+    return {"reward": (1 - format_weight) * accuracy + format_weight * form, "accuracy": accuracy, "format": form}
 
 
 _pool: ProcessPool | None = None
 _pool_lock = threading.Lock()
 
 
-def math_match(response: str, reference: Any, *, time_limit: float = 10.0, precision: int = 6) -> float:
-    r"""1 if the answer equals the reference as mathematics, else 0.
+def math_match(response: str, reference: Reference, *, time_limit: float = 10.0, precision: int = 6) -> float:
+    r"""Return 1 if the answer is mathematically equal to the reference, else 0.
 
     The answer is what math-verify finds in the response: its last box, else LaTeX or an expression near its end. Sets,
-    intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units are understood. `precision`: decimals
-    that must agree. A reference is an answer, with or without a box or dollar signs, or a list of them.
+    intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units are understood. Comparisons run in up to
+    4 separate processes, unless the texts or numbers are equal already.
 
-    Comparisons run in processes of their own (up to 4), started when first needed. One that is not done after
-    `time_limit` seconds is killed, and the answer is wrong. Only a reference that cannot be read is an error. Texts and
-    plain numbers that are equal as they stand are not sent there.
+    Args:
+        response: The response.
+        reference: The accepted answer, with or without a box or dollar signs, or a list of them.
+        time_limit: Seconds after which a comparison is stopped and the answer counts as wrong.
+        precision: Number of decimals that must agree.
+
+    Raises:
+        ValueError: The reference cannot be read.
 
     >>> math_match(r"so it is \boxed{\frac{2}{4}}", "1/2"), math_match(r"$x^2 + 2x + 1$", "(x + 1)^2")
     (1.0, 1.0)
@@ -344,10 +405,10 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     """
     check_float("time_limit", time_limit, 0.01, 1e6)
     right = as_references(reference)
-    answer = final_answer(response)
-    if answer is not None and any(_same(answer, expected) for expected in right):
+    answer = extract_final_answer(response)
+    if answer is not None and any(_is_equal_text(answer, expected) for expected in right):
         return 1.0
-    outcome = _processes().call((response, right, precision), time_limit)
+    outcome = _get_pool().call((response, right, precision), time_limit)
     if outcome.stopped:
         return 0.0
     if outcome.fatal is not None:
@@ -357,15 +418,15 @@ def math_match(response: str, reference: Any, *, time_limit: float = 10.0, preci
     return float(outcome.value)
 
 
-def _same(answer: str, reference: str) -> bool:
-    expected = final_answer(reference) or reference
+def _is_equal_text(answer: str, reference: str) -> bool:
+    expected = extract_final_answer(reference) or reference
     if normalize_text(answer) == normalize_text(expected):
         return True
-    value = as_number(answer)
-    return value is not None and value == as_number(expected)
+    value = parse_number(answer)
+    return value is not None and value == parse_number(expected)
 
 
-def _processes() -> ProcessPool:
+def _get_pool() -> ProcessPool:
     global _pool
     with _pool_lock:
         if _pool is None:
@@ -374,33 +435,32 @@ def _processes() -> ProcessPool:
 
 
 class _Verifier:
-    """`_verified`, which in another process comes with SymPy loaded: that takes longer than most comparisons, and is
-    not to count in anybody's limit."""
+    """`_verify` for a process pool. Unpickling it imports SymPy, so that the import does not count in a time limit."""
 
     def __reduce__(self) -> Any:
-        return _ready, ()
+        return _load_verifier, ()
 
     def __call__(self, response: str, right: list[str], precision: int) -> float:
-        return _verified(response, right, precision)
+        return _verify(response, right, precision)
 
 
-def _ready() -> _Verifier:
-    with contextlib.suppress(ImportError):  # the call says what is missing
+def _load_verifier() -> _Verifier:
+    with contextlib.suppress(ImportError):  # the call reports the missing package
         importlib.import_module("math_verify")
     return _Verifier()
 
 
-def _verified(response: str, right: list[str], precision: int) -> float:
-    """The comparison itself, without a limit."""
+def _verify(response: str, right: list[str], precision: int) -> float:
+    """Compare without a time limit."""
     try:
         from math_verify import parse, verify
     except ImportError:
         raise MissingExtraError("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off: ours is not
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     expressions = []
     for reference in right:
-        marked = final_answer(reference)
-        # A bare answer is read as a box: outside of one, an interval or a letter is not found.
+        marked = extract_final_answer(reference)
+        # math-verify finds intervals and single letters only inside a box.
         forms = (
             [reference] if "$" in reference else [f"\\boxed{{{reference if marked is None else marked}}}", reference]
         )
@@ -417,26 +477,33 @@ def _verified(response: str, right: list[str], precision: int) -> float:
                 if answers
             )
         )
-    except Exception:  # SymPy raises whatever it likes of what a model wrote
+    except Exception:  # SymPy raises many kinds of errors for malformed answers
         return 0.0
 
 
 _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
-    """What is wrong with a text as JSON, or with its value by a schema; nothing, if it is as it should be.
+def find_json_errors(text: str, schema: Json = None, *, max_errors: int = 10) -> list[str]:
+    """Check a text as JSON, and optionally by a JSON schema.
 
-    The text is JSON as a whole, or its last fenced block (three back ticks) is. `NaN`, duplicate keys and nesting that
-    is too deep to read are errors. References in a schema to other documents are never fetched.
+    `NaN`, duplicate keys and too deep nesting are errors. References of a schema to other documents are never fetched.
 
-    >>> json_errors('{"age": 3}', {"type": "object", "required": ["name"]})
+    Args:
+        text: JSON, or a text whose last fenced block is JSON.
+        schema: A JSON schema.
+        max_errors: Maximum number of errors to return.
+
+    Returns:
+        The errors; empty if there are none.
+
+    >>> find_json_errors('{"age": 3}', {"type": "object", "required": ["name"]})
     ["$: 'name' is a required property"]
-    >>> json_errors('{"age": ')
+    >>> find_json_errors('{"age": ')
     ['not JSON: Expecting value: line 1 column 9 (char 8)']
     """
     try:
-        value = _value(text)
+        value = _parse_json(text)
     except (ValueError, RecursionError) as error:
         return [f"not JSON: {str(error)[:200]}"]
     if schema is None:
@@ -447,23 +514,23 @@ def json_errors(text: str, schema: Any = None, *, most: int = 10) -> list[str]:
         )
     except RecursionError:
         return ["$: nested too deep to be checked"]
-    return [f"{error.json_path}: {error.message[:200]}" for error in problems[:most]]
+    return [f"{error.json_path}: {error.message[:200]}" for error in problems[:max_errors]]
 
 
-def _value(text: str) -> Any:
-    """The value of a text that is JSON, or whose last fenced block is."""
+def _parse_json(text: str) -> Any:
+    """Parse a text that is JSON, or whose last fenced block is."""
     blocks = _FENCE.findall(text)
-    return json.loads(blocks[-1] if blocks else text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+    return json.loads(blocks[-1] if blocks else text, parse_constant=_reject_constant, object_pairs_hook=_unique_keys)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return mapping
 
 
@@ -474,23 +541,29 @@ def _validator(schema: str) -> Any:
         from referencing import Registry
     except ImportError:
         raise MissingExtraError("a JSON schema needs jsonschema: pip install 'rollbook[json]'") from None
-    plain = json.loads(schema)
-    kind = jsonschema.validators.validator_for(plain, default=jsonschema.Draft202012Validator)
+    document = json.loads(schema)
+    validator = jsonschema.validators.validator_for(document, default=jsonschema.Draft202012Validator)
     try:
-        kind.check_schema(plain)
+        validator.check_schema(document)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"schema: got one that is none: {error.message[:200]}") from None
-    if isinstance(plain, dict) and plain and not plain.keys() & kind.VALIDATORS.keys():
-        names = ", ".join(map(repr, list(plain)[:8]))
+        raise ValueError(f"schema: got an invalid JSON schema: {error.message[:200]}") from None
+    if isinstance(document, dict) and document and not document.keys() & validator.VALIDATORS.keys():
+        names = ", ".join(map(repr, list(document)[:8]))
         raise ValueError(f"schema: got the keys {names}, expected a JSON schema: none of them checks anything")
-    return kind(plain, registry=Registry())
+    return validator(document, registry=Registry())
 
 
-def json_match(response: str, reference: Any) -> float:
-    """1 if the response is JSON of the same value as the reference, else 0.
+def json_match(response: str, reference: Reference) -> float:
+    """Return 1 if the response is JSON with the value of the reference, else 0.
 
-    reference: a value, or its JSON text (a text that is no JSON stands for itself). Numbers are equal by their value
-    (`1` is `1.0`, `true` is neither), objects whatever the order of their keys. `json_schema` asks for a form instead.
+    Numbers are compared by value (`1` equals `1.0`, `true` neither), objects regardless of the order of their keys.
+
+    Args:
+        response: JSON, or a text whose last fenced block is JSON.
+        reference: A value, or its JSON text. A text that is not JSON is a string.
+
+    Raises:
+        ValueError: The reference is missing, or is not a JSON value.
 
     >>> json_match('{"a": 1.0, "b": [true]}', {"b": [True], "a": 1}), json_match('{"z": 9}', '{"a": 1}')
     (1.0, 0.0)
@@ -498,18 +571,18 @@ def json_match(response: str, reference: Any) -> float:
     if reference is None:
         raise ValueError("reference: got None, expected a value, or its JSON text ('null' for none)")
     try:
-        right = json.loads(reference) if isinstance(reference, str) else json.loads(json.dumps(reference))
+        expected = json.loads(reference) if isinstance(reference, str) else json.loads(json.dumps(reference))
     except TypeError as error:
-        raise ValueError(f"reference: got {type(reference).__name__}, expected what JSON can say ({error})") from None
+        raise ValueError(f"reference: got {type(reference).__name__}, expected a JSON value ({error})") from None
     except ValueError:
-        right = reference
+        expected = reference
     try:
-        return float(_equal_json(_value(response), right))
+        return float(_equal_json(_parse_json(response), expected))
     except (ValueError, RecursionError):
         return 0.0
 
 
-def _equal_json(a: Any, b: Any) -> bool:
+def _equal_json(a: Json, b: Json) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal_json(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
@@ -517,11 +590,20 @@ def _equal_json(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def json_schema(response: str, reference: Any = None, *, schema: Any = None) -> dict[str, float]:
-    """1 if the response is JSON that keeps the schema, else 0; `json` (it is JSON at all) and `errors` are metrics.
+def json_schema(response: str, reference: Reference = None, *, schema: Json = None) -> dict[str, float]:
+    """Return a reward of 1 if the response is JSON that satisfies a schema, else 0.
 
-    schema: given once for all samples (`as_reward("json_schema", schema=...)`), else each sample's reference, a
-    mapping or its JSON text. `json_errors` says what is wrong in words.
+    Args:
+        response: JSON, or a text whose last fenced block is JSON.
+        reference: The schema, or its JSON text, if `schema` is not given.
+        schema: The schema of all samples (`as_reward("json_schema", schema=...)`).
+
+    Returns:
+        `reward`, and the metrics `json` (whether it is JSON) and `errors`, the number of those that `find_json_errors`
+        returns.
+
+    Raises:
+        ValueError: The schema is missing or invalid.
 
     >>> shape = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     >>> json_schema('{"age": 3}', shape), json_schema('{"age": "three"}', shape)["reward"], json_schema("three", shape)
@@ -539,16 +621,16 @@ def json_schema(response: str, reference: Any = None, *, schema: Any = None) -> 
             raise ValueError(f"schema: got {expected[:80]!r}, expected JSON ({error})") from None
     if not isinstance(expected, (dict, bool)):
         raise ValueError(f"schema: got {type(expected).__name__}, expected a JSON schema, or one as the reference")
-    wrong = json_errors(response, expected)
-    parsed = not (wrong and wrong[0].startswith("not JSON"))
-    return {"reward": float(not wrong), "json": float(parsed), "errors": float(len(wrong))}
+    errors = find_json_errors(response, expected)
+    is_json = not (errors and errors[0].startswith("not JSON"))
+    return {"reward": float(not errors), "json": float(is_json), "errors": float(len(errors))}
 
 
 Unit = Literal["tokens", "words", "characters"]
 
 
-def _units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: Unit) -> list[list[int]]:
-    """Each response as numbers that are equal where its units are."""
+def _split_units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: Unit) -> list[list[int]]:
+    """Split each response into units, as numbers that are equal for equal units."""
     check_choice("unit", unit, ("tokens", "words", "characters"))
     if unit == "tokens":
         for i, (text, row) in enumerate(zip(responses, ids, strict=True)):
@@ -571,14 +653,22 @@ def length(
     max_penalty: float = 1.0,
     unit: Unit = "tokens",
 ) -> list[float]:
-    """[B] What each response loses for its length over `target`: `penalties.length_penalty`.
+    """[B] Compute penalties for lengths above a target (`rollbook.algorithms.shaping.length_penalty`).
+
+    Args:
+        responses: [B] The responses.
+        response_ids: [B] Their token ids.
+        target: Length without a penalty.
+        per_unit: Penalty per unit above the target.
+        max_penalty: Largest penalty.
+        unit: Unit of length.
 
     >>> length(["a b c", "a"], [[], []], target=1, per_unit=0.25, unit="words")
     [-0.5, 0.0]
     """
     from rollbook.algorithms.shaping import length_penalty
 
-    sizes = [len(row) for row in _units(responses, response_ids, unit)]
+    sizes = [len(row) for row in _split_units(responses, response_ids, unit)]
     if not sizes:
         return []
     penalties: list[float] = length_penalty(sizes, target=target, per_token=per_unit, max_penalty=max_penalty).tolist()
@@ -594,13 +684,20 @@ def repetition(
     max_penalty: float = 1.0,
     unit: Unit = "tokens",
 ) -> list[float]:
-    """[B] What each response loses for repeating itself, by its n-grams: `penalties.repetition_penalty`.
+    """[B] Compute penalties for repeated n-grams (`rollbook.algorithms.shaping.repetition_penalty`).
+
+    Args:
+        responses: [B] The responses.
+        response_ids: [B] Their token ids.
+        n: Length of the n-grams.
+        max_penalty: Largest penalty.
+        unit: Unit of the n-grams.
 
     >>> repetition(["a b a b a", "a b c d"], [[], []], n=2, unit="words")
     [-0.5, 0.0]
     """
     from rollbook.algorithms.shaping import repetition_penalty
 
-    rows = _units(responses, response_ids, unit)
+    rows = _split_units(responses, response_ids, unit)
     penalties: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
     return penalties

@@ -28,7 +28,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from multiprocessing.connection import Connection
@@ -58,8 +58,14 @@ from rollbook.rewards.types import (
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What a call gave, or the error that it ended with; `fatal` is set where it is not this call's alone, `stopped`
-    where the call took too long or took its process down."""
+    """Outcome of a call.
+
+    Args:
+        value: What it returned.
+        error: The error, if it failed.
+        fatal: Exception class of an error that concerns all calls.
+        stopped: Whether the call timed out or ended its process.
+    """
 
     value: Any = None
     error: str | None = None
@@ -68,15 +74,15 @@ class CallOutcome:
 
 
 class PoolError(RollbookError, RuntimeError):
-    """A process does not start, or cannot load the function it is for."""
+    """Raised when a process does not start or cannot load its function."""
 
 
 class MissingExtraError(RollbookError, ImportError):
-    """A ready function needs a package that is not installed."""
+    """Raised when a built-in reward needs a package that is not installed."""
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in a few words: an error is a record's, not a place for all that the exception quotes.
+    """Describe an exception in at most 500 characters, for the `info` of a record.
 
     >>> describe_error(ValueError("no")), describe_error(KeyError())
     ('ValueError: no', 'KeyError')
@@ -92,7 +98,7 @@ _LIBRARIES = tuple(os.path.join(place, "") for place in (
 
 
 def _user_frame(error: BaseException) -> str:
-    """The file and line of a user's code that an exception comes from, if any."""
+    """Return the last file and line of the user's code in a traceback, if any."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARIES):
@@ -101,7 +107,7 @@ def _user_frame(error: BaseException) -> str:
 
 
 def call_safely(call: Callable[[], Any]) -> CallOutcome:
-    """Make a call; whatever it raises (a reward function may even call `sys.exit`) is its outcome."""
+    """Make a call and catch whatever it raises, `SystemExit` included."""
     try:
         return CallOutcome(call())
     except (PoolError, MissingExtraError, WrongCountError) as error:
@@ -111,7 +117,7 @@ def call_safely(call: Callable[[], Any]) -> CallOutcome:
 
 
 def timeout_outcome(limit: float, more: str = "") -> CallOutcome:
-    """The outcome of a call that took too long."""
+    """Return the outcome of a call that exceeded its limit."""
     return CallOutcome(error=f"timed out after {limit:g} s{more}", stopped=True)
 
 
@@ -131,7 +137,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
     """
     outcomes: dict[int, CallOutcome] = {}
     todo = deque(range(len(calls)))
-    running: dict[object, tuple[int, float]] = {}  # the one that started first is first
+    running: dict[object, tuple[int, float]] = {}  # in the order of start
     changed = threading.Condition()
 
     def work() -> None:
@@ -169,7 +175,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
                     if limit is not None and now - started >= limit:
                         del running[token]
                         outcomes[place] = timeout_outcome(
-                            limit, "; its thread runs on, which only pool='process' can stop"
+                            limit, "; its thread is still running, use pool='process' to stop such calls"
                         )
                         new_threads += bool(todo)
         finally:
@@ -178,13 +184,19 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
 
 
 class ProcessPool:
-    """Processes that each hold one function and make one call at a time; `call` may be used from many threads.
+    """Processes that each hold a function and make one call at a time. `call` is thread-safe.
 
-    They are started when first needed, as fresh interpreters (a trainer's threads and CUDA context do not survive a
-    fork), and live until `close`. One that runs over its limit is killed with all that it started, and another takes
-    its place. A function travels by its module and name, or by its file: it cannot be a lambda or a local one. The main
-    program is not run again in them, unless the function is one of its own: then its work must stand under
-    `if __name__ == "__main__":`.
+    Processes start on first use, as new interpreters (threads and CUDA contexts do not survive a fork), and live until
+    `close`. One that exceeds its limit is killed with all its children and replaced. The function is pickled by module
+    and name, or by file, so it cannot be a lambda or a local function. The main program is imported only if it defines
+    the function; its work must then be under `if __name__ == "__main__":`.
+
+    Args:
+        function: The function.
+        workers: Number of processes.
+
+    Raises:
+        ValueError: The function cannot be pickled.
 
     >>> import math
     >>> with contextlib.closing(ProcessPool(math.factorial, workers=1)) as pool:
@@ -212,10 +224,15 @@ class ProcessPool:
         self._finish = weakref.finalize(self, _kill_all, self._alive)
 
     def call(self, arguments: tuple[Any, ...], limit: float | None) -> CallOutcome:
-        """Make a call in the next process that is free; the limit counts from when it begins."""
+        """Make a call in the next free process.
+
+        Args:
+            arguments: Arguments of the function.
+            limit: Seconds from the start of the call, or `None`.
+        """
         worker = self._idle.get()
         try:
-            if worker is not None and not worker.alive():  # it may have died, or been killed, while it was idle
+            if worker is not None and not worker.alive():  # it died while it was idle
                 self._drop(worker)
                 worker = None
             if worker is None:
@@ -234,7 +251,7 @@ class ProcessPool:
         self._alive.discard(worker)
 
     def close(self) -> None:
-        """Kill the processes; the pool starts others if it is used again."""
+        """Kill the processes. The pool starts others if it is used again."""
         _kill_all(self._alive)
 
 
@@ -244,18 +261,20 @@ def _kill_all(workers: set[_Worker]) -> None:
     workers.clear()
 
 
-START_LIMIT = 180.0
-"""Seconds in which a process must have loaded its function: it may import torch."""
+START_TIMEOUT = 180.0
+"""Seconds in which a process must load its function, which may import torch."""
 
 _GUARD = "`if __name__ == '__main__':`"
-_ELSE = "move the function into a module of its own, or use pool='thread'"
+_ALTERNATIVES = "move the function into a module of its own, or use pool='thread'"
 
 
 @dataclass(frozen=True)
 class MainProgram:
-    """The main program, for a process that needs a function or a class of it: how to load it, or why that is not to be.
+    """How another process loads the main program, if it defines the function.
 
-    `loader` is one of the entries of `multiprocessing.spawn.prepare`, which runs a program under another name.
+    Args:
+        loader: An entry of the argument of `multiprocessing.spawn.prepare`.
+        problem: Why it cannot be loaded.
     """
 
     loader: tuple[str, str] | None = None
@@ -263,29 +282,37 @@ class MainProgram:
 
     @classmethod
     def here(cls, starting: bool = False) -> MainProgram:
-        """This process's main program; `starting` a process, it must be at work under its guard."""
+        """Inspect the main program of this process.
+
+        Args:
+            starting: Whether a process is being started, which must happen under the guard.
+        """
         main = sys.modules["__main__"]
         names = vars(main)
         path, name = names.get("__file__"), getattr(names.get("__spec__"), "name", None)
         if path is None or not Path(path).is_file():
-            return cls(problem=f"which has no file (a notebook, python -c, standard input) to load it from; {_ELSE}")
+            return cls(
+                problem=f"which has no file (a notebook, python -c, standard input) to load it from; {_ALTERNATIVES}"
+            )
         if name is not None and name.rpartition(".")[2] == "__main__":
-            return cls(problem=f"{name}, which another process cannot import; {_ELSE}")
+            return cls(problem=f"{name}, which another process cannot import; {_ALTERNATIVES}")
         try:
             body = ast.parse(Path(path).read_bytes()).body
         except (OSError, SyntaxError, ValueError) as error:
-            return cls(problem=f"{path}, which cannot be read ({describe_error(error)}); {_ELSE}")
+            return cls(problem=f"{path}, which cannot be read ({describe_error(error)}); {_ALTERNATIVES}")
         guards = [
             range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
             for statement in body
             if _is_guard(statement)
         ]
         if not guards:
-            why = f"{path}, which has no {_GUARD} and would do its work again in every process"
-            return cls(problem=f"{why}; put that work there, {_ELSE}")
-        line = _line_of(main) if starting else None
+            reason = f"{path}, which has no {_GUARD} and would run completely in every process"
+            return cls(problem=f"{reason}; add one, {_ALTERNATIVES}")
+        line = _current_line(main) if starting else None
         if line is not None and not any(line in guard for guard in guards):
-            return cls(problem=f"{path}, whose line {line} is not under its {_GUARD} and would run again; {_ELSE}")
+            return cls(
+                problem=f"{path}, whose line {line} is not under its {_GUARD} and would run again; {_ALTERNATIVES}"
+            )
         return cls(("init_main_from_path", path) if name is None else ("init_main_from_name", name))
 
 
@@ -295,8 +322,8 @@ def _is_guard(statement: ast.stmt) -> bool:
     )
 
 
-def _line_of(main: ModuleType) -> int | None:
-    """The line that a main program is at, unless it has ended."""
+def _current_line(main: ModuleType) -> int | None:
+    """Return the current line of the main program, unless it has ended."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
@@ -306,7 +333,7 @@ def _line_of(main: ModuleType) -> int | None:
 
 
 class _ProcessState:
-    """What a process is: its owner's, or one of a pool; and whether that one is just running the main program."""
+    """State of this process: whether it belongs to a pool, and whether it is importing the main program."""
 
     inside = False
     loading = False
@@ -314,15 +341,14 @@ class _ProcessState:
 
 
 class _Worker:
-    """One process, its pipe, and whether it can be used again."""
+    """A process of a pool, with its pipe."""
 
     def __init__(self, function: bytes) -> None:
         if _ProcessState.loading:
-            raise PoolError(f"the main program scores in processes as it is loaded, expected that under {_GUARD}")
+            raise PoolError(f"the main program starts reward processes on import, expected that under {_GUARD}")
         self.fit = False
         self._pipe, theirs = multiprocessing.Pipe()
-        # Not by `multiprocessing`, whose processes begin by running the main program: a training script whose work
-        # stands under no guard would do it again in each of them.
+        # Not `multiprocessing.Process`, which runs the main program first: a script without a guard would train again.
         program = (
             "import sys; sys.path[:] = sys.argv[2:]; import rollbook.rewards.functions as p; p.serve(int(sys.argv[1]))"
         )
@@ -332,8 +358,8 @@ class _Worker:
                 [multiprocessing.spawn.get_executable(), "-c", program, str(theirs.fileno()), *places],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # It is killed with what it starts, and an interrupt at the terminal is its owner's to handle. A process
-                # of a process stays in the session of the outer one, to be killed with that.
+                # Killed with its children, and not interrupted by Ctrl-C. Nested pools stay in the session of the
+                # outer process, to be killed with it.
                 start_new_session=not _ProcessState.inside,
             )
         except OSError as error:
@@ -343,11 +369,11 @@ class _Worker:
             theirs.close()
         try:
             self._pipe.send((sys.argv, MainProgram.here(starting=True), function))
-            if not self._pipe.poll(START_LIMIT):
-                raise PoolError(f"a reward process did not start within {START_LIMIT:g} s")
+            if not self._pipe.poll(START_TIMEOUT):
+                raise PoolError(f"a reward process did not start within {START_TIMEOUT:g} s")
             problem = self._pipe.recv()
         except (EOFError, OSError):
-            problem = f"it ended with exit code {self._ended()}"
+            problem = f"it ended with exit code {self._wait()}"
         except BaseException:
             self.kill()
             raise
@@ -361,39 +387,39 @@ class _Worker:
             sent = pickle.dumps(arguments)
         except Exception as error:
             return CallOutcome(error=f"its arguments cannot be sent to another process ({describe_error(error)})")
-        self.fit = False  # unless it answers
+        self.fit = False  # until it replies
         try:
             self._pipe.send_bytes(sent)
             if not self._pipe.poll(limit):
                 return timeout_outcome(limit or 0.0)
             outcome: CallOutcome = self._pipe.recv()
         except (EOFError, OSError):
-            return CallOutcome(error=f"its process ended with exit code {self._ended()}", stopped=True)
+            return CallOutcome(error=f"its process ended with exit code {self._wait()}", stopped=True)
         self.fit = True
         return outcome
 
     def alive(self) -> bool:
-        """Whether it can take a call."""
+        """Return whether it can take a call."""
         return self.fit and self._process.poll() is None
 
-    def _ended(self) -> int | None:
+    def _wait(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
         return self._process.returncode
 
     def kill(self) -> None:
-        """Kill the process and what it started."""
+        """Kill the process and its children."""
         self.fit = False
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
-        self._ended()
+        self._wait()
         self._pipe.close()
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads what is sent to a process; the main program is loaded when something of it is, and not before."""
+    """Unpickler of a pool's process, which imports the main program only when an object needs it."""
 
     def find_class(self, module: str, name: str) -> Any:
         main = _ProcessState.main
@@ -408,9 +434,9 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def serve(place: int) -> None:
-    """A process's life: load the function, then answer calls until the pipe, a descriptor, closes."""
-    pipe = Connection(place)
+def serve(descriptor: int) -> None:
+    """Run a process of a pool: load the function, then make calls until the pipe closes."""
+    pipe = Connection(descriptor)
     _ProcessState.inside = True
     sys.argv[:], _ProcessState.main, function = pipe.recv()
     loaded = call_safely(lambda: _Unpickler(io.BytesIO(function)).load())
@@ -438,40 +464,44 @@ def serve(place: int) -> None:
         pipe.send_bytes(answer)
 
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 FIELDS = ("prompt", "response", "reference", "label", "query", "messages", "images", "prompt_ids", "response_ids",
           "eid", "finish_reason", "info")  # fmt: skip
-"""What a function may ask for by the name of a parameter; `query` is prompt and response end to end."""
+"""Fields of a sample that a parameter of a function may name; `query` is prompt and response, concatenated."""
 ALIASES = {
     "completion": "response", "solution_str": "response",
     "ground_truth": "reference", "truth": "reference", "ref": "reference",
     "data_source": "label", "extra_info": "info",
 }  # fmt: skip
-"""Names that TRL's, verl's and Trinity's functions have for the same things."""
+"""Names of these fields in functions of TRL, verl and Trinity."""
 
-_ONE = {**{name: name for name in FIELDS}, **ALIASES}
-_MANY = {
+_SINGLE = {**{name: name for name in FIELDS}, **ALIASES}
+_BATCHED = {
     "prompts": "prompt", "responses": "response", "references": "reference", "labels": "label", "queries": "query",
     "messages": "messages", "images": "images", "prompt_ids": "prompt_ids", "response_ids": "response_ids",
     "eids": "eid", "finish_reasons": "finish_reason", "infos": "info",
 }  # fmt: skip
-_MANY_ALIASES = {
+_BATCHED_ALIASES = {
     "completions": "response", "solution_strs": "response", "ground_truths": "reference", "truths": "reference",
     "refs": "reference", "data_sources": "label", "extra_infos": "info",
 }  # fmt: skip
-_PLURALS = {name: field for name, field in (_MANY | _MANY_ALIASES).items() if name not in _ONE}
-PARAMETER_NAMES = frozenset({*_ONE, *_PLURALS})
-"""Every name that a function may ask for a sample's fields by."""
+_PLURALS = {name: field for name, field in (_BATCHED | _BATCHED_ALIASES).items() if name not in _SINGLE}
+PARAMETER_NAMES = frozenset({*_SINGLE, *_PLURALS})
+"""All parameter names that receive a field of a sample."""
 
 
 def batched(function: F) -> F:
-    """Mark a function that takes lists, one entry for each sample, and gives a list of scores.
+    """Mark a function that takes lists, with one entry per sample, and returns a list of scores.
+
+    Args:
+        function: The function.
 
     >>> @batched
     ... def shortest(response):
-    ...     least = min(map(len, response))
-    ...     return [float(len(one) == least) for one in response]
+    ...     minimum = min(map(len, response))
+    ...     return [float(len(text) == minimum) for text in response]
     >>> FunctionReward(shortest)([RewardInput(prompt="", response=text) for text in ("a", "bb")]).rewards
     [1.0, 0.0]
     """
@@ -481,20 +511,25 @@ def batched(function: F) -> F:
 
 @dataclass(frozen=True)
 class FileFunction:
-    """A function of a `.py` file, loaded under a module name of its own, wherever it is needed (in a process, too)."""
+    """A function of a `.py` file, which is loaded in each process that needs it.
+
+    Args:
+        path: The file.
+        name: Name of the function.
+        options: Keyword arguments to bind.
+    """
 
     path: str
     name: str = "reward_func"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters that are fixed."""
 
     def load(self) -> Callable[..., Any]:
-        """The function with its options, to be called by names."""
+        """Load the function with its options bound."""
         function = functools.partial(self.bare(), **self.options) if self.options else self.bare()
         return _shareable(function) if self.name == "reward_func" else function
 
     def bare(self) -> Callable[..., Any]:
-        """The function itself; the file is run once in each process."""
+        """Load the function. The file runs once in each process."""
         if not self.path.endswith(".py") or not Path(self.path).is_file():
             raise ValueError(
                 f"reward file: got {self.path!r}, expected a .py file; there is no {Path(self.path).resolve()}"
@@ -534,7 +569,7 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
         raise ValueError(f"{name}: got a callable without a signature, expected one with named parameters") from None
     if lists is None:
         lists = any(p.name in _PLURALS for p in arguments) or bool(getattr(inner, "rollbook_batched", False))
-    fields = {**_ONE, **_PLURALS} if lists else _ONE
+    fields = {**_SINGLE, **_PLURALS} if lists else _SINGLE
     requested: dict[str, str] = {}
     everything = False
     for p in arguments:
@@ -549,13 +584,13 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
         elif p.default is p.empty:
             more = "; batched=True gives lists" if p.name in _PLURALS else ""
             raise ValueError(
-                f"{name}: parameter {p.name!r} is nothing that a sample has{suggest(p.name, [*fields])}{more}"
+                f"{name}: parameter {p.name!r} is not a field of a sample{suggest(p.name, [*fields])}{more}"
             )
     return requested, everything, lists
 
 
-def unwrap_partial(function: Any) -> tuple[Any, set[str]]:
-    """What is behind `functools.partial`, and the parameters that it has fixed."""
+def unwrap_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:
+    """Return the function inside `functools.partial`, and the names of its bound parameters."""
     bound: set[str] = set()
     while isinstance(function, functools.partial):
         bound |= function.keywords.keys()
@@ -563,23 +598,25 @@ def unwrap_partial(function: Any) -> tuple[Any, set[str]]:
     return function, bound
 
 
-def name_of(function: Any) -> str:
-    """A function's own name, or that of its class."""
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the class of a callable object."""
     inner, _ = unwrap_partial(function)
     return str(getattr(inner, "__name__", None) or type(inner).__name__)
 
 
 SampleScore = tuple[float, dict[str, float], str | None]
-"""One sample's reward, its metrics, and what was wrong with them."""
+"""Reward of a sample, its metrics, and its error."""
 
 _TOTALS = ("reward", "score")
 _BATCH_TOTALS = ("rewards", "reward", "scores", "score")
 
 
 def read_score(value: Any, total: str | None = None) -> SampleScore:
-    """What a function gave for one sample, as floats.
+    """Read what a function returned for one sample.
 
-    A mapping has its total under `reward` or `score` (or `total="sum"` was asked for); the rest are metrics.
+    Args:
+        value: A number, or a mapping with the reward under `reward` or `score` and metrics.
+        total: `sum`: the reward is the sum of the mapping.
 
     >>> read_score({"reward": 1, "format": True})
     (1.0, {'format': 1.0}, None)
@@ -602,10 +639,16 @@ def read_score(value: Any, total: str | None = None) -> SampleScore:
 
 
 def read_scores(value: Any, n: int, total: str | None = None) -> list[SampleScore]:
-    """What a batched function gave for n samples.
+    """Read what a batched function returned.
 
-    A list, an array or a tensor of n scores (or of n dicts); a dict of lists with its totals under `rewards`; or the
-    pair (rewards, metrics). A wrong number of them is a `ValueError`: there is no telling whose they are.
+    Args:
+        value: A list, an array or a tensor of n scores (or of n dicts); a dict of lists with the rewards under
+            `rewards`; or the pair (rewards, metrics).
+        n: Number of samples.
+        total: `sum`: the reward of a sample is the sum of its dict.
+
+    Raises:
+        WrongCountError: There are not n scores.
 
     >>> read_scores({"rewards": [1, 0], "format": [1, 1]}, 2)
     [(1.0, {'format': 1.0}, None), (0.0, {'format': 1.0}, None)]
@@ -630,8 +673,8 @@ def read_scores(value: Any, n: int, total: str | None = None) -> list[SampleScor
             if name != key:
                 columns |= dict(column) if isinstance(column, Mapping) else {str(name): column}
         value = value[key]
-    rows = _rows("scores", value, n)
-    extra = {str(name): _rows(f"entries of {name!r}", column, n) for name, column in columns.items()}
+    rows = _check_rows("scores", value, n)
+    extra = {str(name): _check_rows(f"entries of {name!r}", column, n) for name, column in columns.items()}
     parts = []
     for i, row in enumerate(rows):
         reward, metrics, error = read_score(row, total)
@@ -649,7 +692,7 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) or hasattr(value, "tolist")
 
 
-def _rows(name: str, value: Any, n: int) -> list[Any]:
+def _check_rows(name: str, value: Any, n: int) -> list[Any]:
     rows = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(rows, (list, tuple)):
         raise ValueError(f"gave {type(value).__name__}, expected a list of {n} {name}")
@@ -660,7 +703,7 @@ def _rows(name: str, value: Any, n: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Caller:
-    """A function and how to read its result: what is sent to a process, and answers in plain floats."""
+    """A function and how to read its result. Picklable; returns plain floats."""
 
     function: Callable[..., Any]
     lists: bool
@@ -673,11 +716,11 @@ class Caller:
         return self.read(value, n)
 
     def read(self, value: Any, n: int) -> list[SampleScore]:
-        """The parts of a result."""
+        """Read a result."""
         return read_scores(value, n, self.total) if self.lists else [read_score(value, self.total)]
 
 
-async def _await_value(value: Any) -> Any:
+async def _await_value(value: Awaitable[T]) -> T:
     return await value
 
 
@@ -712,7 +755,7 @@ class FunctionReward(Reward):
     >>> FunctionReward(lambda answer: 1.0)
     Traceback (most recent call last):
         ...
-    ValueError: <lambda>: parameter 'answer' is nothing that a sample has; there are (prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info)
+    ValueError: <lambda>: parameter 'answer' is not a field of a sample; there are (prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info)
     """  # noqa: E501
 
     def __init__(
@@ -731,10 +774,10 @@ class FunctionReward(Reward):
         if not callable(function):
             raise ValueError(f"function: got {type(function).__name__}, expected a function")
         inner = function.load() if isinstance(function, FileFunction) else function
-        self.name = name or name_of(inner)
+        self.name = name or function_name(inner)
         self._fields, everything, self.batched = match_parameters(inner, self.name, batched)
         if everything:
-            self._fields = {**(_MANY if self.batched else dict(zip(FIELDS, FIELDS, strict=True))), **self._fields}
+            self._fields = {**(_BATCHED if self.batched else dict(zip(FIELDS, FIELDS, strict=True))), **self._fields}
         if batch_size is not None and not self.batched:
             raise ValueError(f"batch_size: got {batch_size!r}, expected None: {self.name} takes one sample at a time")
         self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
@@ -744,7 +787,7 @@ class FunctionReward(Reward):
         self.on_error: OnError = check_on_error(on_error)
         bare, _ = unwrap_partial(inner)
         code = function.bare() if isinstance(function, FileFunction) else bare
-        # Now, while the file is what was imported.
+        # Fingerprinted now, because the file may change after the import.
         self._source = source_fingerprint(code if hasattr(code, "__code__") else type(code))
         self._async = pool == "thread" and (
             inspect.iscoroutinefunction(bare) or inspect.iscoroutinefunction(type(bare).__call__)
@@ -773,7 +816,7 @@ class FunctionReward(Reward):
         return self._scores(inputs, chunks, outcomes)
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """The same for an event loop; an async function runs in that loop."""
+        """Score samples without blocking the event loop; an async function runs in that loop."""
         if not self._async:
             return await asyncio.to_thread(self, inputs)
         inputs = as_inputs(inputs)

@@ -1,7 +1,7 @@
 """Reward models: any torch module or transformers sequence classifier as a reward, in batches of a bounded size.
 
-Invariant: a sample's score does not depend on what it is batched with (but for the rounding of its arithmetic), nor on
-the side of the padding; the model is left as it was found.
+Invariant: the score of a sample depends neither on the other samples of its batch, except for rounding, nor on the side
+of the padding. The model is left in its original mode.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import isfinite, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from rollbook.core.checks import check_choice, check_int
 from rollbook.core.rows import Spans
-from rollbook.core.vocabulary import tokenizer_fingerprint
+from rollbook.core.vocabulary import Tokenizer, tokenizer_fingerprint
 from rollbook.models.head import scoring
 from rollbook.rewards.types import (
     OnError,
@@ -31,7 +31,13 @@ from rollbook.rewards.types import (
     log_failures,
 )
 
-Score = Callable[[Any], torch.Tensor]
+if TYPE_CHECKING:
+    from rollbook.models.loading import ModelSource
+
+ScoreFunction = Callable[[Any], torch.Tensor]
+"""Maps the output of a model to scores (B,)."""
+ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any]"
+"""Output of a model; those of transformers are mappings."""
 
 
 class ModelReward(Reward):
@@ -72,23 +78,23 @@ class ModelReward(Reward):
 
     def __init__(
         self,
-        model: Any,
+        model: ModelSource,
         *,
         name: str | None = None,
-        tokenizer: Any = None,
-        policy_tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
+        policy_tokenizer: Tokenizer | None = None,
         template: Literal["auto", "chat", "text"] = "auto",
-        score: Score | None = None,
+        score: ScoreFunction | None = None,
         rows: int = 16,
         tokens: int | None = None,
         max_length: int | None = None,
         padding_side: Literal["right", "left"] = "right",
         pad_token_id: int | None = None,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         on_error: OnError = "exclude",
     ) -> None:
-        self.model = _loaded(model, dtype)
+        self.model = _load_model(model, dtype)
         if device is not None:
             self.model.to(device)
         self.name = name or type(self.model).__name__
@@ -102,8 +108,8 @@ class ModelReward(Reward):
         self.tokens = None if tokens is None else check_int("tokens", tokens, 1)
         self.max_length = None if max_length is None else check_int("max_length", max_length, 1)
         self._side = padding_side
-        self._pad = _pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
-        self._extras = _extras(self.model)
+        self._pad = _find_pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
+        self._extras = _lightrft_arguments(self.model)
         self._last = _decoder_classifier(self.model)
         self.on_error: OnError = check_on_error(on_error)
 
@@ -123,7 +129,7 @@ class ModelReward(Reward):
             else:
                 fit.append(i)
         with scoring(self.model):
-            for places in _batches([len(ids[i]) for i in fit], self.rows, self.tokens):
+            for places in _plan_batches([len(ids[i]) for i in fit], self.rows, self.tokens):
                 some = [fit[k] for k in places]
                 values = self._scored([ids[i] for i in some], [inputs[i] for i in some])
                 for i, value in zip(some, values, strict=True):
@@ -147,7 +153,7 @@ class ModelReward(Reward):
             return list(tokenizer(scored.query).input_ids)
         before = scored.messages if scored.messages is not None else [{"role": "user", "content": scored.prompt}]
         messages = [*(dict(message) for message in before), {"role": "assistant", "content": scored.response}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[attr-defined]
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def _scored(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
@@ -159,8 +165,8 @@ class ModelReward(Reward):
         sequences = spans.pad(torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64), self._pad).to(device)
         mask = spans.mask(torch.int64).to(device)
         if self._last is not None and self._score is None:
-            # The classifier's own pooling looks for the last token that is not the pad token, which an end token
-            # may be; the mask knows better.
+            # The classifier's own pooling takes the last token that is not the pad token, which is wrong if the pad
+            # token is also the end token.
             hidden = self._last.base_model(input_ids=sequences, attention_mask=mask).last_hidden_state
             last = hidden[torch.arange(len(rows), device=device), mask.sum(-1) - 1]
             output: Any = self._last.score(last)
@@ -170,7 +176,7 @@ class ModelReward(Reward):
                 output = self.model(sequences, attention_mask=mask, **extras)  # not always the second
             else:
                 output = self.model(sequences, mask, **extras)
-        values = self._score(output) if self._score is not None else _values(output)
+        values = self._score(output) if self._score is not None else _extract_scores(output)
         values = torch.as_tensor(values)
         if values.dim() == 2 and values.shape[1] == 1:
             values = values[:, 0]
@@ -182,7 +188,7 @@ class ModelReward(Reward):
         return [float(value) for value in values.detach().float().tolist()]
 
 
-def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
+def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module):
         return model if dtype is None else model.to(dtype)
     try:
@@ -204,8 +210,8 @@ def _loaded(model: Any, dtype: torch.dtype | None) -> torch.nn.Module:
     raise ValueError(f"model: got {type(model).__name__}, expected a torch module, a transformers config or a path")
 
 
-def _pad_id(model: torch.nn.Module, tokenizer: Any, pad_token_id: int | None) -> int:
-    """What fills the padding: never looked at, but it must be a row of the embedding."""
+def _find_pad_id(model: torch.nn.Module, tokenizer: Tokenizer | None, pad_token_id: int | None) -> int:
+    """Return the token id of the padding. It is masked, but must be a valid row of the embedding."""
     if pad_token_id is not None:
         return check_int("pad_token_id", pad_token_id)
     for holder in (tokenizer, getattr(model, "config", None)):
@@ -215,16 +221,16 @@ def _pad_id(model: torch.nn.Module, tokenizer: Any, pad_token_id: int | None) ->
     return 0
 
 
-def _decoder_classifier(model: Any) -> Any:
-    """The model, or what adapters are wrapped around, if it is one of transformers' classifiers that score every token
-    and pick the last; else `None`."""
+def _decoder_classifier(model: torch.nn.Module) -> Any:
+    """Return the model, without adapters around it, if it is a classifier of transformers that pools the last token;
+    else `None`."""
     if hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # peft: the same modules, with the adapters inside
+        model = model.get_base_model()  # type: ignore[operator]  # peft: the same modules, with the adapters inside
     head, prefix = getattr(model, "score", None), getattr(model, "base_model_prefix", "")
     return model if isinstance(head, torch.nn.Module) and prefix and hasattr(model, prefix) else None
 
 
-_LIGHTRFT: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
+_LIGHTRFT_ARGUMENTS: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
     "prompt_and_output": lambda some: [scored.query for scored in some],
     "prompt_and_outputs": lambda some: [scored.query for scored in some],
     "raw_images": lambda some: [list(scored.images) for scored in some],
@@ -234,21 +240,21 @@ _LIGHTRFT: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
 }
 
 
-def _extras(model: torch.nn.Module) -> dict[str, Callable[[Sequence[RewardInput]], Any]]:
-    """What a module written for LightRFT asks for beside tokens; `labels` alone would be a loss's."""
+def _lightrft_arguments(model: torch.nn.Module) -> dict[str, Callable[[Sequence[RewardInput]], Any]]:
+    """Return the arguments that a module written for LightRFT takes beside tokens."""
     named = inspect.signature(model.forward).parameters
     if not any(name.startswith("prompt_and_output") for name in named):
         return {}
-    return {name: make for name, make in _LIGHTRFT.items() if name in named}
+    return {name: make for name, make in _LIGHTRFT_ARGUMENTS.items() if name in named}
 
 
-def _values(output: Any) -> Any:
-    """The scores in a model's output."""
+def _extract_scores(output: ModelOutput) -> torch.Tensor:
+    """Return the scores in the output of a model."""
     if isinstance(output, torch.Tensor):
         return output
     for name in ("score", "scores", "rewards", "logits"):
         if isinstance(output, Mapping) and name in output:
-            return output[name]
+            return torch.as_tensor(output[name])
         scores = getattr(output, name, None)
         if isinstance(scores, torch.Tensor):
             return scores
@@ -257,10 +263,10 @@ def _values(output: Any) -> Any:
     )
 
 
-def _batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list[list[int]]:
-    """Places in batches: like lengths together, the longest first, so that what does not fit shows at once.
+def _plan_batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list[list[int]]:
+    """Assign samples to batches of similar lengths, the longest first, so that running out of memory shows at once.
 
-    >>> _batches([3, 9, 4, 8], rows=2, tokens=None), _batches([3, 9, 4, 8], rows=9, tokens=9)
+    >>> _plan_batches([3, 9, 4, 8], rows=2, tokens=None), _plan_batches([3, 9, 4, 8], rows=9, tokens=9)
     ([[1, 3], [2, 0]], [[1], [3], [2, 0]])
     """
     batches: list[list[int]] = []

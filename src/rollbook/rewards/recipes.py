@@ -12,22 +12,22 @@ import importlib.util
 import inspect
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rollbook.core.checks import check_float, suggest
-from rollbook.core.vocabulary import join_fingerprints, source_fingerprint
+from rollbook.core.vocabulary import Tokenizer, join_fingerprints, source_fingerprint
 from rollbook.rewards.functions import (
     PARAMETER_NAMES,
     FileFunction,
     FunctionReward,
     MissingExtraError,
-    name_of,
+    function_name,
     read_scores,
 )
 from rollbook.rewards.remote import RemoteReward
@@ -43,10 +43,33 @@ from rollbook.rewards.types import (
     locate,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    RewardLike: TypeAlias = (
+        Reward
+        | Callable[..., Any]
+        | str
+        | Path
+        | torch.nn.Module
+        | PretrainedConfig
+        | Sequence[Any]
+        | Mapping[Any, Any]
+    )
+    """What `as_reward` takes."""
+
 
 @dataclass(frozen=True)
 class ScoredComponent:
-    """One component's scores of the samples at `places`, and its weight for each of them."""
+    """Scores of a component.
+
+    Args:
+        name: Name of the component.
+        places: Indices of the samples that it scored.
+        weights: Its weight for each of them.
+        scores: The scores.
+    """
 
     name: str
     places: Sequence[int]
@@ -54,13 +77,17 @@ class ScoredComponent:
     scores: RewardResult
 
 
-def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
-    """The weighted sum for n samples; each component's own score is a metric, its metrics are `component/metric`.
+def add_components(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
+    """Add the weighted scores of components. Scores become metrics, and metrics become `component/metric`.
+
+    Args:
+        n: Number of samples.
+        pieces: The components.
 
     A sample lacks a reward if a component that counts (of a weight other than 0) has none for it.
 
     >>> part = RewardResult(rewards=[1.0], metrics={"steps": [3.0]})
-    >>> assemble(2, [ScoredComponent("a", [1], [0.5], part)])
+    >>> add_components(2, [ScoredComponent("a", [1], [0.5], part)])
     RewardResult(rewards=[0.0, 0.5], metrics={'a': [nan, 1.0], 'a/steps': [nan, 3.0]}, errors=[None, None])
     """
     combined = RewardResult(
@@ -78,7 +105,7 @@ def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
         for i, weight, reward, error in zip(
             piece.places, piece.weights, piece.scores.rewards, piece.scores.errors, strict=True
         ):
-            if weight != 0.0:  # 0 times NaN is NaN, but a metric that is only looked at costs nobody a reward
+            if weight != 0.0:  # a component of weight 0 is only a metric, and 0 times NaN is NaN
                 combined.rewards[i] += weight * reward
             if error is not None:
                 before = combined.errors[i]
@@ -88,7 +115,7 @@ def assemble(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
 
 
 def score_all(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
-    """Each reward's scores of its inputs: those that wait for others run side by side, the rest in turn, right here."""
+    """Score the inputs of each reward. Rewards that wait run concurrently, the others one after another."""
     results: dict[int, RewardResult] = {}
     waiting = [k for k, (reward, inputs) in enumerate(jobs) if reward.waits and inputs]
     with ThreadPoolExecutor(max(len(waiting), 1), "rollbook-reward") as threads:
@@ -101,7 +128,7 @@ def score_all(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[Rewa
 
 
 async def score_all_async(jobs: Sequence[tuple[Reward, Sequence[RewardInput]]]) -> list[RewardResult]:
-    """The same for an event loop."""
+    """Score the inputs of each reward concurrently."""
     return list(await asyncio.gather(*(reward.score_async(inputs) for reward, inputs in jobs)))
 
 
@@ -115,13 +142,13 @@ class CombinedReward(Reward):
             models; it replaces the sum.
 
     >>> from rollbook.rewards import as_reward
-    >>> def right(response, reference): return float(response == reference)
+    >>> def correct(response, reference): return float(response == reference)
     >>> def short(response): return float(len(response) < 4)
-    >>> parts = {"right": as_reward(right), "short": as_reward(short)}
-    >>> both = CombinedReward(parts, weights={"right": 0.9, "short": 0.1})
-    >>> scores = both([RewardInput(prompt="", response="no", reference="yes")])
+    >>> components = {"correct": as_reward(correct), "short": as_reward(short)}
+    >>> reward = CombinedReward(components, weights={"correct": 0.9, "short": 0.1})
+    >>> scores = reward([RewardInput(prompt="", response="no", reference="yes")])
     >>> scores.rewards, scores.metrics
-    ([0.1], {'right': [0.0], 'short': [1.0]})
+    ([0.1], {'correct': [0.0], 'short': [1.0]})
     """
 
     def __init__(
@@ -146,7 +173,7 @@ class CombinedReward(Reward):
         return self._sum(len(inputs), score_all([(reward, inputs) for reward in self.rewards.values()]))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """The same for an event loop, all parts at once."""
+        """Score samples by all components concurrently, without blocking the event loop."""
         inputs = as_inputs(inputs)
         return self._sum(len(inputs), await score_all_async([(reward, inputs) for reward in self.rewards.values()]))
 
@@ -161,7 +188,7 @@ class CombinedReward(Reward):
 
     def _sum(self, n: int, results: Sequence[RewardResult]) -> RewardResult:
         places = range(n)
-        combined = assemble(
+        combined = add_components(
             n,
             [
                 ScoredComponent(name, places, [self.weights[name]] * n, scores)
@@ -169,43 +196,43 @@ class CombinedReward(Reward):
             ],
         )
         if self.combine is not None and n:
-            lost = [isnan(reward) for reward in combined.rewards]
+            is_missing = [isnan(reward) for reward in combined.rewards]
             parts = read_scores(self.combine([scores.to_tensors()[0] for scores in results]), n)
             for i, (reward, metrics, error) in enumerate(parts):
-                combined.rewards[i] = nan if lost[i] else reward
+                combined.rewards[i] = nan if is_missing[i] else reward
                 for key, value in metrics.items():
                     combined.metrics.setdefault(key, [nan] * n)[i] = value
-                if error is not None and not lost[i]:
+                if error is not None and not is_missing[i]:
                     combined.errors[i] = f"combine: {error}"
         return combined
 
 
 def check_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[float] | None) -> dict[str, float]:
-    """A weight for each name, however they were given; 1 each if they were not.
+    """Return a weight for each name; 1 each by default.
 
     >>> check_weights(["a", "b"], [0.9, 0.1])
     {'a': 0.9, 'b': 0.1}
     >>> check_weights(["accuracy", "format"], {"acuracy": 1.0})
     Traceback (most recent call last):
         ...
-    ValueError: weights: got 'acuracy', which is no component; did you mean 'accuracy'? (accuracy, format)
+    ValueError: weights: unknown component 'acuracy'; did you mean 'accuracy'? (accuracy, format)
     """
     if weights is None:
         return dict.fromkeys(names, 1.0)
     if isinstance(weights, Mapping):
-        odd = next((name for name in weights if name not in names), None)
-        if odd is not None:
-            raise ValueError(f"weights: got {odd!r}, which is no component{suggest(odd, list(names))}")
+        unknown = next((name for name in weights if name not in names), None)
+        if unknown is not None:
+            raise ValueError(f"weights: unknown component {unknown!r}{suggest(unknown, list(names))}")
         missing = [name for name in names if name not in weights]
         if missing:
             raise ValueError(f"weights: got none for {missing[0]!r}, expected one for each of {', '.join(names)}")
-        return {name: _weight(name, weights[name]) for name in names}
+        return {name: _check_weight(name, weights[name]) for name in names}
     if len(weights) != len(names):
         raise ValueError(f"weights: got {len(weights)}, expected {len(names)}, one for each of {', '.join(names)}")
-    return {name: _weight(name, weight) for name, weight in zip(names, weights, strict=True)}
+    return {name: _check_weight(name, weight) for name, weight in zip(names, weights, strict=True)}
 
 
-def _weight(name: str, value: Any) -> float:
+def _check_weight(name: str, value: float) -> float:
     return check_float(f"weight of {name!r}", value, -1e12, 1e12)
 
 
@@ -221,8 +248,8 @@ class Recipe(Reward):
 
     Args:
         recipe: Components by label.
-        functions: Functions by name, anything that `as_reward` takes; the built-in functions (`rollbook.rewards.READY`)
-            are known by name.
+        functions: Functions by name, anything that `as_reward` takes, in addition to the built-in ones
+            (`rollbook.rewards.BUILTIN_REWARDS`).
         models: Models by name, or a list with `label_map`.
         label_map: LightRFT's `reward_fn_label_map`: index in `models` by key.
         model_options: Options of every model.
@@ -255,7 +282,7 @@ class Recipe(Reward):
         **options: Any,
     ) -> None:
 
-        rules = ChainMap(dict(functions or {}), READY)  # type: ignore[arg-type]
+        rules = ChainMap(dict(functions or {}), BUILTIN_REWARDS)  # type: ignore[arg-type]
         by_key = _models_by_key(models, label_map)
         self.components: dict[str, Reward] = {}
         self.recipe: dict[Any, list[tuple[str, float]]] = {}
@@ -284,16 +311,16 @@ class Recipe(Reward):
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
 
     def __call__(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples, each by its label's components."""
+        """Score samples, each by the components of its label."""
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
-        return self._made(inputs, plan, score_all(self._jobs(inputs, plan)))
+        return self._combine(inputs, plan, score_all(self._jobs(inputs, plan)))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """The same for an event loop, all components at once."""
+        """Score samples by all components concurrently, without blocking the event loop."""
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
-        return self._made(inputs, plan, await score_all_async(self._jobs(inputs, plan)))
+        return self._combine(inputs, plan, await score_all_async(self._jobs(inputs, plan)))
 
     def source(self) -> str | None:
         """Fingerprint the components."""
@@ -305,7 +332,7 @@ class Recipe(Reward):
             reward.close()
 
     def _plan(self, inputs: Sequence[RewardInput]) -> dict[str, dict[int, float]]:
-        """The samples that each component is asked for, and its weight for each; a component named twice adds up."""
+        """Return the samples of each component with their weights. Weights of a component named twice are added."""
         plan: dict[str, dict[int, float]] = {}
         for i, scored in enumerate(inputs):
             check_label(scored, i, self.recipe)
@@ -319,20 +346,20 @@ class Recipe(Reward):
     ) -> list[tuple[Reward, list[RewardInput]]]:
         return [(self.components[name], [inputs[i] for i in weights]) for name, weights in plan.items()]
 
-    def _made(
+    def _combine(
         self, inputs: Sequence[RewardInput], plan: Mapping[str, dict[int, float]], results: Sequence[RewardResult]
     ) -> RewardResult:
         parts = zip(plan.items(), results, strict=True)
-        combined = assemble(
+        combined = add_components(
             len(inputs), [ScoredComponent(n, list(w), list(w.values()), scores) for (n, w), scores in parts]
         )
-        for name in self.components:  # the same metrics whichever labels a call happens to have
+        for name in self.components:  # the same metrics for all labels
             combined.metrics.setdefault(name, [nan] * len(inputs))
         return combined
 
 
 def check_label(scored: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
-    """Refuse a label that a recipe does not have."""
+    """Raise `ValueError` for a label that a recipe does not have."""
     try:
         has_label = scored.label in recipe
     except TypeError:
@@ -345,8 +372,8 @@ def check_label(scored: RewardInput, place: int, recipe: Mapping[Any, Any]) -> N
         )
 
 
-def _check_line(label: Any, line: Any) -> tuple[str, str, float]:
-    """(kind, name, weight) of a recipe's line."""
+def _check_line(label: Hashable, line: Sequence[Any]) -> tuple[str, str, float]:
+    """Return kind, name and weight of a component of a recipe."""
     if isinstance(line, (str, bytes)) or not isinstance(line, Sequence) or len(line) not in (2, 3):
         raise ValueError(f"recipe[{label!r}]: got {line!r}, expected (type, key, weight) or (name, weight)")
     kind, key, weight = line if len(line) == 3 else (line[0], None, line[1])
@@ -364,7 +391,9 @@ def _check_line(label: Any, line: Any) -> tuple[str, str, float]:
     return "function", str(kind), weight
 
 
-def _models_by_key(models: Any, label_map: Mapping[str, int] | None) -> dict[str, Any]:
+def _models_by_key(
+    models: Mapping[str, Any] | Sequence[Any] | None, label_map: Mapping[str, int] | None
+) -> dict[str, Any]:
     if isinstance(models, Mapping) or not models:
         if label_map and not models:
             key = next(iter(label_map))
@@ -379,13 +408,18 @@ def _models_by_key(models: Any, label_map: Mapping[str, int] | None) -> dict[str
 
 
 class LightRFTReward(Reward):
-    """A LightRFT user's own `reward_fn`, label map and recipe, with models or, where there are none, with rules alone.
+    """LightRFT's `reward_fn`, label map and recipe, with or without reward models.
 
-    `reward_fn(model_reward_list=, labels=, queries=, refs=, label_map=)` is called once for all samples and gives
-    (rewards, metrics), or rewards. `queries` are the responses alone (LightRFT's have the prompt in front, which a
-    pattern of the system prompt then satisfies). `model_reward_list` has one (B,) float32 tensor for each model. With
-    a recipe, a model runs only on the samples whose label needs it, and has 0 for the others, as there; labels that
-    the recipe does not have are an error. A sample for which a model has no score has no reward either.
+    `reward_fn(model_reward_list=, labels=, queries=, refs=, label_map=)` is called once for all samples and returns
+    (rewards, metrics), or rewards. `queries` are the responses without the prompts (LightRFT's include the prompt,
+    whose text can then satisfy a pattern). `model_reward_list` has one (B,) float32 tensor per model.
+
+    Args:
+        models: The reward models.
+        reward_fn: The function.
+        label_map: Index in `models` by key.
+        recipe: Components by label. A model then runs only on the samples whose label needs it, with 0 for the others.
+        on_error: As in `FunctionReward`. A sample that a model could not score has failed.
     """
 
     def __init__(
@@ -409,8 +443,8 @@ class LightRFTReward(Reward):
             raise ValueError(
                 f"label_map: got no key for model {self._keys.index(None)}, expected one: there is a recipe"
             )
-        # The models that each label needs. Recipes list labels that a run may not have, so that a model which is not
-        # there is an error only when a sample asks for it.
+        # The models that each label needs. A recipe may list labels that no sample has, so a missing model is an
+        # error only when a sample needs it.
         self._needs: dict[str, set[str]] = {}
         for label, lines in self.recipe.items():
             components = [_check_line(label, line) for line in lines]
@@ -419,13 +453,13 @@ class LightRFTReward(Reward):
     def __call__(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples."""
         inputs = as_inputs(inputs)
-        return self._made(inputs, score_all(self._jobs(inputs)))
+        return self._combine(inputs, score_all(self._jobs(inputs)))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """The same for an event loop; `reward_fn` itself runs in a thread."""
+        """Score samples without blocking the event loop; `reward_fn` runs in a thread."""
         inputs = as_inputs(inputs)
         results = await score_all_async(self._jobs(inputs))
-        return await asyncio.to_thread(self._made, inputs, results)
+        return await asyncio.to_thread(self._combine, inputs, results)
 
     def source(self) -> str | None:
         """Fingerprint `reward_fn` and the models."""
@@ -453,7 +487,7 @@ class LightRFTReward(Reward):
             for model, key in zip(self.models, self._keys, strict=True)
         ]
 
-    def _made(self, inputs: Sequence[RewardInput], results: Sequence[RewardResult]) -> RewardResult:
+    def _combine(self, inputs: Sequence[RewardInput], results: Sequence[RewardResult]) -> RewardResult:
         import torch
 
         n = len(inputs)
@@ -481,23 +515,23 @@ class LightRFTReward(Reward):
         for i, (reward, metrics, error) in enumerate(parts):
             for name, value in metrics.items():
                 combined.metrics.setdefault(name, [nan] * n)[i] = value
-            wrong = errors.get(i) or (None if error is None else f"reward_fn: {error}")
-            if wrong is not None:
-                combined.errors[i] = wrong
-                reward = failed_score(self.on_error, locate(inputs[i], i), wrong)
+            failure = errors.get(i) or (None if error is None else f"reward_fn: {error}")
+            if failure is not None:
+                combined.errors[i] = failure
+                reward = failed_score(self.on_error, locate(inputs[i], i), failure)
             combined.rewards[i] = reward
         return combined
 
 
 def lightrft_reward(
-    reward_models: Any,
+    reward_models: RewardLike | Sequence[RewardLike] | None,
     reward_fn: Callable[..., Any] | None = None,
     label_map: Mapping[str, int] | None = None,
     recipe: Mapping[str, Sequence[Sequence[Any]]] | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Reward:
-    """Make a reward from LightRFT's arguments.
+    """Build a reward from LightRFT's arguments.
 
     Args:
         reward_models: A module, or a list of them; an empty list with a `reward_fn` of rules. One module without a
@@ -509,8 +543,8 @@ def lightrft_reward(
         options: Options of each model (`rows`, `tokens`, `device`, ...).
 
     >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
-    ...     right = [float(query == ref) for query, ref in zip(queries, refs)]
-    ...     return right, {"accuracy_reward": right}
+    ...     accuracy = [float(query == ref) for query, ref in zip(queries, refs)]
+    ...     return accuracy, {"accuracy_reward": accuracy}
     >>> scores = lightrft_reward([], reward_fn)([RewardInput(prompt="2 + 2 = ", response="4", reference="4")])
     >>> scores.rewards, scores.metrics
     ([1.0], {'accuracy_reward': [1.0]})
@@ -518,8 +552,9 @@ def lightrft_reward(
 
     if reward_models is None and reward_fn is None:
         raise ValueError("reward_models: got None without a reward_fn, expected a model, or a reward_fn of rules")
-    several = isinstance(reward_models, (list, tuple))
-    sources = list(reward_models) if several else [] if reward_models is None else [reward_models]
+    sources: list[Any] = [] if reward_models is None else [reward_models]
+    if isinstance(reward_models, (list, tuple)):
+        sources = list(reward_models)
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is not None:
         options.setdefault("pad_token_id", pad)
@@ -531,7 +566,7 @@ def lightrft_reward(
     return LightRFTReward(models, reward_fn, label_map, recipe)
 
 
-_READY = {
+_MODULES = {
     "exact_match": "answers",
     "numeric_match": "answers",
     "boxed_match": "answers",
@@ -546,36 +581,36 @@ _READY = {
     "repetition": "answers",
 }
 _PACKAGES = {"math_match": ("math_verify", "math-verify", "math"), "json_schema": ("jsonschema", "jsonschema", "json")}
-"""The module, the package and the extra that a ready function needs."""
+"""Module, package and extra that a built-in reward needs."""
 
 
-class _Ready(Mapping[str, Callable[..., Any]]):
-    """The ready functions by name, each loaded when it is asked for."""
+class _Builtins(Mapping[str, Callable[..., Any]]):
+    """The built-in reward functions by name, loaded on first use."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         _check_package(name)
-        module = importlib.import_module(f"rollbook.rewards.{_READY[name]}")
+        module = importlib.import_module(f"rollbook.rewards.{_MODULES[name]}")
         function: Callable[..., Any] = getattr(module, name)
         return function
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_READY)
+        return iter(_MODULES)
 
     def __len__(self) -> int:
-        return len(_READY)
+        return len(_MODULES)
 
 
-READY: Mapping[str, Callable[..., Any]] = _Ready()
-"""The ready functions by name."""
+BUILTIN_REWARDS: Mapping[str, Callable[..., Any]] = _Builtins()
+"""The built-in reward functions by name."""
 
 
-def as_reward(spec: Any, **options: Any) -> Reward:
-    """Make a reward.
+def as_reward(spec: RewardLike, **options: Any) -> Reward:
+    """Build a reward.
 
     Args:
         spec: One of
 
-            - a function, sync, async or batched, or the name of a built-in one (`rollbook.rewards.READY`):
+            - a function, sync, async or batched, or the name of a built-in one (`rollbook.rewards.BUILTIN_REWARDS`):
               `FunctionReward`;
             - `"module:function"`, `"file.py"` (its `reward_func`) or `"file.py:function"`: the same;
             - a torch module, or the path of a folder with a `config.json`: `ModelReward`;
@@ -597,27 +632,27 @@ def as_reward(spec: Any, **options: Any) -> Reward:
     >>> as_reward("numeric_mach")
     Traceback (most recent call last):
         ...
-    ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a ready function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, json_schema, length, repetition)
+    ValueError: reward: got 'numeric_mach', expected a URL, a .py file, 'module:function', a model's folder or a built-in function; did you mean 'numeric_match'? (exact_match, numeric_match, boxed_match, think_boxed_format, think_answer_format, gsm8k, math_match, code_match, json_match, json_schema, length, repetition)
     """  # noqa: E501
     if is_reward(spec):
         if options:
-            raise ValueError(f"reward: got the option {next(iter(options))!r} beside a finished {type(spec).__name__}")
+            raise ValueError(f"reward: option {next(iter(options))!r} cannot be combined with a {type(spec).__name__}")
         return spec
     if isinstance(spec, (list, tuple)):
         return _combine(list(spec), options)
-    if isinstance(spec, Mapping) and not any(_is_lines(value) for value in spec.values()):
+    if isinstance(spec, Mapping) and not any(_is_component_list(value) for value in spec.values()):
         return _combine(list(spec.values()), {"names": [str(name) for name in spec], **options})
     kind, source = _reward_class(spec)
     names = list(dict.fromkeys([*_options(kind), *_parameters(source)]))
-    odd = next((name for name in options if name not in names), None)
-    if odd is not None and not _takes_all(kind):
-        meant = _SAME.get(odd, odd)
-        raise ValueError(f"reward: option {odd!r} is not one of {kind.__name__}{suggest(meant, names)}")
+    unknown = next((name for name in options if name not in names), None)
+    if unknown is not None and not _takes_any_option(kind):
+        hint = suggest(_SYNONYMS.get(unknown, unknown), names)
+        raise ValueError(f"reward: option {unknown!r} is not one of {kind.__name__}{hint}")
     return _build(kind, source, options)
 
 
-def _reward_class(spec: Any) -> tuple[Callable[..., Reward], Any]:
-    """The class that a single thing is a reward of, and what to make it from."""
+def _reward_class(spec: RewardLike) -> tuple[Callable[..., Reward], Any]:
+    """Return the class of a reward, and its first argument."""
     if isinstance(spec, (str, Path)):
         return _reward_class_of_text(str(spec))
     if _is_module(spec) or _is_config(spec):
@@ -632,22 +667,22 @@ def _reward_class(spec: Any) -> tuple[Callable[..., Reward], Any]:
     raise ValueError(f"reward: got {kind}, expected a function, a model, a URL, a file, a recipe or a list of these")
 
 
-def _is_module(spec: Any) -> bool:
-    torch = sys.modules.get("torch")  # whoever holds a module has loaded torch
+def _is_module(spec: RewardLike) -> bool:
+    torch = sys.modules.get("torch")  # loaded already if the argument is a module
     return torch is not None and isinstance(spec, torch.nn.Module)
 
 
-def _is_config(spec: Any) -> bool:
+def _is_config(spec: RewardLike) -> bool:
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(spec, transformers.PretrainedConfig)
 
 
-def _is_lines(value: Any) -> bool:
-    """Whether it is a recipe's list of components."""
+def _is_component_list(value: RewardLike | Sequence[Sequence[Any]]) -> bool:
+    """Return whether a value is a list of components of a recipe."""
     return isinstance(value, (list, tuple)) and all(isinstance(line, (list, tuple)) for line in value)
 
 
-def _is_url(spec: Any) -> bool:
+def _is_url(spec: RewardLike) -> bool:
     return isinstance(spec, str) and spec.startswith(("http://", "https://"))
 
 
@@ -655,16 +690,17 @@ def _options(kind: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
-_SAME = {"timeout": "time_limit", "time_limit": "timeout"}
-"""What functions and servers call differently."""
+_SYNONYMS = {"timeout": "time_limit", "time_limit": "timeout"}
+"""Names of the same option in functions and servers."""
 
 
-def _parameters(source: Any) -> list[str]:
-    """A function's parameters that are nothing of a sample's: its own options."""
+def _parameters(source: RewardLike) -> list[str]:
+    """Return the options of a function: its parameters that are not fields of a sample."""
     if not callable(source) or _is_module(source):
         return []
     try:
-        arguments = inspect.signature(source.bare() if isinstance(source, FileFunction) else source).parameters.values()
+        function = source.bare() if isinstance(source, FileFunction) else source
+        arguments = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return []
     named = [p.name for p in arguments if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -672,16 +708,16 @@ def _parameters(source: Any) -> list[str]:
 
 
 def _build(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any]) -> Reward:
-    """A reward of this class, where a function has its own options fixed."""
+    """Build a reward of this class, with the options of a function bound to it."""
     rest = dict(options)
     bound = {name: rest.pop(name) for name in _parameters(source) if name in rest}
     both = [name for name in bound if name in _options(kind)]
     for name in both:
         if name != "time_limit":
-            fixed = f"functools.partial({name_of(source)}, {name}=...) for the function's"
+            fixed = f"functools.partial({function_name(source)}, {name}=...) for the function's"
             raise ValueError(f"reward: option {name!r} is one of {kind.__name__} and of the function, expected {fixed}")
         if bound[name] is None:
-            rest[name] = bound.pop(name)  # the call's: a function's own limit is a number
+            rest[name] = bound.pop(name)  # only the limit of the call may be None
         else:
             rest[name] = max(60.0, check_float(name, bound[name], 1e-3, 1e9) + 10.0)
     if isinstance(source, FileFunction):
@@ -691,7 +727,7 @@ def _build(kind: Callable[..., Reward], source: Any, options: Mapping[str, Any])
     return kind(source, **rest)
 
 
-def _takes_all(kind: Callable[..., Any]) -> bool:
+def _takes_any_option(kind: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind).parameters.values())
 
 
@@ -703,8 +739,8 @@ def _reward_class_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
         return FunctionReward, FileFunction(text)
     if path.endswith(".py"):
         return FunctionReward, FileFunction(path, name)
-    if text in READY:
-        return FunctionReward, READY[text]
+    if text in BUILTIN_REWARDS:
+        return FunctionReward, BUILTIN_REWARDS[text]
     if (Path(text) / "config.json").is_file():
         from rollbook.rewards.models import ModelReward
 
@@ -715,12 +751,12 @@ def _reward_class_of_text(text: str) -> tuple[Callable[..., Reward], Any]:
             functions = [function for function, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(f"reward: module {path!r} has no function {name!r}{suggest(name, functions)}")
         return _reward_class(vars(module)[name])
-    expected = "a URL, a .py file, 'module:function', a model's folder or a ready function"
-    raise ValueError(f"reward: got {text!r}, expected {expected}{suggest(text, list(READY))}")
+    expected = "a URL, a .py file, 'module:function', a model's folder or a built-in function"
+    raise ValueError(f"reward: got {text!r}, expected {expected}{suggest(text, list(BUILTIN_REWARDS))}")
 
 
 def _check_package(name: str) -> None:
-    """Refuse a ready function whose package is not installed: it would fail with the first sample."""
+    """Raise `MissingExtraError` if the package of a built-in function is not installed."""
     module, package, extra = _PACKAGES.get(name, (None, "", ""))
     if module is not None and importlib.util.find_spec(module) is None:
         raise MissingExtraError(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
@@ -739,36 +775,36 @@ def _combine(specs: list[Any], options: Mapping[str, Any]) -> Reward:
     parts = [_build_part(spec, rest, used) for spec in specs]
     unused = next((name for name in rest if name not in used), None)
     if unused is not None:
-        raise ValueError(f"reward: got the option {unused!r}, which no part of the list takes")
+        raise ValueError(f"reward: option {unused!r} is not one of any reward of the list")
     if len(parts) == 1 and not bound:
         return parts[0]
     names = bound.pop("names", None) or _part_names(specs)
     if len(names) != len(parts) or len(set(names)) != len(names):
-        raise ValueError(f"names: got {list(names)}, expected {len(parts)} that differ, one for each reward")
+        raise ValueError(f"names: got {list(names)}, expected {len(parts)} distinct names, one for each reward")
     return CombinedReward(dict(zip(names, parts, strict=True)), **bound)
 
 
-def _build_part(spec: Any, options: Mapping[str, Any], used: set[str]) -> Reward:
-    """One reward of a list, with those of the options that it takes."""
+def _build_part(spec: RewardLike, options: Mapping[str, Any], used: set[str]) -> Reward:
+    """Build a reward of a list with those options that it takes."""
     if is_reward(spec) or isinstance(spec, (list, tuple)):
         return as_reward(spec)
     kind, source = _reward_class(spec)
     names = {*_options(kind), *_parameters(source)}
-    mine = {name: value for name, value in options.items() if name in names}
-    used.update(mine)
-    return _build(kind, source, mine)
+    accepted = {name: value for name, value in options.items() if name in names}
+    used.update(accepted)
+    return _build(kind, source, accepted)
 
 
 def _part_names(specs: Sequence[Any]) -> list[str]:
-    """A name for each reward of a list: its own where that tells them apart, with a number where it does not."""
+    """Return distinct names for the rewards of a list; duplicates get a number."""
     names = [_part_name(spec) for spec in specs]
     return [name if names.count(name) == 1 else f"{name}{names[:i].count(name)}" for i, name in enumerate(names)]
 
 
-def _part_name(spec: Any) -> str:
+def _part_name(spec: RewardLike) -> str:
     if _is_url(spec):
         return "remote"
     if isinstance(spec, (str, Path)):
-        return Path(str(spec).rpartition(":")[2]).stem  # a file, a module's function, or a ready one
-    name = name_of(spec)
+        return Path(str(spec).rpartition(":")[2]).stem
+    name = function_name(spec)  # type: ignore[arg-type]
     return "reward" if name == "<lambda>" else name

@@ -1,8 +1,8 @@
 """Reward models behind HTTP: LightRFT's request and reply, batched, concurrent, with retries.
 
 Invariant: a request yields one score per sample, or an error for each of them (a wrong number of scores raises). Only
-errors that may pass are retried. Requests are never logged. Only data that decodes as an image is sent, and no file is
-opened that is named by text, which may come from a record.
+transient errors are retried. Requests are never logged. Only data that decodes as an image is sent, and files named by
+text, which may come from a record, are never opened.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.media import load_picture, names_file, read_encoded
-from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.rewards.functions import MissingExtraError, describe_error
 from rollbook.rewards.types import (
+    Image,
+    Json,
     OnError,
     Reward,
     RewardInput,
@@ -38,22 +39,27 @@ from rollbook.rewards.types import (
     log_failures,
     run_sync,
 )
+from rollbook.rollout.server import RETRY_STATUSES, Backoff, parse_retry_after
 
 if TYPE_CHECKING:
     import httpx
+    import PIL.Image
 
 
 ImageFormat = Literal["jpeg", "png"]
 
-_SAVING: dict[str, dict[str, int]] = {"jpeg": {"quality": 95}, "png": {}}
-_PLAIN = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")}
-"""The kinds of pixels that a format keeps; others (a palette or transparency in a JPEG) become RGB."""
+_SAVE_OPTIONS: dict[str, dict[str, int]] = {"jpeg": {"quality": 95}, "png": {}}
+_MODES = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")}
+"""Image modes that a format supports; others, such as a palette in a JPEG, are converted to RGB."""
 
 
 class ImageEncoder:
     """Encodes whatever `rollbook.core.media` reads as base64 text, except for paths that are text.
 
-    Images are remembered by object and by content as long as the encoder lives: the samples of a prompt share them.
+    Images are cached by object and by content, because the samples of a prompt share them.
+
+    Args:
+        format: `jpeg`, or `png` without loss.
 
     >>> ImageEncoder().text("/home/me/photo.png")
     Traceback (most recent call last):
@@ -68,38 +74,38 @@ class ImageEncoder:
         self._by_content: dict[bytes, str] = {}
         self._lock = threading.Lock()
         self.encoded = 0
-        """How many were encoded, rather than found again."""
+        """Number of images that were encoded, not found in the cache."""
 
-    def text(self, image: Any) -> str:
-        """An image's base64 text."""
-        with self._lock:  # two requests may show the same image
+    def text(self, image: Image) -> str:
+        """Return the base64 text of an image."""
+        with self._lock:  # concurrent requests may share an image
             cached = self._by_object.get(id(image))
             if cached is not None:
                 return cached[1]
             encoded_text = self._text(image)
-            self._by_object[id(image)] = (image, encoded_text)  # the object is held: its address stays its own
+            self._by_object[id(image)] = (image, encoded_text)  # keeps the object alive, so that its id stays unique
             return encoded_text
 
-    def _text(self, image: Any) -> str:
+    def _text(self, image: Image) -> str:
         if names_file(image):
             raise ValueError("image: got a path or an address as text, expected the image itself or a pathlib.Path")
         raw = read_encoded("image", image)
         picture = load_picture("image", image if raw is None else raw)
         if raw is not None:
-            return self._kept(raw, lambda: raw)
-        if picture.mode not in _PLAIN[self._format]:
+            return self._encode(raw, lambda: raw)
+        if picture.mode not in _MODES[self._format]:
             picture = picture.convert("RGB")
         palette = bytes(picture.getpalette() or ()) + repr(picture.info.get("transparency")).encode()
-        seen = f"{picture.mode} {picture.size} ".encode() + palette + picture.tobytes()
-        return self._kept(seen, lambda: self._saved(picture))
+        content = f"{picture.mode} {picture.size} ".encode() + palette + picture.tobytes()
+        return self._encode(content, lambda: self._save(picture))
 
-    def _saved(self, picture: Any) -> bytes:
-        buffer = io.BytesIO()  # one for each image: a shared one would send the first again
-        picture.save(buffer, self._format.upper(), **_SAVING[self._format])
+    def _save(self, picture: PIL.Image.Image) -> bytes:
+        buffer = io.BytesIO()
+        picture.save(buffer, self._format.upper(), **_SAVE_OPTIONS[self._format])
         return buffer.getvalue()
 
-    def _kept(self, seen: bytes, data: Callable[[], bytes]) -> str:
-        key = xxhash.xxh3_128_digest(seen)
+    def _encode(self, content: bytes, data: Callable[[], bytes]) -> str:
+        key = xxhash.xxh3_128_digest(content)
         if key not in self._by_content:
             self._by_content[key] = base64.b64encode(data()).decode()
             self.encoded += 1
@@ -107,11 +113,11 @@ class ImageEncoder:
 
 
 class _RequestError(RollbookError):
-    """A request that came to nothing, and whether the same one may succeed."""
+    """A failed request, and whether to retry it."""
 
-    def __init__(self, text: str, again: bool = False, wait: float = 0.0) -> None:
+    def __init__(self, text: str, retry: bool = False, wait: float = 0.0) -> None:
         super().__init__(text)
-        self.again = again
+        self.retry = retry
         self.wait = wait
 
 
@@ -133,7 +139,7 @@ class RemoteReward(Reward):
         concurrency: Requests in flight.
         timeout: Seconds per try, from connecting to the last byte.
         backoff: Waits between retries (or what the server asks for) after connection errors, timeouts, incomplete
-            replies and the statuses in `core.retry.RETRIED`, at the next replica if there are several.
+            replies and the statuses in `rollout.server.RETRY_STATUSES`, at the next replica if there are several.
         headers: HTTP headers.
         score_key: Key of the scores in the reply.
         send_responses: Add `responses`, the response texts alone.
@@ -173,7 +179,7 @@ class RemoteReward(Reward):
             if not isinstance(address, str) or not address.startswith(("http://", "https://")):
                 shown = redacted(address) if isinstance(address, str) else address
                 raise ValueError(f"url: got {shown!r}, expected one that begins with http:// or https://")
-        # Apart from their users: httpx logs the URLs that it asks.
+        # Without user names and passwords: httpx logs the URLs of requests.
         self.urls, self._users = map(list, zip(*map(without_user, urls), strict=True))
         _httpx()
         self.name = name
@@ -184,24 +190,24 @@ class RemoteReward(Reward):
         self._headers = dict(headers or {})
         self._score_key = score_key
         self._send_responses = check_bool("send_responses", send_responses)
-        ImageEncoder(image_format)  # refuses a format that there is not
+        ImageEncoder(image_format)  # checks the format
         self._image_format = image_format
         self._dedupe_images = check_bool("dedupe_images", dedupe_images)
         self.on_error: OnError = check_on_error(on_error)
 
     def __call__(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples; works inside a running event loop, too, which then waits."""
+        """Score samples. Inside a running event loop, the loop is blocked."""
         return run_sync(lambda: self.score_async(inputs))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples; the event loop goes on meanwhile."""
+        """Score samples without blocking the event loop."""
         httpx = _httpx()
         inputs = as_inputs(inputs)
         encoder = ImageEncoder(self._image_format)
         chunks = [range(i, min(i + self.batch_size, len(inputs))) for i in range(0, len(inputs), self.batch_size)]
         free = asyncio.Semaphore(self.concurrency)
         limits = httpx.Limits(max_connections=self.concurrency)
-        # One client a call: its connections belong to this event loop, and are closed with it.
+        # A client per call, because its connections belong to this event loop.
         async with httpx.AsyncClient(limits=limits, timeout=None, headers=self._headers) as client:
             parts = await asyncio.gather(
                 *(self._chunk(client, free, k, [inputs[i] for i in chunk], encoder) for k, chunk in enumerate(chunks))
@@ -224,48 +230,52 @@ class RemoteReward(Reward):
         scores = RewardResult(rewards=[nan] * len(some))
         async with free:
             try:
-                scores.errors = await asyncio.to_thread(_unsendable, some, encoder)
+                scores.errors = await asyncio.to_thread(_check_images, some, encoder)
                 places = [i for i, error in enumerate(scores.errors) if error is None]
                 if not places:
                     return scores
                 body = await asyncio.to_thread(self._body, [some[i] for i in places], encoder)
-                replied = self._read(await self._asked(client, k, body), len(places))
+                reply = self._read(await self._request(client, k, body), len(places))
             except _RequestError as failed:
                 scores.errors = [error or str(failed) for error in scores.errors]
                 return scores
-        for i, reward, error in zip(places, replied.rewards, replied.errors, strict=True):
+        for i, reward, error in zip(places, reply.rewards, reply.errors, strict=True):
             scores.rewards[i], scores.errors[i] = reward, error
-        for metric, values in replied.metrics.items():
+        for metric, values in reply.metrics.items():
             column = scores.metrics.setdefault(metric, [nan] * len(some))
             for i, value in zip(places, values, strict=True):
                 column[i] = value
         return scores
 
     def payload(self, some: Sequence[RewardInput], encoder: ImageEncoder | None = None) -> dict[str, Any]:
-        """What is sent for some samples, before it is JSON.
+        """Build the body of a request.
+
+        Args:
+            some: The samples.
+            encoder: Encodes images; `None`: a new one.
 
         >>> reward = RemoteReward("http://localhost:1/score")
         >>> reward.payload([RewardInput(prompt="2+2=", response="4", reference="4", label="math")])
         {'queries': ['2+2=4'], 'prompts': ['2+2='], 'references': ['4'], 'labels': ['math']}
         """
-        sent: dict[str, Any] = {
+        body: dict[str, Any] = {
             "queries": [scored.query for scored in some],
             "prompts": [scored.prompt for scored in some],
         }
         if self._send_responses:
-            sent["responses"] = [scored.response for scored in some]
-        beside = {"references": [scored.reference for scored in some], "labels": [scored.label for scored in some]}
-        sent |= {key: values for key, values in beside.items() if any(value is not None for value in values)}
+            body["responses"] = [scored.response for scored in some]
+        optional = {"references": [scored.reference for scored in some], "labels": [scored.label for scored in some]}
+        body |= {key: values for key, values in optional.items() if any(value is not None for value in values)}
         if any(len(scored.images) for scored in some):
             encoder = encoder if encoder is not None else ImageEncoder(self._image_format)
             nested = [[encoder.text(image) for image in scored.images] for scored in some]
             if self._dedupe_images:
                 table = {text: place for place, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
-                sent["images"] = list(table)
-                sent["image_indices"] = [[table[text] for text in row] for row in nested]
+                body["images"] = list(table)
+                body["image_indices"] = [[table[text] for text in row] for row in nested]
             else:
-                sent["images"] = nested
-        return sent
+                body["images"] = nested
+        return body
 
     def _body(self, some: Sequence[RewardInput], encoder: ImageEncoder) -> bytes:
         try:
@@ -273,51 +283,52 @@ class RemoteReward(Reward):
         except (TypeError, ValueError, OSError) as error:
             raise _RequestError(f"cannot be sent ({describe_error(error)})") from None
 
-    async def _asked(self, client: httpx.AsyncClient, k: int, body: bytes) -> Any:
-        """The reply to a request, with as many tries as it takes and is allowed; replicas take turns."""
+    async def _request(self, client: httpx.AsyncClient, k: int, body: bytes) -> Json:
+        """Send a request, with retries at the next replica, and return the reply."""
         waits = self.backoff.waits()
         attempt = 0
         while True:
             at = (k + attempt) % len(self.urls)
             attempt += 1
             try:
-                return await self._once(client, self.urls[at], self._users[at], body)
+                return await self._try_once(client, self.urls[at], self._users[at], body)
             except _RequestError as failed:
-                wait = next(waits, None) if failed.again else None
+                wait = next(waits, None) if failed.retry else None
                 if wait is None:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
                     raise _RequestError(f"{redacted(self.urls[at])}: {failed}{tries}") from None
                 await asyncio.sleep(max(wait, failed.wait))
 
-    async def _once(self, client: httpx.AsyncClient, url: str, user: tuple[str, str] | None, body: bytes) -> Any:
+    async def _try_once(self, client: httpx.AsyncClient, url: str, user: tuple[str, str] | None, body: bytes) -> Json:
         httpx = _httpx()
         headers = {"content-type": "application/json"}
         try:
             async with asyncio.timeout(self.timeout):
                 reply = await client.post(url, content=body, headers=headers, auth=user or httpx.USE_CLIENT_DEFAULT)
         except TimeoutError:
-            raise _RequestError(f"timed out after {self.timeout:g} s", again=True) from None
+            raise _RequestError(f"timed out after {self.timeout:g} s", retry=True) from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL, httpx.LocalProtocolError) as error:
             raise _RequestError(describe_error(error)) from None
         except httpx.TransportError as error:
-            raise _RequestError(describe_error(error), again=True) from None
+            raise _RequestError(describe_error(error), retry=True) from None
         if reply.status_code != 200:
-            again = reply.status_code in RETRIED
-            said_so = _error_text(reply.content) or reply.reason_phrase
-            raise _RequestError(f"status {reply.status_code}: {said_so}", again, asked_wait(reply.headers))
+            retry = reply.status_code in RETRY_STATUSES
+            message = _error_text(reply.content) or reply.reason_phrase
+            raise _RequestError(f"status {reply.status_code}: {message}", retry, parse_retry_after(reply.headers))
         try:
-            return json.loads(reply.content)
+            parsed: Json = json.loads(reply.content)
+            return parsed
         except ValueError:
             raise _RequestError(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
 
     def _form(self) -> str:
         return f'{{"{self._score_key}": [numbers]}}'
 
-    def _read(self, reply: Any, n: int) -> RewardResult:
-        """A reply's scores: the count is the request's, the type each sample's."""
+    def _read(self, reply: Json, n: int) -> RewardResult:
+        """Read the scores of a reply. A wrong count fails the request, a wrong type its sample."""
         values = reply.get(self._score_key) if isinstance(reply, dict) else None
-        if not isinstance(values, list):
-            raise _RequestError(f"gave {_outline(reply)}, expected {self._form()}")
+        if not isinstance(reply, dict) or not isinstance(values, list):
+            raise _RequestError(f"gave {_describe_json(reply)}, expected {self._form()}")
         if len(values) != n:
             raise WrongCountError(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
         scores = RewardResult(rewards=[nan] * n)
@@ -331,7 +342,9 @@ class RemoteReward(Reward):
             raise _RequestError(f"gave metrics as {type(metrics).__name__}, expected {{name: [{n} numbers]}}")
         for name, column in metrics.items():
             if not isinstance(column, list) or len(column) != n:
-                raise _RequestError(f"gave the metric {name!r} as {_outline(column)}, expected a list of {n} numbers")
+                raise _RequestError(
+                    f"gave the metric {name!r} as {_describe_json(column)}, expected a list of {n} numbers"
+                )
             try:
                 scores.metrics[name] = [nan if value is None else as_float(value) for value in column]
             except ValueError as error:
@@ -339,8 +352,8 @@ class RemoteReward(Reward):
         return scores
 
 
-def _unsendable(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[str | None]:
-    """For each sample, the reason why its images cannot be sent, or `None`."""
+def _check_images(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[str | None]:
+    """Return for each sample why its images cannot be sent, or `None`."""
     errors: list[str | None] = []
     for sample in some:
         try:
@@ -353,7 +366,7 @@ def _unsendable(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[str 
 
 
 def _error_text(content: bytes) -> str:
-    """What a server says went wrong, in a line: its message alone, since a reply may quote all that it was sent.
+    """Extract the message of an error reply, in one line; the whole reply may quote the request.
 
     >>> _error_text(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
     'body.query: Field required'
@@ -370,8 +383,8 @@ def _error_text(content: bytes) -> str:
     return " ".join(str(value)[:200].split())
 
 
-def _outline(value: Any) -> str:
-    """What a reply looks like, without what it says."""
+def _describe_json(value: Json) -> str:
+    """Describe the structure of a reply without its contents."""
     if isinstance(value, dict):
         return f"an object with {', '.join(map(repr, list(value)[:8])) or 'nothing'}"
     return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__

@@ -1,7 +1,7 @@
-"""Run a program that nobody trusts in a process of its own, with limits, isolated as far as the machine allows.
+"""Run an untrusted program in a separate process, with limits, isolated as far as the machine allows.
 
-Invariant: a run ends within its wall-clock limit and leaves neither processes nor files behind; its output is kept up
-to a bound; what this machine does not let the sandbox isolate is in the result, and is warned of once.
+Invariant: a run ends within its wall-clock limit and leaves neither processes nor files behind. Its output is bounded.
+What the machine does not let the sandbox isolate is in the result, and in a warning.
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.core.checks import check_bool, check_float, check_int
+from rollbook.rewards.types import Reference
 
 MiB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use.
+    """Limits of a program.
 
-    `wall`: seconds until it is killed. Of each of its processes: `memory` (address space), `cpu` seconds (the wall's,
-    if not given), `file_size` in bytes and open `files`. Of all together: `processes` (threads count), `disk`, bytes of
-    all files that it writes, and `output`, bytes of stdout and of stderr, at which it is stopped.
+    Args:
+        wall: Seconds until it is killed.
+        memory: Address space of each process in bytes.
+        cpu: CPU seconds of each process; `None`: as `wall`.
+        file_size: Size of each file in bytes.
+        files: Open files of each process.
+        processes: Number of processes, threads included.
+        disk: Total size of the files that it writes in bytes.
+        output: Bytes of stdout, and of stderr, at which it is stopped.
 
     >>> Limits(wall=0)
     Traceback (most recent call last):
@@ -67,19 +74,24 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxResult:
-    """How a run went: `code` is the program's exit code (above 128: the signal that ended it; `None`: it was stopped).
+    """Result of a run.
 
-    `unprotected`: what this machine does not let the sandbox isolate, in words; see `run_sandboxed`.
+    Args:
+        code: Exit code; above 128: 128 plus the signal that ended it; `None`: it was stopped.
+        stdout: Standard output.
+        stderr: Standard error.
+        side: What it wrote to the extra pipe, if it had one.
+        timed_out: Whether it was stopped at its wall-clock limit.
+        flooded: Whether it was stopped because it wrote too much.
+        unprotected: What the machine does not let the sandbox isolate; see `run_sandboxed`.
     """
 
     code: int | None
     stdout: bytes
     stderr: bytes
     side: bytes
-    """What it wrote to the extra descriptor, if it was given one."""
     timed_out: bool
     flooded: bool
-    """Whether it was stopped for writing too much."""
     unprotected: tuple[str, ...]
 
 
@@ -92,14 +104,14 @@ def run_sandboxed(
     python: str | None = None,
     side: bool = False,
 ) -> SandboxResult:
-    """Run Python with these arguments in a new folder that holds these files; the folder is removed afterwards.
+    """Run Python in a new folder, which is removed afterwards.
 
-    The program gets its own session, the limits, three environment variables (PATH, HOME, LANG), standard input from
-    `stdin`, and a filter of system calls: no new namespaces, no mounts, no tracing, no sockets but Unix and IP ones.
-    Where the machine allows namespaces, it has no network, sees no other processes, and has a root of its own: the
-    system's programs and libraries and its interpreter's folder, all read-only, and one place of `Limits.disk` bytes
-    to write to (`/tmp`, `/var/tmp` and `/dev/shm`), which goes away with it. A trainer that runs as root runs it as a
-    user that nobody is. `unprotected` in the result names what could not be had, and the first such result warns:
+    The program gets its own session, the limits, three environment variables (PATH, HOME, LANG), and a filter of system
+    calls: no new namespaces, no mounts, no tracing, no sockets except Unix and IP. If the machine allows namespaces, it
+    also has no network, sees no other processes, and has its own root: the system's programs and libraries and the
+    folder of its interpreter, all read-only, and `Limits.disk` bytes of temporary storage (`/tmp`, `/var/tmp` and
+    `/dev/shm`). If the trainer runs as root, the program runs as an unused user. `unprotected` in the result lists the
+    missing protections, and the first such result warns:
 
     - `network`: it can reach whatever this machine can.
     - `files of its user`: it can read what the trainer's user can, keys and checkpoints included; with `disk space`
@@ -111,18 +123,26 @@ def run_sandboxed(
     - `leftovers`: a process that leaves its session outlives the run.
     - `system calls`: they are not filtered (not Linux, or neither x86-64 nor ARM64).
 
-    Limits on memory and CPU are for each process, not for all. It is the kernel that holds all this: a hole in the
-    kernel is a hole here. Programs of people who attack you belong in a virtual machine.
+    Limits on memory and CPU apply to each process. The sandbox relies on the kernel and does not protect from kernel
+    exploits: run programs of attackers in a virtual machine.
 
-    `python`: another interpreter, with its packages; the one that runs here, without packages, if not given. `side`:
-    the program gets a pipe to write to, whose descriptor is the last argument.
+    Args:
+        files: Contents of files in the folder, by name.
+        arguments: Arguments of the interpreter.
+        stdin: Standard input.
+        limits: Limits of the program.
+        python: Another interpreter, with its packages; `None`: this one, without packages.
+        side: Whether the program gets a pipe to write to, whose descriptor is its last argument.
+
+    Raises:
+        ValueError: This is not a POSIX system.
 
     >>> ran = run_sandboxed({"main.py": "print(input()[::-1])"}, ["main.py"], stdin=b"abc")
     >>> ran.code, ran.stdout
     (0, b'cba\\n')
     """
     if os.name != "posix":
-        raise ValueError(f"sandbox: got {os.name}, expected a POSIX system: its limits do not exist here")
+        raise ValueError(f"sandbox: got {os.name}, expected a POSIX system")
     ran = _run(
         files, arguments, stdin, limits if limits is not None else Limits(), python, side, _strictest_settings(python)
     )
@@ -133,7 +153,7 @@ def run_sandboxed(
 
 @cache
 def _warn(unprotected: tuple[str, ...]) -> None:
-    """Warn, once for each list, of what is not isolated."""
+    """Warn, once per list, about missing protections."""
     warnings.warn(
         f"sandbox: programs are not isolated on this machine in: {', '.join(unprotected)} "
         "(help(rollbook.rewards.run_sandboxed) explains each)",
@@ -142,21 +162,24 @@ def _warn(unprotected: tuple[str, ...]) -> None:
     )
 
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/etc/alternatives",
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/etc/alternatives",
           "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime", "/dev/full", "/dev/null",
           "/dev/random", "/dev/urandom", "/dev/zero")  # fmt: skip
-"""What a program sees of the machine, beside its interpreter."""
+"""Paths that a program sees, beside its interpreter."""
 
 
 @cache
 def _strictest_settings(python: str | None) -> dict[str, Any]:
-    """The strictest settings under which an interpreter runs here, found by trying."""
+    """Find the strictest settings under which an interpreter runs on this machine, by trying."""
     if python is None:
         prefixes = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
     else:
         places = {os.path.abspath(python), os.path.realpath(python)}
         prefixes = {os.path.dirname(os.path.dirname(place)) for place in places}
-    shown = [*SYSTEM, *(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in SYSTEM)]
+    shown = [
+        *SYSTEM_PATHS,
+        *(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in SYSTEM_PATHS),
+    ]
     ways: list[dict[str, Any]] = [
         {"visible": shown, "other_user": True},
         {"visible": ["/", *shown], "other_user": True},
@@ -178,12 +201,12 @@ def _run(
     way: Mapping[str, Any],
 ) -> SandboxResult:
     folder = tempfile.mkdtemp(prefix="rollbook-")
-    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the program may rename or lock it
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the program may rename it or change its mode
     report_read, report = os.pipe()
     side_read, side_write = os.pipe() if side else (-1, -1)
     try:
         for name, text in files.items():
-            # Half of a surrogate pair becomes bytes that Python refuses: the program fails, not the sandbox.
+            # A lone surrogate becomes bytes that Python rejects, so that the program fails and not the sandbox.
             (Path(folder) / name).write_bytes(text.encode("utf-8", "surrogatepass"))
         settings = {
             "report": report,
@@ -226,7 +249,7 @@ def _run(
 
 
 def _remove(folder: str, top: int) -> None:
-    """Remove a folder, open as `top`, however deep it is: step by step down and up, without recursion or long paths."""
+    """Remove a folder, open as `top`, of any depth, without recursion and long paths."""
     names: list[str] = []
     place = os.dup(top)
     with contextlib.suppress(OSError):
@@ -242,7 +265,7 @@ def _remove(folder: str, top: int) -> None:
             if below is None and not names:
                 break
             if below is not None:
-                os.chmod(below, 0o700, dir_fd=place)  # it may have been locked
+                os.chmod(below, 0o700, dir_fd=place)  # the program may have removed permissions
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             other = os.open(".." if below is None else below, flags, dir_fd=place)
             os.close(place)
@@ -255,20 +278,20 @@ def _remove(folder: str, top: int) -> None:
     os.close(place)
 
 
-GRACE = 20.0
-"""Seconds past its limit after which the sandbox's own process is given up; it takes far less."""
+GRACE_SECONDS = 20.0
+"""Seconds after the wall-clock limit in which the process of the sandbox must end."""
 
 
 def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, limits: Limits) -> SandboxResult:
-    """Read everything that comes, up to its bound, until the sandbox's process has ended."""
+    """Read output up to its bound until the process of the sandbox ends."""
     if process.stdout is None or process.stderr is None:
-        raise RuntimeError("sandbox: its pipes are not there")
+        raise RuntimeError("sandbox: the process has no pipes")
     pipes = {process.stdout.fileno(): "stdout", process.stderr.fileno(): "stderr", report: "report"}
     if side >= 0:
         pipes[side] = "side"
     outputs = {name: bytearray() for name in ("stdout", "stderr", "report", "side")}
     bounds = {"stdout": limits.output, "stderr": limits.output, "report": 65536, "side": limits.output}
-    deadline = time.monotonic() + limits.wall + GRACE
+    deadline = time.monotonic() + limits.wall + GRACE_SECONDS
     flooded = False
     with selectors.DefaultSelector() as waiting, process:
         for descriptor in pipes:
@@ -279,7 +302,7 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
                 ended = process.poll() is not None
                 ready = waiting.select(0.0 if ended else 0.05)
                 if ended and not ready:
-                    break  # a process that outlived the run may hold a pipe open for ever
+                    break  # a leftover process may keep a pipe open
                 for key, _ in ready:
                     name = pipes[key.fd]
                     data = os.read(key.fd, 65536)
@@ -292,11 +315,11 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
                         if not flooded:
                             flooded = True
                             process.terminate()
-            # Its pipes may close before it is done cleaning up.
+            # The pipes may close before the cleanup is complete.
             process.wait(max(deadline - time.monotonic(), 0.0))
         except BaseException as error:
             with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)  # and the kernel kills the program, whose parent dies
+                os.killpg(process.pid, signal.SIGKILL)  # the kernel then kills the program, whose parent died
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
     ended_as: dict[str, Any] = {"unprotected": None, "timed_out": False, "code": None}
@@ -304,7 +327,7 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
     for line in lines:
         ended_as |= json.loads(line)
     if ended_as["unprotected"] is None and not ended_as["timed_out"]:
-        raise RuntimeError(f"sandbox: it did not start: {bytes(outputs['stderr'][-500:]).decode('utf-8', 'replace')}")
+        raise RuntimeError(f"sandbox: did not start: {bytes(outputs['stderr'][-500:]).decode('utf-8', 'replace')}")
     return SandboxResult(
         code=ended_as["code"],
         stdout=bytes(outputs["stdout"]),
@@ -316,28 +339,28 @@ def _collect_output(process: subprocess.Popen[bytes], report: int, side: int, li
     )
 
 
-# Bounded spaces: without a bound, a fence before a page of blanks takes quadratic time.
+# The number of spaces is bounded: otherwise a fence before many blanks takes quadratic time.
 _FENCE = re.compile(r"```[ \t]{0,16}(?:python3?|py|Python)?[ \t]{0,16}\n(.*?)(?:```|\Z)", re.DOTALL)
-_LONGEST = 1 << 20
-"""Characters at the end of a response in which a program is looked for."""
+_MAX_CHARACTERS = 1 << 20
+"""Number of characters at the end of a response that are searched for a program."""
 
 
 def extract_program(text: str) -> str:
-    r"""The program in a response: its last fenced block (three back ticks; one left open counts), else all of it.
+    r"""Extract the program of a response: its last fenced block (an open one counts), else the whole text.
 
     Only the last 1,048,576 characters count.
 
     >>> extract_program("Here:\n```python\nprint(1)\n```\nDone.")
     'print(1)\n'
     """
-    text = text[-_LONGEST:]
+    text = text[-_MAX_CHARACTERS:]
     blocks = _FENCE.findall(text)
     return str(blocks[-1]) if blocks else text
 
 
 @dataclass(frozen=True)
 class ProgramTests:
-    """A task's tests: pairs of input and output, or statements (`assert f(1) == 2`) that must not raise.
+    """Tests of a program: pairs of input and output, and statements (`assert f(1) == 2`) that must not raise.
 
     >>> ProgramTests.of({"inputs": ["1 2"], "outputs": ["3"]})
     ProgramTests(pairs=(('1 2', '3'),), statements=())
@@ -349,14 +372,21 @@ class ProgramTests:
     statements: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, reference: Any) -> ProgramTests:
-        """From {"inputs": [...], "outputs": [...]}, a list of {"input", "output"} or of statements, {"tests": ...}, or
-        the JSON text of one of these."""
+    def of(cls, reference: Reference) -> ProgramTests:
+        """Parse tests.
+
+        Args:
+            reference: {"inputs": [...], "outputs": [...]}, a list of {"input", "output"} or of statements,
+                {"tests": ...}, or the JSON text of one of these.
+
+        Raises:
+            ValueError: It is none of these.
+        """
         if isinstance(reference, str):
             try:
                 reference = json.loads(reference)
             except ValueError:
-                reference = [reference]  # one statement, or a page of them
+                reference = [reference]  # one or more statements
         if isinstance(reference, Mapping) and "inputs" in reference and "outputs" in reference:
             if len(reference["inputs"]) != len(reference["outputs"]):
                 raise ValueError(
@@ -382,7 +412,7 @@ class ProgramTests:
         return cls(tuple(pairs), tuple(statements))
 
 
-def _text(value: Any) -> str:
+def _text(value: str | float | Sequence[str]) -> str:
     return "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
@@ -414,7 +444,7 @@ main()
 
 def code_match(
     response: str,
-    reference: Any,
+    reference: Reference,
     *,
     limits: Limits | None = None,
     time_limit: float = 50.0,
@@ -468,7 +498,7 @@ def code_match(
     if cases.statements and left is None:
         late += 1
     elif cases.statements:
-        # The key is a secret of this run's: a line without it is not the checker's.
+        # Lines of the checker have a secret key, which the program does not know.
         key = secrets.token_hex(16)
         files = {"main.py": source, "tests.json": json.dumps(cases.statements), "check.py": _CHECKER}
         ran = run_sandboxed(files, ["check.py"], stdin=f"{key}\n".encode(), limits=left, python=python, side=True)
@@ -481,7 +511,7 @@ def code_match(
 
 
 def _remaining_limits(limits: Limits, deadline: float) -> Limits | None:
-    """The limits of the next run, with no more time than is left; `None` if there is none."""
+    """Return the limits of the next run within the remaining time; `None` if there is none."""
     left = deadline - time.monotonic()
     return None if left < 0.05 else replace(limits, wall=min(limits.wall, left))
 
@@ -494,12 +524,12 @@ def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
         return False
     for line, other in zip(ours, theirs, strict=True):
         words, others = line.split(), other.split()
-        if len(words) != len(others) or not all(map(_near(tolerance), words, others)):
+        if len(words) != len(others) or not all(map(_is_near(tolerance), words, others)):
             return False
     return True
 
 
-def _near(tolerance: float) -> Any:
+def _is_near(tolerance: float) -> Any:
     def near(word: str, other: str) -> bool:
         if word == other:
             return True

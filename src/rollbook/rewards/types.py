@@ -1,7 +1,7 @@
 """Reward types: `RewardInput` (one per sample), `RewardResult` (for all samples) and the `Reward` protocol.
 
-Invariant: a score is a finite float or there is none (NaN, with the sample's error beside it); rewards, errors and
-every metric have one entry for each sample, in the order of the inputs.
+Invariant: a score is a finite float, or NaN with an error for the sample. Rewards, errors and every metric have one
+entry per sample, in the order of the inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 from rollbook.core.checks import check_float
 from rollbook.core.errors import RollbookError
@@ -22,6 +22,8 @@ from rollbook.core.ids import EID
 from rollbook.core.vocabulary import Tokenizer, source_fingerprint
 
 if TYPE_CHECKING:
+    import numpy as np
+    import PIL.Image
     import torch
 
     from rollbook.core.experience import Experience
@@ -30,17 +32,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OnError = Literal["exclude", "raise"] | float
-"""What a sample's failure becomes: no reward (NaN), an exception, or a fixed score; but for `raise`, it is recorded."""
+"""What a failure of a sample becomes: no reward (NaN), an exception, or a fixed score."""
+Json: TypeAlias = "dict[str, Any] | list[Any] | str | float | bool | None"
+"""A JSON value."""
+Reference: TypeAlias = "str | float | Sequence[Any] | Mapping[str, Any] | None"
+"""A reference: a text, a number, a JSON value, or a list of accepted answers."""
+RewardSample: TypeAlias = "RewardInput | Sample | Experience"
+"""What a reward scores."""
+Image: TypeAlias = "str | bytes | os.PathLike[str] | Mapping[str, Any] | np.ndarray | PIL.Image.Image"
+"""An image as `rollbook.core.media` reads it."""
 
 log = logging.getLogger("rollbook.rewards")
 
 
 class WrongCountError(RollbookError, ValueError):
-    """A reward gave another number of scores than it was asked for: no sample's fault, and raised in any case."""
+    """Raised when a reward returns another number of scores than there are samples, whatever `on_error` is."""
 
 
 class RewardError(RollbookError, RuntimeError):
-    """A sample could not be scored, and `on_error="raise"` was asked for.
+    """Raised when a sample cannot be scored and `on_error` is `raise`.
 
     >>> from rollbook.rewards import as_reward
     >>> as_reward(lambda response: 1 / 0, on_error="raise")([RewardInput(prompt="", response="")])
@@ -52,14 +62,23 @@ class RewardError(RollbookError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """One sample to be scored.
+    """A sample to score.
 
-    `response` is what the model wrote, alone: no prompt, no tool's answer, no special tokens. `prompt` is the text that
-    the model was given, `messages` the chat before the response where there was one, `images` those of the prompt: a
-    file as a `pathlib.Path`. An image that is text, as records have it, is never opened.
+    Args:
+        prompt: Text that the model was given.
+        response: Text that the model wrote, without tool outputs and special tokens.
+        reference: Reference answer.
+        label: Label of the row, which selects the components of a `Recipe`.
+        messages: Chat before the response.
+        images: Images of the prompt; files are `pathlib.Path`s. An image that is text, as in records, is never opened.
+        prompt_ids: Token ids of the prompt.
+        response_ids: Token ids of the response.
+        eid: Id of the sample.
+        finish_reason: Why the response ended.
+        info: Other columns of the row.
 
-    >>> one = RewardInput(prompt="2 + 2 = ", response="4", reference="4")
-    >>> one.query
+    >>> sample = RewardInput(prompt="2 + 2 = ", response="4", reference="4")
+    >>> sample.query
     '2 + 2 = 4'
     """
 
@@ -82,12 +101,12 @@ class RewardInput:
 
     @property
     def query(self) -> str:
-        """Prompt and response, end to end: what LightRFT's remote reward models are sent."""
+        """Prompt and response, concatenated, as LightRFT sends them to remote reward models."""
         return self.prompt + self.response
 
     @classmethod
     def of(cls, source: RewardInput | Sample | Experience, tokenizer: Tokenizer | None = None) -> RewardInput:
-        """Make the input of an engine's `Sample` or of a record; a `RewardInput` is returned unchanged.
+        """Build the input from a `Sample` of an engine or from a record; a `RewardInput` is returned unchanged.
 
         Args:
             source: The sample or record.
@@ -120,7 +139,7 @@ class RewardInput:
 
     @classmethod
     def from_record(cls, record: Experience, tokenizer: Tokenizer | None = None) -> RewardInput:
-        """Make the input of a record. It equals the input of the `Sample` that the record was made from.
+        """Build the input from a record. It equals that of the `Sample` of which the record was made.
 
         Images are those that the record keeps, with the same pixels; a path in a record stays text and is not opened.
         If a multi-turn record has no response text, the response is what its mask marks as written by the model, one
@@ -200,7 +219,7 @@ def _prompt_text(ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | Non
     return "\n".join(_content(message) for message in messages or ())
 
 
-def _path_to_text(image: Any) -> Any:
+def _path_to_text(image: Image) -> Image:
     """Turn a path in a record into text."""
     from rollbook.core.media import unwrap
 
@@ -208,8 +227,14 @@ def _path_to_text(image: Any) -> Any:
     return str(content) if isinstance(content, os.PathLike) else image
 
 
-def as_inputs(samples: Any) -> list[RewardInput]:
-    """What a reward was called with, as its inputs: a list of `Sample`s, `Experience`s or `RewardInput`s.
+def as_inputs(samples: Sequence[RewardSample]) -> list[RewardInput]:
+    """Convert samples to inputs.
+
+    Args:
+        samples: `Sample`s, `Experience`s or `RewardInput`s.
+
+    Raises:
+        ValueError: It is not a list.
 
     >>> as_inputs(RewardInput(prompt="", response=""))
     Traceback (most recent call last):
@@ -222,7 +247,7 @@ def as_inputs(samples: Any) -> list[RewardInput]:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """A chat message's text: its content, or the text parts of it."""
+    """Return the text of a chat message: its content, or its text parts."""
     content = message.get("content")
     if isinstance(content, str) or content is None:
         return content or ""
@@ -234,7 +259,7 @@ def _decode_turns(tokenizer: Tokenizer, turns: Sequence[Sequence[int]]) -> str:
 
 
 def _split_turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
-    """The ids that count, run by run."""
+    """Return each consecutive run of ids that the mask selects."""
     runs: list[list[int]] = []
     before = False
     for token, counts in zip(ids, mask, strict=True):
@@ -250,10 +275,11 @@ def _split_turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
 class RewardResult:
     """The scores of B samples.
 
-    `rewards` [B]: NaN where there is none. `metrics`: by name, [B] each, NaN where a component does not apply to a
-    sample. `errors` [B]: what went wrong with a sample, else `None`; a sample with an error may have a reward all the
-    same, if a fixed one was asked for. `parts`: names of the metrics that the reward is a weighted sum of, where the
-    source declares them; all other metrics are only logged.
+    Args:
+        rewards: [B] Rewards; NaN for samples without one.
+        metrics: [B] each, by name; NaN if a component does not apply to a sample.
+        errors: [B] Errors of samples, or `None`. A sample with an error may have a fixed reward (`on_error`).
+        parts: Names of the metrics that the reward is a weighted sum of; others are only logged.
 
     >>> result = RewardResult(rewards=[1, nan], metrics={"accuracy": [1, nan]}, errors=[None, "timed out"])
     >>> result.to_tensors()
@@ -285,8 +311,12 @@ class RewardResult:
     def __len__(self) -> int:
         return len(self.rewards)
 
-    def to_tensors(self, device: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(rewards (B,), metrics by name (B,)), all float32."""
+    def to_tensors(self, device: torch.device | str | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return rewards (B,) and metrics by name (B,), in float32.
+
+        Args:
+            device: Device of the tensors.
+        """
         import torch
 
         metrics = {
@@ -297,38 +327,48 @@ class RewardResult:
 
 @runtime_checkable
 class Reward(Protocol):
-    """Anything that scores samples. One of one's own derives from it and has `__call__`; the rest follows.
+    """Base class of rewards. A custom one derives from it and implements `__call__`.
 
-    >>> class Length(Reward):
+    Attributes:
+        waits: Whether most of its time is spent waiting, so that several such rewards run concurrently.
+
+    >>> class LengthReward(Reward):
     ...     def __call__(self, inputs):
-    ...         return RewardResult(rewards=[len(one.response) for one in inputs])
-    >>> Length()([RewardInput(prompt="", response="four")]).rewards
+    ...         return RewardResult(rewards=[len(sample.response) for sample in inputs])
+    >>> LengthReward()([RewardInput(prompt="", response="four")]).rewards
     [4.0]
     """
 
     waits: bool = False
-    """Whether its time goes by waiting for somebody else, so that others may run meanwhile."""
 
     def __call__(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples: one entry for each, in their order. The rewards here take an engine's `Sample`s and
-        `Experience`s as well as `RewardInput`s, which is what the maker gives to all."""
+        """Score samples.
+
+        Args:
+            inputs: `RewardInput`s. The rewards of this package also take `Sample`s and `Experience`s.
+
+        Returns:
+            The scores, in the order of the inputs.
+        """
         ...
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """The same for an event loop, which goes on meanwhile."""
+        """Score samples without blocking the event loop."""
         return await asyncio.to_thread(self, inputs)
 
     def source(self) -> str | None:
-        """Fingerprint the user's code that it runs; `None` if there is none, or it is not known."""
+        """Return the fingerprint of the user's code that scores; `None` if there is none or it is unknown."""
         return source_fingerprint(type(self))
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """Release processes and connections."""
         return
 
 
-def is_reward(candidate: Any) -> TypeGuard[Reward]:
-    """Whether it is a reward: of a class that derives from `Reward`. Having its methods is not enough: a mock has any.
+def is_reward(candidate: object) -> TypeGuard[Reward]:
+    """Return whether an object is a reward: of a class that derives from `Reward`.
+
+    Methods do not matter: a mock object has all of them.
 
     >>> is_reward(len)
     False
@@ -336,26 +376,29 @@ def is_reward(candidate: Any) -> TypeGuard[Reward]:
     return Reward in type(candidate).__mro__
 
 
-def check_on_error(value: Any) -> OnError:
-    """What to do of a failure, once it is known to be one of the choices.
+def check_on_error(value: OnError) -> OnError:
+    """Check the `on_error` of a reward.
 
     >>> check_on_error("exclude"), check_on_error(-1)
     ('exclude', -1.0)
     """
     if value in ("exclude", "raise"):
-        return value  # type: ignore[no-any-return]
+        return value
     return check_float("on_error", value, -1e30, 1e30, "'exclude', 'raise' or a fixed score")
 
 
 def failed_score(on_error: OnError, where: str, error: str) -> float:
-    """The score of a sample that failed, or its exception."""
+    """Return the score of a failed sample, or raise `RewardError`."""
     if on_error == "raise":
         raise RewardError(f"{where}: {error}")
     return nan if on_error == "exclude" else float(on_error)
 
 
 def as_float(value: Any) -> float:
-    """A score as a float: an int, a bool, a NumPy number, a tensor or array of one element; finite, else `ValueError`.
+    """Convert a score: an int, a bool, a NumPy number, or a tensor or array of one element.
+
+    Raises:
+        ValueError: It is not a finite number.
 
     >>> import numpy as np
     >>> as_float(True), as_float(np.float32(0.5)), as_float(np.array([2]))
@@ -373,24 +416,24 @@ def as_float(value: Any) -> float:
             raise ValueError(f"gave an array of shape {list(value.shape)}, expected a number")
         value = value.item()
     if not isinstance(value, Number) or isinstance(value, complex):
-        raise ValueError(f"gave {type(value).__name__} ({_short(value)}), expected a number")
+        raise ValueError(f"gave {type(value).__name__} ({_shorten(value)}), expected a number")
     try:
         number = float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError):
-        raise ValueError(f"gave {_short(value)}, expected a number that a float can hold") from None
+        raise ValueError(f"gave {_shorten(value)}, expected a number that a float can hold") from None
     if not isfinite(number):
         raise ValueError(f"gave {number}, expected a finite number")
     return number
 
 
-def _short(value: Any, most: int = 60) -> str:
+def _shorten(value: object, width: int = 60) -> str:
     text = repr(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def locate(scored: RewardInput, place: int) -> str:
-    """How an error names a sample: by its id, or by its place."""
-    return f"sample {place}" if scored.eid is None else f"sample {scored.eid.uid}"
+def locate(sample: RewardInput, index: int) -> str:
+    """Return the name of a sample in errors: its id, or its index."""
+    return f"sample {index}" if sample.eid is None else f"sample {sample.eid.uid}"
 
 
 def log_failures(name: str, scores: RewardResult) -> RewardResult:
@@ -415,7 +458,7 @@ def run_sync(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(make())
-    # A loop runs here already, and would wait for itself: the coroutine gets a loop in a thread of its own.
+    # Waiting in the running loop would block it forever, so the coroutine runs in another thread.
     values: list[T] = []
     raised: list[BaseException] = []
 

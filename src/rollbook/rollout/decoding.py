@@ -910,10 +910,13 @@ class DecodingBatch:
             self.rows, self.alive = rows, np.ones(len(rows), bool)
             self.window = self.filled = 0
         self.width += 1
-        width = -(-self.width // self.stride) * self.stride  # positions ahead of the token are hidden
-        if self.mask is not None and self.mask.shape[1] < width:
-            added = width + _WINDOW - self.mask.shape[1]
-            self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), added)], 1)
+        width = -(-self.width // self.stride) * self.stride
+        if self.mask is not None:
+            if self.mask.shape[1] < width:
+                added = width + _WINDOW - self.mask.shape[1]
+                self.mask = torch.cat([self.mask, self.mask.new_zeros(len(self.rows), added)], 1)
+            # Positions ahead of the token stay 0. A mask of ones alone would be dropped, and they would be seen.
+            self.mask[:, self.width - 1] = 1
         positions = self.position[:, None]
         if runner.rope is not None:
             positions = positions.expand(3, -1, -1)

@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any, Literal
 
 from rollbook.core.checks import check_bool, check_choice, check_float
-from rollbook.core.retry import RETRIED, Backoff
 from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
 from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.chat import chat_messages, has_media_parts
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
 from rollbook.rollout.llama_cpp import LlamaCpp
 from rollbook.rollout.server import (
+    RETRY_STATUSES,
+    Backoff,
     BadReplyError,
     Connection,
     Dialect,
@@ -81,7 +82,7 @@ async def detect_server(connection: Connection, name: str, model: str | None, ag
         listed = await connection.json("/v1/models", again=again)
     except ServerError as error:
         # Some servers cannot list their models. But a server that cannot be reached must not be taken for a plain one.
-        absent = not isinstance(error, BadReplyError) and error.status in (None, *RETRIED - {500})
+        absent = not isinstance(error, BadReplyError) and error.status in (None, *RETRY_STATUSES - {500})
         if model is None or absent:
             raise
         listed = {}

@@ -738,6 +738,10 @@ def _length(row: DecodingRow) -> int:
     return len(row.prepared.ids) + len(row.ids)
 
 
+def _same_prompt(row: DecodingRow, other: DecodingRow) -> bool:
+    return not other.ids and other.prepared is row.prepared
+
+
 def _write_index(pages: Sequence[list[int]], lengths: Sequence[int]) -> torch.Tensor:
     """Return the places [tokens] of sequences in a cache, from the pages of each."""
     parts = [
@@ -786,24 +790,29 @@ class PagedBatch:
     def next_rows(self, waiting: deque[DecodingRow]) -> list[DecodingRow]:
         """Take the rows from the front of a queue that join now: as many as rows and pages allow.
 
-        Rows of one prompt that are at the front together share its pages.
+        Rows of one prompt join together, so that the prompt runs once.
         """
         if self.live and self.free_rows < max(1, self.decoder.max_rows // REFILL_SHARE):
             return []
         rows: list[DecodingRow] = []
         # Rows that are being decoded need room for the next window.
         available = self.decoder.pool.available - len(self.live)
-        shared: int | None = None
-        while waiting and len(rows) < self.free_rows:
-            row = waiting[0]
-            pages = pages_for(_length(row) + WINDOW)
-            if shared is not None and shared == id(row.prepared) and not row.ids:
-                pages -= _length(row) // PAGE_SIZE
-            if pages > available:
+        while waiting:
+            first = waiting[0]
+            group = 1
+            while not first.ids and group < len(waiting) and _same_prompt(first, waiting[group]):
+                group += 1
+            idle = not rows and not self.live
+            if idle:  # a group that is too large for all rows or pages comes in parts
+                group = min(group, self.free_rows)
+            shared = _length(first) // PAGE_SIZE
+            own = pages_for(_length(first) + WINDOW) - shared
+            while idle and group > 1 and shared + group * own > available:
+                group -= 1
+            if len(rows) + group > self.free_rows or shared + group * own > available:
                 break
-            available -= pages
-            shared = None if row.ids else id(row.prepared)
-            rows.append(waiting.popleft())
+            available -= shared + group * own
+            rows += [waiting.popleft() for _ in range(group)]
         return rows
 
     def admit(self, rows: Sequence[DecodingRow], version: int) -> list[Finished]:
@@ -981,7 +990,8 @@ class PagedBatch:
             floats[_NUMBERS : _NUMBERS + steps, :count] = uniform_numbers(seeds, starts, steps).T
         state.integers[:, :rows].copy_(torch.from_numpy(integers))
         state.floats[:, :rows].copy_(torch.from_numpy(floats))
-        state.table[:rows, : table.shape[1]].copy_(torch.from_numpy(table))
+        state.table[:rows, :width].copy_(torch.from_numpy(table))
+        state.table[:rows, width : width + 1] = 0  # where a row that has just filled its last page writes
         if variant.forbidden:
             forbidden = np.zeros((2, rows, variant.forbidden), np.int64)
             for i, live in enumerate(self.live):

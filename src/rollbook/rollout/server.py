@@ -12,9 +12,10 @@ import concurrent.futures
 import contextlib
 import json
 import math
+import random
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -22,7 +23,6 @@ from urllib.parse import urlsplit, urlunsplit
 from rollbook.core.addresses import redacted, without_user
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
-from rollbook.core.retry import RETRIED, Backoff, asked_wait
 from rollbook.core.sampling import LogprobsKind, Sampling
 from rollbook.rollout.chat import redact_secrets
 
@@ -33,6 +33,65 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 JsonValue: TypeAlias = dict[str, Any] | list[Any] | str | float | None
 """A parsed reply of a server, or a part of it, which may have any form."""
+
+
+RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses after which the same request may succeed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """Exponential backoff between retries.
+
+    Args:
+        tries: Largest number of attempts, the first included.
+        first: Seconds before the first retry.
+        factor: Growth of the wait from retry to retry.
+        max_wait: Longest wait in seconds.
+        jitter: Share of each wait that is random, so that clients spread out.
+
+    >>> [round(wait, 2) for wait in Backoff(tries=4, first=0.5, jitter=0.0).waits()]
+    [0.5, 1.0, 2.0]
+    """
+
+    tries: int = 5
+    first: float = 0.5
+    factor: float = 2.0
+    max_wait: float = 30.0
+    jitter: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_int("tries", self.tries, 1)
+        check_float("first", self.first, 0, 1e6)
+        check_float("factor", self.factor, 1, 1e6)
+        check_float("max_wait", self.max_wait, 0, 1e6)
+        check_float("jitter", self.jitter, 0, 1)
+
+    def waits(self) -> Iterator[float]:
+        """Yield the seconds to wait before each retry."""
+        wait = self.first
+        for _ in range(self.tries - 1):
+            yield min(wait, self.max_wait) * (1 - self.jitter * random.random())
+            wait *= self.factor
+
+
+def parse_retry_after(headers: Mapping[str, str], max_wait: float = 60.0) -> float:
+    """Parse the `retry-after` header of a reply.
+
+    Args:
+        headers: Headers of the reply.
+        max_wait: Upper bound of the result.
+
+    Returns:
+        Seconds to wait; 0 if the header is missing or is not a number.
+
+    >>> parse_retry_after({"retry-after": "2"}), parse_retry_after({}), parse_retry_after({"retry-after": "soon"})
+    (2.0, 0.0, 0.0)
+    """
+    try:
+        return min(max(0.0, float(headers.get("retry-after", 0))), max_wait)  # in this order NaN is 0
+    except ValueError:
+        return 0.0
 
 
 class ServerError(RollbookError, RuntimeError):
@@ -183,7 +242,7 @@ class Connection:
                         body_text: Any = json.loads(raw)
                     except ValueError:
                         body_text = raw.decode("utf-8", "replace")
-                    raise status_error(response.status_code, body_text, asked_wait(response.headers))
+                    raise status_error(response.status_code, body_text, parse_retry_after(response.headers))
                 yield response
         except httpx.RequestError as error:
             raise RetryableError(f"{where}: {type(error).__name__}: {error}".rstrip(": ")) from None
@@ -309,7 +368,7 @@ def status_error(status: int | str | None, reply: JsonValue, wait: float) -> Exc
             reply = next((reply[key] for key in ("error", "message", "detail") if reply.get(key)), str(dict(reply)))
     code = status if isinstance(status, int) else None
     text = str(reply) if status is None else f"status {status}: {reply}"
-    return RetryableError(text, wait, code) if status in RETRIED else ServerError(text, code)
+    return RetryableError(text, wait, code) if status in RETRY_STATUSES else ServerError(text, code)
 
 
 def parse_json(data: bytes) -> Any:

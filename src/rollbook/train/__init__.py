@@ -3,14 +3,14 @@
 | module | contents |
 |---|---|
 | `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and their settings, by name |
-| `pipeline`, `metrics` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
+| `pipeline` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
 | `learner`, `rows`, `loss`, `optimizer` | from records to new weights |
 | `trainer`, `replay_config`, `checkpoint` | the loop: roll out, append, lease, update, acknowledge |
 | `prompts`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `evaluation`, `statistics` | avg@k, pass@k, maj@k with intervals |
-| `tracker`, `display` | metrics to the book, TensorBoard, W&B and a terminal |
+| `tracker` | metrics to the book, JSONL, TensorBoard, W&B and a terminal |
 | `config`, `builders`, `user_code`, `sft_warmup`, `run`, `recipes` | `rollbook train` |
-| `step_replay`, `comparison` | `rollbook replay` |
+| `step_replay` | `rollbook replay` |
 
 Names load when they are first used.
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
     from rollbook.train.checkpoint import CheckpointConfig as CheckpointConfig
     from rollbook.train.evaluation import Evaluation as Evaluation
-    from rollbook.train.evaluation import difference as difference
+    from rollbook.train.evaluation import compare_evaluations as compare_evaluations
     from rollbook.train.evaluation import evaluate as evaluate
-    from rollbook.train.evaluation import evaluated as evaluated
+    from rollbook.train.evaluation import evaluate_records as evaluate_records
     from rollbook.train.learner import Learner as Learner
     from rollbook.train.learner import MinibatchConfig as MinibatchConfig
     from rollbook.train.learner import NonFiniteLossError as NonFiniteLossError
@@ -73,9 +73,9 @@ _HOMES = {
     "Trainer": "rollbook.train.trainer",
     "UpdateResult": "rollbook.train.learner",
     "WarmupConfig": "rollbook.train.sft_warmup",
-    "difference": "rollbook.train.evaluation",
+    "compare_evaluations": "rollbook.train.evaluation",
     "evaluate": "rollbook.train.evaluation",
-    "evaluated": "rollbook.train.evaluation",
+    "evaluate_records": "rollbook.train.evaluation",
     "records_from_answers": "rollbook.train.supervised",
     "replay": "rollbook.train.step_replay",
     "resolve": "rollbook.train.user_code",

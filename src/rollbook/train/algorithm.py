@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from rollbook.algorithms.registry import UnknownNameError
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
     PRESETS: dict[str, AlgorithmConfig]
 
+EntryT = TypeVar("EntryT")
+
 PRESET_NAMES = [
     *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo", "opmd", "topr", "asymre"),
     *("sft", "dpo", "on_policy_distill", "mix"),
 ]
-_OWN = ("denominators", "weights", "norm")
+_LEARNER_OPTIONS = ("denominators", "weights", "norm")
 """Options of losses that the learner supplies."""
 
 
@@ -45,6 +47,10 @@ class Pass(NamedTuple):
 class AlgorithmConfig:
     """Settings of a training algorithm: advantage estimator, loss, KL divergence, group size, filters.
 
+    Attributes:
+        The fields, each described below its declaration and, as keys of `algorithm`, on the reference page; and
+        properties derived from the registries of `rollbook.algorithms`.
+
     >>> AlgorithmConfig.preset("grpo", kl_coef=0.0, loss_options={"clip_high": 0.28}).needs_reference
     False
     >>> AlgorithmConfig.preset("ppo").needs_critic, AlgorithmConfig.preset("sft").needs_rollouts
@@ -52,8 +58,8 @@ class AlgorithmConfig:
     >>> AlgorithmConfig.preset("grpo", loss_options={"clip_hihg": 0.28})
     Traceback (most recent call last):
         ...
-    ValueError: algorithm.loss_options: 'clip_hihg' is no option of ppo; did you mean 'clip_high'? (clip_low, clip_high,
-    dual_clip, log_ratio_clamp, sequence_delta, policy_gradient, mode)
+    ValueError: algorithm.loss_options: unknown option 'clip_hihg' of ppo; did you mean 'clip_high'? (clip_low,
+    clip_high, dual_clip, log_ratio_clamp, sequence_delta, policy_gradient, mode)
     """
 
     name: str = "own"
@@ -118,7 +124,7 @@ class AlgorithmConfig:
         put(self, "loss", losses.name)
         if losses.role != "policy" or "new_logprobs" not in losses.inputs:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
-        loss_options = [name for name in losses.options if name not in _OWN]
+        loss_options = [name for name in losses.options if name not in _LEARNER_OPTIONS]
         put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, loss_options))
         if self.estimator is not None:
             entry = _named("estimator", self.estimator, ESTIMATORS)
@@ -128,11 +134,13 @@ class AlgorithmConfig:
         elif self.estimator_options:
             raise ValueError(f"algorithm.estimator_options: got {dict(self.estimator_options)}, and no estimator")
         if self.estimator is None and "advantages" in losses.inputs:
-            raise ValueError(f"algorithm.estimator: got none, and the loss {self.loss!r} needs advantages")
+            raise ValueError(
+                f"algorithm.estimator: missing, required by the loss {self.loss!r}, which needs advantages"
+            )
         if self.correction is not None:
-            entry = Entry("importance_weights", importance_weights, (), "")
-            accepted = [name for name in entry.options if name not in ("process_group", "current")]
-            put(self, "correction", _options("correction", self.correction, entry.name, accepted))
+            weights = Entry("importance_weights", importance_weights, (), "")
+            accepted = [name for name in weights.options if name not in ("process_group", "current")]
+            put(self, "correction", _options("correction", self.correction, weights.name, accepted))
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         least = 0 if self.kl_in == "reward" else -1e9
@@ -157,9 +165,7 @@ class AlgorithmConfig:
         if self.reward_clip is not None:
             put(self, "reward_clip", _bounds(self.reward_clip))
         if self.refill and not self.drop_constant_groups:
-            raise ValueError(
-                f"algorithm.refill: got {self.refill}, and drop_constant_groups is off: nothing is missing"
-            )
+            raise ValueError(f"algorithm.refill: got {self.refill}, which requires drop_constant_groups")
         if self.value_clip is not None:
             put(
                 self,
@@ -172,9 +178,12 @@ class AlgorithmConfig:
         """Return a preset, or another algorithm, with changes.
 
         Args:
-            given: The name of a preset, or an algorithm.
-            changes: Fields with other values. `loss_options` and `estimator_options` are merged with those of `given`,
-                unless another loss or estimator is named.
+            algorithm: The name of a preset, or an algorithm.
+            changes: Fields with other values. `loss_options` and `estimator_options` are merged with those of
+                `algorithm`, unless another loss or estimator is named.
+
+        Raises:
+            ValueError: A name or an option is unknown.
         """
         if isinstance(algorithm, str):
             if algorithm not in PRESET_NAMES:
@@ -189,10 +198,10 @@ class AlgorithmConfig:
         field_names = [spec.name for spec in dataclasses.fields(cls)]
         for name in changes:
             if name not in field_names:
-                raise ValueError(f"algorithm: {name!r} is not known{suggest(name, field_names)}")
-        for whose in ("loss", "estimator"):
-            options = f"{whose}_options"
-            if changes.get(whose, getattr(algorithm, whose)) != getattr(algorithm, whose):
+                raise ValueError(f"algorithm: unknown field {name!r}{suggest(name, field_names)}")
+        for function in ("loss", "estimator"):
+            options = f"{function}_options"
+            if changes.get(function, getattr(algorithm, function)) != getattr(algorithm, function):
                 changes.setdefault(options, {})
             elif isinstance(changes.get(options), Mapping):
                 changes[options] = {**getattr(algorithm, options), **changes[options]}
@@ -344,14 +353,14 @@ _PASSES = {
 }
 
 
-def _bounds(bounds: Any) -> tuple[float, float]:
+def _bounds(bounds: Sequence[float]) -> tuple[float, float]:
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise ValueError(f"algorithm.reward_clip: got {bounds!r}, expected (low, high)")
     low = check_float("algorithm.reward_clip", bounds[0])
     return low, check_float("algorithm.reward_clip", bounds[1], low, what=f"an upper bound of at least {low:g}")
 
 
-def _named(field_name: str, name: Any, registry: Mapping[str, Any]) -> Any:
+def _named(field_name: str, name: str, registry: Mapping[str, EntryT]) -> EntryT:
     if not isinstance(name, str) or name not in registry:
         raise UnknownNameError(
             f"algorithm.{field_name}: got {name!r}, expected one of its names{suggest(str(name), registry)}"
@@ -359,22 +368,22 @@ def _named(field_name: str, name: Any, registry: Mapping[str, Any]) -> Any:
     return registry[name]
 
 
-def _options(field_name: str, options: Any, whose: str, accepted: list[str]) -> dict[str, Any]:
+def _options(field_name: str, options: Mapping[str, Any], function: str, accepted: list[str]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ValueError(f"algorithm.{field_name}: got {options!r}, expected options by name")
     for name in options:
         if name not in accepted:
-            raise ValueError(f"algorithm.{field_name}: {name!r} is no option of {whose}{suggest(name, accepted)}")
+            raise ValueError(f"algorithm.{field_name}: unknown option {name!r} of {function}{suggest(name, accepted)}")
     return dict(options)
 
 
 _KL = {"kl_estimator": "k2", "kl_coef": 0.001}
-"""Of Trinity-RFT's presets: k2 has the gradient of the divergence itself."""
+"""Settings of Trinity-RFT's presets. The gradient of k2 is that of the KL divergence."""
 
 
 @functools.cache
 def presets() -> dict[str, AlgorithmConfig]:
-    """The ready algorithms by name; `PRESETS` is the same.
+    """Return the presets by name; `PRESETS` is the same.
 
     >>> sorted(presets()) == sorted(PRESET_NAMES)
     True
@@ -407,7 +416,7 @@ def presets() -> dict[str, AlgorithmConfig]:
 
 
 def __getattr__(name: str) -> Any:
-    # The presets are checked against the registries, which load torch: not before somebody asks.
+    # Built on first use, because the registries load torch.
     if name == "PRESETS":
         return presets()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

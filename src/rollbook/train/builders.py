@@ -1,6 +1,6 @@
-"""Build the parts of a run from its configuration: prompts, rewards, models, engine, book, trainer.
+"""Build the parts of a run from its configuration: prompts, rewards, models, engine, trainer.
 
-Invariant: weights follow from the configuration and its seed; what cannot be loaded is an error that names the key.
+Invariant: random weights depend only on the configuration and its seed. Errors name the key of the configuration.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from rollbook.models.head import text_config
 from rollbook.models.loading import transformers_module
 from rollbook.rewards.functions import MissingExtraError
 from rollbook.rewards.recipes import as_reward
+from rollbook.rewards.types import Reward as RewardSource
+from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train.checkpoint import CheckpointConfig
-from rollbook.train.config.schema import Config, Data, Model, Reward, Teacher
-from rollbook.train.config.values import ConfigError, expanded
+from rollbook.train.config.schema import Config, DataSection, ModelSection, RewardSection, TeacherSection
+from rollbook.train.config.values import ConfigError, expand_variables
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models
 from rollbook.train.prompts import Prompts
@@ -39,9 +41,21 @@ from rollbook.train.trainer import Trainer
 from rollbook.train.user_code import resolve
 
 
-def actor_of(config: Config, device: torch.device) -> Actor:
-    """The policy, with the weights that the run begins with."""
-    actor = _model("model", config.model, config, device, trainable=True)
+def build_actor(config: Config, device: torch.device) -> Actor:
+    """Build the policy with its initial weights.
+
+    Args:
+        config: The configuration of the run.
+        device: Device of the weights.
+
+    Raises:
+        ConfigError: The model, its tokenizer or its adapters cannot be loaded.
+
+    >>> config = Config(model={"builder": "rollbook.train.recipes.letters:model", "options": {"hidden": 48}})
+    >>> build_actor(config, torch.device("cpu")).config.hidden_size
+    48
+    """
+    actor = _build_model("model", config.model, config, device, trainable=True)
     if config.model.gradient_checkpointing:
         actor.gradient_checkpointing_enable()
     engine = TransformersEngine(actor)
@@ -49,7 +63,9 @@ def actor_of(config: Config, device: torch.device) -> Actor:
     return actor
 
 
-def _model(name: str, source: Model | Teacher, config: Config, device: torch.device, *, trainable: bool) -> Actor:
+def _build_model(
+    name: str, source: ModelSection | TeacherSection, config: Config, device: torch.device, *, trainable: bool
+) -> Actor:
     policy = config.model
     dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
     options: dict[str, Any] = {
@@ -60,49 +76,49 @@ def _model(name: str, source: Model | Teacher, config: Config, device: torch.dev
         "suppress": policy.suppress,
         "trainable": trainable,
     }
-    if isinstance(source, Model):
+    if isinstance(source, ModelSection):
         transformers = transformers_module()
         if source.tokenizer is not None:
-            with loading(f"{name}.tokenizer", source.tokenizer):
+            with _loading(f"{name}.tokenizer", source.tokenizer):
                 options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(
                     source.tokenizer, trust_remote_code=False
                 )
         if source.processor is not None:
-            with loading(f"{name}.processor", source.processor):
+            with _loading(f"{name}.processor", source.processor):
                 options["processor"] = transformers.AutoProcessor.from_pretrained(
                     source.processor, trust_remote_code=False
                 )
         if source.lora is not None:
             options["lora"] = dict(source.lora)
     if source.path is not None:
-        with loading(f"{name}.path", source.path):
+        with _loading(f"{name}.path", source.path):
             return Actor(source.path, **options)
     if source.config is not None:
         torch.manual_seed(config.seed)
-        with loading(f"{name}.config", source.config):
+        with _loading(f"{name}.config", source.config):
             return Actor(transformers_module().AutoConfig.for_model(**source.config), **options)
     if source.builder is None:
-        raise ConfigError(name, "got none, expected one of path, config, builder")
-    built = called(f"{name}.builder", source.builder, source.options, config.seed)
+        raise ConfigError(name, "missing, expected one of path, config, builder")
+    built = _call_function(f"{name}.builder", source.builder, source.options, config.seed)
     if isinstance(built, Actor):
-        return _as_asked(built, policy, config, trainable).to(device)
+        return _configure_actor(built, policy, config, trainable).to(device)
     model, tokenizer = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, torch.nn.Module):
-        kind = type(built).__name__
         raise ConfigError(
-            f"{name}.builder", f"{source.builder} gave {kind}, expected an Actor, or a model and its tokenizer"
+            f"{name}.builder",
+            f"{source.builder} returned {type(built).__name__}, expected an Actor, or a model and its tokenizer",
         )
     if tokenizer is not None:
-        # A processor has the tokenizer of its texts.
-        is_processor = hasattr(tokenizer, "image_processor")
-        options.setdefault("processor" if is_processor else "tokenizer", tokenizer)
-    with loading(f"{name}.builder", source.builder):
+        options.setdefault("processor" if hasattr(tokenizer, "image_processor") else "tokenizer", tokenizer)
+    with _loading(f"{name}.builder", source.builder):
         return Actor(model, **options)
 
 
-def _as_asked(actor: Actor, source: Model, config: Config, trainable: bool) -> Actor:
-    """An actor that a function of the user's returned, at the temperature that is sampled at. What else an actor is
-    made with cannot be put into one, and is refused rather than ignored."""
+def _configure_actor(actor: Actor, source: ModelSection, config: Config, trainable: bool) -> Actor:
+    """Set the temperature of an actor that a builder returned.
+
+    Keys that only the constructor of an actor takes are rejected, not ignored.
+    """
     if not trainable:
         actor.trainable = False
         actor.requires_grad_(False).eval()
@@ -118,13 +134,13 @@ def _as_asked(actor: Actor, source: Model, config: Config, trainable: bool) -> A
     return actor
 
 
-_OF_ACTOR = {"attn_implementation": "attention", "suppress": "suppress", "lora": "lora"}
-"""What `Actor` calls its arguments, and the keys that they come from."""
+_KEY_OF_ACTOR_ARGUMENT = {"attn_implementation": "attention", "suppress": "suppress", "lora": "lora"}
+"""The keys of `model` by the arguments of `Actor` that they set."""
 
 
 @contextmanager
-def loading(key: str, source: Any) -> Iterator[None]:
-    """Have what goes wrong while a model or a tokenizer is loaded name the key that it is wrong with."""
+def _loading(key: str, source: str | Mapping[str, Any]) -> Iterator[None]:
+    """Raise errors of loading a model or a tokenizer as `ConfigError` of the key that caused them."""
     try:
         yield
     except ConfigError:
@@ -133,45 +149,59 @@ def loading(key: str, source: Any) -> Iterator[None]:
         message = " ".join(str(error).split())
         if "trust_remote_code" in message:
             raise ConfigError(
-                key, f"got {source!r}, which needs code from its repository, and that is not run; a builder can load it"
+                key, f"got {source!r}, which needs code from its repository. Such code is not run; use a builder"
             ) from error
-        for name, mine in _OF_ACTOR.items():
-            if message.startswith((f"{name}:", f"{name}[")):
-                raise ConfigError(f"model.{mine}", message.partition(": ")[2]) from error
-            if f"`{name}=" in message or (
-                mine == "attention" and "ttention" in message and isinstance(error, ImportError)
+        for argument, model_key in _KEY_OF_ACTOR_ARGUMENT.items():
+            if message.startswith((f"{argument}:", f"{argument}[")):
+                raise ConfigError(f"model.{model_key}", message.partition(": ")[2]) from error
+            if f"`{argument}=" in message or (
+                model_key == "attention" and "ttention" in message and isinstance(error, ImportError)
             ):
-                raise ConfigError(f"model.{mine}", message) from error
-        if "arget modules" in message:  # peft's words
+                raise ConfigError(f"model.{model_key}", message) from error
+        if "arget modules" in message:  # an error of peft
             raise ConfigError("model.lora.target_modules", message) from error
         if isinstance(source, str) and not Path(source).exists() and isinstance(error, (OSError, ValueError)):
-            message = f"got {source!r}, which is no folder here, and nothing that the hub gives: {message}"
+            message = f"got {source!r}, expected a folder or a name on the hub: {message}"
         raise ConfigError(key, message) from error
 
 
-def called(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any:
-    """What a user's function gives, called with its options and, where it takes one and is not told, the run's seed."""
+def _call_function(name: str, target: str, options: Mapping[str, Any], seed: int) -> Any:
+    """Call a user's function with its options and, if it takes a `seed` and none is set, that of the run."""
     function = resolve(target, name=name)
     if not callable(function):
         raise ConfigError(name, f"got {target!r}, which is a {type(function).__name__}, expected a function")
-    takes = inspect.signature(function).parameters
-    arguments = {"seed": seed, **options} if "seed" in takes else dict(options)
+    signature = inspect.signature(function)
+    arguments = {"seed": seed, **options} if "seed" in signature.parameters else dict(options)
     try:
-        inspect.signature(function).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         raise ConfigError(name, f"{target} cannot be called with {arguments}: {error}") from None
-    arguments = expanded(arguments, f"{name.rpartition('.')[0]}.options")
+    arguments = expand_variables(arguments, f"{name.rpartition('.')[0]}.options")
     return function(**arguments)
 
 
-def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
-    """All models, once the policy has the weights that training begins with (which reference and critic copy)."""
+def build_models(config: Config, actor: Actor, device: torch.device) -> Models:
+    """Build the models that the algorithm needs beside the policy.
+
+    Args:
+        config: The configuration of the run.
+        actor: The policy with its initial weights, which the reference and the critic copy.
+        device: Device of the weights.
+
+    Raises:
+        ConfigError: A model cannot be loaded, or its vocabulary is smaller than that of the policy.
+
+    >>> config = Config(model={"builder": "rollbook.train.recipes.letters:model"}, algorithm={"kl_coef": 0.0})
+    >>> cpu = torch.device("cpu")
+    >>> build_models(config, build_actor(config, cpu), cpu).reference is None
+    True
+    """
     algorithm, models = config.algorithm, Models(actor)
     if algorithm.needs_reference:
         if config.reference is None:
             models.reference = actor.reference()
         else:
-            with loading("reference", config.reference):
+            with _loading("reference", config.reference):
                 models.reference = Actor(
                     config.reference,
                     dtype=actor.dtype,
@@ -180,22 +210,22 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
                     suppress=actor.suppress,
                     trainable=False,
                 )
-            _check_words("reference", models.reference, actor)
+            _check_vocabulary("reference", models.reference, actor)
     if algorithm.needs_teacher:
-        models.teacher = _model("teacher", config.teacher, config, device, trainable=False)
-        _check_words("teacher", models.teacher, actor)
+        models.teacher = _build_model("teacher", config.teacher, config, device, trainable=False)
+        _check_vocabulary("teacher", models.teacher, actor)
     if algorithm.needs_critic:
         options: dict[str, Any] = {"dtype": actor.dtype, "device": device, "value_head": config.critic.value_head}
         if config.critic.path is not None:
-            with loading("critic.path", config.critic.path):
+            with _loading("critic.path", config.critic.path):
                 models.critic = CriticModel(config.critic.path, **options)
-            _check_words("critic.path", models.critic, actor)
+            _check_vocabulary("critic.path", models.critic, actor)
         elif config.critic.config is not None:
-            with loading("critic.config", config.critic.config):
+            with _loading("critic.config", config.critic.config):
                 models.critic = CriticModel(
                     transformers_module().AutoConfig.for_model(**config.critic.config), **options
                 )
-            _check_words("critic.config", models.critic, actor)
+            _check_vocabulary("critic.config", models.critic, actor)
         else:
             models.critic = CriticModel(backbone_from=actor, **options)
         if config.model.gradient_checkpointing:
@@ -203,37 +233,51 @@ def models_of(config: Config, actor: Actor, device: torch.device) -> Models:
     return models
 
 
-def _check_words(name: str, other: Any, actor: Actor) -> None:
-    """Refuse a model that cannot read what the policy writes."""
-    vocab_size, expected = (getattr(text_config(model), "vocab_size", None) for model in (other, actor))
+def _check_vocabulary(name: str, model: Actor | CriticModel, actor: Actor) -> None:
+    """Reject a model whose vocabulary is smaller than that of the policy."""
+    vocab_size, expected = (getattr(text_config(network), "vocab_size", None) for network in (model, actor))
     if vocab_size is not None and expected is not None and vocab_size < expected:
         raise ConfigError(name, f"got a model of {vocab_size} tokens, expected at least the policy's {expected}")
 
 
-def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
-    """The prompts to train on, and those to evaluate with, if there are any."""
+def load_prompts(config: Config) -> tuple[Prompts, Prompts | None]:
+    """Load the prompts to train on and those to evaluate on.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The training prompts, and the evaluation prompts or `None`.
+
+    Raises:
+        ConfigError: `data` is missing, or the rows lack a column that the algorithm needs.
+
+    >>> rows = {"function": "rollbook.train.recipes.letters:rows", "options": {"count": 10}, "held_out": 4}
+    >>> tuple(map(len, load_prompts(Config(data=rows))))
+    (6, 4)
+    """
     data = config.data
     if data.function is not None:
-        prompts = _shaped(_from_function("data", data.function, data.options, config), config, data.limit)
+        prompts = _add_chat(_prompts_from_function("data", data.function, data.options, config), config, data.limit)
     elif data.path is not None:
-        prompts = _shaped(_from_file(data.path, data, config), config, None)
+        prompts = _add_chat(_prompts_from_file(data.path, data, config), config, None)
     else:
-        raise ConfigError("data", "got none, expected one of path, function")
+        raise ConfigError("data", "missing, expected one of path, function")
     held_out: Prompts | None = None
     if data.held_out:
         prompts, held_out = prompts.split(data.held_out if data.held_out < 1 else int(data.held_out), seed=config.seed)
     if config.evaluation.data is not None or config.evaluation.split is not None:
-        held_out = _shaped(_evaluation_file(config), config, None)
+        held_out = _add_chat(_evaluation_prompts(config), config, None)
     elif config.evaluation.function is not None:
         evaluation = config.evaluation
-        held_out = _shaped(
-            _from_function("evaluation", str(evaluation.function), evaluation.options, config), config, None
+        held_out = _add_chat(
+            _prompts_from_function("evaluation", str(evaluation.function), evaluation.options, config), config, None
         )
     if held_out is not None and config.evaluation.prompts is not None and len(held_out) > config.evaluation.prompts:
         held_out = held_out.split(config.evaluation.prompts, seed=config.seed)[1]
-    both = 0 if held_out is None else held_out.shared(prompts)
-    if held_out is not None and both:
-        advise(f"evaluation: {both} of {len(held_out)} prompts are among those that are trained on")
+    shared = 0 if held_out is None else held_out.shared(prompts)
+    if held_out is not None and shared:
+        advise(f"evaluation: {shared} of {len(held_out)} prompts are also trained on")
     if not config.algorithm.needs_rollouts:
         prompts.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
     if config.warmup.steps:
@@ -241,21 +285,28 @@ def prompts_of(config: Config) -> tuple[Prompts, Prompts | None]:
     return prompts, held_out
 
 
-def check_readable(actor: Actor, prompts: Prompts) -> None:
-    """Refuse prompts of text where nobody turns them into tokens: each of them would fail."""
+def check_prompts_readable(actor: Actor, prompts: Prompts) -> None:
+    """Check that the policy can tokenize the prompts.
+
+    Args:
+        actor: The policy.
+        prompts: The prompts, of which the first is checked.
+
+    Raises:
+        ConfigError: Prompts are texts and there is no tokenizer, or chats and there is no chat template.
+    """
     first = prompts.every()[0]
-    holder = actor.processor if actor.processor is not None else actor.tokenizer
-    if holder is None and first.token_ids is None:
-        raise ConfigError("model.tokenizer", "got none, and the model has none of its own, expected one: data are text")
-    templates = [getattr(holder, "chat_template", None) for holder in (actor.processor, actor.tokenizer)]
-    if first.messages is not None and not any(templates):
-        raise ConfigError("model.tokenizer", "got one without a chat template, expected one that has: data are chats")
+    holders = (actor.processor, actor.tokenizer)
+    if holders == (None, None) and first.token_ids is None:
+        raise ConfigError("model.tokenizer", "missing, and the model has none, expected one: the prompts are texts")
+    if first.messages is not None and not any(getattr(holder, "chat_template", None) for holder in holders):
+        raise ConfigError("model.tokenizer", "got one without a chat template, expected one: the prompts are chats")
 
 
-def _from_function(section: str, target: str, options: Mapping[str, Any], config: Config) -> Prompts:
+def _prompts_from_function(section: str, target: str, options: Mapping[str, Any], config: Config) -> Prompts:
     data = config.data
     return Prompts(
-        lambda: called(f"{section}.function", target, options, config.seed),
+        lambda: _call_function(f"{section}.function", target, options, config.seed),
         seed=config.seed,
         shuffle=data.shuffle,
         name=target,
@@ -264,7 +315,7 @@ def _from_function(section: str, target: str, options: Mapping[str, Any], config
     )
 
 
-def _from_file(path: str, source: Data, config: Config) -> Prompts:
+def _prompts_from_file(path: str, source: DataSection, config: Config) -> Prompts:
     return Prompts.from_file(
         path,
         split=source.split,
@@ -277,28 +328,30 @@ def _from_file(path: str, source: Data, config: Config) -> Prompts:
     )
 
 
-def _evaluation_file(config: Config) -> Prompts:
-    """Prompts of a file or dataset of their own, or of another split of the data's."""
+def _evaluation_prompts(config: Config) -> Prompts:
+    """Load `evaluation.data`, or another split of `data.path`."""
     evaluation, source = config.evaluation, config.data
     path = evaluation.data if evaluation.data is not None else source.path
     if path is None:
         raise ConfigError("evaluation.split", f"got {evaluation.split!r}, and neither evaluation.data nor data.path")
-    # Another dataset has splits of its own; the limit is of the rows to train on.
+    # `data.split` and `data.subset` are names of `data.path`; `data.limit` is for training rows.
     split = source.split if evaluation.split is None and path == source.path else evaluation.split
     subset = source.subset if path == source.path else None
-    return _from_file(path, dataclasses.replace(source, path=path, split=split, subset=subset, limit=None), config)
+    return _prompts_from_file(
+        path, dataclasses.replace(source, path=path, split=split, subset=subset, limit=None), config
+    )
 
 
-def _shaped(prompts: Prompts, config: Config, limit: int | None) -> Prompts:
-    """Plain texts as chats, and a system message before them, where that is asked for; the first `limit` rows."""
+def _add_chat(prompts: Prompts, config: Config, limit: int | None) -> Prompts:
+    """Apply `data.chat` and `data.system` to the first `limit` prompts."""
     settings = config.data
     if not settings.chat and settings.system is None and limit is None:
         return prompts
-    shaped = [_chat(prompt, settings).replace(eid=None) for prompt in prompts.every()[:limit]]
-    return Prompts(shaped, seed=config.seed, shuffle=settings.shuffle, name=prompts.name)
+    rows = [_as_chat(prompt, settings).replace(eid=None) for prompt in prompts.every()[:limit]]
+    return Prompts(rows, seed=config.seed, shuffle=settings.shuffle, name=prompts.name)
 
 
-def _chat(prompt: Prompt, settings: Data) -> Prompt:
+def _as_chat(prompt: Prompt, settings: DataSection) -> Prompt:
     messages = prompt.messages
     if settings.chat and prompt.text is not None:
         messages = [{"role": "user", "content": prompt.text}]
@@ -310,33 +363,57 @@ def _chat(prompt: Prompt, settings: Data) -> Prompt:
 
 
 def check_rewards(config: Config) -> None:
-    """Build every reward but for models, so that what is wrong with one is known before anything is loaded."""
+    """Build every reward except models, to find errors before models are loaded.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: A reward cannot be built.
+    """
     for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
         for i, source in enumerate(rewards or ()):
             if source.model is None:
-                _reward(f"{key}.{i}", source, None).close()
+                _build_component(f"{key}.{i}", source, None).close()
 
 
-def reward_of(rewards: tuple[Reward, ...], actor: Actor | None = None, key: str = "rewards") -> Any:
-    """One reward from all that are given; `None` if there are none. `actor`: the policy, beside which reward models lie
-    and whose tokens they may read otherwise; `key`: where the configuration has them."""
+def build_reward(
+    rewards: tuple[RewardSection, ...], actor: Actor | None = None, key: str = "rewards"
+) -> RewardSource | None:
+    """Build the reward of a run: one source, or the weighted sum of several.
+
+    Args:
+        rewards: Sections of the configuration.
+        actor: The policy. Reward models are loaded to its device, and read its tokens unless they have a tokenizer.
+        key: Path of the sections, for errors.
+
+    Returns:
+        The reward, or `None` if there are no sections.
+
+    Raises:
+        ConfigError: A source cannot be built.
+
+    >>> sections = (RewardSection(function="exact_match"), RewardSection(function="length", weight=0.1))
+    >>> build_reward(sections).rewards.keys()
+    dict_keys(['exact_match', 'length'])
+    """
     if not rewards:
         return None
-    parts = [_reward(f"{key}.{i}", source, actor) for i, source in enumerate(rewards)]
-    if len(parts) == 1 and rewards[0].weight == 1.0 and rewards[0].name is None:
-        return parts[0]
-    names = [source.name or f"{_called(source)}" for source in rewards]
+    components = [_build_component(f"{key}.{i}", source, actor) for i, source in enumerate(rewards)]
+    if len(components) == 1 and rewards[0].weight == 1.0 and rewards[0].name is None:
+        return components[0]
+    names = [source.name or _default_name(source) for source in rewards]
     names = [name if names.count(name) == 1 else f"{name}{names[:i].count(name)}" for i, name in enumerate(names)]
-    return as_reward(dict(zip(names, parts, strict=True)), weights=[source.weight for source in rewards])
+    return as_reward(dict(zip(names, components, strict=True)), weights=[source.weight for source in rewards])
 
 
-def _reward(key: str, settings: Reward, actor: Actor | None) -> Any:
+def _build_component(key: str, settings: RewardSection, actor: Actor | None) -> RewardSource:
     kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(settings, name) is not None)
-    source = expanded(getattr(settings, kind), f"{key}.{kind}")
-    options: dict[str, Any] = expanded(settings.options, f"{key}.options")
+    source = expand_variables(getattr(settings, kind), f"{key}.{kind}")
+    options: dict[str, Any] = expand_variables(settings.options, f"{key}.options")
     if kind == "model":
-        with loading(f"{key}.model", source):
-            source = _classifier(source, options, actor)
+        with _loading(f"{key}.model", source):
+            source = _load_classifier(source, options, actor)
     elif kind == "remote":
         options |= {"replicas": True} if len(source) > 1 else {}
         source = source[0] if len(source) == 1 else list(source)
@@ -349,26 +426,28 @@ def _reward(key: str, settings: Reward, actor: Actor | None) -> Any:
         raise ConfigError(place, str(error).removeprefix("reward: ")) from error
 
 
-def _classifier(name: str, options: dict[str, Any], actor: Actor | None) -> Any:
-    """A sequence classifier; into its options go where it lies, and the tokenizer by which it reads what a policy of
-    another one wrote."""
+def _load_classifier(name: str, options: dict[str, Any], actor: Actor | None) -> torch.nn.Module:
+    """Load a sequence classifier, and add its name, device and tokenizers to `options`."""
     transformers = transformers_module()
     options.setdefault("name", Path(name).name)
     if actor is not None:
         options.setdefault("device", actor.device)
         options.setdefault("policy_tokenizer", actor.tokenizer)
-    words = options.get("tokenizer", name)
-    if isinstance(words, str):
+    tokenizer = options.get("tokenizer", name)
+    if isinstance(tokenizer, str):
         try:
-            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(words, trust_remote_code=False)
+            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         except (OSError, ValueError):
             if "tokenizer" in options:
                 raise
-            # It has none of its own, and is given the policy's tokens.
-    return transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", trust_remote_code=False)
+            # The classifier has no tokenizer and gets the policy's tokens.
+    classifier: torch.nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(
+        name, dtype="auto", trust_remote_code=False
+    )
+    return classifier
 
 
-def _called(source: Reward) -> str:
+def _default_name(source: RewardSection) -> str:
     if source.remote is not None:
         return "remote"
     if source.recipe is not None:
@@ -376,27 +455,51 @@ def _called(source: Reward) -> str:
     return Path(str(source.function or source.model).rpartition(":")[2]).stem
 
 
-def settle(config: Config) -> torch.device:
-    """Torch's threads, seed and determinism as the configuration has them; the device of the models."""
+def configure_torch(config: Config) -> torch.device:
+    """Set torch's threads, determinism and seeds, and select the device.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The device of the models.
+
+    Raises:
+        ConfigError: There is no such device.
+
+    >>> configure_torch(Config(device="cpu"))
+    device(type='cpu')
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(config.seed)
-    random.seed(config.seed)  # of no use to this library, but rewards and environments of the user's may ask them
+    random.seed(config.seed)  # for rewards and environments of the user; Rollbook uses neither generator
     np.random.seed(config.seed)
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(config.device)
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 1)
-    if (device.index or 0) >= there:
-        raise ConfigError("device", f"got {config.device!r}, and torch sees {there} of that kind here")
+    count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 1)
+    if (device.index or 0) >= count:
+        raise ConfigError("device", f"got {config.device!r}, expected one of the {count} that torch has of this type")
     return device
 
 
-def sampling_of(config: Config, actor: Actor | None = None) -> dict[str, Any]:
-    """Return the sampling options; rollouts of single turns are limited to the positions of `actor`, if given."""
+def build_sampling(config: Config, actor: Actor | None = None) -> dict[str, Any]:
+    """Build the sampling options.
+
+    Args:
+        config: The configuration of the run.
+        actor: The policy, whose context length limits the prompts of single-turn rollouts.
+
+    Returns:
+        Options of `rollbook.core.sampling.Sampling`.
+
+    >>> build_sampling(Config(sampling={"max_tokens": 7, "stop": "end"}))["stop"]
+    ('end',)
+    """
     options = {name: option for name, option in vars(config.sampling).items() if option not in ((), None, {})}
     if config.environment.function is None:
         options["prompt_overflow"] = config.data.overflow
@@ -410,8 +513,16 @@ def sampling_of(config: Config, actor: Actor | None = None) -> dict[str, Any]:
     return options
 
 
-def engine_of(config: Config, actor: Actor) -> Any:
-    """Who samples."""
+def build_engine(config: Config, actor: Actor) -> BaseEngine:
+    """Build the engine that samples rollouts.
+
+    Args:
+        config: The configuration of the run.
+        actor: The policy.
+
+    Raises:
+        ConfigError: The engine does not take `engine.options`.
+    """
     settings = config.engine
     if settings.kind == "transformers":
         return TransformersEngine(actor)
@@ -420,31 +531,39 @@ def engine_of(config: Config, actor: Actor) -> Any:
     key = None if settings.api_key_env is None else os.environ.get(settings.api_key_env)
     try:
         engine = OpenAIEngine(
-            expanded(settings.url, "engine.url"),
+            expand_variables(settings.url, "engine.url"),
             settings.model,
             actor.tokenizer,
             api_key=key,
             timeout=settings.timeout,
             concurrency=settings.concurrency,
-            **expanded(settings.options, "engine.options"),
+            **expand_variables(settings.options, "engine.options"),
         )
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
-    weighed = "" if config.algorithm.correction is not None else "; algorithm.correction weighs that"
+    hint = "" if config.algorithm.correction is not None else "; algorithm.correction corrects for the difference"
     advise(
-        f"engine.url: the server at {settings.url} keeps the weights that it has, whatever is trained here, and what "
-        f"it samples is of an ever older policy{weighed}. Evaluations sample with the weights that are trained"
+        f"engine.url: the server at {settings.url} keeps its own weights, so rollouts are off-policy after the first "
+        f"update{hint}. Evaluations sample from the trained weights"
     )
     return engine
 
 
-def environment_of(config: Config, actor: Actor) -> EnvironmentConfig | None:
-    """Return how episodes are played; `None` without an environment."""
+def build_environment(config: Config, actor: Actor) -> EnvironmentConfig | None:
+    """Build the settings of multi-turn episodes.
+
+    Args:
+        config: The configuration of the run.
+        actor: The policy, whose tokenizer or processor renders the chats.
+
+    Returns:
+        The settings, or `None` without an environment.
+    """
     settings = config.environment
     if settings.function is None:
         return None
     function = resolve(str(settings.function), name="environment.function")
-    options = expanded(settings.options, "environment.options")
+    options = expand_variables(settings.options, "environment.options")
     return EnvironmentConfig(
         factory=(lambda prompt: function(prompt, **options)) if options else function,
         rewards=settings.rewards,
@@ -457,19 +576,35 @@ def environment_of(config: Config, actor: Actor) -> EnvironmentConfig | None:
     )
 
 
-def expert_of(config: Config) -> Book | None:
-    """Open the book of the expert's records, if there is one."""
+def open_expert_book(config: Config) -> Book | None:
+    """Open the book of expert records for reading.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The book, or `None` if `replay.expert` is not set.
+    """
     path = config.replay.expert
-    return None if path is None else open_book(expanded(path, "replay.expert"), mode="r")
+    return None if path is None else open_book(expand_variables(path, "replay.expert"), mode="r")
 
 
-def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, book: Book) -> Trainer:
-    """The trainer of a run."""
-    last = {"steps": config.steps} if config.steps else {}
-    optimizer = _ending(config.optimizer, last)
-    critic = None if config.critic_optimizer is None else _ending(config.critic_optimizer, last)
+def build_trainer(config: Config, models: Models, prompts: Prompts, reward: RewardSource | None, book: Book) -> Trainer:
+    """Build the trainer.
+
+    Args:
+        config: The configuration of the run.
+        models: The models of the run.
+        prompts: The training prompts.
+        reward: Scores rollouts; `None` if only an environment or a teacher does.
+        book: The book of the run.
+
+    Raises:
+        ConfigError: The book of expert records cannot be opened.
+    """
+    critic_optimizer = config.critic_optimizer
     try:
-        expert = expert_of(config)
+        expert = open_expert_book(config)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
@@ -481,15 +616,15 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
         book,
         prompts=prompts,
         reward=reward if config.algorithm.needs_rollouts else None,
-        engine=engine_of(config, models.policy) if config.algorithm.needs_rollouts else None,
-        environment=environment_of(config, models.policy),
-        sampling=sampling_of(config, models.policy),
+        engine=build_engine(config, models.policy) if config.algorithm.needs_rollouts else None,
+        environment=build_environment(config, models.policy),
+        sampling=build_sampling(config, models.policy),
         prompts_per_step=config.batch.prompts_per_step,
         critic=models.critic,
         reference=models.reference,
         teacher=models.teacher,
-        optimizer=optimizer,
-        critic_optimizer=critic,
+        optimizer=end_with_run(config.optimizer, config.steps),
+        critic_optimizer=None if critic_optimizer is None else end_with_run(critic_optimizer, config.steps),
         minibatch=config.batch.minibatch_config(),
         precision=config.model.precision,
         nonfinite_limit=config.nonfinite_limit,
@@ -501,24 +636,31 @@ def trainer_of(config: Config, models: Models, prompts: Prompts, reward: Any, bo
     )
 
 
-def _ending(optimizer: OptimizerConfig, last: Mapping[str, Any]) -> OptimizerConfig:
-    """A schedule that does not say when it ends, ends with the run."""
-    return dataclasses.replace(optimizer, **last) if optimizer.steps is None and last else optimizer
+def end_with_run(optimizer: OptimizerConfig, steps: int) -> OptimizerConfig:
+    """Set the end of a learning rate schedule that has none to the last step of the run.
+
+    Args:
+        optimizer: Settings of the optimizer.
+        steps: Number of steps of the run; 0 leaves the settings unchanged.
+
+    >>> end_with_run(OptimizerConfig(schedule="linear"), 50).steps
+    50
+    """
+    return dataclasses.replace(optimizer, steps=steps) if optimizer.steps is None and steps else optimizer
 
 
 __all__ = [
-    "Models",
-    "actor_of",
-    "called",
-    "check_readable",
-    "engine_of",
-    "environment_of",
-    "expert_of",
-    "loading",
-    "models_of",
-    "prompts_of",
-    "reward_of",
-    "sampling_of",
-    "settle",
-    "trainer_of",
+    "build_actor",
+    "build_engine",
+    "build_environment",
+    "build_models",
+    "build_reward",
+    "build_sampling",
+    "build_trainer",
+    "check_prompts_readable",
+    "check_rewards",
+    "configure_torch",
+    "end_with_run",
+    "load_prompts",
+    "open_expert_book",
 ]

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: weights, optimizers, random states and cursors, in a folder of each step that was saved.
+"""Checkpoints of a run: weights, optimizer states, random states and the position in the data, in a folder per step.
 
-Invariant: a checkpoint is there whole or not at all: it is written under another name, synced, and takes its place by
-one rename. What is read from one is tensors, numbers and text; nothing in it is executed.
+Invariant: a checkpoint is complete or does not exist: it is written under another name, synced, and renamed. Reading
+one executes nothing.
 
-    checkpoints/step-000040/model/        what Actor.save_pretrained writes: a model to go on with, or to serve
-                            critic/       the critic's, where there is one
-                            state.pt      optimizers and random states
-                            trainer.json  step, seed, the cursor in the data, the book's checkpoint
+    checkpoints/step-000040/model/        what Actor.save_pretrained writes
+                            critic/       the critic, if there is one
+                            state.pt      optimizer states and random states
+                            trainer.json  step, seed, position in the data, checkpoint of the book
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,36 +29,39 @@ from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private
-from rollbook.models.loading import quietly
+from rollbook.models.loading import hide_progress_bars
 
-FOLDER = "checkpoints"
+if TYPE_CHECKING:
+    from rollbook.models import Actor, Critic
+
+CHECKPOINT_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
 _OLD = ".old-"
 
 
 class CorruptCheckpointError(RollbookError, ValueError):
-    """A checkpoint that is not whole, or was changed: an older one is not taken in its place without being told to."""
+    """Raised for a checkpoint that is incomplete or damaged. Older checkpoints are not used instead."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        folder = next((parent for parent in (path, *path.parents) if is_name(parent.name)), None)
-        hint = "" if folder is None else f". To go on from the checkpoint before it, remove {folder}"
-        super().__init__(f"{path}: {why}{hint}")
+    def __init__(self, path: Path, reason: str) -> None:
+        folder = next((parent for parent in (path, *path.parents) if is_checkpoint_name(parent.name)), None)
+        hint = "" if folder is None else f". To continue from the checkpoint before it, remove {folder}"
+        super().__init__(f"{path}: {reason}{hint}")
 
 
-def name_of(step: int) -> str:
-    """What the checkpoint of a step is called, in the folder and in the book.
+def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint of a step, in the folder and in the book.
 
-    >>> name_of(40)
+    >>> checkpoint_name(40)
     'step-000040'
     """
     return f"step-{check_int('step', step):06d}"
 
 
-def is_name(name: str) -> bool:
-    """Whether a name is one that `name_of` gives.
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether a name is that of a checkpoint.
 
-    >>> is_name("step-000040"), is_name("best")
+    >>> is_checkpoint_name("step-000040"), is_checkpoint_name("best")
     (True, False)
     """
     return _NAME.fullmatch(name) is not None
@@ -92,20 +95,25 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """One checkpoint."""
+class Checkpoint:
+    """A checkpoint of a run.
+
+    Args:
+        step: Number of the step.
+        path: The folder.
+    """
 
     step: int
     path: Path
 
     @property
     def model(self) -> Path:
-        """The folder that `Actor` takes."""
+        """Folder of the policy, which `Actor` loads."""
         return self.path / "model"
 
     @property
     def critic(self) -> Path | None:
-        """The folder that `Critic` takes, where there is one."""
+        """Folder of the critic, which `Critic` loads; `None` if there is none."""
         folder = self.path / "critic"
         return folder if folder.is_dir() else None
 
@@ -119,22 +127,22 @@ class Saved:
         if not isinstance(state, dict) or state.get("step") != self.step:
             step = state.get("step") if isinstance(state, dict) else state
             raise CorruptCheckpointError(path, f"got {str(step)[:60]!r} as the step, expected {self.step}")
-        lacking = next((name for name in ("seed", "book", "prompts") if name not in state), None)
-        if lacking is not None:
-            raise CorruptCheckpointError(path, f"got no {lacking!r}, expected it")
+        missing = next((name for name in ("seed", "book", "prompts") if name not in state), None)
+        if missing is not None:
+            raise CorruptCheckpointError(path, f"got no {missing!r}, expected it")
         return state
 
 
-def saved(folder: Path) -> list[Saved]:
-    """The checkpoints of a run's folder, oldest first.
+def list_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the checkpoints in the folder of a run, oldest first.
 
-    >>> saved(Path("no such folder"))
+    >>> list_checkpoints(Path("no such folder"))
     []
     """
-    where = folder / FOLDER
+    where = folder / CHECKPOINT_FOLDER
     entries = [(_NAME.fullmatch(entry.name), entry) for entry in where.iterdir()] if where.is_dir() else []
     return sorted(
-        (Saved(int(match[1]), path) for match, path in entries if match), key=lambda checkpoint: checkpoint.step
+        (Checkpoint(int(match[1]), path) for match, path in entries if match), key=lambda checkpoint: checkpoint.step
     )
 
 
@@ -142,19 +150,28 @@ def save(
     folder: Path,
     step: int,
     *,
-    actor: Any,
-    critic: Any = None,
+    actor: Actor,
+    critic: Critic | None = None,
     state: Mapping[str, Any],
     trainer_state: Mapping[str, Any],
-) -> Saved:
-    """Write a checkpoint; one of the same step that is there already is replaced."""
-    where = folder / FOLDER
+) -> Checkpoint:
+    """Write a checkpoint. It replaces one of the same step.
+
+    Args:
+        folder: The folder of the run.
+        step: Number of the step.
+        actor: The policy.
+        critic: The critic, if there is one.
+        state: What goes to `state.pt`, beside random states.
+        trainer_state: What goes to `trainer.json`, beside the step.
+    """
+    where = folder / CHECKPOINT_FOLDER
     make_folder(where)
-    mend(folder)
-    target, partial = where / name_of(step), where / f"{_PARTIAL}{name_of(step)}"
+    remove_partial(folder)
+    target, partial = where / checkpoint_name(step), where / f"{_PARTIAL}{checkpoint_name(step)}"
     partial.mkdir(0o700)
     hit_failpoint("saving begins")
-    with quietly():
+    with hide_progress_bars():
         actor.save_pretrained(partial / "model")
         hit_failpoint("model saved")
         if critic is not None:
@@ -163,39 +180,39 @@ def save(
     hit_failpoint("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **trainer_state}, indent=1))
     make_private(partial)
-    _sync(partial)
+    _sync_folder(partial)
     hit_failpoint("before rename")
-    old = where / f"{_OLD}{name_of(step)}"
+    old = where / f"{_OLD}{checkpoint_name(step)}"
     if target.exists():
         target.rename(old)
         hit_failpoint("between renames")
     partial.rename(target)
-    _sync_one(where)
+    _sync_path(where)
     hit_failpoint("after rename")
     if old.exists():
         shutil.rmtree(old)
-    return Saved(step, target)
+    return Checkpoint(step, target)
 
 
-def mend(folder: Path) -> None:
-    """Clear away what a process left that was killed while it saved or removed a checkpoint."""
-    where = folder / FOLDER
-    for left in where.glob(f"{_OLD}*"):
-        target = where / left.name.removeprefix(_OLD)
+def remove_partial(folder: Path) -> None:
+    """Remove partial checkpoints of a process that was killed while it saved or removed one."""
+    where = folder / CHECKPOINT_FOLDER
+    for path in where.glob(f"{_OLD}*"):
+        target = where / path.name.removeprefix(_OLD)
         if target.exists():
-            shutil.rmtree(left)
+            shutil.rmtree(path)
         else:
-            left.rename(target)  # its successor did not get there
-    for left in where.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left)
+            path.rename(target)  # the process was killed before the new one was in place
+    for path in where.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(path)
 
 
-def load_state(checkpoint: Saved) -> dict[str, Any]:
-    """What `state.pt` holds: `learner`, `random`, and whatever else `save` was given."""
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Load `state.pt`: `learner`, `random`, and whatever else `save` was given."""
     path = checkpoint.path / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a damaged file: of many kinds, from zip, pickle and torch
+    except Exception as error:  # damaged files raise errors of zip, pickle and torch
         reason = str(error).partition(chr(10))[0].rstrip(".")
         raise CorruptCheckpointError(path, f"cannot be read ({type(error).__name__}: {reason})") from None
     if not isinstance(state, dict) or not {"learner", "random"} <= state.keys():
@@ -204,52 +221,58 @@ def load_state(checkpoint: Saved) -> dict[str, Any]:
 
 
 @contextmanager
-def loading(folder: Path) -> Iterator[None]:
-    """Report a model that cannot be loaded as a broken checkpoint; random states stay as they are."""
+def loading_errors(folder: Path) -> Iterator[None]:
+    """Raise errors of loading a model as `CorruptCheckpointError`; restore random states."""
     before = random_state()
     try:
-        with quietly():
+        with hide_progress_bars():
             yield
-    except Exception as error:  # of transformers, safetensors, peft
+    except Exception as error:  # errors of transformers, safetensors, peft
         reason = str(error).partition(chr(10))[0].rstrip(".")
         raise CorruptCheckpointError(folder, f"cannot be loaded ({type(error).__name__}: {reason})") from error
     finally:
-        put_random_state(before)
+        set_random_state(before)
 
 
-def load_weights(model: Any, folder: Path) -> None:
-    """Put a checkpoint's weights into a model that is there: an `Actor` or a `Critic`, with adapters or without. All of
-    them or none; random states stay as they are."""
-    with loading(folder):
+def load_weights(model: Actor | Critic, folder: Path) -> None:
+    """Load the weights of a checkpoint into a model, with adapters or without. Random states do not change.
+
+    Args:
+        model: The model.
+        folder: The folder of the saved model.
+
+    Raises:
+        CorruptCheckpointError: The folder cannot be loaded, or lacks a weight. The model is unchanged.
+    """
+    with loading_errors(folder):
         saved_model = type(model)(os.fspath(folder))
-    theirs, mine = saved_model.state_dict(), model.state_dict()
-    for name, weight in mine.items():
-        if name not in theirs or theirs[name].shape != weight.shape:
+    saved_weights, weights = saved_model.state_dict(), model.state_dict()
+    for name, weight in weights.items():
+        if name not in saved_weights or saved_weights[name].shape != weight.shape:
             raise CorruptCheckpointError(folder, f"got no weight {name} of shape {list(weight.shape)}, expected it")
     with torch.no_grad():
-        for name, weight in mine.items():
-            weight.copy_(theirs[name])
+        for name, weight in weights.items():
+            weight.copy_(saved_weights[name])
 
 
-def prune(folder: Path, keep: int | None) -> list[Saved]:
-    """Remove all but the newest `keep` checkpoints, and the first, which is what training began with; those removed."""
+def prune(folder: Path, keep: int | None) -> list[Checkpoint]:
+    """Remove all checkpoints but the newest `keep` and that of step 0, and return those removed."""
     if keep is None:
         return []
     check_int("keep", keep, 1)
-    checkpoints = saved(folder)
-    gone = [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint.step]
-    for checkpoint in gone:
-        # The name first: what is half removed is no checkpoint.
-        hidden = checkpoint.path.with_name(f"{_PARTIAL}{checkpoint.path.name}")
-        checkpoint.path.rename(hidden)
+    checkpoints = list_checkpoints(folder)
+    removed = [checkpoint for checkpoint in checkpoints[:-keep] if checkpoint.step]
+    for checkpoint in removed:
+        # Renamed first, so that a partly removed folder is not a checkpoint.
+        partial = checkpoint.path.with_name(f"{_PARTIAL}{checkpoint.path.name}")
+        checkpoint.path.rename(partial)
         hit_failpoint("during prune")
-        shutil.rmtree(hidden)
-    return gone
+        shutil.rmtree(partial)
+    return removed
 
 
 def random_state() -> dict[str, Any]:
-    """The random states of torch, for the CPU and every CUDA device, and those of Python and NumPy, which functions of
-    the user's (rewards, environments) may ask."""
+    """Return the random states of torch (CPU and all CUDA devices), Python and NumPy."""
     numpy_state = np.random.get_state(legacy=False)
     numpy = {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}}
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy}
@@ -258,8 +281,8 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def put_random_state(state: Mapping[str, Any]) -> None:
-    """Go on from a random state."""
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `random_state` returned."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -267,15 +290,15 @@ def put_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def _sync(folder: Path) -> None:
-    """Have everything in a folder on the disk."""
+def _sync_folder(folder: Path) -> None:
+    """Flush all files of a folder to disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            _sync_one(Path(root) / name)
-        _sync_one(Path(root))
+            _sync_path(Path(root) / name)
+        _sync_path(Path(root))
 
 
-def _sync_one(path: Path) -> None:
+def _sync_path(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

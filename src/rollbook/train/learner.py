@@ -24,7 +24,8 @@ from rollbook.batch.device import to
 from rollbook.batch.plan import MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.errors import RollbookError
-from rollbook.core.experiences import as_experiences
+from rollbook.core.experience import Experience
+from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.metrics import advise
 from rollbook.models.forward import without_adapters
 from rollbook.models.head import scoring
@@ -44,24 +45,26 @@ class NonFiniteLossError(RollbookError, RuntimeError):
 class MinibatchConfig:
     """How the records of a step are split into updates.
 
+    Args:
+        minibatches: Number of updates in each pass over the records of a step.
+        epochs: Number of passes over the records of a step.
+        token_budget: Maximum number of tokens in one forward and backward pass; a longer record is passed alone.
+        packed: Pack sequences instead of padding them; `None`: if the attention implementation makes packing cheap.
+        shuffle: Assign records to minibatches in a random order, by seed and step.
+        keep_groups: Keep all responses to a prompt in one minibatch.
+        drop_zero_advantages: Leave out records whose advantages are all 0, also from the denominators.
+
     >>> MinibatchConfig(minibatches=4, token_budget=8192).epochs
     1
     """
 
     minibatches: int = 1
-    """Number of updates in each pass over the records of a step."""
     epochs: int = 1
-    """Number of passes over the records of a step."""
     token_budget: int = 16384
-    """Maximum number of tokens in one forward and backward pass; a longer record is passed alone."""
     packed: bool | None = None
-    """Pack sequences instead of padding them; null: if the attention implementation makes packing cheap."""
     shuffle: bool = True
-    """Assign records to minibatches in a random order, a function of seed and step."""
     keep_groups: bool = False
-    """Keep all responses to a prompt in one minibatch."""
     drop_zero_advantages: bool = False
-    """Leave out records whose advantages are all 0, also from the denominators."""
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "epochs", "token_budget"):
@@ -74,17 +77,21 @@ class MinibatchConfig:
 
 @dataclass
 class UpdateResult:
-    """Result of `Learner.update`."""
+    """Result of `Learner.update`.
+
+    Args:
+        metrics: Means over the updates: `loss`, `policy/...`, `kl`, `entropy`, `grad_norm`, `lr`, `critic/...`, and
+            counts.
+        placements: [N] For each record `minibatch`, `micro_batch` and `weight` (its fraction of the minibatch's loss
+            tokens), as lists if there are several passes; or `left_out` and the reason.
+        updates: Number of updates that changed the weights.
+        skipped: Number of updates that were skipped because the loss or a gradient was not finite.
+    """
 
     metrics: dict[str, float]
-    """Means over the updates: `loss`, `policy/...`, `kl`, `entropy`, `grad_norm`, `lr`, `critic/...`, and counts."""
     placements: list[dict[str, Any]]
-    """[N] For each record `minibatch`, `micro_batch` and `weight` (its fraction of the minibatch's loss tokens), as
-    lists if there are several passes; or `left_out` and the reason."""
     updates: int
-    """Number of updates that changed the weights."""
     skipped: int
-    """Number of updates that were skipped because the loss or a gradient was not finite."""
 
     def placements_by_uid(self, uids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the placements of the first records by their ids, as `Lease.ack` takes them.
@@ -99,7 +106,7 @@ class UpdateResult:
 
 
 def _add_shares(metrics: dict[str, Any], shares: Mapping[str, torch.Tensor], prefix: str) -> None:
-    """Add a micro-batch's shares of metrics; they stay on their device until the update is done."""
+    """Add the shares of a micro-batch to the metrics; they stay on their device until the update is done."""
     for name, share in shares.items():
         key = name if name in ("loss", "kl", "entropy") and prefix == "policy" else f"{prefix}/{name}"
         metrics[key] = metrics[key] + share if key in metrics else share
@@ -169,12 +176,11 @@ class Learner:
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
         config = OptimizerConfig() if optimizer is None else optimizer
-        # Weights have names in checkpoints, which a module knows.
         self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16")
         self.critic_optimizer: Optimizer | None = None
         if critic is not None and self.algorithm.needs_critic:
-            short = critic.dtype == torch.bfloat16
-            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or config, masters=short)
+            masters = critic.dtype == torch.bfloat16
+            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or config, masters=masters)
         self.packed = actor.packs_cheaply if self.minibatch.packed is None else self.minibatch.packed
         """Whether micro-batches are packed instead of padded."""
         self.failures = 0
@@ -184,7 +190,7 @@ class Learner:
 
     def update(
         self,
-        records: Any,
+        records: Experiences | Sequence[Experience],
         *,
         step: int,
         expert: Sequence[bool] | None = None,
@@ -194,15 +200,15 @@ class Learner:
 
         Args:
             records: Records with every column that the algorithm reads (`rollbook.train.pipeline`).
-            step: The step's number from 1 on, from which the learning rate and the order of records follow.
-            expert: [N] Which records an expert made.
-            weights: [N] A sampler's weight of each record.
+            step: Number of the step, from 1 on. It determines the learning rate and the order of records.
+            expert: [N] Which records are an expert's.
+            weights: [N] Sampling weights of the records.
 
         Returns:
-            Metrics, and where each record was.
+            Metrics, and the placement of each record.
 
         Raises:
-            NonFiniteLossError: If `nonfinite_limit` updates in a row were not finite.
+            NonFiniteLossError: `nonfinite_limit` consecutive updates were not finite.
         """
         step = check_int("step", step, 1)
         rows = TrainRows.from_records(
@@ -277,14 +283,14 @@ class Learner:
         epoch: int,
         number: int,
     ) -> None:
-        """Note where the records of a minibatch are."""
+        """Write the placements of the records of a minibatch."""
         counts = rows.loss_tokens[list(minibatch)].tolist()
         total = max(sum(counts), 1)
         places: dict[int, dict[str, Any]] = {}
         for k, micro in enumerate(micro_batches):
             for i in micro.indices.tolist():
                 source = int(rows.sources[minibatch[i]])
-                other = places[source]["weight"] if source in places else 0.0  # of a pair, the other answer's
+                other = places[source]["weight"] if source in places else 0.0  # the other answer of a pair
                 weight = round(other + counts[i] / total, 9)
                 places[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
         for source, place in places.items():
@@ -304,7 +310,7 @@ class Learner:
         step: int,
         critic_only: bool,
     ) -> dict[str, Any] | None:
-        """One update of all that learns; its metrics, or `None` if something was not finite and nothing changed."""
+        """Update policy and critic; return the metrics, or `None` if a loss or gradient was not finite."""
         normalizers = LossNormalizers.from_rows(self.algorithm, rows, minibatch, self.max_tokens)
         autocast: AbstractContextManager[Any] = nullcontext()
         if self.precision == "autocast":
@@ -350,7 +356,7 @@ class Learner:
         return metrics
 
     def _ref_logprobs(self, batch: Batch) -> Any:
-        """The reference's log-probs of preference pairs, whose records have no room for them."""
+        """Compute the log-probs of the reference for preference pairs, whose records do not hold them."""
         if self.reference is None:
             return None
         reference = without_adapters(self.reference)
@@ -362,10 +368,10 @@ class Learner:
         where = f"step {step}, pass {epoch}, minibatch {number}"
         if self.failures >= self.nonfinite_limit:
             raise NonFiniteLossError(
-                f"{where}: the loss or its gradient is not finite, {self.failures} times in a row; nothing was changed "
-                "by any of them. A smaller optimizer.lr, float32, or a look at the rewards may help"
+                f"{where}: the loss or its gradient is not finite, {self.failures} times in a row; these updates were "
+                "skipped. Try a smaller optimizer.lr or float32, and check the rewards"
             )
-        advise(f"{where}: the loss or its gradient is not finite; this update is left out ({self.failures} in a row)")
+        advise(f"{where}: the loss or its gradient is not finite; this update is skipped ({self.failures} in a row)")
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -385,7 +391,7 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.failures = int(state["failures"])
         if ("critic_optimizer" in state) != (self.critic_optimizer is not None):
-            raise ValueError("critic: got the state of a run with a critic, and there is none, or the other way round")
+            raise ValueError("critic: the state and this learner must both have a critic, or neither")
         if self.critic_optimizer is not None:
             self.critic_optimizer.load_state_dict(state["critic_optimizer"])
 

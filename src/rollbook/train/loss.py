@@ -1,7 +1,7 @@
-"""The loss of one micro-batch by an algorithm: the policy's, the divergence, the entropy bonus; and the critic's.
+"""Losses of a micro-batch: policy loss, KL divergence, entropy bonus and critic loss.
 
-Invariant: losses and metrics are shares of the minibatch's, by the denominators of all of it, so that those of its
-micro-batches add up to what one micro-batch would give.
+Invariant: losses and metrics are divided by the denominators of the whole minibatch, so that those of its micro-batches
+add up to those of the minibatch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossNormalizers:
-    """What the losses of a minibatch are divided by."""
+    """What the losses of a minibatch are divided by.
+
+    Args:
+        all: Denominators of all losses but the policy's.
+        policy: Denominators of the policy loss: of pairs their number, of mixed data a pair for policy and expert.
+        norm: The constant of the mode `seq-mean-token-sum-norm`.
+    """
 
     all: Denominators
     policy: Any
-    """In the form the policy's loss takes: of pairs their number, of mixed data one for each part."""
     norm: float | None
-    """The constant of the mode `seq-mean-token-sum-norm`."""
 
     @classmethod
     def from_rows(
@@ -44,21 +48,21 @@ class LossNormalizers:
         """Count the tokens and rows of a minibatch.
 
         Args:
-            algorithm: Whose loss is normalized.
+            algorithm: The algorithm.
             rows: The rows of a step.
-            indices: Those of the minibatch.
-            max_tokens: The longest response.
+            indices: Indices of the rows of the minibatch.
+            max_tokens: Maximum response length.
         """
         mask = Rows([rows.masks[i] for i in indices])
         everything = count_denominators(mask)
         count = algorithm.loss_entry.denominators
         policy: Any = everything if count is None else count(rows, indices)
         if algorithm.mixed:
-            everything = policy[0]  # the divergence and the bonus are of the policy's own rows
+            everything = policy[0]  # KL divergence and entropy bonus are for the rows of the policy only
         norm = None
         if algorithm.aggregation_mode == "seq-mean-token-sum-norm":
             if max_tokens is None:
-                raise ValueError("max_tokens: got None, expected the longest response, which the loss is divided by")
+                raise ValueError("max_tokens: missing, expected the maximum response length, which divides the loss")
             norm = float(len(indices) * max_tokens)
         return cls(everything, policy, norm)
 
@@ -71,18 +75,18 @@ def policy_loss(
     normalizers: LossNormalizers,
     *,
     step: int,
-    ref_logprobs: Any = None,
+    ref_logprobs: Tokens | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the policy's loss of a micro-batch.
+    """Compute the policy loss of a micro-batch.
 
     Args:
-        algorithm: Which loss, and its options.
-        stats: Of the policy that is trained, in the batch's layout.
+        algorithm: The loss and its options.
+        stats: Log-probs and entropies of the trained policy, in the layout of the batch.
         batch: The micro-batch.
         rows: Its rows.
-        normalizers: Of its minibatch.
+        normalizers: Normalizers of its minibatch.
         step: The training step.
-        ref_logprobs: The reference's, where the batch has none.
+        ref_logprobs: Log-probs of the reference, if the batch has none.
 
     Returns:
         The loss to call `backward` on, and detached shares of metrics: `loss`, those of the policy's loss, `kl`,
@@ -129,13 +133,13 @@ def policy_loss(
 def critic_loss(
     algorithm: AlgorithmConfig, values: Tokens, batch: Batch, normalizers: LossNormalizers
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute the critic's loss of a micro-batch.
+    """Compute the critic loss of a micro-batch.
 
     Args:
-        algorithm: Whose `value_clip` holds.
-        values: Of the critic that is trained, in the batch's layout.
+        algorithm: The algorithm, for its `value_clip`.
+        values: Values of the trained critic, in the layout of the batch.
         batch: The micro-batch, with `values` and `returns`.
-        normalizers: Of its minibatch.
+        normalizers: Normalizers of its minibatch.
 
     Returns:
         The loss, and detached shares of metrics: `value_loss`, `vf_clipfrac`, `value`.
@@ -153,7 +157,7 @@ def critic_loss(
 
 
 def _without_expert(mask: Tokens, expert: Sequence[bool]) -> Tokens:
-    """A mask without the expert's rows."""
+    """Mask out the rows of an expert."""
     flags = torch.tensor(list(expert))
     if isinstance(mask, Rows):
         by_token = torch.repeat_interleave(flags, torch.tensor(mask.lengths))

@@ -28,6 +28,9 @@ class OptimizerConfig:
     The learning rate increases linearly over the first `warmup_steps` steps. Then it stays at `lr` (`constant`), or
     decreases to `min_lr_ratio * lr` at step `steps`, linearly or along a cosine.
 
+    Attributes:
+        The fields, each described below its declaration and, as keys of `optimizer`, on the reference page.
+
     >>> config = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="linear", min_lr_ratio=0.1, steps=12)
     >>> [round(config.rate(step), 2) for step in (1, 2, 3, 7, 12, 20)]
     [0.5, 1.0, 0.91, 0.55, 0.1, 0.1]
@@ -151,7 +154,7 @@ class Optimizer:
         """
         norm = self.grad_norm() if grad_norm is None else grad_norm
         if not math.isfinite(norm):
-            raise ValueError(f"gradient: got a norm of {norm}, expected a finite one; nothing was changed")
+            raise ValueError(f"gradient: got a norm of {norm}, expected a finite one; no weight was changed")
         if self.masters:
             # One weight at a time, so that two full sets of gradients never exist.
             for weight, master in zip(self.weights, self.moved, strict=True):

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages import reinforce
 from rollbook.algorithms.advantages.temporal import place_rewards
-from rollbook.algorithms.inputs import Inputs, group_inputs, inputs_of, row_rewards
+from rollbook.algorithms.inputs import Inputs, group_inputs, read_inputs, row_rewards
 from rollbook.algorithms.kl import kl_penalty
 from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.registry import Estimator
@@ -32,6 +32,7 @@ from rollbook.core.metrics import StepMetrics, advise
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
+from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
 from rollbook.rewards.types import RewardInput, RewardResult, is_reward
@@ -39,10 +40,19 @@ from rollbook.rollout.engine import Engine
 from rollbook.rollout.environment import EnvironmentConfig, play_episodes
 from rollbook.train.algorithm import AlgorithmConfig
 
+if TYPE_CHECKING:
+    from rollbook.rewards.recipes import RewardLike
+
 
 @dataclass
 class Models:
     """The models of a run; those that the algorithm does not need are `None`.
+
+    Args:
+        policy: The policy.
+        reference: The reference policy.
+        critic: The value model.
+        teacher: The teacher.
 
     >>> Models().require("critic", "values")
     Traceback (most recent call last):
@@ -119,8 +129,8 @@ def generate(
 
 def score(
     records: Experiences,
-    reward: Any,
-    tokenizer: Any = None,
+    reward: RewardLike,
+    tokenizer: Tokenizer | None = None,
     *,
     prompts: Sequence[Prompt] = (),
     metrics: StepMetrics | None = None,
@@ -157,9 +167,9 @@ def score(
     return _with_scores(records, rows, scores, [places.get(row.eid.rid) for row in rows])
 
 
-def _reward_input(row: Experience, tokenizer: Any, prompt: Prompt | None) -> RewardInput:
+def _reward_input(row: Experience, tokenizer: Tokenizer | None, prompt: Prompt | None) -> RewardInput:
     if row.response_text is None and tokenizer is None:
-        row = row.replace(response_text="")  # a reward may look at ids alone
+        row = row.replace(response_text="")  # a reward may read token ids only
     scored = RewardInput.of(row, tokenizer)
     if prompt is None:
         return scored
@@ -331,7 +341,7 @@ def estimate(
     chosen = np.arange(len(records)) if recompute else absent
     process_group = current_process_group() if process_group is None else process_group
     with metrics.time("advantages"):
-        inputs: Inputs = inputs_of(records)  # type: ignore[assignment]
+        inputs: Inputs = read_inputs(records)  # type: ignore[assignment]
         mask, options = inputs["mask"], _estimator_options(algorithm, entry, process_group)
         raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
         rewards, shaping = shape_rewards(
@@ -481,7 +491,7 @@ def _token_rewards(
     placed = place_rewards(torch.where(has_own, rewards - recorded, rewards), inputs["mask"], token_rewards=penalty)[0]
     layout = Layout.of(inputs["mask"])
     tokens = layout.tensor("token_rewards", placed) + scale * layout.tensor("token_rewards", token_rewards).float()
-    return layout.give(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
+    return layout.restore(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
 
 def _mark_missing_rewards(

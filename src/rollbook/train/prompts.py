@@ -1,11 +1,11 @@
 """`Prompts`: rows of JSONL, Parquet or Hugging Face data as prompts, in a seeded order with a cursor.
 
-Invariant: a row is a prompt or an error that names the row and the column; nothing of a row is left out unless it is
-said (`Reader.dropped`), and a digest goes by what the data say (paths as they are written), not by where they lie.
+Columns of a row: `prompt` (text, a chat or token ids) or `messages` (a chat), `reference`, `label`, `images`, `videos`,
+`tools`, `response` (an answer), `chosen` and `rejected` (a pair of answers), `info`. Other columns go to `info`, and so
+do answers.
 
-A row's names: `prompt` (text, a chat or token ids) or `messages` (a chat), `reference`, `label`, `images`, `videos`,
-`tools`, `response` (to learn from), `chosen` and `rejected` (a pair), `info`; every other column goes to `info` too.
-Answers travel in the prompt's `info`, under their names.
+Invariant: a row is a prompt, or an error that names the row and the column. Columns that are not kept are in
+`Reader.dropped`. Digests depend on the data (with paths as written), not on its location.
 """
 
 from __future__ import annotations
@@ -32,19 +32,35 @@ from rollbook.core.ids import EID
 from rollbook.core.media import source_key
 from rollbook.core.sampling import Prompt, as_media
 from rollbook.io.tables import MAX_ROW_BYTES
+from rollbook.rewards.types import Image
 from rollbook.train.user_code import resolve
 
-NAMES = ("prompt", "messages", "reference", "label", "images", "videos", "tools", "response", "chosen", "rejected",
-         "info")  # fmt: skip
+COLUMN_NAMES = (
+    *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
+    *("response", "chosen", "rejected", "info"),
+)
 ANSWERS = ("response", "chosen", "rejected")
-_RESERVED = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
+_RESERVED_NAMES = ("error", "errors", "reward_error", "reward_source", "segments", "drift", "branch", "truncated",
              "prompt_truncated_from")  # fmt: skip
-"""What records say of themselves in `info`: an `error` there means that the sample failed."""
-_ADDRESS = re.compile(r"(data:|https?://)")
+"""Keys of `info` that records use; an `error` there means that the sample failed."""
+_URL = re.compile(r"(data:|https?://)")
+
+
+Question = str | list[int] | list[dict[str, Any]]
+"""A text, token ids or messages."""
+Answer = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A text, a message or a chat."""
 
 
 class Row(NamedTuple):
-    """A row: its number in the data, the prompt (without an id), and digests of what is asked and of all it says."""
+    """A row of the data.
+
+    Args:
+        number: Its number in the data.
+        prompt: The prompt, without an id.
+        content: Digest of the question.
+        digest: Digest of the whole row.
+    """
 
     number: int
     prompt: Prompt
@@ -53,17 +69,20 @@ class Row(NamedTuple):
 
 
 class Reader:
-    """Makes rows of mappings, one after the other.
+    """Converts mappings to rows, one after the other.
 
-    `columns` says where our names are found: {"prompt": "question", "reference": "reward_model.ground_truth"}; a dot
-    leads into a mapping, and `None` leaves the column of that name out. `keep` names the other columns that go to
-    `info` (by default all). Media paths are relative to `folder`. `confined`: the rows come from a file, so that a path
-    outside of `folder`, links followed, is refused, and every path if there is no folder.
+    Args:
+        name: Name of the data in errors.
+        columns: Column names in the data: {"prompt": "question", "reference": "reward_model.ground_truth"}. A dot leads
+            into a mapping; `None` ignores the column of that name.
+        keep: Other columns that go to `info`; `None`: all.
+        folder: Folder that media paths are relative to.
+        confined: Whether to reject media paths outside of `folder`, links followed; for rows of a file.
 
     >>> reader = Reader("demo", {"prompt": "question"})
     >>> row = reader.row("line 1", {"question": "2+2=", "reference": 4, "level": "easy", "blob": b"x"})
     >>> row.prompt.text, row.prompt.reference, row.prompt.info, reader.dropped
-    ('2+2=', 4, {'level': 'easy'}, {'blob': 'bytes, which is no JSON (first in line 1)'})
+    ('2+2=', 4, {'level': 'easy'}, {'blob': 'bytes, which is not JSON (first in line 1)'})
     >>> reader.row("line 2", {"question": 7})
     Traceback (most recent call last):
         ...
@@ -81,10 +100,10 @@ class Reader:
         self.name = name
         self.folder = folder
         self.confined = confined
-        self.columns: dict[str, str | None] = {name: name for name in NAMES}
+        self.columns: dict[str, str | None] = {name: name for name in COLUMN_NAMES}
         for ours, theirs in (columns or {}).items():
-            if ours not in NAMES:
-                raise ValueError(f"columns: {ours!r} is none of a row's names{suggest(ours, list(NAMES))}")
+            if ours not in COLUMN_NAMES:
+                raise ValueError(f"columns: unknown column {ours!r}{suggest(ours, list(COLUMN_NAMES))}")
             if theirs is not None and (not isinstance(theirs, str) or not theirs):
                 raise ValueError(f"columns[{ours!r}]: got {theirs!r}, expected a column's name, or None")
             self.columns[ours] = theirs
@@ -92,7 +111,7 @@ class Reader:
             raise ValueError(f"keep: got {keep!r}, expected a list of columns")
         self.keep = None if keep is None else frozenset(keep)
         self.dropped: dict[str, str] = {}
-        """What is not kept in `info`, by column, and why."""
+        """Reasons why columns are not kept in `info`."""
         self._count = 0
         self._unseen = {theirs for theirs in (columns or {}).values() if theirs is not None}
         left_out = {ours for ours, theirs in self.columns.items() if theirs is None}
@@ -101,28 +120,36 @@ class Reader:
 
     @property
     def wanted(self) -> set[str] | None:
-        """The columns that it reads, where others need not be read; `None`: all."""
+        """The columns to read; `None`: all."""
         if self.keep is None:
             return None
         ours = {theirs for theirs in self.columns.values() if theirs is not None}
         return ours | {name.partition(".")[0] for name in ours} | self.keep
 
-    def row(self, place: str, source: Any) -> Row:
-        """The next row; `place` says in errors where it stands."""
+    def row(self, place: str, source: Mapping[str, Any] | Prompt) -> Row:
+        """Convert the next row.
+
+        Args:
+            place: Where it is in the data, for errors.
+            source: The row.
+
+        Raises:
+            ValueError: A column is not valid.
+        """
         number, self._count = self._count, self._count + 1
         where = f"{self.name}, {place}"
         if isinstance(source, Prompt):
             question = [source.text, source.messages, source.token_ids, source.images, source.videos, source.tools]
-            return _row(where, number, source.replace(eid=None), question)
+            return _build_row(where, number, source.replace(eid=None), question)
         if not isinstance(source, Mapping):
             raise ValueError(f"{where}: got {type(source).__name__}, expected a mapping with a prompt, or a Prompt")
         fields = {ours: self._found(source, theirs) for ours, theirs in self.columns.items() if theirs is not None}
         fields = {ours: value for ours, value in fields.items() if value is not None}
         fields["info"] = self._info(where, place, source, fields.get("info"))
-        return self._made(where, number, fields)
+        return self._build(where, number, fields)
 
     def finish(self) -> None:
-        """Say whether a column that was named is in no row at all."""
+        """Raise `ValueError` if no row has a column that `columns` names."""
         if self._unseen and self._count:
             column = min(self._unseen)
             ours = next(name for name, theirs in self.columns.items() if theirs == column)
@@ -145,27 +172,29 @@ class Reader:
         self._unseen.discard(column)
         return value
 
-    def _info(self, where: str, place: str, source: Mapping[str, Any], reference: Any) -> dict[str, Any]:
-        """The columns that have no name of ours, beside what is in the row's own `info`."""
-        if reference is not None and not isinstance(reference, Mapping):
-            raise ValueError(f"{where}: {self._called('info')}: got {type(reference).__name__}, expected a mapping")
+    def _info(
+        self, where: str, place: str, source: Mapping[str, Any], row_info: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the other columns, and the entries of the row's own `info`."""
+        if row_info is not None and not isinstance(row_info, Mapping):
+            raise ValueError(f"{where}: {self._called('info')}: got {type(row_info).__name__}, expected a mapping")
         others = {
             column: value
             for column, value in source.items()
             if column not in self._used and (self.keep is None or column in self.keep)
         }
         self._seen.update(dict.fromkeys(source))
-        both = next((column for column in others if reference is not None and column in reference), None)
-        if both is not None:
-            raise ValueError(f"{where}: {both}: got a column and an entry of `info` of this name, expected one of them")
+        duplicate = next((column for column in others if row_info is not None and column in row_info), None)
+        if duplicate is not None:
+            raise ValueError(f"{where}: {duplicate}: got a column and an entry of `info`, expected one of them")
         info = {}
-        for column, value in {**(reference or {}), **others}.items():
+        for column, value in {**(row_info or {}), **others}.items():
             if value is None:
                 continue
             try:
-                if column in _RESERVED:
-                    raise TypeError("a name under which records say something of themselves")
-                info[_key(column)] = plain(value)
+                if column in _RESERVED_NAMES:
+                    raise TypeError("a name that records use themselves")
+                info[_check_key(column)] = to_json(value)
             except TypeError as error:
                 self.dropped.setdefault(str(column), f"{error} (first in {place})")
         return info
@@ -174,16 +203,14 @@ class Reader:
         theirs = self.columns[ours]
         return ours if theirs in (ours, None) else f"{theirs} ({ours})"
 
-    # --- what it asks -------------------------------------------------------------------------------------------------
+    # --- question and answers -----------------------------------------------------------------------------------------
 
-    def _made(self, where: str, number: int, fields: dict[str, Any]) -> Row:
-        question = self._asked(where, fields)
+    def _build(self, where: str, number: int, fields: dict[str, Any]) -> Row:
+        question = self._question(where, fields)
         answers = {name: self._answer(where, name, fields[name], question) for name in ANSWERS if name in fields}
         if ("chosen" in answers) != ("rejected" in answers):
             missing = "rejected" if "chosen" in answers else "chosen"
-            raise ValueError(
-                f"{where}: {missing}: got nothing, expected an answer, since the pair's other one is there"
-            )
+            raise ValueError(f"{where}: {missing}: missing, expected both answers of the pair")
         if (
             isinstance(question, list)
             and question
@@ -195,7 +222,7 @@ class Reader:
                     f"{where}: {self._called('messages')}: got a chat that ends with the assistant's message beside "
                     f"{' and '.join(answers)}, expected one that ends before the answer"
                 )
-            # What a model is to say is never shown to it: a chat with its answer is a prompt and a response.
+            # A chat that ends with an answer is a prompt and a response.
             answers["response"] = self._answer(where, "messages", question.pop(), question)
             if not question:
                 raise ValueError(
@@ -204,15 +231,15 @@ class Reader:
         parts: dict[str, Any] = {"tools": self._tools(where, fields["tools"]) if "tools" in fields else None}
         for name in ("reference", "label"):
             try:
-                parts[name] = plain(fields.get(name))
+                parts[name] = to_json(fields.get(name))
             except TypeError as error:
                 raise ValueError(f"{where}: {self._called(name)}: got {error}") from None
         media = {name: self._media(where, name, fields[name]) for name in ("images", "videos") if name in fields}
         contents = [question, *(media.get(name, ()) for name in ("images", "videos")), parts["tools"]]
         for name, value in media.items():
-            parts[name] = tuple(self._located(where, name, file) for file in value)
+            parts[name] = tuple(self._locate(where, name, file) for file in value)
         if isinstance(question, list) and isinstance(question[0], dict):
-            question = [self._with_places(where, message) for message in question]
+            question = [self._with_media_paths(where, message) for message in question]
         clash = next((name for name in answers if name in fields["info"]), None)
         if clash is not None:
             raise ValueError(
@@ -220,15 +247,15 @@ class Reader:
             )
         try:
             form = "text" if isinstance(question, str) else "messages" if isinstance(question[0], dict) else "token_ids"
-            prompt = Prompt(info={**fields["info"], **answers}, **parts, **{form: question})
+            prompt = Prompt(**{"info": {**fields["info"], **answers}, **parts, form: question})
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        return _row(where, number, prompt, contents)
+        return _build_row(where, number, prompt, contents)
 
-    def _asked(self, where: str, fields: Mapping[str, Any]) -> Any:
-        """The prompt's text, messages or token ids, as lists and dicts of its own."""
+    def _question(self, where: str, fields: Mapping[str, Any]) -> Question:
+        """Return a copy of the text, messages or token ids of the prompt."""
         names = [name for name in ("prompt", "messages") if name in fields]
-        shared = _shared(fields.get("chosen"), fields.get("rejected"))
+        shared = _common_messages(fields.get("chosen"), fields.get("rejected"))
         if len(names) == 2:
             raise ValueError(
                 f"{where}: got {self._called('prompt')} and {self._called('messages')}, expected one of them; "
@@ -236,9 +263,9 @@ class Reader:
             )
         if not names:
             if shared:
-                return shared  # chats of a pair hold their prompt
+                return shared  # the chats of a pair contain the prompt
             raise ValueError(
-                f"{where}: {self._called('prompt')}: got nothing, expected text in a column of that name, or messages; "
+                f"{where}: {self._called('prompt')}: missing, expected text in a column of that name, or messages; "
                 f"the row has {', '.join(map(str, self._seen))}"
             )
         name, value = names[0], fields[names[0]]
@@ -248,41 +275,41 @@ class Reader:
         if isinstance(value, str) and name == "prompt":
             if not value:
                 raise ValueError(f"{where}: {called}: got '', expected text that is not empty")
-            # A pair's chats may repeat the prompt that stands beside them.
+            # The chats of a pair may repeat the prompt.
             return shared if any(message.get("content") == value for message in shared) else value
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
-            return [_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
+            return [_check_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
         if isinstance(value, (list, tuple)) and value and name == "prompt" and isinstance(value[0], int):
             return list(value)
         kind = "an empty list" if isinstance(value, (list, tuple)) and not value else type(value).__name__
         expected = "text, chat messages or token ids" if name == "prompt" else "a list of {'role', 'content'}"
         raise ValueError(f"{where}: {called}: got {kind}, expected {expected}")
 
-    def _answer(self, where: str, name: str, value: Any, question: Any) -> Any:
-        """An answer's text, or the assistant's message where that has more than text."""
+    def _answer(self, where: str, name: str, value: Answer, question: Question) -> str | dict[str, Any]:
+        """Return the text of an answer, or the message of the assistant if it has more than text."""
         called = f"{where}: {self._called(name)}"
         if isinstance(value, (list, tuple)):
-            chat = [_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
+            chat = [_check_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
             if isinstance(question, list) and chat[: len(question)] == question:
                 chat = chat[len(question) :]
             if len(chat) != 1:
                 raise ValueError(f"{called}: got {len(chat)} messages after the prompt, expected the assistant's alone")
             value = chat[0]
         if isinstance(value, Mapping):
-            message = _message(called, value)
+            message = _check_message(called, value)
             if message["role"] != "assistant":
                 raise ValueError(f"{called}: got a message of {message['role']!r}, expected the assistant's")
-            value = message.get("content") if message.keys() <= {"role", "content"} else message
+            value = message.get("content", "") if message.keys() <= {"role", "content"} else message
         if not isinstance(value, (str, dict)) or not value:
-            shown = repr(value) if isinstance(value, str) else type(value).__name__
-            raise ValueError(f"{called}: got {shown}, expected text that is not empty, or the assistant's message")
-        return self._with_places(where, value) if isinstance(value, dict) else value
+            text = repr(value) if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"{called}: got {text}, expected text that is not empty, or the assistant's message")
+        return self._with_media_paths(where, value) if isinstance(value, dict) else value
 
-    def _tools(self, where: str, value: Any) -> list[dict[str, Any]]:
-        """Tools as a list, or as its JSON: columns of one type cannot hold schemas that differ."""
+    def _tools(self, where: str, value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Read tools, a list or its JSON text: typed columns cannot hold different schemas."""
         called = self._called("tools")
         try:
-            tools = json.loads(value) if isinstance(value, str) else plain(value)
+            tools = json.loads(value) if isinstance(value, str) else to_json(value)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {called}: {error}") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -291,7 +318,7 @@ class Reader:
 
     # --- media --------------------------------------------------------------------------------------------------------
 
-    def _media(self, where: str, name: str, value: Any) -> tuple[Any, ...]:
+    def _media(self, where: str, name: str, value: Image | Sequence[Image]) -> tuple[Image, ...]:
         called = f"{where}: {self._called(name)}"
         media = as_media(called, value)
         for i, entry in enumerate(media):
@@ -301,12 +328,12 @@ class Reader:
                 raise ValueError(f"{called}[{i}]: got {type(entry).__name__}, expected a path, bytes or a picture")
         return media
 
-    def _located(self, where: str, name: str, entry: Any) -> Any:
-        """A path from where the data lie, of a file that is there: a missing one should not be found at step 900."""
+    def _locate(self, where: str, name: str, entry: Image) -> Image:
+        """Join a path to the folder of the data, and check that the file exists before the training starts."""
         if isinstance(entry, Mapping):
             key = source_key(entry)
-            return entry if key is None else {**entry, key: self._located(where, name, entry[key])}
-        if not isinstance(entry, (str, os.PathLike)) or _ADDRESS.match(os.fspath(entry)):
+            return entry if key is None else {**entry, key: self._locate(where, name, entry[key])}
+        if not isinstance(entry, (str, os.PathLike)) or _URL.match(os.fspath(entry)):
             return entry
         address = os.fspath(entry).startswith("file:")
         path = Path(entry) if self.folder is None else self.folder / entry
@@ -320,46 +347,46 @@ class Reader:
             raise ValueError(f"{where}: {name}: got {os.fspath(entry)!r}, but there is no file {path}")
         return str(path)
 
-    def _with_places(self, where: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_media_paths(self, where: str, message: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(message.get("content"), list):
             return message
-        return {**message, "content": [self._located(where, "messages", part) for part in message["content"]]}
+        return {**message, "content": [self._locate(where, "messages", part) for part in message["content"]]}
 
 
-def plain(value: Any) -> Any:
-    """A copy of a value in JSON's types; `TypeError` for what has none.
+def to_json(value: Any) -> Any:
+    """Copy a value to JSON types; raise `TypeError` if there is none for it.
 
-    >>> plain({"a": (1, np.float32(0.5)), "b": np.arange(2)})
+    >>> to_json({"a": (1, np.float32(0.5)), "b": np.arange(2)})
     {'a': [1, 0.5], 'b': [0, 1]}
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_key(key): plain(item) for key, item in value.items()}
+        return {_check_key(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufU":
-        return plain(value.tolist())
-    raise TypeError(f"{type(value).__name__}, which is no JSON")
+        return to_json(value.tolist())
+    raise TypeError(f"{type(value).__name__}, which is not JSON")
 
 
-def _key(key: Any) -> str:
+def _check_key(key: object) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"a key of {type(key).__name__}, which is no JSON")
+        raise TypeError(f"a key of {type(key).__name__}, which is not JSON")
     return key
 
 
 def _without_none(value: Any) -> Any:
-    """Tables give every mapping of a column the keys of all of them, with nothing in most."""
+    """Drop null entries: in tables, every mapping of a column has the keys of all of them."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _message(called: str, source: Any) -> dict[str, Any]:
+def _check_message(called: str, source: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(source, Mapping) or not isinstance(source.get("role"), str) or not source["role"]:
-        shown = f"keys {sorted(map(str, source))}" if isinstance(source, Mapping) else type(source).__name__
-        raise ValueError(f"{called}: got {shown}, expected a message with 'role' and 'content'")
+        text = f"keys {sorted(map(str, source))}" if isinstance(source, Mapping) else type(source).__name__
+        raise ValueError(f"{called}: got {text}, expected a message with 'role' and 'content'")
     message: dict[str, Any] = _without_none(source)
     content = message.get("content")
     parts = isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
@@ -368,8 +395,8 @@ def _message(called: str, source: Any) -> dict[str, Any]:
     return message
 
 
-def _shared(first: Any, other: Any) -> list[dict[str, Any]]:
-    """The messages that two chats begin with alike."""
+def _common_messages(first: Answer | None, other: Answer | None) -> list[dict[str, Any]]:
+    """Return the common first messages of two chats."""
     if not isinstance(first, (list, tuple)) or not isinstance(other, (list, tuple)):
         return []
     shared: list[dict[str, Any]] = []
@@ -383,30 +410,30 @@ def _shared(first: Any, other: Any) -> list[dict[str, Any]]:
 # --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def _row(where: str, number: int, prompt: Prompt, question: Any) -> Row:
+def _build_row(where: str, number: int, prompt: Prompt, question: Sequence[Any]) -> Row:
     try:
-        content = digest(question)
-        row_digest = digest([content, prompt.reference, prompt.label, prompt.info])
+        content = hash_value(question)
+        row_digest = hash_value([content, prompt.reference, prompt.label, prompt.info])
     except TypeError as error:
         raise ValueError(f"{where}: got {error}, expected text, numbers, lists, mappings or pictures") from None
     return Row(number, prompt, content, row_digest)
 
 
-def digest(value: Any) -> bytes:
-    """16 bytes that go by what a value holds: JSON's types, bytes, arrays, tensors and pictures.
+def hash_value(value: Any) -> bytes:
+    """Hash a value of JSON types, bytes, arrays, tensors and images, by its contents.
 
-    >>> digest({"a": 1, "b": [2]}) == digest({"b": (2,), "a": 1}) != digest({"a": 1, "b": [3]})
+    >>> hash_value({"a": 1, "b": [2]}) == hash_value({"b": (2,), "a": 1}) != hash_value({"a": 1, "b": [3]})
     True
     """
     try:
-        data = orjson.dumps(value, default=_mark, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # whole numbers of more than 64 bits, halves of surrogate pairs
-        data = json.dumps(value, default=_mark, sort_keys=True).encode()
+        data = orjson.dumps(value, default=_hashable, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # integers of more than 64 bits, lone surrogates
+        data = json.dumps(value, default=_hashable, sort_keys=True).encode()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _mark(value: Any) -> Any:
-    """What stands for a value that JSON does not have."""
+def _hashable(value: Any) -> Any:
+    """Return a JSON value that represents another type."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": hashlib.blake2b(value, digest_size=16).hexdigest()}
     if isinstance(value, os.PathLike):
@@ -414,29 +441,40 @@ def _mark(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "convert") and hasattr(value, "tobytes"):  # a PIL image
-        return [value.mode, list(value.size), _mark(value.tobytes())]
+        return [value.mode, list(value.size), _hashable(value.tobytes())]
     if hasattr(value, "detach"):  # a tensor, of a type that numpy may not have
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value
     if hasattr(value, "__array__"):
         array = np.asarray(value)
         if array.dtype.kind != "O":
-            return [array.dtype.str, list(array.shape), _mark(array.tobytes())]
+            return [array.dtype.str, list(array.shape), _hashable(array.tobytes())]
     raise TypeError(type(value).__name__)
 
 
-_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-_KINDS = (*_LINES, ".json", ".parquet")
-_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+_SUFFIXES = (*_JSONL_SUFFIXES, ".json", ".parquet")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Placed = Iterator[tuple[str, Any]]
+LocatedRows = Iterator[tuple[str, Any]]
 
 
 def read(
     path: str | Path, *, split: str | None = None, subset: str | None = None, columns: set[str] | None = None
-) -> Placed:
-    """(place, row) of each row; `split` and `subset` are of Hugging Face datasets, `columns` those that are read of a
-    table, if not all.
+) -> LocatedRows:
+    """Read the rows of a file, a folder or a Hugging Face dataset.
+
+    Args:
+        path: The file or folder, or the name of a dataset on the hub.
+        split: Split of a dataset.
+        subset: Subset of a dataset.
+        columns: Columns of a table to read; `None`: all.
+
+    Returns:
+        Pairs of a row's place, for errors, and the row.
+
+    Raises:
+        ValueError: There is no such data.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -447,39 +485,39 @@ def read(
     """
     where = Path(path)
     if where.is_dir() and ((where / "dataset_dict.json").is_file() or (where / "state.json").is_file()):
-        return _of_dataset(_datasets(path).load_from_disk(str(where)), path, split, columns)
-    kind = next((suffix for suffix in _KINDS if str(path).endswith(suffix)), None)
-    if not where.exists() and kind is None and _HUB.fullmatch(str(path)):
-        return _of_dataset(_from_hub(str(path), subset, split), path, split, columns)
+        return _read_dataset(_import_datasets(path).load_from_disk(str(where)), path, split, columns)
+    kind = next((suffix for suffix in _SUFFIXES if str(path).endswith(suffix)), None)
+    if not where.exists() and kind is None and _HUB_NAME.fullmatch(str(path)):
+        return _read_dataset(_load_from_hub(str(path), subset, split), path, split, columns)
     if not where.exists():
         raise ValueError(f"data: got {str(path)!r}, but there is no such file, folder or dataset")
     for name, value in (("split", split), ("subset", subset)):
         if value is not None:
-            raise ValueError(f"{name}: got {value!r}, expected None: {str(path)!r} is no Hugging Face dataset")
+            raise ValueError(f"{name}: got {value!r}, expected None: {str(path)!r} is not a Hugging Face dataset")
     files = [where]
     if where.is_dir():
-        files = sorted(file for file in where.iterdir() if file.name.endswith(_KINDS))
+        files = sorted(file for file in where.iterdir() if file.name.endswith(_SUFFIXES))
         if len({file.suffix for file in files}) != 1:
             names = ", ".join(file.name for file in files) or "none"
             raise ValueError(
                 f"data: got the folder {str(path)!r}, expected files of one kind in it; there are: {names}"
             )
     elif kind is None:
-        raise ValueError(f"data: got {str(path)!r}, expected a file that ends in {', '.join(_KINDS)}, or a dataset")
-    return _of_files(files, columns)
+        raise ValueError(f"data: got {str(path)!r}, expected a file that ends in {', '.join(_SUFFIXES)}, or a dataset")
+    return _read_files(files, columns)
 
 
-def _of_files(files: list[Path], columns: set[str] | None) -> Placed:
+def _read_files(files: list[Path], columns: set[str] | None) -> LocatedRows:
     for file in files:
         check_regular(file)
         part = f"{file.name}, " if len(files) > 1 else ""
-        rows = _parquet(file, columns) if file.suffix == ".parquet" else _json(file)
+        rows = _read_parquet(file, columns) if file.suffix == ".parquet" else _read_json(file)
         for place, row in rows:
             yield part + place, row
 
 
-def _json(file: Path) -> Placed:
-    if file.suffix == ".json" and (entries := _json_list(file)) is not None:
+def _read_json(file: Path) -> LocatedRows:
+    if file.suffix == ".json" and (entries := _read_json_list(file)) is not None:
         for i, row in enumerate(entries):
             yield f"row {i}", row
         return
@@ -491,14 +529,14 @@ def _json(file: Path) -> Placed:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
                     yield f"line {number}", json.loads(text)
-        except ValueError as error:  # of JSON, and of UTF-8
+        except ValueError as error:  # invalid JSON or UTF-8
             raise ValueError(f"{file}, line {number}: {error}") from None
         except (OSError, EOFError) as error:
             raise ValueError(f"{file}: {error}") from None
 
 
-def _json_list(file: Path) -> list[Any] | None:
-    """The list that a file holds; `None` if it has lines of JSON, as many of this ending do."""
+def _read_json_list(file: Path) -> list[Any] | None:
+    """Read a JSON list; return `None` if the file has JSON lines, which is common."""
     with file.open("rb") as opened:
         start = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start.startswith(b"["):
@@ -510,13 +548,13 @@ def _json_list(file: Path) -> list[Any] | None:
     return entries
 
 
-def _parquet(file: Path, columns: set[str] | None) -> Placed:
+def _read_parquet(file: Path, columns: set[str] | None) -> LocatedRows:
     from rollbook.io import parquet
 
-    yield from _of_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
+    yield from _read_batches(parquet.batches(file, 1024, max_row_bytes=MAX_ROW_BYTES, columns=columns))
 
 
-def _of_batches(batches: Iterable[Any]) -> Placed:
+def _read_batches(batches: Iterable[Any]) -> LocatedRows:
     count = 0
     for batch in batches:
         for row in batch.to_pylist():
@@ -527,7 +565,7 @@ def _of_batches(batches: Iterable[Any]) -> Placed:
 # --- Hugging Face datasets --------------------------------------------------------------------------------------------
 
 
-def _datasets(path: str | Path) -> Any:
+def _import_datasets(path: str | Path) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -537,19 +575,19 @@ def _datasets(path: str | Path) -> Any:
     return datasets
 
 
-def _from_hub(name: str, subset: str | None, split: str | None) -> Any:
-    datasets = _datasets(name)
+def _load_from_hub(name: str, subset: str | None, split: str | None) -> Any:
+    datasets = _import_datasets(name)
     try:
         return datasets.load_dataset(name, subset, split=split)
-    except Exception as error:  # of the network, of the hub, of its libraries
+    except Exception as error:  # errors of the network, the hub and its libraries
         raise ValueError(
-            f"data: got {name!r}, which is no file or folder here, and no dataset that can be loaded: "
+            f"data: got {name!r}, expected a file, a folder or a dataset that can be loaded: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _of_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[str] | None) -> Placed:
-    if hasattr(dataset, "keys"):  # several, by split
+def _read_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[str] | None) -> LocatedRows:
+    if hasattr(dataset, "keys"):  # a mapping of splits
         if split is None and len(dataset) == 1:
             split = next(iter(dataset))
         if split not in dataset:
@@ -559,8 +597,8 @@ def _of_dataset(dataset: Any, path: str | Path, split: str | None, columns: set[
         raise ValueError(f"split: got {split!r}, expected {str(dataset.split)!r}, which {str(path)!r} is")
     if columns is not None:
         dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
-    # As the table lies: pictures stay the bytes of their files until they are looked at.
-    return _of_batches(dataset.with_format("arrow").iter(1024))
+    # As Arrow batches, so that images are not decoded.
+    return _read_batches(dataset.with_format("arrow").iter(1024))
 
 
 log = logging.getLogger("rollbook.train")
@@ -569,23 +607,31 @@ Columns = Mapping[str, str | None]
 
 
 class Prompts:
-    """Rows of a task: mappings or `Prompt`s, or a function that gives them, called when they are first needed.
+    """Prompts with a seeded order and a cursor.
 
     A row has `prompt` (text, a chat or token ids) or `messages`; `reference`, `label`, `images`, `videos`, `tools`;
-    `response`, or `chosen` and `rejected`, to learn from; what else it has goes to the prompt's `info`, and so do the
-    answers. A chat that ends with the assistant's message is a prompt and its `response`. `columns` says under which
-    names the data have these, `keep` which other columns are wanted (all, unless it is given).
+    and answers: `response`, or `chosen` and `rejected`. Other columns go to the `info` of the prompt, and so do
+    answers. A chat that ends with a message of the assistant is a prompt and its `response`.
 
-    `take(n, step)` gives the next rows as prompts whose ids have the step for a batch and the row's number for a task.
+    Args:
+        rows: Rows as mappings or `Prompt`s, or a function that returns them, called on first use.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle the rows in each epoch.
+        name: Name of the data in errors.
+        columns: Column names in the data, such as {"prompt": "question"}.
+        keep: Other columns that go to `info`; `None`: all.
+
+    Raises:
+        ValueError: A row is not valid.
 
     >>> prompts = Prompts([{"prompt": f"{i}+1=", "reference": i + 1} for i in range(3)], seed=1)
-    >>> [(one.text, one.reference, one.eid.tid) for one in prompts.take(2, step=1)]
+    >>> [(prompt.text, prompt.reference, prompt.eid.tid) for prompt in prompts.take(2, step=1)]
     [('2+1=', 3, '1/2'), ('1+1=', 2, '1/1')]
-    >>> kept = prompts.state_dict()
-    >>> [one.eid.tid for one in prompts.take(5, step=2)]  # into the third epoch: some rows come twice
+    >>> state = prompts.state_dict()
+    >>> [prompt.eid.tid for prompt in prompts.take(5, step=2)]  # into the third epoch: some rows come twice
     ['2/0', '2/1', '2/2', '2/0.1', '2/2.2']
-    >>> prompts.load_state_dict(kept)
-    >>> [one.eid.tid for one in prompts.take(5, step=2)]
+    >>> prompts.load_state_dict(state)
+    >>> [prompt.eid.tid for prompt in prompts.take(5, step=2)]
     ['2/0', '2/1', '2/2', '2/0.1', '2/2.2']
     """
 
@@ -601,7 +647,7 @@ class Prompts:
     ) -> None:
         reader = Reader(name or "rows", columns, keep)
 
-        def placed() -> Placed:
+        def placed() -> LocatedRows:
             source = rows() if callable(rows) else rows
             if isinstance(source, (str, bytes, Mapping)) or not hasattr(source, "__iter__"):
                 raise ValueError(f"{reader.name}: got {type(source).__name__}, expected a list of rows")
@@ -609,7 +655,7 @@ class Prompts:
 
         self._set(lambda: _read(reader, placed()), seed, shuffle, name)
         if not callable(rows):
-            len(self)  # whatever is wrong with them is found out here
+            len(self)  # reads the rows, to raise their errors now
 
     @classmethod
     def from_file(
@@ -625,12 +671,24 @@ class Prompts:
         shuffle: bool = True,
         name: str | None = None,
     ) -> Prompts:
-        """The rows of a file (`.jsonl`, `.ndjson`, both also `.gz`, `.json`, `.parquet`), of a folder of such files of
-        one kind, or of a Hugging Face dataset: a folder that it was saved to, or its name on the hub.
+        """Read prompts from a file, a folder or a Hugging Face dataset.
 
-        `split` and `subset` are the dataset's. `limit`: the first so many rows. Paths of images and videos are relative
-        to the file and must lie in its folder, links followed; a dataset of the hub holds its images itself. A `.json`
-        file has a list, or JSON lines.
+        Paths of images and videos are relative to the file and must be in its folder, links followed.
+
+        Args:
+            path: A `.jsonl`, `.ndjson` (both also `.gz`), `.json` (a list, or JSON lines) or `.parquet` file; a folder
+                of such files of one kind; the folder of a saved dataset; or the name of a dataset on the hub.
+            split: Split of a dataset.
+            subset: Subset of a dataset.
+            columns: As in the constructor; so are `keep`, `seed` and `shuffle`.
+            keep: Other columns that go to `info`.
+            limit: Read only the first N rows.
+            seed: Seed of the order.
+            shuffle: Whether to shuffle.
+            name: Name of the data in errors; `None`: the path.
+
+        Raises:
+            ValueError: There is no such data, or a row is not valid.
         """
         location = Path(path)
         folder = (location if location.is_dir() else location.parent) if location.exists() else None
@@ -653,10 +711,20 @@ class Prompts:
         keep: Sequence[str] | None = None,
         **more: Any,
     ) -> Prompts:
-        """The rows that a function returns; it is called with the options, when the rows are first needed.
+        """Use the rows that a function returns, which is called on first use.
 
-        function: a callable, `"module:function"` or `"path/to/file.py:function"`. An option of the function that has
-        the name of one here (`seed`) goes into `options`; the others can be given by themselves.
+        Args:
+            function: A callable, `"module:function"` or `"path/to/file.py:function"`.
+            options: Keyword arguments of the function.
+            seed: As in the constructor; so are `shuffle`, `name`, `columns` and `keep`.
+            shuffle: Whether to shuffle.
+            name: Name of the data in errors; `None`: that of the function.
+            columns: Column names in the data.
+            keep: Other columns that go to `info`.
+            more: Further keyword arguments of the function.
+
+        Raises:
+            ValueError: The function does not exist, or does not take these options.
 
         >>> Prompts.from_function(lambda count: [{"prompt": str(i)} for i in range(count)], count=4)
         Prompts(4 rows of '<lambda>', epoch 0, seed 0)
@@ -687,11 +755,11 @@ class Prompts:
         self.seed = check_int("seed", seed)
         self.shuffle = check_bool("shuffle", shuffle)
         self.cursor = 0
-        """How many rows were given so far."""
+        """Number of rows taken so far."""
         self._load = load
         self._step: int | str | None = None
         self._since = 0
-        """Where the cursor was when this step's first row was taken."""
+        """Cursor before the first row of the current step."""
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     @cached_property
@@ -707,21 +775,21 @@ class Prompts:
 
     @property
     def epoch(self) -> float:
-        """How often the rows were gone through so far."""
+        """Number of passes over the rows so far."""
         return self.cursor / len(self)
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hex digits that go by what the rows say and by their order. Of a picture's file its path alone counts."""
+        """Hash of the rows and their order, in 32 hex digits. Of a media file only the path counts."""
         hasher = hashlib.blake2b(digest_size=16)
         for row in self._rows:
             hasher.update(row.digest)
         return hasher.hexdigest()
 
-    # --- what it gives ------------------------------------------------------------------------------------------------
+    # --- access -------------------------------------------------------------------------------------------------------
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """[len] The places of the rows in an epoch: a function of seed and epoch, the same on every machine."""
+        """[len] Return the order of the rows in an epoch, which depends on seed and epoch only."""
         if self._order is None or self._order[0] != epoch:
             count = len(self)
             places = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
@@ -729,10 +797,12 @@ class Prompts:
         return self._order[1]
 
     def take(self, n: int, step: int | str) -> list[Prompt]:
-        """The next n rows, over as many epochs as that takes, with ids of this step; the cursor moves on.
+        """Return the next rows and move the cursor.
 
-        The task of an id is the row's number in the data; of a row that the step has already, in an earlier call too,
-        it is `row.epoch`.
+        Args:
+            n: Number of rows, which may span several epochs.
+            step: Batch of the ids. Their task is the number of the row or, if the step has the row already, also from
+                an earlier call, `number.epoch`.
         """
         n = check_int("n", n)
         if step != self._step:
@@ -748,7 +818,7 @@ class Prompts:
         return taken
 
     def every(self, batch: int | str = "eval") -> list[Prompt]:
-        """All rows, in the order of the data, with ids of this batch; the cursor stays."""
+        """Return all rows in the order of the data, with ids of this batch. The cursor does not move."""
         return [_prompt(row, batch, row.number) for row in self._rows]
 
     def _at(self, place: int) -> int:
@@ -756,35 +826,45 @@ class Prompts:
         return int(self.order(epoch)[within])
 
     def _places(self, start: int, stop: int) -> range:
-        """The places of a stretch that have all rows of it: a whole epoch has every one."""
+        """Return the last positions of a range that contain all its rows; two epochs are enough."""
         return range(max(start, stop - 2 * len(self)), stop)
 
     # --- parts of it --------------------------------------------------------------------------------------------------
 
     def split(self, size: int | float, seed: int = 0) -> tuple[Prompts, Prompts]:
-        """(the rest, held out): `size` rows, or a share of them below 1, are held out.
+        """Split the rows. The split depends on the questions and `seed`, not on the order of the rows.
 
-        Rows that ask the same go to the same side, so that no more than `size` are held out, and sometimes a few less.
-        Which they are goes by what they ask and by `seed`, not by their order, nor by the seed of the training. Both
-        parts keep the rows' numbers.
+        Rows with the same question go to the same side, so that slightly fewer than `size` may be held out. Both sides
+        keep the numbers of the rows.
+
+        Args:
+            size: Number of rows to hold out, or a share below 1.
+            seed: Seed of the split.
+
+        Returns:
+            The remaining rows, and those held out.
+
+        Raises:
+            ValueError: One side would be empty.
 
         >>> rest, held_out = Prompts([{"prompt": str(i % 50)} for i in range(100)]).split(0.1)
-        >>> len(rest), len(held_out), {one.text for one in rest.every()} & {one.text for one in held_out.every()}
+        >>> shared = {prompt.text for prompt in rest.every()} & {prompt.text for prompt in held_out.every()}
+        >>> len(rest), len(held_out), shared
         (90, 10, set())
         """
-        share = isinstance(size, (float, np.floating))
-        count = round(check_float("size", size, 0, 1) * len(self)) if share else check_int("size", size, 1)
-        alike: dict[bytes, list[int]] = {}
+        is_share = isinstance(size, (float, np.floating))
+        count = round(check_float("size", size, 0, 1) * len(self)) if is_share else check_int("size", size, 1)
+        groups: dict[bytes, list[int]] = {}
         for i, row in enumerate(self._rows):
-            alike.setdefault(row.content, []).append(i)
+            groups.setdefault(row.content, []).append(i)
         salt = f"{check_int('seed', seed)}/".encode()
         held_out: set[int] = set()
-        for content in sorted(alike, key=lambda key: hashlib.blake2b(salt + key, digest_size=16).digest()):
-            if len(held_out) + len(alike[content]) <= count:
-                held_out.update(alike[content])
+        for content in sorted(groups, key=lambda key: hashlib.blake2b(salt + key, digest_size=16).digest()):
+            if len(held_out) + len(groups[content]) <= count:
+                held_out.update(groups[content])
         if not held_out or len(held_out) == len(self):
             raise ValueError(
-                f"size: got {size!r}, holding out {len(held_out)} of {len(self)} rows ({len(alike)} different "
+                f"size: got {size!r}, holding out {len(held_out)} of {len(self)} rows ({len(groups)} different "
                 "prompts), expected some on both sides"
             )
         parts = []
@@ -794,12 +874,18 @@ class Prompts:
         return parts[0], parts[1]
 
     def require(self, *names: str) -> None:
-        """Refuse data in which a row lacks one of these: before a run, rather than in the middle of it.
+        """Check that every row has these columns.
+
+        Args:
+            names: Columns: `reference`, `label`, `images` or answers.
+
+        Raises:
+            ValueError: A row lacks one.
 
         >>> Prompts([{"prompt": "2+2=", "reference": 4}, {"prompt": "1+1="}]).require("reference")
         Traceback (most recent call last):
             ...
-        ValueError: rows: row 1 has no 'reference', which is needed of every row
+        ValueError: rows: row 1 has no 'reference', expected it in every row
         """
         allowed = ("reference", "label", "images", *ANSWERS)
         for name in names:
@@ -809,10 +895,13 @@ class Prompts:
                 field_value = row.prompt.info.get(name) if name in ANSWERS else getattr(row.prompt, name)
                 if field_value is None or (name == "images" and not field_value):
                     place = f"{self.name or 'rows'}: row {row.number}"
-                    raise ValueError(f"{place} has no {name!r}, which is needed of every row")
+                    raise ValueError(f"{place} has no {name!r}, expected it in every row")
 
     def shared(self, other: Prompts) -> int:
-        """How many of these rows ask what a row of the others asks.
+        """Count the rows whose question is also in other prompts.
+
+        Args:
+            other: The other prompts.
 
         >>> Prompts([{"prompt": "a"}, {"prompt": "b"}]).shared(Prompts([{"prompt": "b"}, {"prompt": "c"}]))
         1
@@ -820,10 +909,10 @@ class Prompts:
         contents = {row.content for row in other._rows}
         return sum(row.content in contents for row in self._rows)
 
-    # --- going on -----------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on from, in JSON's types: the cursor, and what it is a cursor of."""
+        """Return the cursor, and what identifies the data, in JSON types."""
         return {
             "cursor": self.cursor,
             "step": self._step,
@@ -878,11 +967,11 @@ def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 def _prompt(row: Row, batch: int | str, task: int | str) -> Prompt:
-    # `info` is the prompt's own: what a reward writes into it is not there in the next epoch.
+    # A copy of `info`: rewards may write into it, and the row is used again in the next epoch.
     return row.prompt.replace(eid=EID(batch=batch, task=task, suffix=""), info=dict(row.prompt.info))
 
 
-def _read(reader: Reader, placed: Placed, limit: int | None = None) -> list[Row]:
+def _read(reader: Reader, placed: LocatedRows, limit: int | None = None) -> list[Row]:
     rows = []
     for place, source in placed:
         rows.append(reader.row(place, source))
@@ -897,17 +986,17 @@ def _read(reader: Reader, placed: Placed, limit: int | None = None) -> list[Row]
 
 
 def _check_options(called: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse options that the function does not take, and the lack of one that it needs."""
+    """Check that a function takes these options and requires no others."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return  # some builtins do not say
+        return  # some builtins have no signature
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        odd = next((name for name in options if name not in accepted), None)
-        if odd is not None:
-            raise ValueError(f"{called}: unknown option {odd!r}{suggest(odd, accepted)}")
+        unknown = next((name for name in options if name not in accepted), None)
+        if unknown is not None:
+            raise ValueError(f"{called}: unknown option {unknown!r}{suggest(unknown, accepted)}")
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = next((name for name in needed if name not in options), None)
     if missing is not None:
-        raise ValueError(f"{called}: got no option {missing!r}, which it needs")
+        raise ValueError(f"{called}: missing option {missing!r}")

@@ -1,7 +1,7 @@
 """`ReplayConfig`: which records a training step takes from the book, and how many expert records it adds.
 
-Invariant: the records of a step follow from the seed, the step and the state of the book, so that a resumed run takes
-the same ones. An expert's book is only read.
+Invariant: the records of a step depend on the seed, the step and the state of the book, so that a resumed run takes the
+same ones. The expert's book is only read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,18 @@ class ReplayConfig:
     `on_policy` takes the groups that the step generated, each once. `replay` takes the groups that `sampler` selects
     among those that are at most `max_staleness` versions old, each up to `reuse` times.
 
+    Args:
+        kind: `on_policy` or `replay`.
+        sampler: Sampler for `replay`, a key of `rollbook.book.sampler.SAMPLERS`; `None`: `uniform`.
+        sampler_options: Keyword arguments of the sampler.
+        reuse: Maximum number of times a record is trained on; `None`: no limit.
+        max_staleness: Maximum age of a record in policy versions; `None`: no limit.
+        rollout_interval: Generate new rollouts every N steps; the steps in between replay existing records.
+        expert_share: Share of expert records among the records of a step.
+        timeout: Seconds to wait for records that other processes append.
+        lease_seconds: Lease duration in seconds. Must exceed the longest training step.
+        consumer: Consumer group of the book that this trainer belongs to.
+
     >>> ReplayConfig(kind="replay", reuse=4, max_staleness=8).settings()["max_staleness"]
     8
     >>> ReplayConfig(reuse=2)
@@ -38,25 +50,15 @@ class ReplayConfig:
     """
 
     kind: str = "on_policy"
-    """`on_policy`: the groups that the step generated; `replay`: groups that the sampler selects from the book."""
     sampler: str | None = None
-    """Sampler for `replay`, a key of `rollbook.book.sampler.SAMPLERS`; null: `uniform`."""
     sampler_options: dict[str, Any] | None = None
-    """Keyword arguments of the sampler."""
     reuse: int | None = 1
-    """Maximum number of times a record is trained on; null: no limit."""
     max_staleness: int | None = None
-    """Maximum age of a record in policy versions; null: no limit."""
     rollout_interval: int = 1
-    """Generate new rollouts every N steps; the steps in between replay existing records."""
     expert_share: float = 0.0
-    """Share of expert records among the records of a step."""
     timeout: float = 0.0
-    """Seconds to wait for records that other processes append."""
     lease_seconds: float = 3600.0
-    """Lease duration in seconds. Must exceed the longest training step."""
     consumer: str = "train"
-    """Consumer group of the book that this trainer belongs to."""
 
     def __post_init__(self) -> None:
         check_choice("replay.kind", self.kind, KINDS)

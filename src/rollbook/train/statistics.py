@@ -1,7 +1,7 @@
-"""How well a model answers, from outcomes of several samples of each prompt: avg@k, pass@k, maj@k, and how sure it is.
+"""avg@k, pass@k and maj@k of several samples per prompt, with confidence intervals.
 
-Invariant: pure functions of plain numbers; prompts are what was drawn, so an interval treats all samples of a prompt as
-one draw, and none is a single point only because everything that was seen is alike.
+Intervals are clustered by prompt, because samples of one prompt are correlated. They have a positive width even if all
+outcomes are equal.
 """
 
 from __future__ import annotations
@@ -16,18 +16,27 @@ from typing import NamedTuple
 from rollbook.core.checks import check_float, check_int
 
 Outcomes = Sequence[Sequence[bool]]
-"""For each prompt, whether each of its samples succeeded; every prompt has at least one sample."""
+"""[prompts][samples] Which samples succeeded; every prompt has at least one sample."""
 
-_DOUBT = 2.0
-"""How many prompts' worth of doubt there is that samples of a prompt are more than one sample (see `share`)."""
-_STRANGERS = 4.0
-"""How many prompts' worth of doubt there is that the shares before and after have anything in common (see `paired`)."""
-_EXACT = 300
-"""Up to so many degrees of freedom, Student's distribution is summed; beyond, its expansion is exact to 1e-9."""
+_PRIOR_PROMPTS = 2.0
+"""Weight, in prompts, of the prior that the samples of a prompt are all equal (see `avg_at_k_interval`)."""
+_UNCORRELATED_PROMPTS = 4.0
+"""Weight, in prompts, of the prior that success rates before and after are uncorrelated (see `paired_difference`)."""
+_EXACT_UP_TO = 300
+"""Degrees of freedom up to which Student's distribution is summed; above, its expansion is exact to 1e-9."""
 
 
 class Interval(NamedTuple):
-    """An estimate, and the interval that holds the truth with the confidence that was asked for."""
+    """An estimate with its confidence interval.
+
+    Args:
+        value: The estimate.
+        low: Lower end.
+        high: Upper end.
+
+    >>> print(Interval(0.5, 0.4, 0.6))
+    0.500 (0.400 to 0.600)
+    """
 
     value: float
     low: float
@@ -37,109 +46,128 @@ class Interval(NamedTuple):
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-# --- shares and means -----------------------------------------------------------------------------------------------
+# --- rates and means --------------------------------------------------------------------------------------------------
 
 
 def avg_at_k(outcomes: Outcomes) -> float:
-    """The share of samples that succeed, every prompt counting alike: what a user sees on average.
+    """Compute the mean success rate over prompts.
+
+    Args:
+        outcomes: [prompts][samples] Which samples succeeded.
 
     >>> avg_at_k([[True, False], [True, True]])
     0.75
     """
-    return _mean(_shares(outcomes))
+    return _mean(_success_rates(outcomes))
 
 
-def share(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
-    """avg@k with its interval: Wilson's for a share, of as many independent samples as there are in effect.
+def avg_at_k_interval(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
+    """Compute avg@k with a Wilson interval for the effective number of independent samples.
 
-    m prompts of k samples are not m k draws: samples of one prompt are alike. The m shares of the prompts are
-    independent, and the variance v = s^2 / m of their mean says how many independent samples would be as sure:
-    n = p (1 - p) / v, between m (samples of a prompt all alike) and m k. With it, and Student's quantile for m - 1 in
-    the place of the normal one, Wilson's interval is that of a t test over prompts in the middle; near 0 and 1, where
-    such a test gives a point or leaves [0, 1], it is still one that can be trusted: 200 of 200 is not certainty.
+    The k samples of a prompt are correlated, so m prompts have fewer than m k independent samples. The success rates of
+    the m prompts are independent, and the variance v = s^2 / m of their mean p gives the effective number
+    n = p (1 - p) / v, between m and m k. With n, and Student's quantile for m - 1 degrees of freedom instead of the
+    normal one, the Wilson interval equals that of a t test over prompts for p near 0.5. Near 0 and 1, where a t test
+    gives a point or leaves [0, 1], it remains valid.
 
-    How alike samples are is itself not known where nearly all of them agree: the design effect m k / n is averaged with
-    k, the worst it can be, which counts as two prompts beside those whose samples show something.
+    If nearly all samples agree, the data say little about the correlation. The design effect m k / n is therefore
+    averaged with its maximum k, which is weighted like two prompts.
 
-    >>> print(share([[True, False]] * 100 + [[True, True]] * 100))
+    Args:
+        outcomes: [prompts][samples] Which samples succeeded.
+        confidence: Confidence level.
+
+    >>> print(avg_at_k_interval([[True, False]] * 100 + [[True, True]] * 100))
     0.750 (0.705 to 0.791)
-    >>> print(share([[True]] * 200))
+    >>> print(avg_at_k_interval([[True]] * 200))
     1.000 (0.981 to 1.000)
     """
-    shares = _shares(outcomes)
-    _confident(confidence)
-    m, p = len(shares), _mean(shares)
+    rates = _success_rates(outcomes)
+    _check_confidence(confidence)
+    m, p = len(rates), _mean(rates)
     k = sum(map(len, outcomes)) / m
     n = float(m)
     if m > 1 and 0 < p < 1:
-        spread = sum((rate - p) ** 2 for rate in shares) / (m - 1) / m
-        effect = min(max(spread * m * k / (p * (1 - p)), 1.0), k)
-        telling = min(sum(rate > 0 for rate in shares), sum(rate < 1 for rate in shares))
-        n = m * k * (telling + _DOUBT) / (telling * effect + _DOUBT * k)
-    t2 = student(confidence, m - 1) ** 2 if m > 1 else math.inf
+        variance = sum((rate - p) ** 2 for rate in rates) / (m - 1) / m
+        design_effect = min(max(variance * m * k / (p * (1 - p)), 1.0), k)
+        informative = min(sum(rate > 0 for rate in rates), sum(rate < 1 for rate in rates))
+        n = m * k * (informative + _PRIOR_PROMPTS) / (informative * design_effect + _PRIOR_PROMPTS * k)
+    t2 = student_quantile(confidence, m - 1) ** 2 if m > 1 else math.inf
     if t2 == math.inf:
-        return Interval(p, 0.0, 1.0)  # one prompt says nothing about others
-    middle = (p + t2 / (2 * n)) / (1 + t2 / n)
-    reach = math.sqrt(t2 * (p * (1 - p) / n + t2 / (4 * n * n))) / (1 + t2 / n)
-    return Interval(p, min(max(0.0, middle - reach), p), max(min(1.0, middle + reach), p))
+        return Interval(p, 0.0, 1.0)  # a single prompt says nothing about others
+    center = (p + t2 / (2 * n)) / (1 + t2 / n)
+    margin = math.sqrt(t2 * (p * (1 - p) / n + t2 / (4 * n * n))) / (1 + t2 / n)
+    return Interval(p, min(max(0.0, center - margin), p), max(min(1.0, center + margin), p))
 
 
-def mean(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The mean of one number for each prompt (a mean reward, a length) with Student's interval; values that are not
-    finite are no values.
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Compute the mean of one number per prompt, such as a reward or a length, with Student's interval.
 
-    >>> print(mean([1.0, 2.0, 3.0]))
+    Args:
+        values: [prompts] The numbers; those that are not finite are ignored.
+        confidence: Confidence level.
+
+    >>> print(mean_interval([1.0, 2.0, 3.0]))
     2.000 (-0.484 to 4.484)
     """
-    _confident(confidence)
+    _check_confidence(confidence)
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return Interval(math.nan, math.nan, math.nan)
-    middle = _mean(finite)
+    center = _mean(finite)
     if len(finite) == 1:
-        return Interval(middle, -math.inf, math.inf)
-    error = math.sqrt(sum((value - middle) ** 2 for value in finite) / (len(finite) - 1) / len(finite))
-    reach = student(confidence, len(finite) - 1) * error
-    return Interval(middle, middle - reach, middle + reach)
+        return Interval(center, -math.inf, math.inf)
+    error = math.sqrt(sum((value - center) ** 2 for value in finite) / (len(finite) - 1) / len(finite))
+    margin = student_quantile(confidence, len(finite) - 1) * error
+    return Interval(center, center - margin, center + margin)
 
 
-def paired(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Interval:
-    """How much avg@k rose from `before` to `after`, the same prompts in the same order.
+def paired_difference(before: Outcomes, after: Outcomes, confidence: float = 0.95) -> Interval:
+    """Compute the increase of avg@k from `before` to `after`, paired by prompt.
 
-    The two `share` intervals are put together (Newcombe 1998, method 10; the rule is called MOVER), less what the two
-    have in common: prompts that are hard before are hard after, and the correlation of the prompts' shares makes the
-    interval of the difference narrower than two unpaired ones would allow. That correlation is shrunk a little, as if
-    four more prompts had shown none: two evaluations that agree on every prompt are not certain to be of equals.
+    The intervals of `avg_at_k_interval` are combined by MOVER (Newcombe 1998, method 10), with the correlation of the
+    success rates over prompts, which makes the interval narrower than that of unpaired evaluations. The correlation is
+    shrunk as if four more prompts were uncorrelated, so that two evaluations that agree on every prompt still have an
+    interval of positive width.
+
+    Args:
+        before: [prompts][samples] Which samples succeeded.
+        after: The same prompts, in the same order.
+        confidence: Confidence level.
+
+    Raises:
+        ValueError: The numbers of prompts differ.
 
     >>> before = [[False, False]] * 60 + [[True, False]] * 40
     >>> after = [[True, False]] * 60 + [[True, True]] * 40
-    >>> print(paired(before, after))
+    >>> print(paired_difference(before, after))
     0.500 (0.481 to 0.518)
     """
     if len(before) != len(after):
         raise ValueError(f"after: got {len(after)} prompts, expected the {len(before)} of before")
-    old, new = share(before, confidence), share(after, confidence)
-    common = _correlation(_shares(before), _shares(after)) * len(before) / (len(before) + _STRANGERS)
+    old, new = avg_at_k_interval(before, confidence), avg_at_k_interval(after, confidence)
+    correlation = _correlation(_success_rates(before), _success_rates(after))
+    correlation *= len(before) / (len(before) + _UNCORRELATED_PROMPTS)
     rise = new.value - old.value
-    down = _apart(new.value - new.low, old.high - old.value, common)
-    up = _apart(new.high - new.value, old.value - old.low, common)
-    return Interval(rise, max(-1.0, rise - down), min(1.0, rise + up))
+    lower = _combine_margins(new.value - new.low, old.high - old.value, correlation)
+    upper = _combine_margins(new.high - new.value, old.value - old.low, correlation)
+    return Interval(rise, max(-1.0, rise - lower), min(1.0, rise + upper))
 
 
-def _apart(first: float, other: float, common: float) -> float:
-    return math.sqrt(max(0.0, first * first + other * other - 2 * common * first * other))
+def _combine_margins(first: float, other: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, first * first + other * other - 2 * correlation * first * other))
 
 
 def _correlation(first: Sequence[float], other: Sequence[float]) -> float:
-    """Of two numbers of each prompt; 0 where one of them does not vary."""
-    a, b = _mean(first), _mean(other)
-    both = sum((x - a) * (y - b) for x, y in zip(first, other, strict=True))
-    apart = math.sqrt(sum((x - a) ** 2 for x in first) * sum((y - b) ** 2 for y in other))
-    return both / apart if apart else 0.0
+    """Compute the correlation over prompts; 0 if one side is constant."""
+    first_mean, other_mean = _mean(first), _mean(other)
+    covariance = sum((x - first_mean) * (y - other_mean) for x, y in zip(first, other, strict=True))
+    scale = math.sqrt(sum((x - first_mean) ** 2 for x in first) * sum((y - other_mean) ** 2 for y in other))
+    return covariance / scale if scale else 0.0
 
 
-def _shares(outcomes: Outcomes) -> list[float]:
-    """The share of each prompt's samples that succeed."""
+def _success_rates(outcomes: Outcomes) -> list[float]:
+    """[prompts] Compute the success rate of each prompt."""
     if not len(outcomes):
         raise ValueError("outcomes: got no prompt, expected at least one")
     for i, runs in enumerate(outcomes):
@@ -156,20 +184,30 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def pass_at_k(outcomes: Outcomes, k: int) -> float:
-    """The chance that at least one of `k` samples of a prompt succeeds, without bias from the n >= k that there are.
+    """Compute the unbiased estimate of pass@k from n >= k samples per prompt.
+
+    Args:
+        outcomes: [prompts][samples] Which samples succeeded.
+        k: Number of samples of which at least one must succeed.
+
+    Raises:
+        ValueError: A prompt has fewer than k samples.
 
     >>> pass_at_k([[True, False, False, False], [False] * 4], 2)
     0.25
     """
-    from rollbook.algorithms.advantages import pass_at_k as of_one  # loads torch
+    from rollbook.algorithms.advantages import pass_at_k as prompt_pass_at_k  # loads torch
 
     check_int("k", k, 1)
-    _enough(outcomes, k)
-    return _mean([of_one(len(runs), sum(map(bool, runs)), k) for runs in outcomes])
+    _check_sample_count(outcomes, k)
+    return _mean([prompt_pass_at_k(len(runs), sum(map(bool, runs)), k) for runs in outcomes])
 
 
 def powers_of_two(k: int) -> list[int]:
-    """1, 2, 4, ... up to k, and k itself: the ones to give pass@k for.
+    """Return 1, 2, 4, ... up to k, and k itself.
+
+    Args:
+        k: The last number.
 
     >>> powers_of_two(8), powers_of_two(6)
     ([1, 2, 4, 8], [1, 2, 4, 6])
@@ -179,11 +217,19 @@ def powers_of_two(k: int) -> list[int]:
 
 
 def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k: int | None = None) -> float:
-    """The chance that the answer which most of `k` samples give is right; by default of all samples of a prompt.
+    """Compute maj@k: the probability that the majority answer of k samples is correct.
 
-    It is exact: the mean over every choice of k of the n samples, and over answers that have equally many votes. A
-    sample without an answer (`None`) does not vote; where nobody votes, nothing is right. Where samples of one answer
-    differ in their outcome (a reward that looks at the form too), it is right to the share of them that succeeded.
+    The result is exact: the mean over all subsets of k of the n samples, with ties broken at random. A sample
+    without an answer does not vote. If equal answers have different outcomes, the answer counts as correct to the share
+    of them that succeeded.
+
+    Args:
+        answers: [prompts][samples] The answers, or `None`.
+        outcomes: [prompts][samples] Which samples succeeded.
+        k: Number of samples that vote; `None`: all samples of a prompt.
+
+    Raises:
+        ValueError: The lengths differ, or a prompt has fewer than k samples.
 
     >>> answers = [["4", "4", "5"], ["1", "2", None]]
     >>> outcomes = [[True, True, False], [False, True, False]]
@@ -192,66 +238,67 @@ def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k
     """
     if len(answers) != len(outcomes):
         raise ValueError(f"answers: got {len(answers)} prompts, expected the {len(outcomes)} of outcomes")
-    _shares(outcomes)
+    _success_rates(outcomes)
     if k is not None:
         check_int("k", k, 1)
-        _enough(outcomes, k)
-    chances = []
-    for i, (given_answers, right) in enumerate(zip(answers, outcomes, strict=True)):
-        if len(given_answers) != len(right):
-            raise ValueError(
-                f"answers[{i}]: got {len(given_answers)} answers, expected {len(right)}, one for each sample"
-            )
-        votes = Counter(answer for answer in given_answers if answer is not None)
-        wins = _wins(
-            tuple(sorted(votes.values())), len(given_answers) - votes.total(), len(given_answers) if k is None else k
-        )
-        good = Counter(answer for answer, ok in zip(given_answers, right, strict=True) if ok and answer is not None)
-        chances.append(math.fsum(wins[count] * good[answer] / count for answer, count in votes.items()))
-    return _mean(chances)
+        _check_sample_count(outcomes, k)
+    probabilities = []
+    for i, (row, successes) in enumerate(zip(answers, outcomes, strict=True)):
+        if len(row) != len(successes):
+            raise ValueError(f"answers[{i}]: got {len(row)} answers, expected {len(successes)}, one for each sample")
+        votes = Counter(answer for answer in row if answer is not None)
+        wins = _win_probabilities(tuple(sorted(votes.values())), len(row) - votes.total(), len(row) if k is None else k)
+        correct = Counter(answer for answer, ok in zip(row, successes, strict=True) if ok and answer is not None)
+        probabilities.append(math.fsum(wins[count] * correct[answer] / count for answer, count in votes.items()))
+    return _mean(probabilities)
 
 
 @lru_cache(4096)
-def _wins(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """By how many samples give an answer, the chance that it wins the vote of `k` of all samples.
+def _win_probabilities(counts: tuple[int, ...], abstaining: int, k: int) -> dict[int, float]:
+    """Compute the probability that an answer wins the vote of k of all samples, by the number of samples that give it.
 
-    An answer with x votes wins if no other has more, and then with a chance of 1 / (1 + t) if t others have x too. The
-    choices of the others are counted by their votes s and ties t: the product over answers of
-    sum_{d < x} C(count, d) z^d + C(count, x) z^x u, in whole numbers.
+    An answer with x votes wins if no other has more, with probability 1 / (1 + t) if t others have x too. The subsets
+    of the other samples are counted by their votes s and ties t: the coefficients of the product over answers of
+    sum_{d < x} C(count, d) z^d + C(count, x) z^x u, in integers.
+
+    Args:
+        counts: Number of samples of each answer.
+        abstaining: Number of samples without an answer.
+        k: Number of samples that vote.
     """
-    n = sum(counts) + silent
+    n = sum(counts) + abstaining
     if k == n:
         top = max(counts, default=0)
         return {count: float(count == top) / counts.count(top) for count in counts}
     wins = {}
-    for mine in set(counts):
+    for candidate in set(counts):
         others = list(counts)
-        others.remove(mine)
-        chance = 0.0
-        for x in range(1, min(mine, k) + 1):
-            ways = {(0, 0): 1}
+        others.remove(candidate)
+        probability = 0.0
+        for x in range(1, min(candidate, k) + 1):
+            subsets = {(0, 0): 1}
             for count in others:
-                ways = _times(ways, count, x, k - x, ties=True)
-            ways = _times(ways, silent, silent + 1, k - x, ties=False)
-            fair = math.fsum(number / (1 + t) for (s, t), number in ways.items() if s == k - x)
-            chance += math.comb(mine, x) * fair / math.comb(n, k)
-        wins[mine] = chance
+                subsets = _add_answer(subsets, count, x, k - x, ties=True)
+            subsets = _add_answer(subsets, abstaining, abstaining + 1, k - x, ties=False)
+            winning = math.fsum(number / (1 + t) for (s, t), number in subsets.items() if s == k - x)
+            probability += math.comb(candidate, x) * winning / math.comb(n, k)
+        wins[candidate] = probability
     return wins
 
 
-def _times(
-    ways: dict[tuple[int, int], int], count: int, x: int, most: int, *, ties: bool
+def _add_answer(
+    subsets: dict[tuple[int, int], int], count: int, x: int, max_votes: int, *, ties: bool
 ) -> dict[tuple[int, int], int]:
-    """Ways to choose, with one more answer of `count` samples that may get at most `x` votes."""
-    totals: Counter[tuple[int, int]] = Counter()
-    for (s, t), number in ways.items():
-        for d in range(min(count, x, most - s) + 1):
-            totals[s + d, t + (ties and d == x)] += number * math.comb(count, d)
-    return totals
+    """Extend the numbers of subsets, by votes and ties, by an answer of `count` samples that gets at most x votes."""
+    extended: Counter[tuple[int, int]] = Counter()
+    for (s, t), number in subsets.items():
+        for d in range(min(count, x, max_votes - s) + 1):
+            extended[s + d, t + (ties and d == x)] += number * math.comb(count, d)
+    return extended
 
 
-def _enough(outcomes: Outcomes, k: int) -> None:
-    _shares(outcomes)
+def _check_sample_count(outcomes: Outcomes, k: int) -> None:
+    _success_rates(outcomes)
     least = min(map(len, outcomes))
     if k > least:
         raise ValueError(f"k: got {k}, expected at most {least}, the samples of a prompt")
@@ -260,20 +307,24 @@ def _enough(outcomes: Outcomes, k: int) -> None:
 # --- Student's distribution -----------------------------------------------------------------------------------------
 
 
-def _confident(confidence: float) -> None:
+def _check_confidence(confidence: float) -> None:
     check_float("confidence", confidence, 1e-6, 1 - 1e-6, "a number between 0 and 1, such as 0.95")
 
 
 @lru_cache(256)
-def student(confidence: float, freedom: int) -> float:
-    """The t for which |T| <= t with this probability, T of Student's distribution with `freedom` degrees of freedom.
+def student_quantile(confidence: float, freedom: int) -> float:
+    """Return the t with P(|T| <= t) = confidence for Student's distribution.
 
-    >>> round(student(0.95, 9), 4), round(student(0.95, 10**6), 4)
+    Args:
+        confidence: The probability.
+        freedom: Degrees of freedom.
+
+    >>> round(student_quantile(0.95, 9), 4), round(student_quantile(0.95, 10**6), 4)
     (2.2622, 1.96)
     """
-    _confident(confidence)
+    _check_confidence(confidence)
     check_int("freedom", freedom, 1)
-    if freedom > _EXACT:
+    if freedom > _EXACT_UP_TO:
         z = NormalDist().inv_cdf((1 + confidence) / 2)
         first = (z**3 + z) / 4
         second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -282,12 +333,12 @@ def student(confidence: float, freedom: int) -> float:
     low, high = 0.0, math.pi / 2  # of the angle, whose tangent is t / sqrt(freedom)
     for _ in range(60):
         angle = (low + high) / 2
-        low, high = (angle, high) if _within(angle, freedom) < confidence else (low, angle)
+        low, high = (angle, high) if _student_probability(angle, freedom) < confidence else (low, angle)
     return math.tan(low) * math.sqrt(freedom)
 
 
-def _within(angle: float, freedom: int) -> float:
-    """P(|T| <= sqrt(freedom) tan(angle)): a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+def _student_probability(angle: float, freedom: int) -> float:
+    """Compute P(|T| <= sqrt(freedom) tan(angle)) by a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
     term = cosine if odd else 1.0
@@ -302,11 +353,11 @@ __all__ = [
     "Interval",
     "Outcomes",
     "avg_at_k",
+    "avg_at_k_interval",
     "maj_at_k",
-    "mean",
-    "paired",
+    "mean_interval",
+    "paired_difference",
     "pass_at_k",
     "powers_of_two",
-    "share",
-    "student",
+    "student_quantile",
 ]

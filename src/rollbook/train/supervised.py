@@ -1,7 +1,7 @@
-"""Records of answers that were given: rows with a `response` for SFT, with `chosen` and `rejected` for DPO.
+"""Records of given answers: rows with a `response` for SFT, with `chosen` and `rejected` for DPO.
 
-Invariant: the prompt's ids are those that an engine would give the model for it; an answer's ids end with the token
-that ends a response, or the record says that they were cut; and what makes no record is said and counted.
+Invariant: the ids of a prompt are those that an engine would pass to the model. The ids of an answer end with the end
+token, or the record is marked as truncated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import StepMetrics
 from rollbook.core.sampling import Overflow, Prompt, Sampling
+from rollbook.core.vocabulary import Tokenizer
 from rollbook.rollout.chat import Renderer
 from rollbook.rollout.transformers import PreparedPrompt, PromptPreparer
 from rollbook.train.prompts import ANSWERS, Prompts
@@ -24,16 +25,18 @@ from rollbook.train.prompts import ANSWERS, Prompts
 log = logging.getLogger("rollbook.train")
 
 Data = Literal["answers", "pairs"]
+Answer = str | Mapping[str, Any]
+"""A text, or a message of the assistant."""
 _SUFFIXES = {"answers": "sft", "pairs": "dpo"}
-"""The end of the records' ids."""
+"""Suffixes of the ids of records."""
 
 
 def records_from_answers(
     prompts: Prompts | Sequence[Mapping[str, Any] | Prompt],
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     data: Data = "answers",
     *,
-    processor: Any = None,
+    processor: Tokenizer | None = None,
     max_tokens: int | None = None,
     max_prompt_tokens: int | None = None,
     prompt_overflow: Overflow = "error",
@@ -43,7 +46,7 @@ def records_from_answers(
     batch: int | str = 0,
     metrics: StepMetrics | None = None,
 ) -> Experiences:
-    """Make records of prompts and the answers beside them.
+    """Build records of prompts and their answers.
 
     Args:
         prompts: Prompts, or rows of data. Prompts keep their ids; without ids they are tasks of `batch`, numbered by
@@ -88,14 +91,14 @@ def records_from_answers(
         try:
             row = encoder.record(prompt, sampling)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(f"{_called(prompt)}: {error}") from error  # type: ignore[arg-type]
+            raise ValueError(f"{_prompt_name(prompt)}: {error}") from error  # type: ignore[arg-type]
         if row is None:
-            dropped.append(_called(prompt))  # type: ignore[arg-type]
+            dropped.append(_prompt_name(prompt))  # type: ignore[arg-type]
         else:
             rows.append(row)
     if dropped:
         log.warning(
-            "%d of %d prompts leave no room for an answer in %s tokens, and are left out: %s",
+            "%d of %d prompts leave no room for an answer in %s tokens and are left out: %s",
             len(dropped), len(rows) + len(dropped), max_tokens or max_prompt_tokens, ", ".join(dropped[:8]),
         )  # fmt: skip
     if not rows:
@@ -120,9 +123,9 @@ class _Encoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         data: Data,
-        processor: Any,
+        processor: Tokenizer | None,
         max_tokens: int | None,
         *,
         long_prompts: Literal["drop", "error"],
@@ -137,10 +140,10 @@ class _Encoder:
         self.preparer = PromptPreparer(tokenizer, processor, add_special_tokens=add_special_tokens)
         self.tokenizer: Any = self.preparer.tokenizer
         if self.tokenizer is None:
-            raise ValueError("tokenizer: got None, expected one: answers are text")
+            raise ValueError("tokenizer: missing, expected one: answers are texts")
         end = self.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         if end is None:
-            raise ValueError("eos_token_id: got None and a tokenizer without one, expected the id that ends an answer")
+            raise ValueError("eos_token_id: missing, and the tokenizer has none, expected the id of the end token")
         self.eos_token_id = check_int("eos_token_id", end)
         self._media = frozenset(placeholders(self.preparer.processor).values())
 
@@ -151,9 +154,7 @@ class _Encoder:
         missing = next((name for name in names if name not in answers), None)
         if missing is not None:
             present = [name for name in ANSWERS if name in prompt.info] or ["none"]
-            raise ValueError(
-                f"{missing}: got nothing, expected an answer to learn from; the row has {', '.join(present)}"
-            )
+            raise ValueError(f"{missing}: missing, expected an answer; the row has {', '.join(present)}")
         prepared = self.preparer.prepare(prompt)
         most, length = sampling.max_prompt_tokens, len(prepared.ids)
         longer = most is not None and length > most
@@ -198,37 +199,39 @@ class _Encoder:
             **fields,
         )
 
-    def _ids(self, name: str, prompt: Prompt, prepared: PreparedPrompt, answer: Any) -> list[int]:
-        """[n] An answer's ids, with the end. A message with more than text is written by the chat template."""
-        text = answer if isinstance(answer, str) else self._rendered(name, prompt, prepared.text or "", answer)
-        # Some tokenizers put a space before a text's first word, which is not there after a prompt.
+    def _ids(self, name: str, prompt: Prompt, prepared: PreparedPrompt, answer: Answer) -> list[int]:
+        """[n] Encode an answer, with the end token. The chat template renders messages with more than text."""
+        text = answer if isinstance(answer, str) else self._render(name, prompt, prepared.text or "", answer)
+        # Some tokenizers add a space before the first word of a text, which is wrong after a prompt.
         encoded = Renderer(self.tokenizer, chat=False).encode_after(prepared.text or "", text)
         if not encoded or encoded[-1] != self.eos_token_id:
             encoded.append(self.eos_token_id)
-        bare = next((token for token in encoded if token in self._media), None)
-        if bare is not None:
-            raise ValueError(f"{name}: got a placeholder of media (token {bare}), expected text alone")
+        placeholder = next((token for token in encoded if token in self._media), None)
+        if placeholder is not None:
+            raise ValueError(f"{name}: got a placeholder of media (token {placeholder}), expected text only")
         return encoded
 
-    def _rendered(self, name: str, prompt: Prompt, start: str, message: Mapping[str, Any]) -> str:
+    def _render(self, name: str, prompt: Prompt, start: str, message: Mapping[str, Any]) -> str:
         if prompt.messages is None:
-            raise ValueError(f"{name}: got a message with {', '.join(message)}, expected text: the prompt is no chat")
+            raise ValueError(
+                f"{name}: got a message with {', '.join(message)}, expected text: the prompt is not a chat"
+            )
         holder = self.preparer.processor if hasattr(self.preparer.processor, "chat_template") else self.tokenizer
         rendered = Renderer(holder, tools=prompt.tools).text([*prompt.messages, message], generation=False)
         if not rendered.startswith(start):
             raise ValueError(
-                f"{name}: the chat template writes the prompt otherwise before this answer, expected the same"
+                f"{name}: the chat template renders the prompt differently with this answer, expected the same text"
             )
-        # What a template writes after the end of a turn, a line break mostly, is not sampled.
+        # Text that a template adds after the end of a turn, such as a line break, is not sampled.
         text, end = rendered[len(start) :], self.tokenizer.decode([self.eos_token_id])
         return text[: text.rindex(end) + len(end)] if end in text else text.rstrip()
 
 
-def _called(prompt: Prompt) -> str:
+def _prompt_name(prompt: Prompt) -> str:
     return f"prompt {'' if prompt.eid is None else prompt.eid.tid}"
 
 
-def _text(answer: Any) -> str:
+def _text(answer: Answer) -> str:
     content = answer if isinstance(answer, str) else answer.get("content")
     return content if isinstance(content, str) else ""
 
@@ -237,14 +240,14 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]] | None:
     return None if prompt.messages is None else [dict(message) for message in prompt.messages]
 
 
-def _chat(prompt: Prompt, answer: Any) -> list[dict[str, Any]] | None:
+def _chat(prompt: Prompt, answer: Answer) -> list[dict[str, Any]] | None:
     before = _messages(prompt)
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
     return None if before is None else [*before, message]
 
 
 def _lengths(row: Experience) -> tuple[int, float]:
-    """Of the prompt and of the answer; of a pair, of both answers on average."""
+    """Return the lengths of prompt and answer; of a pair, the mean of both answers."""
     if row.chosen is not None and row.rejected is not None:
         return len(row.tokens), (len(row.chosen) + len(row.rejected)) / 2
     return row.prompt_length, len(row.tokens) - row.prompt_length

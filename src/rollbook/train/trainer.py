@@ -1,8 +1,8 @@
 """`Trainer`: roll out, append to the book, lease, update, acknowledge.
 
-Invariant: a step depends on the seed, its number and the state before it; a run that was killed and continues from a
-checkpoint makes the same records, by the same ids, and the same updates from them. A record is acknowledged once in
-the lineage of the weights.
+Invariant: a step depends on the seed, its number and the state before it. A run that is resumed from a checkpoint
+generates the same records, with the same ids, and computes the same updates. Every record that the weights were trained
+on is acknowledged once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
 
 if TYPE_CHECKING:
+    from rollbook.models import Critic
+    from rollbook.models.protocols import Policy
+    from rollbook.rewards.recipes import RewardLike
     from rollbook.train.evaluation import Evaluation
     from rollbook.train.prompts import Prompts
+    from rollbook.train.tracker import Tracker
 
 
 def rollout_metrics(records: Experiences) -> dict[str, float]:
@@ -127,7 +131,7 @@ def mean_divergence(records: Experiences, estimator: str) -> float:
 
 
 class OutOfDataError(RollbookError, RuntimeError):
-    """There is nothing more to learn from."""
+    """Raised when there are no prompts and the book has no records to lease."""
 
 
 class AllSamplesFailedError(RollbookError, RuntimeError):
@@ -136,7 +140,12 @@ class AllSamplesFailedError(RollbookError, RuntimeError):
 
 @dataclass(frozen=True)
 class StepReport(Mapping[str, float]):
-    """What a step was: its metrics by name.
+    """Metrics of a step, by name.
+
+    Args:
+        step: Number of the step.
+        metrics: The metrics.
+        uids: Ids of the records that were trained on.
 
     >>> report = StepReport(3, {"records": 1.0, "reward": 0.25, "loss": 0.5, "lr": 1e-6}, ["3/0/0/0/a"])
     >>> report["loss"], report
@@ -146,7 +155,6 @@ class StepReport(Mapping[str, float]):
     step: int
     metrics: dict[str, float]
     uids: list[str]
-    """The records that were learnt from."""
 
     def __getitem__(self, name: str) -> float:
         if name not in self.metrics and self.metrics.get("records") == 0:
@@ -211,19 +219,19 @@ class Trainer:
 
     def __init__(
         self,
-        actor: Any,
+        actor: Actor,
         algorithm: AlgorithmConfig | str,
         book: Book,
         *,
         prompts: Prompts | None = None,
-        reward: Any = None,
+        reward: RewardLike | None = None,
         engine: BaseEngine | None = None,
         environment: EnvironmentConfig | None = None,
         sampling: Sampling | Mapping[str, Any] | None = None,
         prompts_per_step: int = 64,
-        critic: Any = None,
-        reference: Any = None,
-        teacher: Any = None,
+        critic: Critic | None = None,
+        reference: Policy | None = None,
+        teacher: Policy | None = None,
         optimizer: OptimizerConfig | None = None,
         critic_optimizer: OptimizerConfig | None = None,
         minibatch: MinibatchConfig | None = None,
@@ -232,7 +240,7 @@ class Trainer:
         replay: ReplayConfig | None = None,
         expert: Book | None = None,
         seed: int = 0,
-        trackers: Iterable[Any] = (),
+        trackers: Iterable[Tracker] = (),
         checkpoints: CheckpointConfig | None = None,
         success: float = 1.0,
     ) -> None:
@@ -413,7 +421,7 @@ class Trainer:
         )
 
     def _rollout(self, prompts: Prompts, step: int, metrics: StepMetrics) -> int:
-        """Append the records of a step to the book, with refill rounds; how many were new there."""
+        """Append the records of a step to the book, with refill rounds, and return how many were new."""
         missing, collected, appended, dropped, failures = self.prompts_per_step, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.collect(prompts.take(missing, step), metrics)
@@ -425,7 +433,7 @@ class Trainer:
             failures.append(str(errors[0]) if errors and all(errors) else None)
             if not self.algorithm.drop_constant_groups:
                 break
-            constant = _constant(records)
+            constant = _constant_groups(records)
             if constant:
                 self.book.drop(constant, "constant group", consumer=self.replay.consumer)
             missing = len({uid.rsplit("/", 3)[0] for uid in constant})
@@ -556,8 +564,8 @@ class Trainer:
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
-    def evaluate(self, prompts: Prompts, reward: Any = None, **options: Any) -> Evaluation:
-        """Sample held-out prompts with the current policy; kept in the book, never trained on, and tracked.
+    def evaluate(self, prompts: Prompts, reward: RewardLike | None = None, **options: Any) -> Evaluation:
+        """Evaluate the current policy on held-out prompts. Records go to the book, metrics to the trackers.
 
         Args:
             prompts: The prompts.
@@ -597,7 +605,7 @@ class Trainer:
         check_int("steps", steps)
         reports: list[StepReport] = []
         saving = self.checkpoints
-        if saving is not None and self.done == 0 < steps and not checkpoint.saved(saving.folder):
+        if saving is not None and self.done == 0 < steps and not checkpoint.list_checkpoints(saving.folder):
             self.save()
         while self.done < steps:
             report = self.advance()
@@ -611,8 +619,11 @@ class Trainer:
         return reports
 
     def advance(self) -> StepReport:
-        """A step of a run, which is counted whatever comes of it: where every group was dropped, the prompts are spent
-        and the weights stay as they are. `OutOfDataError` where nobody makes records and the book has none to lease."""
+        """Run a step and count it, also if every group was dropped and the weights do not change.
+
+        Raises:
+            OutOfDataError: There are no prompts, and the book has no records to lease.
+        """
         report = self.step()
         if not report["records"]:
             if self.prompts is None:
@@ -623,19 +634,19 @@ class Trainer:
         return report
 
     def save(self) -> Path:
-        """Write a checkpoint of everything, and name this point of the book."""
+        """Write a checkpoint of the run and of the book, and return its folder."""
         if self.checkpoints is None:
             raise ValueError("checkpoints: missing; pass CheckpointConfig(folder) to the trainer")
         folder = self.checkpoints.folder
-        checkpoint.mend(folder)
-        saved = checkpoint.saved(folder)
+        checkpoint.remove_partial(folder)
+        saved = checkpoint.list_checkpoints(folder)
         if saved and saved[-1].step > self.done:
             raise ValueError(
-                f"checkpoints.folder: got {folder}, which has a checkpoint of step {saved[-1].step}, and this is step "
+                f"checkpoints.folder: got {folder}, which has a checkpoint of the later step {saved[-1].step}, at step "
                 f"{self.done}, expected another folder, or resume() first"
             )
-        name = checkpoint.name_of(self.done)
-        # What a folder speaks of is there until another one is in its place; what none speaks of was left by a death.
+        name = checkpoint.checkpoint_name(self.done)
+        # The book's checkpoint that a folder refers to is kept until the folder is replaced.
         replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.done}
         name = f"{name}+" if name in replaced else name
         if any(point.name == name for point in self.book.checkpoints()):
@@ -647,7 +658,7 @@ class Trainer:
             "algorithm": self.algorithm.name,
             "book": name,
             "prompts": None if self.prompts is None else self.prompts.state_dict(),
-            # What a builder may have chosen, and a model's folder does not say.
+            # Settings of a builder's actor that the folder of the model does not contain.
             "suppress": list(self.actor.suppress),
             "attention": getattr(self.actor.config, "_attn_implementation", None),
         }
@@ -664,26 +675,32 @@ class Trainer:
         )
         checkpoint.prune(folder, self.checkpoints.keep_last)
         hit_failpoint("before forgetting")
-        there = {checkpoint.name_of(entry.step) for entry in checkpoint.saved(folder)}
+        existing = {checkpoint.checkpoint_name(entry.step) for entry in checkpoint.list_checkpoints(folder)}
         for point in self.book.checkpoints():
-            # Also what a process would have forgotten that was killed before it came to this.
+            # Includes those of a process that was killed before it removed them.
             base_name = point.name.removesuffix("+")
-            if checkpoint.is_name(base_name) and (base_name not in there or point.name in replaced):
+            if checkpoint.is_checkpoint_name(base_name) and (base_name not in existing or point.name in replaced):
                 forget_checkpoint(self.book, point.name)
         return written.path
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint in the folder, the book rewound to it; whether there was one.
+        """Continue from the newest checkpoint in the folder, and rewind the book to it. Called by the constructor.
 
-        The constructor calls it. Records that came later are dropped from the book, and made again by the same ids;
-        without prompts, others appended them, and they wait. A checkpoint that cannot be read is refused
-        (`checkpoint.CorruptCheckpointError`): older weights are not taken in its place.
+        Later records are dropped from the book and generated again with the same ids. Without prompts, other processes
+        appended them, and they stay.
+
+        Returns:
+            Whether there was a checkpoint.
+
+        Raises:
+            CorruptCheckpointError: The newest checkpoint cannot be read. Older ones are not used instead.
+            ValueError: The seed differs, or the book is not that of the run.
         """
         if self.checkpoints is None:
             return False
         folder = self.checkpoints.folder
-        checkpoint.mend(folder)
-        saved = checkpoint.saved(folder)
+        checkpoint.remove_partial(folder)
+        saved = checkpoint.list_checkpoints(folder)
         if not saved:
             return False
         last = saved[-1]
@@ -692,15 +709,15 @@ class Trainer:
             raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {trainer_state['seed']}")
         if trainer_state["book"] not in [point.name for point in self.book.checkpoints()]:
             raise ValueError(
-                f"book: {self.book.url} has no checkpoint {trainer_state['book']!r}, which {last.path} goes with, "
-                "expected the book of that run"
+                f"book: {self.book.url} has no checkpoint {trainer_state['book']!r} of {last.path}, expected the book "
+                "of that run"
             )
         if self.prompts is not None:
             self.prompts.load_state_dict(trainer_state["prompts"])
         checkpoint.load_weights(self.actor, last.model)
         if self.models.critic is not None and last.critic is not None:
             checkpoint.load_weights(self.models.critic, last.critic)
-        if self._own_reference and isinstance(self.models.reference, torch.nn.Module) and saved[0].step == 0:
+        if self._own_reference and isinstance(self.models.reference, Actor) and saved[0].step == 0:
             checkpoint.load_weights(self.models.reference, saved[0].model)
         self.learner.load_state_dict(state["learner"])
         if self.reward_norm is not None and "reward_norm" in state:
@@ -709,12 +726,12 @@ class Trainer:
         self.done = last.step
         self._announce()
         self.resumed_from = last.step
-        checkpoint.put_random_state(state["random"])
+        checkpoint.set_random_state(state["random"])
         return True
 
 
-def _constant(records: Experiences) -> list[str]:
-    """The ids of records whose group's rewards are all equal."""
+def _constant_groups(records: Experiences) -> list[str]:
+    """Return the ids of records in groups whose rewards are all equal."""
     ids = records.eids()
     keep_flags = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
     return [eid.uid for eid, keep in zip(ids, keep_flags.tolist(), strict=True) if not keep]

@@ -1,7 +1,6 @@
 """Functions that a configuration names, as `module:function` or `file.py:function`, and which of them are trusted.
 
-Invariant: a name gives the one object that it names, or a `ValueError` that says which half of it is wrong; a file is
-run once in a process, however often it is named; what goes wrong inside a user's module is raised as it is.
+Invariant: a file runs once in a process, however often it is named. Errors inside a user's module are raised unchanged.
 """
 
 from __future__ import annotations
@@ -14,13 +13,19 @@ from typing import Any
 
 from rollbook.core.checks import suggest
 from rollbook.core.vocabulary import load_module_file
-from rollbook.train.config.schema import Config, Reward
+from rollbook.train.config.schema import Config, RewardSection
 
 
 def resolve(target: str, *, name: str = "function", folder: str | Path | None = None) -> Any:
-    """What `module:name` or `file.py:name` names; a dotted name is looked up step by step (`module:Class.method`).
+    """Import what `module:name` or `file.py:name` names.
 
-    `name` says in errors which option it is of. A file's path is relative to `folder`, by default the current one.
+    Args:
+        target: The name. After the colon it may be dotted: `module:Class.method`.
+        name: Name of the option in errors.
+        folder: Folder that the path of a file is relative to; `None`: the current one.
+
+    Raises:
+        ValueError: There is no such module, file or attribute.
 
     >>> resolve("math:gcd")(12, 18)
     6
@@ -63,8 +68,8 @@ def _module(target: str, name: str, path: str, folder: Path) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if path != missing and not path.startswith(f"{missing}."):
-            raise  # the module is there, and misses another
-        # A command does not look for modules in the folder where it is called, as a script of one's own would.
+            raise  # the module exists, but one of its imports does not
+        # Unlike a script, a command does not find modules in the current folder.
         file = Path(*path.split(".")).with_suffix(".py")
         here = f"; the file is there: {file}:{target.rpartition(':')[2]}" if (folder / file).is_file() else ""
         raise ValueError(f"{name}: got {target!r}, but there is no module {missing!r}{here}") from None
@@ -80,32 +85,36 @@ _RECIPES = "rollbook.train.recipes."
 
 
 def check_trusted(folder: Path, config: Config, *, remote: bool = False) -> None:
-    """Refuse a run whose configuration names code that is not Rollbook's.
+    """Reject a configuration that names code outside Rollbook.
 
     Args:
         folder: The run's folder, for the message.
-        config: The configuration that the folder holds.
-        remote: Whether servers that sample or score would be asked, too.
+        config: The configuration in that folder.
+        remote: Whether servers that sample or score count, too.
 
     Raises:
-        ValueError: It names some; the message lists every key and its value.
+        ValueError: The configuration names such code. The message lists every key and its value.
     """
-    named = foreign_code(config, remote=remote)
-    if named:
-        listed = "".join(f"\n{path}: {value}" for path, value in named.items())
+    values = find_foreign_code(config, remote=remote)
+    if values:
+        listed = "".join(f"\n{path}: {value}" for path, value in values.items())
         raise ValueError(
             f"{folder}: its configuration names code or servers that are not part of Rollbook:{listed}\n"
-            "Going on would run some of it. If you trust all of it, pass --trust (in Python: trust=True)"
+            "Continuing would run some of it. If you trust all of it, pass --trust (in Python: trust=True)"
         )
 
 
-def foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]:
-    """Find what a configuration names that is not Rollbook's own: functions, files, programs and servers.
+def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]:
+    """Find the functions, files, programs and servers outside Rollbook that a configuration names.
+
+    Args:
+        config: The configuration.
+        remote: Whether servers that sample or score count, too.
 
     Returns:
         Values by the path of their key.
 
-    >>> foreign_code(Config(model={"builder": "os:system"}, rewards=["exact_match", "mine.py:score"]))
+    >>> find_foreign_code(Config(model={"builder": "os:system"}, rewards=["exact_match", "mine.py:score"]))
     {'model.builder': 'os:system', 'rewards.1.function': 'mine.py:score'}
     """
     functions = {
@@ -115,24 +124,24 @@ def foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]:
         "evaluation.function": config.evaluation.function,
         "environment.function": config.environment.function,
     }
-    named = {path: target for path, target in functions.items() if target is not None and not is_own(target)}
+    values = {path: target for path, target in functions.items() if target is not None and not is_builtin(target)}
     for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
         for i, reward in enumerate(rewards):
-            named |= {f"{key}.{i}.{name}": value for name, value in _of_reward(reward, remote)}
-    named |= {f"tracking.trackers.{i}": tracker for i, tracker in enumerate(config.tracking.trackers)}
+            values |= {f"{key}.{i}.{name}": value for name, value in _foreign_reward_code(reward, remote)}
+    values |= {f"tracking.trackers.{i}": tracker for i, tracker in enumerate(config.tracking.trackers)}
     if "/" in (config.model.attention or ""):
-        named["model.attention"] = str(config.model.attention)  # a kernel of the hub
+        values["model.attention"] = str(config.model.attention)  # a kernel of the hub
     if remote and config.engine.url is not None:
-        named["engine.url"] = config.engine.url
+        values["engine.url"] = config.engine.url
     expert = config.replay.expert
     if expert is not None and "://" in expert:
-        # libpq offers the server of an address whatever password the environment holds.
-        named["replay.expert"] = expert
-    return named
+        # libpq sends the password in the environment, if there is one, to the server of this address.
+        values["replay.expert"] = expert
+    return values
 
 
-def _of_reward(reward: Reward, remote: bool) -> Iterator[tuple[str, str]]:
-    if reward.function is not None and not is_own(reward.function):
+def _foreign_reward_code(reward: RewardSection, remote: bool) -> Iterator[tuple[str, str]]:
+    if reward.function is not None and not is_builtin(reward.function):
         yield "function", reward.function
     for label, lines in (reward.recipe or {}).items():
         if "code_match" in str(lines):
@@ -141,30 +150,32 @@ def _of_reward(reward: Reward, remote: bool) -> Iterator[tuple[str, str]]:
         option = reward.options.get(name, {})
         parts = option.items() if isinstance(option, Mapping) else enumerate(option if isinstance(option, list) else ())
         for part, value in parts:
-            if not is_own(value):
+            if not (isinstance(value, str) and is_builtin(value)):
                 yield f"options.{name}.{part}", str(value)
     if remote and reward.remote is not None:
         yield "remote", ", ".join(reward.remote)
 
 
-def is_own(target: Any) -> bool:
-    """Whether the name of a function is of one that Rollbook has for configurations: a recipe's, or a ready reward.
+def is_builtin(target: str) -> bool:
+    """Return whether a name is that of a built-in reward or of a function of a recipe.
 
-    Being in a module of Rollbook's is not enough: its modules import others (`rollbook.cli.parser:os.system`), and some
-    of its functions run files. `code_match` is not among them: it runs the programs that records hold.
+    Other names in Rollbook's modules do not count: the modules import others (`rollbook.cli.parser:os.system`), and
+    some functions run files. `code_match` does not count either: it runs the programs in responses.
 
-    >>> [is_own(name) for name in ("rollbook.train.recipes.letters:reward", "exact_match", "rollbook.core:sys.exit")]
+    Args:
+        target: `module:function`, or the name of a built-in reward.
+
+    >>> names = ("rollbook.train.recipes.letters:reward", "exact_match", "rollbook.core:sys.exit")
+    >>> [is_builtin(name) for name in names]
     [True, True, False]
     """
-    from rollbook.rewards.recipes import READY
+    from rollbook.rewards.recipes import BUILTIN_REWARDS
 
-    if not isinstance(target, str):
-        return False
     module, _, name = target.rpartition(":")
     if module.startswith(_RECIPES) and module.removeprefix(_RECIPES).isidentifier():
         try:
             return name in importlib.import_module(module).__all__
         except ImportError:
             return False
-    ready = name in READY and name != "code_match"
-    return ready and (not module or module in ("rollbook.rewards", READY[name].__module__))
+    ready = name in BUILTIN_REWARDS and name != "code_match"
+    return ready and (not module or module in ("rollbook.rewards", BUILTIN_REWARDS[name].__module__))

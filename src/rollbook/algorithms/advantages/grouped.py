@@ -1,8 +1,8 @@
-"""Estimators that score a row against its group: rewards by group id in, one score per row out, spread over its tokens.
+"""Estimators that score a row against its group, and spread the score over its tokens.
 
 Invariant: results do not depend on the order of rows, on micro-batches or on padding. Unless an option says otherwise,
-a row without a finite reward scores 0 and is in no statistic, a lone row scores 0, and a group of equal rewards scores
-exactly 0; all three are counted in the report. Tool tokens get no score.
+a row without a finite reward scores 0 and is in no statistic, a row alone in its group scores 0, and a group of equal
+rewards scores exactly 0; the report counts all three. Tool tokens get no score.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollbook.algorithms.filters import make_up
+from rollbook.algorithms.filters import group_weights
 from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, segment_sums
 from rollbook.algorithms.layout import Ids, PerRow, PerToken
 from rollbook.algorithms.registry import ESTIMATORS
@@ -22,6 +22,7 @@ from rollbook.core.checks import check_bool, check_choice, check_float, check_in
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
 LEVELS = ("group", "batch")
+"""Rows whose deviation GRPO divides by."""
 
 
 @ESTIMATORS.register(
@@ -48,9 +49,9 @@ def grpo(
 
     A = (r - mean) / (std + eps).
 
-    Other frameworks: verl, Trinity and SkyRL give a lone row its reward (`singleton="raw"`). LightRFT and OpenRLHF give
-    NaN, and the eps of LightRFT, 1e-9, is below the rounding of a float32 mean, so that equal rewards of 0.1 score
-    -0.83.
+    Other frameworks: for a row alone in its group, verl, Trinity and SkyRL return its reward (`singleton="raw"`),
+    LightRFT and OpenRLHF NaN. The eps of LightRFT, 1e-9, is below the rounding error of a float32 mean, so that equal
+    rewards of 0.1 score -0.83.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -79,8 +80,10 @@ def grpo(
     check_choice("level", level, LEVELS)
     check_float("eps", eps, 0)
     grouped = Grouped(rewards, groups, runs, process_group)
-    spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
-    return grouped.scored(grouped.alone(grouped.over(grouped.centered(), spread + eps), singleton), mask)
+    spread = grouped.per_row(grouped.std(std)) if level == "group" else grouped.batch_std(std)
+    return grouped.to_advantages(
+        grouped.fill_singletons(grouped.divide(grouped.centered(), spread + eps), singleton), mask
+    )
 
 
 @ESTIMATORS.register("dr_grpo", source="Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): r - mean", compares_runs=True)
@@ -116,7 +119,7 @@ def dr_grpo(
     tensor([ 0.5000, -0.5000, -1.3333, -0.3333,  1.6667])
     """
     grouped = Grouped(rewards, groups, runs, process_group)
-    return grouped.scored(grouped.alone(grouped.centered(), singleton), mask)
+    return grouped.to_advantages(grouped.fill_singletons(grouped.centered(), singleton), mask)
 
 
 @ESTIMATORS.register(
@@ -160,11 +163,11 @@ def rloo(
     if grouped.block:
         scores = grouped.centered() * grouped.block / max(grouped.block - 1, 1)
     else:
-        count = grouped.of(grouped.count)
+        count = grouped.per_row(grouped.count)
         of_run = np.where(grouped.valid, grouped.run_values[grouped.run], 0.0)
-        centered = np.where(grouped.of(grouped.constant), 0.0, of_run - grouped.of(grouped.mean))
-        scores = grouped.filled(centered * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
-    return grouped.scored(grouped.alone(scores, singleton), mask)
+        centered = np.where(grouped.per_row(grouped.constant), 0.0, of_run - grouped.per_row(grouped.mean))
+        scores = grouped.zero_missing(centered * count / np.maximum(count - 1, 1) + (grouped.values - of_run))
+    return grouped.to_advantages(grouped.fill_singletons(scores, singleton), mask)
 
 
 @ESTIMATORS.register(
@@ -213,18 +216,18 @@ def opmd(
     grouped = Grouped(rewards, groups, runs, process_group)
     scores = grouped.centered()
     if baseline == "logavgexp":
-        scores = grouped.filled(scores - grouped.of(_log_mean_exp(grouped, tau)))
-    return grouped.scored(grouped.alone(scores, singleton), mask)
+        scores = grouped.zero_missing(scores - grouped.per_row(_log_mean_exp(grouped, tau)))
+    return grouped.to_advantages(grouped.fill_singletons(scores, singleton), mask)
 
 
 def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
-    """[groups] tau * log mean exp((r - mean) / tau): what the baseline lies above the mean; 0 for equal rewards."""
+    """[groups] Compute tau * log mean exp((r - mean) / tau), the baseline minus the mean; 0 for equal rewards."""
     valid, index = grouped.run_valid, grouped.run_group
-    off = (grouped.run_values[valid] - grouped.mean[index[valid]]) / tau
-    top = np.full(len(grouped.keys), -np.inf)
-    np.maximum.at(top, index[valid], off)
+    exponents = (grouped.run_values[valid] - grouped.mean[index[valid]]) / tau
+    top = np.full(len(grouped.group_ids), -np.inf)
+    np.maximum.at(top, index[valid], exponents)
     top = np.where(np.isfinite(top), top, 0.0)
-    sums = segment_sums(np.exp(off - top[index[valid]]), index[valid], len(grouped.keys))
+    sums = segment_sums(np.exp(exponents - top[index[valid]]), index[valid], len(grouped.group_ids))
     shift = tau * (top + np.log(np.maximum(sums, 1e-300) / np.maximum(grouped.count, 1)))
     return np.where(grouped.constant | (grouped.count < 2), 0.0, shift)
 
@@ -270,7 +273,9 @@ def asymre(
     """
     check_float("shift", shift)
     grouped = Grouped(rewards, groups, runs, process_group)
-    return grouped.scored(grouped.alone(grouped.filled(grouped.centered() - shift), singleton), mask)
+    return grouped.to_advantages(
+        grouped.fill_singletons(grouped.zero_missing(grouped.centered() - shift), singleton), mask
+    )
 
 
 @ESTIMATORS.register(
@@ -294,8 +299,8 @@ def rec(
     """Subtract the mean reward of the group; optionally divide by its deviation, and drop surplus negatives (REC).
 
     With `drop="balance"`, a group with more negative than positive scores keeps as many negatives as positives, drawn
-    by `seed` and `ids`, and never by position. Dropped rows score 0 and are in the report; the mean stays that of the
-    whole group (Trinity takes the rows it keeps). The deviation is of the population, as the estimator is defined.
+    by a hash of `seed` and id. Dropped rows score 0 and are in the report; the mean is that of the whole group (in
+    Trinity, of the rows it keeps). The default deviation is of the population, as the estimator is defined.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -331,29 +336,29 @@ def rec(
     grouped = Grouped(rewards, groups, runs, process_group)
     scores = grouped.centered()
     if normalize:
-        scores = grouped.over(scores, grouped.of(grouped.std(std)) + eps)
-    scores = grouped.alone(scores, singleton)
+        scores = grouped.divide(scores, grouped.per_row(grouped.std(std)) + eps)
+    scores = grouped.fill_singletons(scores, singleton)
     report = grouped.report()
     if drop is not None:
         if ids is None:
-            raise ValueError("ids: got None, expected an id for each row, to draw by where drop='balance'")
-        everyone = [name for part in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
-        if len(set(everyone)) != len(everyone):
-            raise ValueError("ids: got the same id for several rows, expected an id of its own for each")
-        dropped = _surplus(grouped, scores, everyone, seed)
+            raise ValueError("ids: got None, expected an id for each row, since drop='balance' draws by id")
+        all_ids = [name for part in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
+        if len(set(all_ids)) != len(all_ids):
+            raise ValueError("ids: got the same id for several rows, expected a different id for each")
+        dropped = _surplus_negatives(grouped, scores, all_ids, seed)
         scores = np.where(dropped, 0.0, scores)
-        report = report.plus({"dropped negative": rows_where(dropped[grouped.own])})
-    return grouped.scored(scores, mask, report)
+        report = report.plus({"dropped negative": rows_where(dropped[grouped.local])})
+    return grouped.to_advantages(scores, mask, report)
 
 
-def _surplus(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any:
-    """[all rows] Which negatives a group has too many of, drawn by a hash of seed and id."""
+def _surplus_negatives(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any:
+    """[all rows] Mark the negatives that a group has more of than positives, drawn by a hash of seed and id."""
     dropped = np.zeros(len(scores), dtype=bool)
     draw = [hashlib.blake2b(f"{seed}/{name!r}".encode(), digest_size=8).digest() for name in ids]
     negatives: dict[int, list[int]] = {}
     for i in np.flatnonzero(scores < 0).tolist():
         negatives.setdefault(int(grouped.index[i]), []).append(i)
-    positives = np.bincount(grouped.index[scores > 0], minlength=len(grouped.keys))
+    positives = np.bincount(grouped.index[scores > 0], minlength=len(grouped.group_ids))
     for group, rows in negatives.items():
         surplus = len(rows) - int(positives[group])
         dropped[sorted(rows, key=draw.__getitem__)[: max(surplus, 0)]] = True
@@ -386,8 +391,8 @@ def cpgd(
 
     `weight="std"` divides by the deviation (of the population, as the estimator is defined). `"clip_filter_like"`
     multiplies groups with different rewards by min(groups / such groups, `weight_clip`) and others by `weight_constant`
-    (see `filters.clip_filter_weights`), so that a batch of few useful groups moves as much as a full one. LightRFT sums
-    its rewards over the batch first, and so always gets 0.
+    (see `filters.clip_filter_weights`), so that a batch with few useful groups has the update of a full one. LightRFT
+    sums its rewards over the batch first, and always gets 0.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
@@ -417,12 +422,12 @@ def cpgd(
     check_choice("std", std, STD)
     grouped = Grouped(rewards, groups, runs, process_group)
     scores = grouped.centered()
-    factors = make_up(grouped.constant | (grouped.count < 2), weight_clip, weight_constant)
+    factors = group_weights(grouped.constant | (grouped.count < 2), weight_clip, weight_constant)
     if weight == "std":
-        scores = grouped.over(scores, grouped.of(grouped.std(std)) + eps)
+        scores = grouped.divide(scores, grouped.per_row(grouped.std(std)) + eps)
     elif weight == "clip_filter_like":
-        scores = scores * grouped.of(factors)
-    return grouped.scored(grouped.alone(scores, singleton), mask)
+        scores = scores * grouped.per_row(factors)
+    return grouped.to_advantages(grouped.fill_singletons(scores, singleton), mask)
 
 
 @ESTIMATORS.register(
@@ -438,7 +443,7 @@ def pass_at_k_advantage(
     correct: float = 0.0,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Score a sample by what it adds to the chance that at least one of `k` is correct (pass@k training).
+    """Score a sample by its contribution to pass@k, the probability that one of `k` samples is correct.
 
     A sample is correct if its reward is above `correct`. With n samples, w of them wrong, P = 1 - C(w, k) / C(n, k) and
     s = sqrt(P (1 - P)): a correct one scores (1 - P) / s, a wrong one (1 - P - C(w - 1, k - 1) / C(n - 1, k - 1)) / s.
@@ -469,20 +474,20 @@ def pass_at_k_advantage(
     with np.errstate(invalid="ignore"):
         wrong_run = grouped.run_valid & ~(grouped.run_values > correct)
         right = grouped.values > correct
-    wrong = np.bincount(grouped.run_group[wrong_run], minlength=len(grouped.keys))
-    score = np.zeros((2, len(grouped.keys)))
+    wrong = np.bincount(grouped.run_group[wrong_run], minlength=len(grouped.group_ids))
+    score = np.zeros((2, len(grouped.group_ids)))
     for g, (n, w) in enumerate(zip(grouped.count.tolist(), wrong.tolist(), strict=True)):
         chance = pass_at_k(n, n - w, k) if n >= k else 0.0
         if 0 < chance < 1:
             deviation = (chance * (1 - chance)) ** 0.5
             score[1, g] = (1 - chance) / deviation
             score[0, g] = (1 - chance - comb(w - 1, k - 1) / comb(n - 1, k - 1)) / deviation
-    scores = grouped.filled(np.where(right, grouped.of(score[1]), grouped.of(score[0])))
-    return grouped.scored(scores, mask)
+    scores = grouped.zero_missing(np.where(right, grouped.per_row(score[1]), grouped.per_row(score[0])))
+    return grouped.to_advantages(scores, mask)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimate the chance that at least one of `k` samples is correct: 1 - C(n - c, k) / C(n, k).
+    """Estimate pass@k, the probability that at least one of `k` samples is correct: 1 - C(n - c, k) / C(n, k).
 
     Unbiased over samples (Chen et al., 2021, arXiv 2107.03374, equation 1).
 
@@ -492,7 +497,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         k: Number of samples drawn.
 
     Returns:
-        The chance, 0 to 1.
+        The probability, 0 to 1.
 
     Raises:
         ValueError: Unless 0 <= c <= n and 1 <= k <= n.

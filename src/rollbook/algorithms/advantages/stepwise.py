@@ -1,4 +1,4 @@
-"""Estimators for runs of several steps, one row per step: one score for the run, or one for each state.
+"""Estimators for multi-step runs with one row per step: step-wise GRPO and GiGPO.
 
 Invariant: steps are ordered by their step number, runs and tasks are identified by id, and states are compared only
 within a task. The position of a row in the batch has no effect.
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages.grouped import LEVELS
-from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, as_rewards, last_steps, numbered
+from rollbook.algorithms.groups import STD, Floats, Grouped, as_ids, as_rewards, last_steps, number_ids
 from rollbook.algorithms.layout import Ids, PerRow, PerToken
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
@@ -37,12 +37,12 @@ class _Episodes:
         hashes = as_ids("states", states, rows) if states is not None else [None] * rows
         parts = check_process_group(process_group).gather([self.own_rewards, names, labels, numbers, hashes])
         first = sum(len(part[0]) for part in parts[: process_group.rank])
-        self.own = slice(first, first + rows)
+        self.local = slice(first, first + rows)
         self.rewards: Floats = np.concatenate([part[0] for part in parts])
         joined = [[item for part in parts for item in part[j]] for j in range(1, 5)]
         self.groups, self.runs, self.steps, self.states = joined
-        self.group, self.keys = numbered("groups", self.groups)
-        self.run, pairs = numbered("runs", list(zip(self.group.tolist(), self.runs, strict=True)))
+        self.group, self.keys = number_ids("groups", self.groups)
+        self.run, pairs = number_ids("runs", list(zip(self.group.tolist(), self.runs, strict=True)))
         self.run_group: NDArray[np.int64] = np.array([pair[0] for pair in pairs], dtype=np.int64)  # type: ignore[index]
         seen: dict[tuple[int, Any], int] = {}
         for i, key in enumerate(zip(self.run.tolist(), self.steps, strict=True)):
@@ -54,7 +54,7 @@ class _Episodes:
             seen[key] = i
 
     def in_order(self) -> NDArray[np.int64]:
-        """[all rows] Row numbers, run by run and step by step."""
+        """[all rows] Return row numbers, ordered by run and step."""
         return np.lexsort((np.array(self.steps, dtype=np.int64), self.run))
 
 
@@ -110,29 +110,31 @@ def step_wise_grpo(
     episodes = _Episodes(rewards, groups, runs, steps, None, process_group)
     last = last_steps(episodes.steps, episodes.run, len(episodes.run_group))
     grouped = Grouped(episodes.rewards[last], episodes.run_group)
-    spread = grouped.of(grouped.std(std)) if level == "group" else grouped.batch_std(std)
-    score = grouped.alone(grouped.over(grouped.centered(), spread + eps), singleton)
+    spread = grouped.per_row(grouped.std(std)) if level == "group" else grouped.batch_std(std)
+    score = grouped.fill_singletons(grouped.divide(grouped.centered(), spread + eps), singleton)
     if step_norm:
         score = score / np.bincount(episodes.run, minlength=len(score))
-    return _scored(episodes, grouped, score[episodes.run], rewards, mask)
+    return _score_rows(episodes, grouped, score[episodes.run], rewards, mask)
 
 
-def _scored(episodes: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, mask: PerToken | None) -> Advantages:
-    """The scores of this rank's rows on their tokens, with a report on them by what befell their runs."""
-    local = episodes.own
+def _score_rows(
+    episodes: _Episodes, runs: Grouped, scores: Floats, rewards: PerRow, mask: PerToken | None
+) -> Advantages:
+    """Spread the scores of this process's rows over their tokens; the report lists rows by the state of their runs."""
+    local = episodes.local
     run = episodes.run[local]
     valid = runs.valid[run]
     missing = np.isnan(runs.values)[run]
     reasons = {
         "missing reward": rows_where(missing),
         "infinite reward": rows_where(~valid & ~missing),
-        "singleton group": rows_where(valid & runs.of(runs.singleton)[run]),
-        "constant group": rows_where(valid & runs.of(runs.constant)[run]),
+        "singleton group": rows_where(valid & runs.per_row(runs.singleton)[run]),
+        "constant group": rows_where(valid & runs.per_row(runs.constant)[run]),
     }
     rows = local.stop - local.start
     metrics = {"runs": float(len(runs.values)), **runs.report().metrics}
-    like = Grouped(rewards, [0] * rows)  # for its type and device
-    return like.scored(scores[local], mask, Report(rows, reasons, metrics))
+    local_rows = Grouped(rewards, [0] * rows)  # has the type and device of the rewards
+    return local_rows.to_advantages(scores[local], mask, Report(rows, reasons, metrics))
 
 
 @ESTIMATORS.register(
@@ -205,20 +207,20 @@ def gigpo(
     of_run: list[list[float]] = [[] for _ in episodes.run_group]
     for run, reward in zip(episodes.run.tolist(), rewards.tolist(), strict=True):
         of_run[run].append(reward)
-    # Exact sums: runs of the same rewards in another order are equal, and not almost.
-    totals = np.array([_total(rewards_of_run) for rewards_of_run in of_run])
+    # Exact sums: runs with the same rewards in another order are exactly equal.
+    totals = np.array([_sum_rewards(rewards_of_run) for rewards_of_run in of_run])
     grouped_runs = Grouped(totals, episodes.run_group)
-    by_run = grouped_runs.alone(_normal(grouped_runs, normalize, std, eps), singleton)
-    anchors = Grouped(to_go, list(zip(episodes.group.tolist(), _own_state(episodes.states), strict=True)))
-    by_state = anchors.alone(_normal(anchors, normalize, std, eps), "zero")
-    result = _scored(episodes, grouped_runs, by_run[episodes.run] + omega * by_state, step_rewards, mask)
+    by_run = grouped_runs.fill_singletons(_center(grouped_runs, normalize, std, eps), singleton)
+    anchors = Grouped(to_go, list(zip(episodes.group.tolist(), _state_keys(episodes.states), strict=True)))
+    by_state = anchors.fill_singletons(_center(anchors, normalize, std, eps), "zero")
+    result = _score_rows(episodes, grouped_runs, by_run[episodes.run] + omega * by_state, step_rewards, mask)
     several = int((anchors.count > 1).sum())
     reasons = {}
     if missing == "zero":
         reasons["missing reward"] = rows_where(np.isnan(episodes.own_rewards))
         reasons["infinite reward"] = rows_where(np.isinf(episodes.own_rewards))
     metrics = {
-        "anchor_groups": float(len(anchors.keys)),
+        "anchor_groups": float(len(anchors.group_ids)),
         "anchor_groups_shared": float(several),
         "mean_abs_episode": float(np.abs(by_run[episodes.run]).mean()) if len(rewards) else 0.0,
         "mean_abs_step": float(np.abs(by_state).mean()) if len(rewards) else 0.0,
@@ -226,18 +228,18 @@ def gigpo(
     return result.with_report(result.report.plus(reasons, metrics))
 
 
-def _total(rewards: list[float]) -> float:
-    """The exact sum; NaN if a reward is missing, infinite if one is."""
+def _sum_rewards(rewards: list[float]) -> float:
+    """Sum rewards exactly; NaN if one is missing, infinite if one is."""
     if all(map(math.isfinite, rewards)):
         return math.fsum(rewards)
     return math.nan if any(map(math.isnan, rewards)) else math.inf
 
 
-def _normal(grouped: Grouped, normalize: str, std: str, eps: float) -> Floats:
+def _center(grouped: Grouped, normalize: str, std: str, eps: float) -> Floats:
     centered = grouped.centered()
-    return centered if normalize == "none" else grouped.over(centered, grouped.of(grouped.std(std)) + eps)
+    return centered if normalize == "none" else grouped.divide(centered, grouped.per_row(grouped.std(std)) + eps)
 
 
-def _own_state(states: list[Any]) -> list[Any]:
-    """States to compare by: a step of no known state is like no other."""
-    return [("of its own", i) if state is None else ("state", state) for i, state in enumerate(states)]
+def _state_keys(states: list[Any]) -> list[Any]:
+    """Return a key for each state; an unknown state equals no other."""
+    return [("unknown", i) if state is None else ("state", state) for i, state in enumerate(states)]

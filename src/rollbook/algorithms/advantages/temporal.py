@@ -1,22 +1,22 @@
-"""Estimators over time: GAE and returns-to-go, by a recursion from the last token of a row to its first.
+"""Estimators over time: GAE and returns-to-go, computed backward over the tokens of a row.
 
 Invariant: a reward is placed once, on a token that takes part in the recursion, or is counted as lost. A row that lacks
 a reward has advantages of 0 and is in no statistic. Whitening happens once, over the batch of all processes, and the
-bound `clip` holds for the returned advantages.
+returned advantages are within `clip`.
 
 Shared defaults:
 
-- *Tool tokens* (slots between tokens that count) are skipped: no state, no discount, 0 in the result. With
+- *Tool tokens* (masked slots between tokens that count) are skipped: no state, no discount, 0 in the result. With
   `observations="through"` they are states with their own values and rewards (SkyRL, slime), with `"zeroed"` states of
-  value and reward 0 (OpenRLHF, LightRFT). `response` (tokens, bool) marks slots that are no padding, so that tool
-  tokens at the end of a row take part too; without it, those between the first and the last token that counts do.
-- *Rewards on tokens that do not take part* are left out (`off_action_rewards="drop"`), or moved to the last action
-  before them without discount (`"carry"`; to the first action if there is none before). The report has their rows under
-  "reward off actions", and their sum.
+  value and reward 0 (OpenRLHF, LightRFT). `response` (bool) marks slots that are not padding, so that tool tokens at
+  the end of a row take part too. Without it, those between the first and the last token that counts do.
+- *Rewards on tokens that do not take part* are dropped (`off_action_rewards="drop"`), or moved to the last action
+  before them without discount (`"carry"`; to the first action if there is none before). The report lists their rows
+  under "reward off actions", and their sum.
 - *NaN, missing or infinite rewards*: the advantages of the row are 0, it is in no statistic, and it is counted.
-- *Rows without actions* are counted, and contribute nothing. Whitening makes a single token, and equal ones, exactly 0.
+- *Rows without actions* are counted, and contribute nothing. Whitening makes a single token, and equal tokens, 0.
 - `std`, `eps`: of whitening, (A - mean) / sqrt(std^2 + eps) over all tokens that count.
-- `clip` bounds advantages after whitening; `clip_fraction` is measured before it, over the tokens that count.
+- `clip` bounds advantages after whitening; `clip_fraction` is the share of tokens outside the bound.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from rollbook.algorithms.groups import whiten as whiten_rows
 from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, as_mask
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
-from rollbook.algorithms.scan import Places, gae_scan, return_scan, survey, taking_part
+from rollbook.algorithms.scan import TokenPlaces, count_rewards, gae_scan, return_scan, scan_mask
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
 OFF_ACTION = ("drop", "carry")
+"""Options of `off_action_rewards`."""
 Flags = NDArray[np.bool_]
 
 
 @dataclass
 class _PlacedRewards:
-    """Rewards of tokens and of rows, and the report on them."""
+    """Checked rewards of tokens and of rows, and the report."""
 
     layout: Layout
     token_rewards: torch.Tensor
     """[of the layout's shape] Finite on every token that takes part."""
     row_rewards: torch.Tensor | None
-    """[B] Finite; 0 for rows that lack one."""
+    """[B] Finite; 0 where a reward is missing."""
     response: torch.Tensor | None
-    """The tokens that take part, unless those are the tokens that count."""
+    """The tokens that take part; `None` if those are the tokens that count."""
     left_out: Flags
     """[B] Rows that lack a reward."""
     reasons: dict[str, list[int]]
@@ -64,7 +65,7 @@ class _PlacedRewards:
         """[of the layout's shape] Token rewards, with the reward of each row added on its last action."""
         if self.row_rewards is None:
             return self.token_rewards
-        rows, _, last = Places(self.layout.mask, self.layout.lengths).ends()
+        rows, _, last = TokenPlaces(self.layout.mask, self.layout.lengths).ends()
         tokens = self.token_rewards.clone(memory_format=torch.contiguous_format)
         tokens.view(-1)[last] += self.row_rewards[rows]
         return tokens
@@ -82,21 +83,21 @@ class _PlacedRewards:
         clip: float | None,
         unknown: torch.Tensor | None = None,
     ) -> Advantages:
-        """The estimate: rows left out are 0 (their returns `unknown`), the others whitened and bounded, in this order.
+        """Set rows without a reward to 0 (their returns to `unknown`), whiten, then clip.
 
-        Every process comes to the same collective calls, whatever its rows are.
+        Every process makes the same collective calls, whatever its rows are.
         """
         check_bool("whiten", whiten)
         check_choice("std", std, STD)
         check_float("eps", eps, 0)
         layout = self.layout
         if self.left_out.any():
-            gone = layout.spread(torch.from_numpy(self.left_out).to(layout.mask.device))
-            returns = torch.where(gone, torch.zeros_like(returns) if unknown is None else unknown, returns)
-            layout = layout.narrowed(~gone)
+            left_out = layout.spread(torch.from_numpy(self.left_out).to(layout.mask.device))
+            returns = torch.where(left_out, torch.zeros_like(returns) if unknown is None else unknown, returns)
+            layout = layout.narrowed(~left_out)
             advantages, returns = layout.masked(advantages), self.layout.masked(returns)
         if whiten:
-            tokens = layout.give(advantages), layout.give(layout.mask)
+            tokens = layout.restore(advantages), layout.restore(layout.mask)
             advantages = layout.tensor(
                 "advantages", whiten_rows(*tokens, std=std, eps=eps, process_group=process_group)
             )
@@ -107,10 +108,10 @@ class _PlacedRewards:
             metrics["clip_fraction"] = over / max(int(self.layout.mask.sum()), 1)
             advantages = advantages.clamp(-clip, clip)
         report = Report(layout.rows, self.reasons, metrics)
-        return Advantages(layout.give(advantages), layout.give(returns), None, mask, report)
+        return Advantages(layout.restore(advantages), layout.restore(returns), None, mask, report)
 
 
-def _place(
+def _place_rewards(
     layout: Layout,
     token_rewards: PerToken | None,
     rewards: PerRow | None,
@@ -118,35 +119,35 @@ def _place(
     observations: str = "skip",
     off_action_rewards: str = "drop",
 ) -> _PlacedRewards:
-    """Check rewards, and move or drop token rewards that are on no token that takes part."""
+    """Check rewards, and move or drop token rewards on tokens that do not take part."""
     check_choice("off_action_rewards", off_action_rewards, OFF_ACTION)
     lengths, mask = layout.lengths, layout.mask
     slots = None if response is None else as_mask("response", layout.tensor("response", response))
-    part = mask if observations == "skip" else taking_part(mask, lengths, observations, slots)
-    taken = part if observations == "through" else mask
+    participating = mask if observations == "skip" else scan_mask(mask, lengths, observations, slots)
+    scanned = participating if observations == "through" else mask
     reasons: dict[str, Flags] = {}
     lost = 0.0
     if token_rewards is None and rewards is None:
         raise ValueError("rewards: got neither rewards of rows nor token_rewards, expected one of them or both")
     if token_rewards is None:
-        tokens = torch.zeros(layout.shape, dtype=_kind(rewards), device=mask.device)
+        tokens = torch.zeros(layout.shape, dtype=_reward_dtype(rewards), device=mask.device)
         left_out = np.zeros(layout.rows, dtype=np.bool_)
         actions, off = layout.counts.cpu().numpy(), left_out
         metrics = {"off_action_reward_sum": 0.0}
         reasons |= {"missing reward": left_out, "infinite reward": left_out}
     else:
         tokens = layout.tensor("token_rewards", token_rewards).detach()
-        tokens = tokens.to(_kind(tokens) if _kind(rewards) == torch.float32 else torch.float64)
-        counts = survey(tokens, taken, lengths)
-        actions = counts.counts if taken is mask else layout.counts.cpu().numpy()
+        tokens = tokens.to(_reward_dtype(tokens) if _reward_dtype(rewards) == torch.float32 else torch.float64)
+        counts = count_rewards(tokens, scanned, lengths)
+        actions = counts.counts if scanned is mask else layout.counts.cpu().numpy()
         left_out, off = counts.broken > 0, counts.off > 0
         missing = left_out
         if left_out.any():
-            narrowed = Layout(layout.shape, lengths, taken)
+            narrowed = Layout(layout.shape, lengths, scanned)
             missing = (narrowed.row_sums(tokens.isnan().to(torch.float32)) > 0).cpu().numpy()
-            tokens = tokens.masked_fill(taken & ~tokens.isfinite(), 0)
+            tokens = tokens.masked_fill(scanned & ~tokens.isfinite(), 0)
         reasons |= {"missing reward": missing, "infinite reward": left_out & ~missing}
-        tokens, total, lost = _carried(tokens, taken, layout, off_action_rewards, bool(off.any()))
+        tokens, total, lost = _move_off_action_rewards(tokens, scanned, layout, off_action_rewards, bool(off.any()))
         metrics = {"off_action_reward_sum": total}
     row_rewards = None
     if rewards is not None:
@@ -162,41 +163,39 @@ def _place(
         lost += float(usable[actions == 0].sum())
     reasons |= {"no actions": actions == 0, "reward off actions": off}
     metrics["lost_reward_sum"] = lost
-    named = {}
-    for reason, flags in reasons.items():
-        named[reason] = rows_where(flags)
-    taking = None if part is mask else part
-    return _PlacedRewards(layout, tokens, row_rewards, taking, left_out, named, metrics)
+    rows_by_reason = {reason: rows_where(flags) for reason, flags in reasons.items()}
+    other = None if participating is mask else participating
+    return _PlacedRewards(layout, tokens, row_rewards, other, left_out, rows_by_reason, metrics)
 
 
-def _carried(
-    tokens: torch.Tensor, taken: torch.Tensor, layout: Layout, rule: str, any_off: bool
+def _move_off_action_rewards(
+    tokens: torch.Tensor, scanned: torch.Tensor, layout: Layout, rule: str, any_off: bool
 ) -> tuple[torch.Tensor, float, float]:
-    """Rewards once those that lie on no token taken are seen to, their sum, and how much of it is lost."""
+    """Drop or move rewards on tokens that do not take part; also return their sum, and how much of it is lost."""
     if not any_off:
         return tokens, 0.0, 0.0
     flat = tokens.reshape(-1)
-    slots = (~taken.reshape(-1) & flat.isfinite() & (flat != 0)).nonzero()[:, 0]
+    slots = (~scanned.reshape(-1) & flat.isfinite() & (flat != 0)).nonzero()[:, 0]
     moved = flat[slots].to(torch.float64)
     total = float(moved.sum())
     if rule == "drop":
         return tokens, total, total
-    place = Places(layout.mask, layout.lengths)
-    row = place.row_of(slots)
-    acts = (place.end > place.begin)[row]
-    carried = torch.where(taken.reshape(-1), flat, torch.zeros_like(flat)).to(torch.float64)
-    carried.index_add_(0, place.nearest(slots[acts]), moved[acts])
-    return carried.to(tokens.dtype).reshape(tokens.shape), total, float(moved[~acts].sum())
+    places = TokenPlaces(layout.mask, layout.lengths)
+    row = places.row_of(slots)
+    has_actions = (places.end > places.begin)[row]
+    carried = torch.where(scanned.reshape(-1), flat, torch.zeros_like(flat)).to(torch.float64)
+    carried.index_add_(0, places.nearest(slots[has_actions]), moved[has_actions])
+    return carried.to(tokens.dtype).reshape(tokens.shape), total, float(moved[~has_actions].sum())
 
 
-def _kind(rewards: PerRow | None) -> torch.dtype:
+def _reward_dtype(rewards: PerRow | None) -> torch.dtype:
     return torch.float64 if isinstance(rewards, torch.Tensor) and rewards.dtype == torch.float64 else torch.float32
 
 
 def place_rewards(
     rewards: PerRow, mask: PerToken | None = None, *, token_rewards: PerToken | None = None
 ) -> tuple[Any, Report]:
-    """Put the reward of each row on its last action, added to the token rewards.
+    """Add the reward of each row to the token reward of its last action.
 
     A row without actions gets no reward, and a missing reward is 0; the report counts both.
 
@@ -216,8 +215,8 @@ def place_rewards(
     ([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], [1], [2])
     """
     layout = Layout.of(mask, token_rewards=token_rewards)
-    placed = _place(layout, token_rewards, rewards)
-    return layout.give(layout.masked(placed.tokens)), Report(layout.rows, placed.reasons, placed.metrics)
+    placed = _place_rewards(layout, token_rewards, rewards)
+    return layout.restore(layout.masked(placed.tokens)), Report(layout.rows, placed.reasons, placed.metrics)
 
 
 @ESTIMATORS.register("gae", source="GAE (Schulman et al., 2015, arXiv 1506.02438), equation 16")
@@ -240,12 +239,12 @@ def gae(
 ) -> Advantages:
     """Compute GAE advantages: the decayed sum of temporal differences.
 
-    delta_i = r_i + gamma V_j - V_i and A_i = delta_i + gamma lam A_j, with j the next token that counts; nothing comes
-    after the last. returns = A + V, never whitened. A row that lacks a reward has advantages of 0 and its values as
-    returns, so that a critic learns nothing from it. There are no group statistics.
+    delta_i = r_i + gamma V_j - V_i and A_i = delta_i + gamma lam A_j, with j the next token that counts; after the last
+    one, V and A are 0. Returns are A + V, never whitened. A row that lacks a reward has advantages of 0 and its values
+    as returns, so that the critic gets no gradient from it.
 
-    Other frameworks: verl and Trinity (as `ppo`) whiten; LightRFT and OpenRLHF go through tool tokens as states of
-    value 0, SkyRL and slime as states with values.
+    Other frameworks: verl and Trinity (as `ppo`) whiten; LightRFT and OpenRLHF treat tool tokens as states of value 0,
+    SkyRL and slime as states with values.
 
     Args:
         token_rewards: [B, R] or packed: reward of each token.
@@ -275,11 +274,11 @@ def gae(
     """
     if values is None:
         raise ValueError(
-            "values: got None, expected the critic's value of each token: an argument, `batch.values`, or of records "
-            "info_keys={'values': KEY}"
+            "values: got None, expected the critic's value of each token: the argument, `batch.values`, or, for "
+            "records, info_keys={'values': KEY}"
         )
     layout = Layout.of(mask, token_rewards=token_rewards, values=values, response=response)
-    placed = _place(layout, token_rewards, rewards, response, observations, off_action_rewards)
+    placed = _place_rewards(layout, token_rewards, rewards, response, observations, off_action_rewards)
     critic = layout.tensor("values", values)
     arguments = placed.tokens, critic, layout.mask, layout.lengths, gamma, lam, observations, placed.response
     advantages, returns = gae_scan(*arguments)
@@ -355,7 +354,7 @@ def ppo(
     )
 
 
-def _to_go(
+def _return_to_go(
     token_rewards: PerToken | None,
     rewards: PerRow | None,
     mask: PerToken | None,
@@ -365,7 +364,7 @@ def _to_go(
     off_action_rewards: str,
     finish: dict[str, Any],
 ) -> Advantages:
-    """Returns-to-go as advantages. Without any tokens each row is one action: (B,) in, (B,) out."""
+    """Compute returns-to-go as advantages. Without tokens and mask, each row is one action: [B] in, [B] out."""
     rows_only = token_rewards is None and mask is None and rewards is not None
     if rows_only:
         count = len(as_rewards("rewards", rewards))  # type: ignore[arg-type]
@@ -373,10 +372,10 @@ def _to_go(
         layout = Layout.of(torch.ones(count, 1, dtype=torch.bool, device=device))
     else:
         layout = Layout.of(mask, token_rewards=token_rewards, response=response)
-    placed = _place(layout, token_rewards, rewards, response, observations, off_action_rewards)
+    placed = _place_rewards(layout, token_rewards, rewards, response, observations, off_action_rewards)
     check_float("gamma", gamma, 0, 1)
     if token_rewards is None and placed.row_rewards is not None and placed.response is None and gamma == 1:
-        # The return of every action is the reward of its row; adding 0.0 turns -0.0 into 0.0, as a sum would.
+        # The return of every action is the reward of its row. Adding 0.0 turns -0.0 into 0.0, as a sum would.
         returns = layout.masked(layout.spread(placed.row_rewards + 0.0))
     else:
         returns = return_scan(placed.tokens, layout.mask, layout.lengths, gamma, observations, placed.response)
@@ -414,7 +413,7 @@ def reinforce(
         rewards: [B] Reward of each row, added on its last action; `None` or NaN where it is missing.
         mask: [B, R] or packed: which tokens count. `None`: all.
         response: [B, R] or packed, bool: which slots are no padding, for tool tokens at the end of a row.
-        groups: [B] Group ids; they change no advantage, but the report then has the reward means of groups.
+        groups: [B] Group ids. They change no advantage, but add the reward statistics of groups to the report.
         gamma: Discount per token, 0 to 1.
         observations: How tool tokens take part: `"skip"`, `"through"` or `"zeroed"`; see the module `temporal`.
         off_action_rewards: Rewards on tokens that take no part: `"drop"` or `"carry"` to the last action before them.
@@ -437,7 +436,7 @@ def reinforce(
     [tensor([3., 0., 3.]), tensor([0., 0.])]
     """
     finish = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
-    estimate = _to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
+    estimate = _return_to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
     if groups is None or rewards is None:
         return estimate
     return estimate.with_report(
@@ -468,7 +467,7 @@ def reinforce_plus_plus(
 ) -> Advantages:
     """Compute returns-to-go, whitened once over all tokens of the global batch (REINFORCE++).
 
-    The token rewards of the paper are minus the KL penalty, with the reward of the row on the last action. Returns are
+    In the paper, the token reward is minus the KL penalty, plus the reward of the row on the last action. Returns are
     not whitened. Whitening over less than the global batch is another estimator: pass `process_group` in a distributed
     run.
 
@@ -496,7 +495,7 @@ def reinforce_plus_plus(
     [tensor([-1.1180, -1.1180]), tensor([0., 0.]), tensor([1.1180, 1.1180])]
     """
     finish = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
-    return _to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
+    return _return_to_go(token_rewards, rewards, mask, response, gamma, observations, off_action_rewards, finish)
 
 
 @ESTIMATORS.register(
@@ -526,9 +525,9 @@ def reinforce_plus_plus_baseline(
 ) -> Advantages:
     """Subtract the mean reward of the group on every token, add the token rewards still to come, and whiten.
 
-    gamma is 1 by definition, as in LightRFT: another value is taken as 1, with a warning. Token rewards alone, without
-    groups, are taken as centered. `whiten=False` is the form of LightRFT before its common normalization. Returns are
-    not whitened.
+    gamma is 1 by definition, as in LightRFT; other values are ignored with a warning. Token rewards without rewards of
+    rows are taken as centered. `whiten=False` is the form of LightRFT before its common normalization. Returns are not
+    whitened.
 
     Args:
         token_rewards: [B, R] or packed: reward of each token, such as a KL penalty.
@@ -558,22 +557,20 @@ def reinforce_plus_plus_baseline(
     (tensor([ 0.5000, -0.5000,  0.0000]), [2])
     """
     if check_float("gamma", gamma, 0, 1) != 1:
-        warnings.warn(f"reinforce_plus_plus_baseline: gamma {gamma} is taken as 1, its only value", stacklevel=2)
+        warnings.warn(f"reinforce_plus_plus_baseline: gamma {gamma} is ignored, expected 1", stacklevel=2)
     finish = {"whiten": whiten, "std": std, "eps": eps, "process_group": process_group, "clip": clip}
     shared = (1.0, observations, off_action_rewards, finish)
     if rewards is None and groups is not None:
-        raise ValueError("rewards: got None, expected a reward for each row, to take its group's mean from")
+        raise ValueError("rewards: got None, expected a reward for each row, for the mean of its group")
     if rewards is None:
-        return _to_go(token_rewards, None, mask, response, *shared)
+        return _return_to_go(token_rewards, None, mask, response, *shared)
     if groups is None:
-        raise ValueError("groups: got None, expected an id for each row, to take its group's mean from its reward")
+        raise ValueError("groups: got None, expected a group id for each row, for the mean of its group")
     grouped = Grouped(rewards, groups, runs, process_group)
-    scores = torch.from_numpy(grouped.alone(grouped.centered(), singleton)[grouped.own])
-    has_reward = torch.from_numpy(grouped.valid[grouped.own])
-    centered = torch.where(has_reward, scores, torch.nan).to(
-        grouped.device, grouped.dtype
-    )  # still missing where it was
-    estimate = _to_go(token_rewards, centered, mask, response, *shared)
+    scores = torch.from_numpy(grouped.fill_singletons(grouped.centered(), singleton)[grouped.local])
+    has_reward = torch.from_numpy(grouped.valid[grouped.local])
+    centered = torch.where(has_reward, scores, torch.nan).to(grouped.device, grouped.dtype)  # NaN: still missing
+    estimate = _return_to_go(token_rewards, centered, mask, response, *shared)
     grouped_report = grouped.report()
     reasons = {
         reason: sorted({*rows, *grouped_report.reasons.get(reason, ())})
@@ -606,7 +603,8 @@ def remax(
 ) -> Advantages:
     """Subtract the reward of the greedy response to the same prompt from the return-to-go (ReMax).
 
-    Returns are without the baseline. A row that lacks its reward or its baseline has advantages of 0, and is counted.
+    The baseline is not subtracted from returns. A row that lacks its reward or baseline has advantages of 0, and is
+    counted.
 
     Args:
         token_rewards: [B, R] or packed: reward of each token.
@@ -634,7 +632,7 @@ def remax(
     if baselines is None:
         raise ValueError("baselines: got None, expected the greedy response's reward for each row")
     layout = Layout.of(mask, token_rewards=token_rewards, response=response)
-    placed = _place(layout, token_rewards, rewards, response, observations, off_action_rewards)
+    placed = _place_rewards(layout, token_rewards, rewards, response, observations, off_action_rewards)
     base = as_rewards("baselines", baselines)
     if len(base) != layout.rows:
         raise ValueError(f"baselines: got {len(base)}, expected {layout.rows}, one for each row")
@@ -652,8 +650,8 @@ def remax(
 def cumulative_returns(token_rewards: PerToken, mask: PerToken | None = None, *, gamma: float = 1.0) -> Any:
     """Compute discounted returns-to-go over the tokens that count.
 
-    `get_cumulative_returns` of LightRFT, whose tool tokens carry the running return and cost a discount; here they are
-    0 and cost none.
+    As `get_cumulative_returns` of LightRFT, except that tool tokens are 0 and cost no discount; there they have the
+    running return and cost one.
 
     Args:
         token_rewards: [B, R] or packed: reward of each token.

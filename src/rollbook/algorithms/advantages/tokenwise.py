@@ -1,7 +1,7 @@
-"""Estimators per token: distillation from a teacher, and group scores that mask some tokens.
+"""Estimators per token: distillation from a teacher, and GRPO with token masks (Clip-B, Clip-V).
 
-Invariant: a distillation advantage is positive exactly where the teacher finds the token likelier than the student. An
-estimator that masks tokens returns a mask that is never wider than the given one.
+Invariant: a distillation advantage is positive exactly where the teacher's probability of the token is above the
+student's. A returned mask is never wider than the given one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def on_policy_distill(
     student = layout.take("old_logprobs", old_logprobs).detach()
     teacher = layout.take("teacher_logprobs", teacher_logprobs).detach()
     gap = student - teacher
-    return _tokens(layout, -check_float("coef", coef) * gap, mask, {"kl": gap})
+    return _token_advantages(layout, -check_float("coef", coef) * gap, mask, {"kl": gap})
 
 
 @ESTIMATORS.register(
@@ -110,16 +110,16 @@ def jsd(
     else:
         score = torch.where(gap < 700, torch.log1p(beta * torch.expm1(gap)), gap + math.log(beta)) / beta
     scale = 1.0 if normalize else beta * (1 - beta)
-    ratio = torch.exp(gap.clamp(max=700))  # beyond that the divergence is as good as its largest
+    ratio = torch.exp(gap.clamp(max=700))  # a larger exponent would overflow float64
     mixture = beta * ratio + 1 - beta
     divergence = beta * torch.where(ratio > 0, ratio * gap.clamp(-700, 700), 0.0)
     divergence = divergence - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
     both = (layout.tensor("old_logprobs", old_logprobs), layout.tensor("teacher_logprobs", teacher_logprobs))
     wide = torch.promote_types(*(as_floats(tensor).dtype for tensor in both))
-    return _tokens(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
+    return _token_advantages(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
 
 
-def _tokens(
+def _token_advantages(
     layout: Layout, tokens: torch.Tensor, mask: PerToken | None, metrics: dict[str, torch.Tensor]
 ) -> Advantages:
     count = max(int(layout.mask.sum()), 1)
@@ -127,7 +127,7 @@ def _tokens(
     means = {name: float(layout.masked(value).sum() / count) for name, value in metrics.items()}
     empty = rows_where(layout.counts == 0)
     report = Report(layout.rows, {"no actions": empty}, {**means, "advantage_mean": float(masked.sum() / count)})
-    return Advantages(layout.give(masked), None, None, mask, report)
+    return Advantages(layout.restore(masked), None, None, mask, report)
 
 
 @ESTIMATORS.register(
@@ -184,21 +184,23 @@ def clip_b(
     """
     check_float("mu", mu, 0)
     if mask is None:
-        raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
+        raise ValueError("mask: got None, expected the tokens that count, since the estimator narrows it")
     estimate = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, process_group=process_group)
-    layout, advantages, surprise = _surprise(estimate, mask, old_logprobs, entropy)
-    stats = moments(surprise, layout.mask, process_group)
-    out = layout.mask & (advantages < 0) & (surprise - stats.mean < -mu * stats.std("population"))
-    return _narrowed(estimate, layout, out, advantages, {"std_s": stats.std("population")})
+    layout, advantages, change = _entropy_change(estimate, mask, old_logprobs, entropy)
+    stats = moments(change, layout.mask, process_group)
+    masked = layout.mask & (advantages < 0) & (change - stats.mean < -mu * stats.std("population"))
+    return _mask_tokens(estimate, layout, masked, advantages, {"std_s": stats.std("population")})
 
 
-def _surprise(
+def _entropy_change(
     estimate: Advantages, mask: PerToken, old_logprobs: PerToken, entropy: PerToken
 ) -> tuple[Layout, torch.Tensor, torch.Tensor]:
+    """Return the layout, the advantages, and S = p (H + log p) of each token in float64."""
     layout = Layout.of(mask, old_logprobs=old_logprobs, entropy=entropy)
-    chosen = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
-    spread = layout.take("entropy", entropy).detach().to(torch.float64)
-    return layout, layout.take("advantages", estimate.advantages), layout.masked(chosen.exp() * (spread + chosen))
+    logprobs = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
+    entropies = layout.take("entropy", entropy).detach().to(torch.float64)
+    change = layout.masked(logprobs.exp() * (entropies + logprobs))
+    return layout, layout.take("advantages", estimate.advantages), change
 
 
 @ESTIMATORS.register(
@@ -228,8 +230,8 @@ def clip_v(
     """Compute GRPO advantages, and mask a bounded share of tokens with A < 0 (Clip-V).
 
     With S = p (H + log p) and D = necs - S for each token, a token with A < 0 is masked where D is more than `mu`
-    population deviations above its mean over tokens that count; of those at most `max_frac` of all tokens, or one if
-    that is none, the largest first (of several equal ones at that limit none, so that order plays no part).
+    population deviations above its mean over tokens that count. At most `max_frac` of all tokens are masked, but at
+    least one, the largest D first. Of several equal ones at that limit none is masked, so that order has no effect.
 
     Trinity compares D itself (`centered=False`), and also masks tokens with A = 0, without a limit
     (`zero_advantage="uncapped"`): in a batch of equal rewards that is every token.
@@ -269,40 +271,38 @@ def clip_v(
     check_float("max_frac", max_frac, 0, 1)
     check_choice("zero_advantage", zero_advantage, ("keep", "uncapped"))
     if mask is None:
-        raise ValueError("mask: got None, expected the tokens that count, since some are to be left out of it")
+        raise ValueError("mask: got None, expected the tokens that count, since the estimator narrows it")
     estimate = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton, process_group=process_group)
-    layout, advantages, surprise = _surprise(estimate, mask, old_logprobs, entropy)
-    gap = layout.masked(layout.take("necs", necs).to(torch.float64) - surprise)
+    layout, advantages, change = _entropy_change(estimate, mask, old_logprobs, entropy)
+    gap = layout.masked(layout.take("necs", necs).to(torch.float64) - change)
     stats = moments(gap, layout.mask, process_group)
     high = layout.mask & (gap - (stats.mean if centered else 0.0) > mu * stats.std("population"))
     limit = max(int(max_frac * stats.count), 1) if max_frac > 0 else 0
-    out = _largest(gap, high & (advantages < 0), limit, process_group)
+    masked = _mark_largest(gap, high & (advantages < 0), limit, process_group)
     if zero_advantage == "uncapped":
-        out = out | (high & (advantages == 0))
-    return _narrowed(estimate, layout, out, advantages, {"std_d": stats.std("population")})
+        masked = masked | (high & (advantages == 0))
+    return _mask_tokens(estimate, layout, masked, advantages, {"std_d": stats.std("population")})
 
 
-def _largest(values: torch.Tensor, among: torch.Tensor, limit: int, process_group: ProcessGroup) -> torch.Tensor:
-    """Mark the `limit` largest candidates of all processes; of several equal ones at the limit none, so that the order
-    of rows has no effect."""
+def _mark_largest(values: torch.Tensor, among: torch.Tensor, limit: int, process_group: ProcessGroup) -> torch.Tensor:
+    """Mark the `limit` largest candidates of all processes; of several equal ones at the limit none."""
     local = values[among].flatten().tolist()
-    everyone = sorted((value for part in process_group.gather(local) for value in part), reverse=True)
-    if len(everyone) <= limit:
+    candidates = sorted((value for part in process_group.gather(local) for value in part), reverse=True)
+    if len(candidates) <= limit:
         return among
-    return among & torch.gt(values, everyone[limit])
+    return among & torch.gt(values, candidates[limit])
 
 
-def _narrowed(
-    estimate: Advantages, layout: Layout, out: torch.Tensor, advantages: torch.Tensor, metrics: dict[str, float]
+def _mask_tokens(
+    estimate: Advantages, layout: Layout, masked: torch.Tensor, advantages: torch.Tensor, metrics: dict[str, float]
 ) -> Advantages:
-    left = layout.mask & ~out
+    """Remove the tokens `masked` from the mask of an estimate, and report them."""
     count = max(int(layout.mask.sum()), 1)
-    touched = rows_where(layout.narrowed(out).counts > 0)
-    more = {
-        "frac_clipped": float(out.sum()) / count,
-        "frac_clipped_pos": float((out & (advantages > 0)).sum()) / count,
-        "frac_clipped_neg": float((out & (advantages <= 0)).sum()) / count,
-        **metrics,
+    affected = rows_where(layout.narrowed(masked).counts > 0)
+    fractions = {
+        "frac_clipped": float(masked.sum()) / count,
+        "frac_clipped_pos": float((masked & (advantages > 0)).sum()) / count,
+        "frac_clipped_neg": float((masked & (advantages <= 0)).sum()) / count,
     }
-    report = estimate.report.plus({"tokens left out": touched}, more)
-    return Advantages(estimate.advantages, None, estimate.scores, layout.give(left), report)
+    report = estimate.report.plus({"tokens left out": affected}, fractions | metrics)
+    return Advantages(estimate.advantages, None, estimate.scores, layout.restore(layout.mask & ~masked), report)

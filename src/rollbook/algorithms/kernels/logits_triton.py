@@ -1,8 +1,8 @@
-"""Triton kernels for `tokens`: sums over the vocabulary, their slopes, and a product that leaves nothing but sums.
+"""Triton kernels of `kernels.vocabulary`: sums over the vocabulary, their gradients, and sums of a product of matrices.
 
-Invariant: every logit is read once and held in float32, whatever its type; what a kernel leaves of a token are the four
-numbers of `_vocabulary.Sums`, so that parts of a vocabulary can be put together in any order. They are those of the
-plain path in `_vocabulary`, up to the order of additions. Nothing here waits for the device.
+Invariant: every logit is read once and converted to float32. Results are the four numbers of
+`kernels.vocabulary.SoftmaxSums` for each token, equal to those of the torch implementation up to the order of
+additions. Nothing here synchronizes the device.
 """
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, misc"
 
@@ -18,19 +18,19 @@ try:
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # a torch for CPUs comes without Triton; then `READY` is False and nothing here is called
+except ImportError:  # torch for CPUs comes without Triton; nothing here is then called
     triton = None
 
-READY = triton is not None
+AVAILABLE = triton is not None
 _BLOCK = 4096
 _WARPS = 4
 _LOG2E: Any = 1.4426950408889634
 _LN2: Any = 0.6931471805599453
-# Stands for -inf where a product gives logits: no NaN comes of it, and its power is 0 beside any true logit's.
+# Replaces -inf in logits from a product: differences are never NaN, and its exponential is 0 next to any real logit.
 LOWEST: Any = -1e30
-# Powers this far down are 0 in every type, so that nothing changes where a difference is held above it.
+# exp of this is 0 in every type: clamping a difference here changes no result.
 _FLOOR: Any = -1e4
-# Scales are at most this: infinity times a difference of 0 would be NaN, and any other difference has power 0.
+# Largest scale: an infinite one times a difference of 0 would be NaN.
 _LARGEST: Any = 3e38
 if triton is not None:
     _LOG2E, _LN2, LOWEST, _FLOOR, _LARGEST = map(tl.constexpr, (_LOG2E, _LN2, LOWEST, _FLOOR, _LARGEST))
@@ -93,7 +93,7 @@ def _sums_kernel(
         x = tl.load(here + at * stride_entry, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
         reference = tl.where(higher == -float("inf"), 0.0, higher)
-        # What was summed so far moves to the new reference; before the first logit there is nothing to move.
+        # Rescale the sums so far to the new maximum; before the first logit there are none.
         rise = tl.where(top == -float("inf"), 0.0, (reference - top) * scale)
         keep = tl.exp2(-rise)
         distance = (x - reference) * scale
@@ -113,7 +113,7 @@ def _sums_kernel(
 
 
 @_jit
-def _slopes_kernel(
+def _gradient_kernel(
     logits,
     out,
     labels,
@@ -121,8 +121,8 @@ def _slopes_kernel(
     tops,
     log_masses,
     entropies,
-    of_log_prob,
-    of_entropy,
+    grad_logprobs,
+    grad_entropy,
     inner,
     stride_outer,
     stride_inner,
@@ -140,13 +140,13 @@ def _slopes_kernel(
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < vocabulary
     here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
-    weight = tl.load(of_log_prob + row)
-    # A token to which no gradient came is not even read: its slopes are 0 whatever its logits are.
-    heard = weight != 0.0
+    weight = tl.load(grad_logprobs + row)
+    # A token without an incoming gradient is not read: its gradient is 0 even if its logits are NaN.
+    has_gradient = weight != 0.0
     if SPREAD:
-        weight_entropy = tl.load(of_entropy + row)
-        heard = heard | (weight_entropy != 0.0)
-    read = inside & heard
+        weight_entropy = tl.load(grad_entropy + row)
+        has_gradient = has_gradient | (weight_entropy != 0.0)
+    read = inside & has_gradient
     at = entries.to(tl.int64) if WIDE else entries
     x = tl.load(here + at * stride_entry, mask=read, other=-float("inf")).to(tl.float32)
     scale = 1.0
@@ -194,7 +194,7 @@ def _product_kernel(
     steps = tl.cdiv(width, BLOCK_D)
     in_group = GROUP * tiles_v
     for tile in tl.range(tl.program_id(0), tiles_t * tiles_v, PROGRAMS, flatten=True):
-        # Programs that run at the same time share a few tiles of tokens and a few of the vocabulary in the L2 cache.
+        # Grouped so that concurrent programs share tiles of tokens and of the vocabulary in the L2 cache.
         first_t = (tile // in_group) * GROUP
         group = min(tiles_t - first_t, GROUP)
         at_t = first_t + (tile % in_group) % group
@@ -305,16 +305,16 @@ def _chosen_kernel(
     tl.store(out + row, x)
 
 
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _is_wide(logits: torch.Tensor) -> bool:
-    """Whether the last entry of a row lies further from its first than 32 bits can say, as in a transposed view."""
+    """Return whether offsets within a row exceed 32 bits, as in a transposed view."""
     return bool((logits.shape[-1] + _BLOCK) * abs(logits.stride(-1)) > 2**31 - 1)
 
 
-def sums(logits: torch.Tensor, labels: torch.Tensor, start: int, scales: torch.Tensor | None, spread: bool) -> Four:
-    """Of logits (O, I, V), of which the first stands for token `start` of the vocabulary: four numbers a row."""
+def sums(logits: torch.Tensor, labels: torch.Tensor, start: int, scales: torch.Tensor | None, spread: bool) -> Sums:
+    """Compute `SoftmaxSums` of logits [O, I, V], the first of which belongs to token `start` of the vocabulary."""
     outer, inner, vocabulary = logits.shape
     out = torch.empty(4, outer * inner, dtype=torch.float32, device=logits.device)
     top, mass, spreads, chosen = out.unbind()
@@ -338,37 +338,37 @@ def sums(logits: torch.Tensor, labels: torch.Tensor, start: int, scales: torch.T
     return top, mass, spreads, chosen
 
 
-def slopes(
+def logits_gradient(
     logits: torch.Tensor,
     out: torch.Tensor,
     labels: torch.Tensor,
     start: int,
     scales: torch.Tensor | None,
-    left: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    of_log_prob: torch.Tensor,
-    of_entropy: torch.Tensor | None,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
     cap: float | None,
 ) -> None:
-    """The gradient of logits (O, I, V) into `out`, contiguous; `left` is what the forward pass left of each row."""
+    """Write the gradient by logits [O, I, V] into `out`, contiguous; `saved` has top, log mass and entropy [O * I]."""
     outer, inner, vocabulary = logits.shape
     block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     if outer * inner:
         with torch.cuda.device(logits.device):
-            _slopes_kernel[(outer * inner, triton.cdiv(vocabulary, block))](
+            _gradient_kernel[(outer * inner, triton.cdiv(vocabulary, block))](
                 logits,
                 out,
                 labels,
                 labels if scales is None else scales,
-                *left,
-                of_log_prob,
-                of_log_prob if of_entropy is None else of_entropy,
+                *saved,
+                grad_logprobs,
+                grad_logprobs if grad_entropy is None else grad_entropy,
                 inner,
                 *logits.stride(),
                 vocabulary,
                 start,
                 1.0 if cap is None else cap,
                 SCALED=scales is not None,
-                SPREAD=of_entropy is not None,
+                SPREAD=grad_entropy is not None,
                 CAPPED=cap is not None,
                 WIDE=_is_wide(logits),
                 BLOCK=block,
@@ -384,14 +384,14 @@ _SHARED = 200 << 10
 
 @cache
 def _processors(device: torch.device) -> int:
-    """How many multiprocessors there are; 0 on a device that lacks the copy engine or the memory for the product."""
-    about: Any = torch.cuda.get_device_properties(device)
-    able = (about.major, about.minor) >= (9, 0) and about.shared_memory_per_block_optin >= _SHARED
-    return int(about.multi_processor_count) if able else 0
+    """Return the number of multiprocessors; 0 if the device lacks TMA or the shared memory for the product."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    supported = (properties.major, properties.minor) >= (9, 0) and properties.shared_memory_per_block_optin >= _SHARED
+    return int(properties.multi_processor_count) if supported else 0
 
 
-def takes(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `product_sums` can take these: 16 bits each, rows that the copy engine can read, a device that has it."""
+def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether `product_sums` supports these: 16 bits each, rows aligned for TMA, and a device that has it."""
     return (
         hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
@@ -411,8 +411,8 @@ def product_sums(
     scales: torch.Tensor | None,
     cap: float | None,
     spread: bool,
-) -> Four:
-    """What `sums` gives of `hidden @ weight.T`, (N, D) and (V, D), none of whose entries ever leaves the processors."""
+) -> Sums:
+    """Compute `sums` of `hidden @ weight.T`, [N, D] and [V, D], without writing the product to memory."""
     (tokens, width), vocabulary = hidden.shape, len(weight)
     tiles = triton.cdiv(vocabulary, _TILE_V)
     parts = torch.empty(3 if spread else 2, tiles, tokens, dtype=torch.float32, device=hidden.device)
@@ -457,5 +457,5 @@ def product_sums(
             **shape,
             BLOCK=min(2048, triton.next_power_of_2(width)),
         )
-    # Rows whose every logit is -inf have no distribution: NaN, as they are in the plain path.
+    # Rows with only -inf have no distribution: NaN, as in the torch implementation.
     return top.masked_fill_(top <= -1e30, torch.nan), mass, spreads, chosen

@@ -1,26 +1,25 @@
-"""The recursions of `scan` compiled for the CPU by numba: rows end to end, one thread, float64 inside.
+"""The recursions of `scan` compiled for the CPU by numba: packed rows, one thread, sums in float64.
 
-Invariant: the same operations in the same order as the plain way in `scan`, so that results are equal bit for bit;
-what is not taken is never read. Imported only when a call is large enough to pay for it (`scan.LARGE`).
+Invariant: the same operations in the same order as the numpy implementation in `scan`, so that results are bit-equal;
+tokens that do not take part are never read. Imported only for large calls (`scan.LARGE`).
 
-Why numba, by measurement (one thread of a shared machine, warm caches; B=128, A=8192, float32, every token taken):
+Measured alternatives (one thread of a shared machine, warm caches; B=128, R=8192, float32, all tokens take part):
 
-| way | ms |
+| implementation | ms |
 |---|---|
-| copy of the two outputs (bound) | 0.2 |
-| numba, differences in blocks by vector instructions, the sums of four rows side by side: this module | 1.3 |
+| copy of the two outputs (lower bound) | 0.2 |
+| numba, vectorized differences in blocks, sums of four rows interleaved: this module | 1.3 |
 | numba, one token after the other | 2.1 |
 | scipy.signal.lfilter over reversed rows | 7.9 |
 | numpy, time-major, float32, without a mask | 19 |
-| numpy, time-major, float64, the tokens that are taken alone: the plain way in `scan` | 66 |
+| numpy, time-major, float64, only tokens that take part: the numpy implementation in `scan` | 66 |
 | torch, a Python loop over time | 161 |
-| torch.compile of that loop | unrolled: 79 s of compiling for 128 steps, 107 s for 256; needs a C++ compiler |
+| torch.compile of that loop | unrolled: compiles 79 s for 128 steps, 107 s for 256; needs a C++ compiler |
 
-The sum of one row is a chain of a multiplication and an addition: each token waits for the next one's, about six
-cycles. What does not depend on it, the differences and the conversions, is done for a block at once; four chains at a
-time fill the waiting. numba (35 MB, with llvmlite 173 MB more) is an extra of the package for that reason, no
-dependency. Compiled code is kept in the cache folder beside this file, or in the user's, so that the next process
-loads it: half a second with numba itself, once.
+The sum of one row is a chain of dependent multiplications and additions, about six cycles per token. Differences and
+conversions do not depend on the chain and are vectorized over a block; four interleaved chains hide the latency. numba
+(35 MB, plus 173 MB for llvmlite) is therefore an optional extra. Compiled code is cached in the folder of this file, or
+in the user's cache, so that a process loads it in half a second.
 """
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -40,7 +39,7 @@ STEP = 512
 def _jit(function: Callable[..., Any]) -> Any:
     try:
         return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # there is no folder to keep compiled code in: compile in each process
+    except RuntimeError:  # no writable cache folder: compile in each process
         return njit(nogil=True)(function)
 
 
@@ -54,7 +53,7 @@ def _any(mask):
 
 @_jit
 def spans(taken, offsets):
-    """[B] Where the tokens taken of each row begin and end, and how many there are."""
+    """[B] Return the first and the last slot of each row that takes part, and the number of such slots."""
     rows = len(offsets) - 1
     first, last, count = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
@@ -78,8 +77,8 @@ def spans(taken, offsets):
 
 
 @_jit
-def survey(rewards, taken, offsets):
-    """[B] How many tokens are taken, how many of their rewards are not finite, how many rewards lie elsewhere."""
+def count_rewards(rewards, taken, offsets):
+    """[B] Count tokens that take part, their rewards that are not finite, and nonzero rewards on other tokens."""
     rows = len(offsets) - 1
     counts, broken, off = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
@@ -97,7 +96,7 @@ def survey(rewards, taken, offsets):
 
 @_jit
 def spread(scores, mask, offsets, out):
-    """Fill `out`, (total,), with each row's score where the mask says so, else with 0."""
+    """Fill `out` [total] with the score of each row where the mask is True, else with 0."""
     for row in range(len(scores)):
         score = scores[row]
         counts, into = mask[offsets[row] : offsets[row + 1]], out[offsets[row] : offsets[row + 1]]
@@ -107,7 +106,7 @@ def spread(scores, mask, offsets, out):
 
 @_jit
 def _chain(sums, above, below, total, decay):
-    """In place: `sums[i] += decay * sums[i + 1]` for i from `above` - 1 to `below`; gives the last."""
+    """In place: `sums[i] += decay * sums[i + 1]` for i from `above` - 1 down to `below`; return the last sum."""
     for i in range(above - 1, below - 1, -1):
         total = sums[uint64(i)] + decay * total
         sums[uint64(i)] = total
@@ -116,7 +115,7 @@ def _chain(sums, above, below, total, decay):
 
 @_jit
 def _chains(sums, sizes, carry, decay):
-    """`_chain` for the last `sizes[j]` of each of the four `sums[j]`, side by side; sizes fall."""
+    """Run `_chain` on the last `sizes[j]` entries of four rows `sums[j]`, interleaved; sizes are descending."""
     d0, d1, d2, d3 = sums[0], sums[1], sums[2], sums[3]
     a0, a1, a2, a3 = carry[0], carry[1], carry[2], carry[3]
     common = BLOCK - sizes[3]
@@ -138,7 +137,7 @@ def _chains(sums, sizes, carry, decay):
 
 @_jit
 def _copy(source, target):
-    for i in range(len(target)):  # vectorised, which the assignment of a slice is not
+    for i in range(len(target)):  # vectorized, unlike a slice assignment
         target[i] = source[i]
 
 
@@ -165,7 +164,7 @@ def _with_values(sums, values, advantages, returns):
 
 @_jit
 def _gae_holes(rewards, values, taken, gamma, decay, advantages, returns):
-    """One row with tokens between that are not taken."""
+    """Compute one row with gaps: tokens that do not take part."""
     total, after = 0.0, 0.0
     for i in range(len(rewards)):
         t = len(rewards) - 1 - i
@@ -194,13 +193,13 @@ def _returns_holes(rewards, taken, gamma, returns):
 
 @_jit
 def _by_length(first, last):
-    """Rows that have tokens left, the longest first: rows that go side by side should be of about one length."""
+    """Return the rows with tokens left, longest first, since interleaved rows should be of about the same length."""
     return np.argsort(first - last, kind="mergesort")[: np.sum(last > first)]
 
 
 @_jit
 def gae(rewards, values, taken, offsets, gamma, lam, advantages, returns):
-    """Fill `advantages` and `returns`, all (total,)."""
+    """Fill `advantages` and `returns`; all arrays are [total]."""
     decay = gamma * lam
     first, last, count = spans(taken, offsets)
     for row in range(len(first)):
@@ -236,7 +235,7 @@ def gae(rewards, values, taken, offsets, gamma, lam, advantages, returns):
 
 @_jit
 def discounted(rewards, taken, offsets, gamma, returns):
-    """Fill `returns`, (total,)."""
+    """Fill `returns` [total]."""
     first, last, count = spans(taken, offsets)
     for row in range(len(first)):
         a, b = first[row], last[row]

@@ -1,7 +1,7 @@
-"""Triton kernels for recurrences over the valid tokens of each row: GAE and discounted returns on a CUDA device.
+"""Triton kernels for GAE and discounted returns on a CUDA device.
 
-Invariant: a masked slot is the identity of the recurrence: it neither decays nor adds, is never read into a result,
-whatever lies there, and is 0 in every output. Rows are independent, and nothing here waits for the device.
+Invariant: a masked slot is the identity of the recurrence: it is never read, neither decays nor adds, and is 0 in every
+output. Rows are independent. Nothing here synchronizes the device.
 """
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, misc"
 
@@ -16,10 +16,10 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a torch for CPUs comes without Triton; then `READY` is False and nothing here is called
+except ImportError:  # torch for CPUs comes without Triton; nothing here is then called
     triton = None
 
-READY = triton is not None
+AVAILABLE = triton is not None
 _BLOCK = 4096
 _WARPS = 8
 
@@ -29,7 +29,7 @@ def _jit(function: Callable[..., Any]) -> Any:
 
 
 @_jit
-def _then(decay_first, sum_first, decay_next, sum_next):
+def _compose(decay_first, sum_first, decay_next, sum_next):
     return decay_first * decay_next, decay_next * sum_first + sum_next
 
 
@@ -77,7 +77,7 @@ def _gae_kernel(
         else:
             step = decay * reward
         factor = tl.where(valid, decay, 1.0).to(kind)
-        factor, step = tl.associative_scan((factor, step), 0, _then)
+        factor, step = tl.associative_scan((factor, step), 0, _compose)
         follows = factor * carried + step
         carried = tl.sum(tl.where(lanes == BLOCK - 1, follows, 0.0), 0).to(kind)
 
@@ -101,23 +101,29 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of rows that lie padded, (B, A), or packed, (N,) with offsets (B + 1,).
+    """Compute GAE advantages and returns; see `rollbook.algorithms.scan.gae_scan`.
 
-    Over the valid tokens of a row alone, with j the next valid token after i: `A_i = r_i + gamma V_j - V_i + gamma lam
-    A_j`, and `V = A = 0` after the last; returns are `A_i + V_i`. All tensors contiguous, on one CUDA device; rewards
-    and values float32, or both float64; mask bool; offsets int64.
+    All tensors are contiguous and on one CUDA device.
+
+    Args:
+        rewards: [B, R] padded or [total] packed, float32 or float64.
+        values: Of the same shape and type.
+        mask: bool, of the same shape: tokens that take part.
+        offsets: [B + 1] int64: start of each packed row, and the end; `None` if padded.
+        gamma: Discount per token.
+        lam: Lambda of GAE.
     """
     advantages = torch.empty_like(rewards)
     return advantages, _scan(rewards, values, mask, offsets, gamma, gamma * lam, advantages)
 
 
 def discounted(rewards: torch.Tensor, mask: torch.Tensor, offsets: torch.Tensor | None, gamma: float) -> torch.Tensor:
-    """Returns `R_i = r_i + gamma R_j` over valid tokens, j the next one after i; shapes and types as for `gae`."""
+    """Compute returns-to-go `R_i = r_i + gamma R_j`, j the next token that takes part; arguments as of `gae`."""
     return _scan(rewards, None, mask, offsets, gamma, gamma, None)
 
 
 def _halves(number: float) -> tuple[float, float]:
-    """The number as two of float32, which is what a kernel takes: their sum has the digits that float64 needs."""
+    """Split a float64 number into two float32 ones, since kernels take float32 scalars."""
     first = float(np.float32(number))
     return first, number - first
 

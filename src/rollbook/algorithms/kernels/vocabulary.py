@@ -1,7 +1,7 @@
-"""Sums over the vocabulary that log-probs and entropies are made of, their gradients, and the largest logits.
+"""Sums over the vocabulary for log-probs and entropies, their gradients, and the largest logits.
 
-Invariant: sums over parts of a vocabulary, combined in any order, equal the sums over all of it, up to rounding. Beside
-logits [O, I, V], only a few chunks of them are allocated. Logits are computed with in float32, or float64 if they are.
+Invariant: sums over parts of a vocabulary, combined in any order, equal the sums over all of it, up to rounding. Only a
+few chunks of the logits [O, I, V] are copied. Computation is in float32, or in float64 for float64 logits.
 
 The formulas are in the docstring of `rollbook.models.logprobs`.
 """
@@ -104,10 +104,10 @@ class Targets:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def check_floats(name: str, tensor: object) -> None:
+def check_floats(name: str, tensor: torch.Tensor) -> None:
     """Raise `ValueError` unless the argument is a floating point tensor of at least 16 bits."""
     if not isinstance(tensor, torch.Tensor):
-        # A list would be copied, and to the CPU.
+        # Not converted: a list would be copied to the CPU.
         raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor")
     if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise ValueError(f"{name}: got {tensor.dtype}, expected float16, bfloat16, float32 or float64")
@@ -155,7 +155,7 @@ def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
         return None
     from rollbook.algorithms.kernels import logits_triton
 
-    return logits_triton if logits_triton.READY else None
+    return logits_triton if logits_triton.AVAILABLE else None
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def logits_gradient(
     kernels = kernels_for(logits) if logits.is_cuda else None
     if kernels is not None:
         saved = (state.top, state.log_mass, state.entropy)
-        kernels.slopes(
+        kernels.logits_gradient(
             logits, out, targets.labels, start, targets.scales, saved, state.grad_logprobs, state.grad_entropy, cap
         )
         return

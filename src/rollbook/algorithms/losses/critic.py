@@ -1,14 +1,14 @@
-"""The loss of the critic, and the entropy bonus.
+"""The value loss and the entropy bonus.
 
-Invariant: returns and old values are constants. A bonus has the sign of a loss, so that losses are only added.
+Invariant: returns and old values are constants. The entropy bonus is a loss, to be added to the others.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rollbook.algorithms.aggregate import Terms, reduce, token_share
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, on_tokens, optional_number
+from rollbook.algorithms.aggregate import LossTerms, mean_over_tokens, reduce
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, check_optional, on_tokens
 from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
@@ -54,19 +54,19 @@ def value_loss(
     >>> value_loss([[1.0, 2.0]], [[0.0, 3.0]], old_values=[[0.5, 1.9]]).value
     tensor(0.5000)
     """
-    optional_number("clip", clip, 0, "a positive number")
+    check_optional("clip", clip, 0, "a positive number")
     layout = Layout.of(mask, values=values, returns=returns)
     ours, target = layout.take("values", values), layout.take("returns", returns).detach()
     error = (ours - target).square()
     hit = torch.zeros_like(error)
     if clip is not None:
         if old_values is None:
-            raise ValueError(f"old_values: got None, expected those that clip={clip:g} is about, or clip=None")
+            raise ValueError(f"old_values: got None, expected the values before the update, since clip is {clip:g}")
         old = layout.take("old_values", old_values).detach()
         clipped_error = (old + (ours - old).clamp(-clip, clip) - target).square()
         hit = (clipped_error > error).to(error.dtype)
         error = torch.maximum(error, clipped_error)
-    return Terms(error / 2, {"vf_clipfrac": hit}).loss("value_loss", layout, mode, norm, denominators, weights)
+    return LossTerms(error / 2, {"vf_clipfrac": hit}).loss("value_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("entropy", source="entropy bonus (Williams and Peng, 1991): -coef * H", role="regularizer")
@@ -110,5 +110,5 @@ def entropy_loss(
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
     total = reduce(layout, tokens, mode, norm, denominators)
-    share = token_share(layout, torch.full(layout.shape, float(coef), device=layout.mask.device), denominators)
+    share = mean_over_tokens(layout, torch.full(layout.shape, float(coef), device=layout.mask.device), denominators)
     return Loss(-coef * total, {"entropy_loss": total.detach(), "entropy_coef": share})

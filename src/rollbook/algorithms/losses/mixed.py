@@ -1,7 +1,7 @@
-"""Losses on own rollouts and expert records in one batch: two losses over two kinds of rows, weighted by mu.
+"""Losses over rollouts and expert records in one batch: a policy loss and a supervised loss, weighted by mu.
 
-Invariant: a row is either usual or of the expert, and each part has its own denominators, so that micro-batches with
-any mixture of the two add up to the batch.
+Invariant: a row is either a rollout ("usual") or an expert's, and each part has its own denominators, so that
+micro-batches with any mixture of the two add up to the batch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from rollbook.algorithms.aggregate import Policy, Terms, layout_of, row_share
+from rollbook.algorithms.aggregate import LossTerms, PolicyTensors, mean_over_rows, policy_layout
 from rollbook.algorithms.layout import Layout, PerRow, PerToken, as_tensor, row_flags
 from rollbook.algorithms.losses.policy import ppo_terms
 from rollbook.algorithms.losses.supervised import phi_terms
-from rollbook.algorithms.registry import LOSSES
+from rollbook.algorithms.registry import LOSSES, LossRows
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
@@ -48,16 +48,17 @@ def mix_denominators(mask: PerToken, expert_mask: PerRow) -> Parts:
     layout = Layout.of(mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
 
-    def of(rows: torch.Tensor) -> Denominators:
+    def count(rows: torch.Tensor) -> Denominators:
         counts = layout.counts[rows]
         return Denominators(int(counts.sum()), int((counts > 0).sum()), int(rows.sum()))
 
-    return of(~flags), of(flags)
+    return count(~flags), count(flags)
 
 
-def _denominators(train_rows: Any, rows: Sequence[int]) -> Parts:
+def _denominators(step_rows: LossRows, rows: Sequence[int]) -> Parts:
     """Compute `mix_denominators` of a minibatch."""
-    return mix_denominators(Rows([train_rows.masks[i] for i in rows]), [train_rows.expert[i] for i in rows])
+    expert = step_rows.expert or ()
+    return mix_denominators(Rows([step_rows.masks[i] for i in rows]), [expert[i] for i in rows])
 
 
 def chord_mu(step: int, warmup: int, decay: int, peak: float, valley: float) -> float:
@@ -218,14 +219,14 @@ def mix_chord(
     >>> round(metrics["mu"].item(), 4)
     0.45
     """
-    layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
+    layout = policy_layout(new_logprobs, old_logprobs, advantages, mask)
     mu = chord_mu(_step(step, layout.rows), warmup, decay, peak, valley)
     options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     data, scales = (new_logprobs, old_logprobs, advantages, expert_mask, mask), (usual_scale, expert_scale)
     name = "sft_phi_loss" if check_bool("phi", phi) else "sft_loss"
     loss = _mixed(data, mu, options, name, scales, mode, norm, denominators, weights, cutoff)
     parts = None if denominators is None else Denominators(0, denominators[0].sequences + denominators[1].sequences, 0)
-    share = row_share(layout, torch.full((layout.rows,), mu, device=layout.mask.device), parts)
+    share = mean_over_rows(layout, torch.full((layout.rows,), mu, device=layout.mask.device), parts)
     return Loss(loss.value, {**loss.metrics, "mu": share})
 
 
@@ -242,20 +243,20 @@ def _mixed(
     cutoff: float = 1.0,
 ) -> Loss:
     check_float("mu", mu, 0, 1)
-    scale_u, scale_e = (check_float(f"{name}_scale", s, 0) for name, s in zip(("usual", "expert"), scales, strict=True))
+    usual_scale, expert_scale = check_float("usual_scale", scales[0], 0), check_float("expert_scale", scales[1], 0)
     of_usual, of_expert = _parts(denominators)
     new_logprobs, old_logprobs, advantages, expert_mask, mask = data
-    layout = layout_of(new_logprobs, old_logprobs, advantages, mask)
+    layout = policy_layout(new_logprobs, old_logprobs, advantages, mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
     usual = ppo_terms(batch, **options).loss("pg_loss", batch.layout, mode, norm, of_usual, weights)
     layout = layout.narrowed(layout.spread(flags))
     ours = layout.take("new_logprobs", new_logprobs)
-    terms = phi_terms(ours, cutoff) if expert == "sft_phi_loss" else Terms(-ours)
+    terms = phi_terms(ours, cutoff) if expert == "sft_phi_loss" else LossTerms(-ours)
     expert_loss = terms.loss(expert, layout, mode, norm, of_expert, weights)
-    value = (1 - mu) * scale_u * usual.value + mu * scale_e * expert_loss.value
-    metrics = {f"usual/{name}": scale_u * metric for name, metric in usual.metrics.items()}
-    metrics |= {f"expert/{name}": scale_e * metric for name, metric in expert_loss.metrics.items()}
+    value = (1 - mu) * usual_scale * usual.value + mu * expert_scale * expert_loss.value
+    metrics = {f"usual/{name}": usual_scale * metric for name, metric in usual.metrics.items()}
+    metrics |= {f"expert/{name}": expert_scale * metric for name, metric in expert_loss.metrics.items()}
     return Loss(value, {**metrics, "loss": value.detach()})
 
 
@@ -269,7 +270,7 @@ def _parts(denominators: Parts | None) -> tuple[Denominators | None, Denominator
     ):
         raise ValueError(
             f"denominators: got {type(denominators).__name__}, expected a pair of Denominators, of usual rows and of "
-            "expert rows, as mix_denominators makes it"
+            "expert rows, as mix_denominators returns it"
         )
     return denominators[0], denominators[1]
 
@@ -277,7 +278,7 @@ def _parts(denominators: Parts | None) -> tuple[Denominators | None, Denominator
 def _step(step: int | PerRow, rows: int) -> int:
     steps = as_tensor("step", step).flatten()
     if not len(steps) and not rows:
-        return 0  # mu weighs nothing
+        return 0  # without rows, mu has no effect
     if not len(steps) or bool((steps != steps[0]).any()):
         raise ValueError(f"step: got {sorted(set(steps.tolist()))}, expected one step, the same in every row")
     first = steps[0].item()

@@ -13,8 +13,8 @@ import math
 
 import torch
 
-from rollbook.algorithms.aggregate import Policy, Terms, clipped
-from rollbook.algorithms.layout import Layout, PerRow, PerToken, on_tokens, optional_number
+from rollbook.algorithms.aggregate import LossTerms, PolicyTensors, clip_surrogate
+from rollbook.algorithms.layout import Layout, PerRow, PerToken, check_optional, on_tokens
 from rollbook.algorithms.registry import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
@@ -80,47 +80,45 @@ def ppo(
     >>> loss, metrics["pg_clipfrac"]
     (tensor(-0.9033), tensor(0.5000))
     """
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
     terms = ppo_terms(batch, clip_low, clip_high, dual_clip, log_ratio_clamp, sequence_delta, policy_gradient)
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 def ppo_terms(
-    batch: Policy,
+    batch: PolicyTensors,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
     log_ratio_clamp: float = 20.0,
     sequence_delta: float | None = None,
     policy_gradient: bool = False,
-) -> Terms:
-    """PPO's loss of each token."""
+) -> LossTerms:
+    """Compute the PPO loss of each token."""
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    optional_number("dual_clip", dual_clip, 1, "a number above 1")
-    optional_number("sequence_delta", sequence_delta, -math.inf, "a number")
+    check_optional("dual_clip", dual_clip, 1, "a number above 1")
+    check_optional("sequence_delta", sequence_delta, -math.inf, "a number")
     layout, advantages = batch.layout, batch.advantages
-    log_ratio = batch.clamped(log_ratio_clamp)
-    used = (
-        batch.new_logprobs - batch.new_logprobs.detach()
-        if check_bool("policy_gradient", policy_gradient)
-        else log_ratio
-    )
-    tokens, hit = clipped(advantages, used.exp(), 1 - clip_low, 1 + clip_high)
-    of_tokens = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -batch.log_ratio}
-    of_rows = {}
+    log_ratio = batch.clamp_log_ratio(log_ratio_clamp)
+    exponent = log_ratio
+    if check_bool("policy_gradient", policy_gradient):
+        exponent = batch.new_logprobs - batch.new_logprobs.detach()
+    tokens, hit = clip_surrogate(advantages, exponent.exp(), 1 - clip_low, 1 + clip_high)
+    token_metrics = {"pg_clipfrac": hit, "pg_clipfrac_lower": torch.zeros_like(hit), "ppo_kl": -batch.log_ratio}
+    row_metrics = {}
     negative = advantages < 0
     if dual_clip is not None:
-        most = -advantages * dual_clip
-        of_tokens["pg_clipfrac_lower"] = (negative & (tokens > most)).to(hit.dtype)
-        tokens = torch.where(negative, torch.minimum(tokens, most), tokens)
+        bound = -advantages * dual_clip
+        token_metrics["pg_clipfrac_lower"] = (negative & (tokens > bound)).to(hit.dtype)
+        tokens = torch.where(negative, torch.minimum(tokens, bound), tokens)
     if sequence_delta is not None:
         distance = layout.row_means(-log_ratio.detach())
         left_out = negative & layout.spread(distance > sequence_delta)
-        tokens = tokens * (~left_out).to(tokens.dtype)  # not where(): a loss that is NaN is not to vanish
-        of_tokens["seq_mask/masked_tokens"] = left_out
-        of_rows["seq_mask/mean_sequence_kl"] = distance
-    return Terms(tokens, of_tokens, of_rows)
+        tokens = tokens * (~left_out).to(tokens.dtype)  # not where(), which would hide a loss of NaN
+        token_metrics["seq_mask/masked_tokens"] = left_out
+        row_metrics["seq_mask/mean_sequence_kl"] = distance
+    return LossTerms(tokens, token_metrics, row_metrics)
 
 
 @LOSSES.register(
@@ -169,12 +167,12 @@ def gspo(
     """
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
     straight = batch.new_logprobs - batch.new_logprobs.detach()
     ratio = (batch.row_log_ratio(log_ratio_clamp) + straight).exp()
-    tokens, hit = clipped(batch.advantages, ratio, 1 - clip_low, 1 + clip_high)
+    tokens, hit = clip_surrogate(batch.advantages, ratio, 1 - clip_low, 1 + clip_high)
     rows = -batch.layout.row_means(batch.log_ratio)
-    terms = Terms(tokens, {"pg_clipfrac": hit, "ppo_kl": -batch.log_ratio}, {"ppo_kl_seq": rows})
+    terms = LossTerms(tokens, {"pg_clipfrac": hit, "ppo_kl": -batch.log_ratio}, {"ppo_kl_seq": rows})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
@@ -224,13 +222,13 @@ def gmpo(
     """
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    layout, log_ratio = batch.layout, batch.clamped(log_ratio_clamp)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    layout, log_ratio = batch.layout, batch.clamp_log_ratio(log_ratio_clamp)
     of_row = layout.row_means(batch.advantages)
     rising = layout.spread(of_row > 0)
     bounded = torch.where(rising, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     tokens = layout.spread(-of_row * layout.row_means(bounded).exp())
-    terms = Terms(tokens, {"pg_clipfrac": (bounded != log_ratio), "ppo_kl": -batch.log_ratio})
+    terms = LossTerms(tokens, {"pg_clipfrac": (bounded != log_ratio), "ppo_kl": -batch.log_ratio})
     return terms.loss("pg_loss", layout, mode, norm, denominators, weights)
 
 
@@ -282,13 +280,13 @@ def sapo(
     """
     detach_gate = check_bool("detach_gate", detach_gate)
     tau_pos, tau_neg = (check_float(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    positive, ratio = batch.advantages > 0, batch.clamped(log_ratio_clamp).exp()
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    positive, ratio = batch.advantages > 0, batch.clamp_log_ratio(log_ratio_clamp).exp()
     tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     tokens = -batch.advantages * (gate.detach() * batch.new_logprobs if detach_gate else gate)
     metrics = {"ppo_kl": -batch.log_ratio, "avg_soft_gate": gate, "avg_ratio": ratio, "pos_adv_frac": positive}
-    return Terms(tokens, metrics).loss("sapo_loss", batch.layout, mode, norm, denominators, weights)
+    return LossTerms(tokens, metrics).loss("sapo_loss", batch.layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -336,14 +334,14 @@ def cpg(
     check_float("clip_high", clip_high, 0)
     if not 0 <= check_float("clip_low", clip_low) < 1:
         raise ValueError(f"clip_low: got {clip_low!r}, expected a number from 0 to below 1")
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
     ours, positive = batch.new_logprobs, batch.advantages > 0
     old = ours.detach() - batch.log_ratio.detach()
     above, below = (old.new_full((), math.log1p(change)) for change in (clip_high, -clip_low))
     bound = old + torch.where(positive, above, below)
     bounded = torch.where(positive, torch.minimum(ours, bound), torch.maximum(ours, bound))
     beyond = (batch.advantages != 0) & (bounded != ours)
-    terms = Terms(-batch.advantages * bounded, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
+    terms = LossTerms(-batch.advantages * bounded, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
@@ -384,9 +382,9 @@ def importance_sampling(
     >>> importance_sampling([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.9140)
     """
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    ratio = batch.clamped(log_ratio_clamp).exp()
-    terms = Terms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -batch.log_ratio})
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    ratio = batch.clamp_log_ratio(log_ratio_clamp).exp()
+    terms = LossTerms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
@@ -442,14 +440,14 @@ def cispo(
         check_float(name, value, 0)
     for name, value in (("mask_clip_low", mask_clip_low), ("mask_clip_high", mask_clip_high)):
         check_float(name, value, 0)
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    ratio, gains = batch.clamped(log_ratio_clamp).detach().exp(), batch.advantages
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    ratio, gains = batch.clamp_log_ratio(log_ratio_clamp).detach().exp(), batch.advantages
     inside = torch.ones_like(ratio)
     if check_bool("mask_clip", mask_clip):
         out = (gains > 0) & (ratio > 1 + mask_clip_high) | (gains < 0) & (ratio < 1 - mask_clip_low)
         inside = (~out).to(ratio.dtype)
     tokens = -gains * ratio.clamp(1 - clip_low, 1 + clip_high) * inside * batch.new_logprobs
-    terms = Terms(tokens, {"ppo_kl": -batch.log_ratio, "unmasked_frac": inside})
+    terms = LossTerms(tokens, {"ppo_kl": -batch.log_ratio, "unmasked_frac": inside})
     return terms.loss("cispo_loss", batch.layout, mode, norm, denominators, weights)
 
 
@@ -496,14 +494,14 @@ def topr(
     """
     check_float("threshold", threshold)
     check_choice("level", level, ("token", "sequence"))
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
-    log_ratio = batch.clamped(log_ratio_clamp).detach()
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    log_ratio = batch.clamp_log_ratio(log_ratio_clamp).detach()
     if level == "sequence":
         whole_rows = batch.layout.row_sums(batch.log_ratio.detach())
         log_ratio = batch.layout.spread(whole_rows.clamp(-log_ratio_clamp, log_ratio_clamp))
     ratio = log_ratio.exp()
     alpha = torch.where(batch.advantages > threshold, torch.ones_like(ratio), ratio.clamp(0, 1))
-    terms = Terms(-alpha * batch.advantages * batch.new_logprobs, {"avg_alpha": alpha, "avg_ratio": ratio})
+    terms = LossTerms(-alpha * batch.advantages * batch.new_logprobs, {"avg_alpha": alpha, "avg_ratio": ratio})
     return terms.loss("topr_loss", batch.layout, mode, norm, denominators, weights)
 
 
@@ -545,7 +543,7 @@ def opmd(
     check_float("tau", tau, 0)
     layout = Layout.of(mask, new_logprobs=new_logprobs)
     ours, gains = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
-    return Terms(-gains * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, denominators, weights)
+    return LossTerms(-gains * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("sppo", source="softmax PPO (Vaswani et al., 2022, arXiv 2108.05828): -A * log r within a range")
@@ -586,10 +584,10 @@ def sppo(
     tensor(-0.1000)
     """
     check_float("epsilon", epsilon, 0)
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
     ratio = batch.log_ratio.detach().exp()
     inside = ((ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)).to(ratio.dtype)
-    terms = Terms(-batch.advantages * batch.log_ratio * inside, {"pg_clipfrac": 1 - inside})
+    terms = LossTerms(-batch.advantages * batch.log_ratio * inside, {"pg_clipfrac": 1 - inside})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
@@ -662,9 +660,9 @@ def rec(
     bounds = {"clip_low": clip_low, "clip_high": clip_high, "ring_low": ring_low, "ring_high": ring_high}
     for name, value in bounds.items():
         check_float(name, value, 0)
-    batch = Policy.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
     gains, ours = batch.advantages, batch.new_logprobs
-    ratio = batch.clamped(log_ratio_clamp).detach().exp()
+    ratio = batch.clamp_log_ratio(log_ratio_clamp).detach().exp()
     of_row = batch.row_log_ratio(log_ratio_clamp).exp()
     inside = _in_range(of_row if clip_mode == "gspo-one-side" else ratio, gains, clip_mode, bounds).to(ratio.dtype)
     factor = torch.ones_like(ratio)
@@ -681,12 +679,12 @@ def rec(
         tokens = tokens - regularizer_coef * ours
     if mode is None:
         mode = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else "token-mean"
-    terms = Terms(tokens, {"pg_clipfrac": 1 - inside})
+    terms = LossTerms(tokens, {"pg_clipfrac": 1 - inside})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
 
 def _in_range(ratio: torch.Tensor, advantages: torch.Tensor, clip_mode: str, bounds: dict[str, float]) -> torch.Tensor:
-    """[of `shape`] bool: which tokens REC learns from."""
+    """[of `shape`] bool: mark the tokens that REC trains on."""
     if clip_mode == "none":
         return torch.ones_like(ratio, dtype=torch.bool)
     above, below = ratio >= 1 - bounds["clip_low"], ratio <= 1 + bounds["clip_high"]

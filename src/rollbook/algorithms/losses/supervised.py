@@ -1,4 +1,4 @@
-"""Losses on given answers: likelihood (`sft`, `sft_is`, `sft_phi`) and preferences (`dpo`, `dpo_sums`).
+"""Supervised and preference losses: likelihood (`sft`, `sft_is`, `sft_phi`) and DPO (`dpo`, `dpo_sums`).
 
 Invariant: weights computed from probabilities are constants, so that the gradient is the weight times that of -log p.
 A pair has one logit, whatever the order of rows.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from rollbook.algorithms.aggregate import Terms
-from rollbook.algorithms.groups import as_ids, numbered
+from rollbook.algorithms.aggregate import LossTerms
+from rollbook.algorithms.groups import as_ids, number_ids
 from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, row_flags, same_shape
-from rollbook.algorithms.registry import LOSSES
+from rollbook.algorithms.registry import LOSSES, LossRows
 from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
@@ -54,7 +53,7 @@ def sft(
     tensor(1.5000)
     """
     layout = Layout.of(mask, new_logprobs=new_logprobs)
-    terms = Terms(-layout.take("new_logprobs", new_logprobs))
+    terms = LossTerms(-layout.take("new_logprobs", new_logprobs))
     return terms.loss("sft_loss", layout, mode, norm, denominators, weights)
 
 
@@ -94,7 +93,7 @@ def sft_is(
     """
     layout = Layout.of(mask, new_logprobs=new_logprobs)
     ours = layout.take("new_logprobs", new_logprobs)
-    return Terms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, denominators, weights)
+    return LossTerms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -139,12 +138,12 @@ def sft_phi(
     return terms.loss("sft_phi_loss", layout, mode, norm, denominators, weights)
 
 
-def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> Terms:
-    """The loss of each token of `sft_phi`."""
+def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> LossTerms:
+    """Compute the `sft_phi` loss of each token."""
     check_float("cutoff", cutoff, 1e-30, 1, what="a probability above 0, up to 1")
     new_logprobs = ours.detach()
     weight = new_logprobs.exp() * -torch.expm1(new_logprobs)  # 1 - p, without cancellation where p is nearly 1
-    return Terms(-weight * ours.clamp(max=math.log(cutoff)))
+    return LossTerms(-weight * ours.clamp(max=math.log(cutoff)))
 
 
 def interleaved(rows: int) -> tuple[list[int], list[bool]]:
@@ -167,9 +166,10 @@ def interleaved(rows: int) -> tuple[list[int], list[bool]]:
     return [row // 2 for row in range(rows)], [row % 2 == 0 for row in range(rows)]
 
 
-def _count_pairs(train_rows: Any, rows: Sequence[int]) -> int:
+def _count_pairs(step_rows: LossRows, rows: Sequence[int]) -> int:
     """Count the pairs of a minibatch."""
-    return len({train_rows.pairs[i] for i in rows})
+    pairs = step_rows.pairs or ()
+    return len({pairs[i] for i in rows})
 
 
 @LOSSES.register(
@@ -199,7 +199,7 @@ def dpo(
     left out. The variant `ipo` is (z - 1 / (2 beta))^2 with z of sums, as in the paper (TRL takes means over tokens);
     `hinge` is max(0, 1 - beta z).
 
-    Trinity adds up all pairs of a call into one logit, so that its loss is right for one pair at a time only.
+    Trinity adds up all pairs of a call into one logit, so that its loss is correct only for a single pair.
 
     Args:
         new_logprobs: [B, R] or packed: log-probs of the policy being trained, with gradient.
@@ -292,15 +292,15 @@ def dpo_sums(
 
 
 def _reference(name: str, free: bool) -> str:
-    """What is wrong with a reference that is there, or is not."""
+    """Return the error message for a missing or an unexpected reference."""
     if free:
         return f"{name}: got a reference, expected None, since reference_free is True"
     return f"{name}: got None, expected the reference's log-probs, or reference_free=True"
 
 
 def _pairs(pairs: Ids, roles: list[bool], filled: list[bool], rows: int) -> tuple[list[int], list[int]]:
-    """The rows of the chosen and of the rejected answers, pair by pair in order of first sight."""
-    numbers, names = numbered("pairs", as_ids("pairs", pairs, rows))
+    """Return the rows of chosen and of rejected answers, by pair in order of first appearance."""
+    numbers, names = number_ids("pairs", as_ids("pairs", pairs, rows))
     by_number: list[dict[bool, int]] = [{} for _ in names]
     for row, (at, role) in enumerate(zip(numbers.tolist(), roles, strict=True)):
         name, pair = names[at], by_number[at]
@@ -325,7 +325,7 @@ def _loss(
     variant: str,
     denominators: Denominators | int | None,
 ) -> Loss:
-    """The mean over pairs; `better` and `worse`, (P,), in float64, the result of type `dtype`."""
+    """Compute the mean loss over pairs; `better` and `worse` [P] are in float64, the result is of type `dtype`."""
     check_float("beta", beta, 1e-30, what="a positive number")
     check_float("label_smoothing", label_smoothing, 0, 0.5)
     check_choice("variant", variant, VARIANTS)
@@ -339,14 +339,10 @@ def _loss(
     else:
         sure, wrong = logsigmoid(beta * logits), logsigmoid(-beta * logits)
         losses = -(1 - label_smoothing) * sure - label_smoothing * wrong
-    count = (
-        denominators.sequences / 2
-        if isinstance(denominators, Denominators)
-        else len(losses)
-        if denominators is None
-        else denominators
-    )
-    count = max(check_float("denominators", count, 0, what="how many pairs the whole batch has"), 0.5)
+    count: float = len(losses)
+    if denominators is not None:
+        count = denominators.sequences / 2 if isinstance(denominators, Denominators) else denominators
+    count = max(check_float("denominators", count, 0, what="the number of pairs of the whole batch"), 0.5)
     value = (losses.sum() / count).to(dtype)
     columns = {
         "accuracy_mean": (logits > 0).to(dtype),

@@ -23,8 +23,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,14 +32,14 @@ import numpy as np
 import xxhash
 
 from rollbook.book import disk
-from rollbook.book.disk import Disk, File, identity, read_private
+from rollbook.book.disk import Disk, File, file_identity, read_private
 from rollbook.book.errors import (
     CorruptBookError,
     MissingSegmentError,
     NewerLayoutError,
     SegmentBusyError,
     WriterStoppedError,
-    moved,
+    moved_error,
 )
 from rollbook.core.checks import check_int
 
@@ -113,10 +113,10 @@ class SegmentStore(Protocol):
         """Stop writing. Views that were returned stay valid."""
 
 
-# --- what all stores share -----------------------------------------------------------------------------------------
+# --- what all stores share ------------------------------------------------------------------------------------------
 
 
-def header() -> bytes:
+def build_header() -> bytes:
     """Return the first 64 bytes of a segment."""
     head = _HEAD.pack(MAGIC, VERSION, ALIGN)
     return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
@@ -131,7 +131,7 @@ def check_header(head: bytes, segment: str) -> None:
         raise CorruptBookError(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
     if version > VERSION:
         raise NewerLayoutError(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
-    if head != header():
+    if head != build_header():
         raise CorruptBookError(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
 
 
@@ -161,7 +161,7 @@ def check_name(segment: str) -> str:
 def check_place(place: Place) -> Place:
     """Return the place, or raise `CorruptBookError` if no segment can have it."""
     check_name(place.segment)
-    # SQLite keeps whatever it is given, text in a column of numbers too.
+    # SQLite stores text in a column of numbers, too.
     is_integer = type(place.offset) is int and type(place.length) is int
     if not is_integer or place.offset < ALIGN or place.length < 0:
         raise CorruptBookError(
@@ -170,13 +170,13 @@ def check_place(place: Place) -> Place:
     return place
 
 
-def too_short(place: Place, size: int) -> CorruptBookError:
+def too_short_error(place: Place, size: int) -> CorruptBookError:
     return CorruptBookError(
         f"segment {place.segment}: a part reaches to byte {place.stop}, the segment has {size}", size
     )
 
 
-def lay_out(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
+def align_parts(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[bytes | memoryview]]:
     """Return the offset and length of each part, and the pieces to write: parts with zeros in between."""
     places: list[tuple[int, int]] = []
     pieces: list[bytes | memoryview] = []
@@ -207,51 +207,49 @@ def open_segment(disk: Disk, path: str) -> int:
         raise
 
 
-def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
-    """Read a place of a segment file, mapped if that is faster and nobody truncates the file.
-
-    Every call opens, checks and closes the file: nothing is kept that could hold a removed file's space, and no two
-    calls share memory, so that a tensor changed in place is not met again by the next reader of the same record.
-    """
+@contextmanager
+def _open_checked(disk: Disk, path: str, segment: str) -> Iterator[tuple[int, int]]:
+    """Open a segment file and check its header; the value is the descriptor and the size of the file."""
     fd = open_segment(disk, path)
     try:
-        check_header(os.pread(fd, ALIGN, 0), place.segment)
-        size = os.fstat(fd).st_size
-        if place.stop > size:
-            raise too_short(place, size)
-        view = read_private(fd, place.offset, place.stop, mapped)
-        if len(view) < place.length:
-            raise too_short(place, place.offset + len(view))
-        return view
+        check_header(os.pread(fd, ALIGN, 0), segment)
+        yield fd, os.fstat(fd).st_size
     except OSError as error:
         error.filename = path
         raise
     finally:
         os.close(fd)
+
+
+def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
+    """Read a place of a segment file, mapped if that is faster and nobody truncates the file.
+
+    Every call opens, checks and closes the file: no descriptor keeps the space of a removed file, and no two calls
+    share memory, so that a tensor that is changed in place does not change for the next reader of the record.
+    """
+    with _open_checked(disk, path, place.segment) as (fd, size):
+        if place.stop > size:
+            raise too_short_error(place, size)
+        view = read_private(fd, place.offset, place.stop, mapped)
+        if len(view) < place.length:
+            raise too_short_error(place, place.offset + len(view))
+        return view
 
 
 def read_pieces(disk: Disk, path: str, places: Sequence[Place]) -> list[Buffer]:
     """Copy several places of a segment file."""
-    fd = open_segment(disk, path)
-    try:
-        check_header(os.pread(fd, ALIGN, 0), places[0].segment)
-        # Before any memory is taken: a ledger's word for the length is not enough.
-        size = os.fstat(fd).st_size
+    with _open_checked(disk, path, places[0].segment) as (fd, size):
         pieces: list[Buffer] = []
         for place in places:
+            # Check before allocating memory: the length in the ledger is not trusted.
             if place.stop > size:
-                raise too_short(place, size)
+                raise too_short_error(place, size)
             piece = os.pread(fd, place.length, place.offset)
             pieces.append(piece if len(piece) == place.length else read_private(fd, place.offset, place.stop, False))
         return pieces
-    except OSError as error:
-        error.filename = path
-        raise
-    finally:
-        os.close(fd)
 
 
-def by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
+def read_by_segment(places: Sequence[Place], read: Callable[[str, list[Place]], Sequence[Buffer]]) -> list[Buffer]:
     """Return the bytes at each place; `read` reads the places of one segment."""
     numbers: dict[str, list[int]] = {}
     for i, place in enumerate(places):
@@ -292,7 +290,7 @@ class FileSegmentStore:
     ) -> None:
         self.book_folder = os.path.abspath(folder)
         self.folder = os.path.join(self.book_folder, "segments")
-        self._identity = identity(self.book_folder)
+        self._identity = file_identity(self.book_folder)
         self.disk = Disk() if disk is None else disk
         self.segment_bytes = check_int("segment_bytes", segment_bytes, ALIGN)
         self._lock = threading.Lock()
@@ -306,23 +304,23 @@ class FileSegmentStore:
         """Write all parts, with one write and one sync; durable when it returns."""
         with self._lock:
             if self._closed:
-                raise ValueError("the store is closed: nothing more can be put on it")
+                raise ValueError("the segment store is closed")
             if self._stopped is not None:
                 raise WriterStoppedError(
-                    f"writing to {self.folder} stopped when this failed: {self._stopped}; reopen the book to go on"
+                    f"writing to {self.folder} stopped after an error: {self._stopped}; reopen the book"
                 ) from self._stopped
-            places, pieces = lay_out(parts)
+            places, pieces = align_parts(parts)
             if not places:
                 return []
             if self._size + sum(map(len, pieces)) > self.segment_bytes:
                 self._end()
             if self._file is None:
                 self._file = self._start()
-            elif identity(self._file.path) != identity(self._file.fd):
-                raise moved(self._file.path)
+            elif file_identity(self._file.path) != file_identity(self._file.fd):
+                raise moved_error(self._file.path)
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
-                size = self._size + self.disk.append(file, [header(), *pieces] if fresh else pieces)
+                size = self._size + self.disk.append(file, [build_header(), *pieces] if fresh else pieces)
                 if disk.failpoints_active:
                     disk.hit_failpoint("after write")
                 self.disk.sync(file)
@@ -332,9 +330,9 @@ class FileSegmentStore:
                     self.disk.sync_folder(os.path.dirname(self.folder))
                 self._size = size
             except BaseException as error:
-                # How much was written, and whether it will stay, is not known any more: nothing is written behind it,
-                # nor synced again, since a second sync would report success for pages that the first one lost. After
-                # an interrupt, which is no failure of the disk, the next put starts another segment.
+                # How much was written, and whether it is durable, is unknown: nothing is appended to it or synced
+                # again, since a second sync would report success for pages that the first one lost. After an
+                # interrupt, which is no failure of the disk, the next put starts another segment.
                 if isinstance(error, OSError):
                     self._stopped = error
                 with suppress(OSError):
@@ -349,7 +347,7 @@ class FileSegmentStore:
         """Create a new file and lock it before others could take it for that of a dead writer."""
         if self._identity is None:
             self.disk.make_folder(self.book_folder)
-            self._identity = identity(self.book_folder)
+            self._identity = file_identity(self.book_folder)
         self._check_unmoved()
         self.disk.make_folder(self.folder)
         self._check_folder()
@@ -369,13 +367,11 @@ class FileSegmentStore:
 
     def _check_folder(self) -> None:
         if not stat.S_ISDIR(os.lstat(self.folder).st_mode):
-            raise CorruptBookError(
-                f"{self.folder}: a link or a file, expected a folder: a book's segments lie in the book, not outside"
-            )
+            raise CorruptBookError(f"{self.folder}: a link or a file, expected a folder inside the book")
 
     def _check_unmoved(self) -> None:
-        if self._identity is not None and identity(self.book_folder) != self._identity:
-            raise moved(self.book_folder)
+        if self._identity is not None and file_identity(self.book_folder) != self._identity:
+            raise moved_error(self.book_folder)
 
     def _path(self, segment: str) -> str:
         check_name(segment)
@@ -393,7 +389,7 @@ class FileSegmentStore:
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
         """Return a copy of the bytes at each place; each file is opened once."""
-        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
+        return read_by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, segment: str) -> bool:
         """Return whether the segment exists."""
@@ -438,7 +434,7 @@ class FileSegmentStore:
                 if self.disk.try_lock(fd):
                     break
                 if wait is None:
-                    raise SegmentBusyError(f"segment {segment} has a living writer")
+                    raise SegmentBusyError(f"segment {segment} is being written")
                 time.sleep(wait)
             with suppress(FileNotFoundError):
                 self.disk.remove(path)
@@ -446,7 +442,7 @@ class FileSegmentStore:
             os.close(fd)
 
     def close(self) -> None:
-        """End writing: a later put raises. What was put can still be read."""
+        """Stop writing: a later `put` raises. Stored bytes can still be read."""
         with self._lock:
             self._closed = True
             self._end()
@@ -488,14 +484,14 @@ class MemorySegmentStore:
         """Copy all parts."""
         with self._lock:
             if self._closed:
-                raise ValueError("the store is closed: nothing more can be put on it")
-            places, pieces = lay_out(parts)
+                raise ValueError("the segment store is closed")
+            places, pieces = align_parts(parts)
             if not places:
                 return []
             size = sum(map(len, pieces))
             if self._open is None or len(self._segments[self._open]) + size > self.segment_bytes:
                 self._open = new_name()
-                self._segments[self._open] = bytearray(header())
+                self._segments[self._open] = bytearray(build_header())
             memory = self._segments[self._open]
             base = len(memory)
             for piece in pieces:
@@ -510,7 +506,7 @@ class MemorySegmentStore:
                 raise MissingSegmentError(place.segment)
             memory = self._segments[place.segment]
             if place.stop > len(memory):
-                raise too_short(place, len(memory))
+                raise too_short_error(place, len(memory))
             with memoryview(memory) as view, view[place.offset : place.stop] as part:
                 return np.array(part, dtype=np.uint8).data
 
@@ -540,11 +536,11 @@ class MemorySegmentStore:
         """Remove a segment, `SegmentBusyError` if it is the open one; one that is already gone is not an error."""
         with self._lock:
             if check_name(segment) == self._open:
-                raise SegmentBusyError(f"segment {segment} has a living writer")
+                raise SegmentBusyError(f"segment {segment} is being written")
             self._segments.pop(segment, None)
 
     def close(self) -> None:
-        """End writing: a later put raises. What was put can still be read."""
+        """Stop writing: a later `put` raises. Stored bytes can still be read."""
         with self._lock:
             self._closed = True
             self._open = None
@@ -558,9 +554,9 @@ class MemorySegmentStore:
 _stores: weakref.WeakSet[FileSegmentStore | MemorySegmentStore] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _reset_stores() -> None:
     for store in list(_stores):
         store._after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_stores)

@@ -19,17 +19,17 @@ from rollbook.book.errors import MissingSegmentError
 from rollbook.book.segments.files import (
     ALIGN,
     Place,
-    by_segment,
+    align_parts,
+    build_header,
     check_header,
     check_name,
     check_place,
-    header,
     is_name,
-    lay_out,
     new_name,
+    read_by_segment,
     read_pieces,
     read_segment,
-    too_short,
+    too_short_error,
 )
 from rollbook.core.addresses import redacted
 
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-KEPT_BYTES = 64 << 20
-"""How many bytes of parts that were read last are kept, so that the rows of one frame cost one request."""
-KEPT_NAMES = 1 << 16
-"""How many objects are remembered as having been checked."""
-_NEAR = 64 << 10  # a part this near to the object's begin is read together with the header
+CACHE_BYTES = 64 << 20
+"""Size of the cache of parts that were read, so that the rows of one frame take one request."""
+CACHE_NAMES = 1 << 16
+"""Number of objects whose header is known to be valid."""
+_HEADER_READ_BYTES = 64 << 10  # a part within these bytes is read together with the header
 
 
-class _Recent(Generic[Key, Value]):
-    """What was used last, up to a weight in all; threads may share it."""
+class _LRUCache(Generic[Key, Value]):
+    """A thread-safe cache of the most recently used values, up to a total weight."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_weight: int) -> None:
+        self.max_weight = max_weight
         self.weight = 0
         self._items: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._lock = threading.Lock()
@@ -64,19 +64,19 @@ class _Recent(Generic[Key, Value]):
             return self._items[key][0]
 
     def add(self, key: Key, value: Value, weight: int) -> None:
-        if weight > self.most:
+        if weight > self.max_weight:
             return
         with self._lock:
             self.weight += weight - self._items.pop(key, (value, 0))[1]
             self._items[key] = value, weight
-            while self.weight > self.most:
+            while self.weight > self.max_weight:
                 self.weight -= self._items.popitem(last=False)[1][1]
 
 
-class _Files:
+class _FileObjects:
     """Objects as files of a folder that may be on a network: synced, and made visible by renaming.
 
-    They are copied, not mapped: on NFS a file that another machine removes kills whoever touches its map.
+    They are copied, not mapped: on NFS, touching the map of a file that another machine removed kills the process.
     """
 
     def __init__(self, folder: str, disk: Disk) -> None:
@@ -94,7 +94,7 @@ class _Files:
         return read_segment(self.disk, self._path(place.segment), place, mapped=False)
 
     def read_many(self, places: Sequence[Place]) -> list[Buffer]:
-        return by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
+        return read_by_segment(places, lambda segment, mine: read_pieces(self.disk, self._path(segment), mine))
 
     def has(self, name: str) -> bool:
         return self.disk.is_plain(self._path(name))
@@ -109,7 +109,7 @@ class _Files:
         self.disk.remove(self._path(name))
 
 
-class _Objects:
+class _RemoteObjects:
     """Objects of a store that fsspec reaches."""
 
     def __init__(self, url: str, options: Mapping[str, Any], prefix: str) -> None:
@@ -121,13 +121,13 @@ class _Objects:
     def _open(self) -> None:
         self._fs, root = _file_system(self.url, self.options)
         self.root = "/".join(filter(None, (root.rstrip("/"), self.prefix)))
-        self._parts: _Recent[Place, bytes] = _Recent(KEPT_BYTES)
-        self._checked: _Recent[str, bool] = _Recent(KEPT_NAMES)
+        self._parts: _LRUCache[Place, bytes] = _LRUCache(CACHE_BYTES)
+        self._checked: _LRUCache[str, bool] = _LRUCache(CACHE_NAMES)
         self._pid = os.getpid()
 
     @property
     def fs(self) -> Any:
-        # The connections, the event loop and the locks of a parent process are of no use to a forked child.
+        # A forked child cannot use the connections, event loop and locks of its parent.
         if self._pid != os.getpid():
             self._open()
         return self._fs
@@ -141,7 +141,7 @@ class _Objects:
         try:
             fs.pipe_file(self._path(name), data, mode="create")
         except FileNotFoundError:
-            # Object stores know no folders; servers that have them want them made.
+            # Object stores have no folders; other servers need them created.
             fs.makedirs(self.root, exist_ok=True)
             fs.pipe_file(self._path(name), data, mode="create")
 
@@ -157,19 +157,19 @@ class _Objects:
         cached = self._parts.get(place)
         if cached is None:
             checked = self._checked.get(place.segment) is not None
-            start = place.offset if checked or place.offset > _NEAR else 0
+            start = place.offset if checked or place.offset > _HEADER_READ_BYTES else 0
             data = self._bytes(fs, place, start, place.stop) if place.length or not checked else b""
             if not checked:
                 check_header(data[:ALIGN] if not start else self._bytes(fs, place, 0, ALIGN), place.segment)
                 self._checked.add(place.segment, True, 1)
             if start + len(data) < place.stop:
-                raise too_short(place, start + len(data))
+                raise too_short_error(place, start + len(data))
             cached = data[place.offset - start :]
             self._parts.add(place, cached, len(cached))
         return np.frombuffer(cached, dtype=np.uint8).copy().data
 
     def read_many(self, places: Sequence[Place]) -> list[Buffer]:
-        """Ranges, asked for at once; with the header of each object that was not checked yet."""
+        """Request all ranges at once, with the header of each object that was not checked yet."""
         fs = self.fs
         unchecked = [
             Place(segment, 0, ALIGN)
@@ -195,11 +195,11 @@ class _Objects:
             check_header(bytes(piece), place.segment)
             self._checked.add(place.segment, True, 1)
         pieces = iter(data[len(unchecked) :])
-        result: list[Buffer] = [next(pieces) if place.length else b"" for place in places]
-        for place, found_bytes in zip(places, result, strict=True):
-            if len(memoryview(found_bytes)) != place.length:
-                raise too_short(place, place.offset + len(memoryview(found_bytes)))
-        return result
+        buffers: list[Buffer] = [next(pieces) if place.length else b"" for place in places]
+        for place, piece in zip(places, buffers, strict=True):
+            if len(memoryview(piece)) != place.length:
+                raise too_short_error(place, place.offset + len(memoryview(piece)))
+        return buffers
 
     def has(self, name: str) -> bool:
         fs = self.fs
@@ -208,7 +208,7 @@ class _Objects:
 
     def sizes(self) -> dict[str, int]:
         fs = self.fs
-        fs.invalidate_cache()  # other processes write, and a listing that was kept does not show it
+        fs.invalidate_cache()  # a cached listing does not show objects of other processes
         try:
             entries = fs.ls(self.root, detail=True)
         except FileNotFoundError:
@@ -268,24 +268,24 @@ class FsspecSegmentStore:
         fs, root = _file_system(url, options)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
         # Through fsspec a local file is neither synced nor complete when it is seen.
-        self._store: _Files | _Objects
+        self._store: _FileObjects | _RemoteObjects
         if "file" in protocols:
-            self._store = _Files(os.path.join(root, prefix), Disk() if disk is None else disk)
+            self._store = _FileObjects(os.path.join(root, prefix), Disk() if disk is None else disk)
         else:
-            self._store = _Objects(url, options, prefix)
+            self._store = _RemoteObjects(url, options, prefix)
         self.url = url
         self._closed = False
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
-        """Write all parts as one new object; it is there, whole, when this returns."""
+        """Write all parts as one new object, which is complete when this returns."""
         if self._closed:
-            raise ValueError("the store is closed: nothing more can be put on it")
-        places, pieces = lay_out(parts)
+            raise ValueError("the segment store is closed")
+        places, pieces = align_parts(parts)
         if not places:
             return []
         name = new_name()
-        self._store.write(name, [header(), *pieces])
-        # A store takes an object whole: it is written and it stays at the same moment.
+        self._store.write(name, [build_header(), *pieces])
+        # An object is written and durable at the same moment.
         hit_failpoint("after write")
         hit_failpoint("after sync")
         return [Place(name, ALIGN + at, length) for at, length in places]
@@ -309,18 +309,18 @@ class FsspecSegmentStore:
         return {name: size for name, size in self._store.sizes().items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
-        """Never: an object is written once."""
+        """Return false: an object is written once."""
         check_name(segment)
         return False
 
     def seal(self) -> None:
-        """Nothing to do: every put makes an object."""
+        """Do nothing: every `put` creates an object."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment; one that is gone already is no error."""
+        """Remove a segment; one that is already gone is not an error."""
         with suppress(FileNotFoundError):
             self._store.remove(check_name(segment))
 
     def close(self) -> None:
-        """End writing: a later put raises. What was put can still be read."""
+        """Stop writing: a later `put` raises. Stored bytes can still be read."""
         self._closed = True

@@ -24,14 +24,14 @@ from rollbook.book.postgres import CONNECTIONS, PostgresLedger
 from rollbook.book.segments.files import (
     ALIGN,
     Place,
+    align_parts,
+    build_header,
     check_header,
     check_name,
     check_place,
-    header,
     is_name,
-    lay_out,
     new_name,
-    too_short,
+    too_short_error,
 )
 from rollbook.core.ragged import allocate
 
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
     import psycopg
     from typing_extensions import Buffer
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 
 ROW_BYTES = 8 << 20
-"""How much one row holds: far below the gigabyte that a value may have, which a server meets with several copies."""
+"""Maximum size of a row: far below the limit of a gigabyte, since a server holds several copies of a value."""
 
 # The data's commit does not wait for the disk. The log is one sequence, and the ledger's commit, which comes later in
 # it, waits until everything before it is flushed: one wait for both. If the server crashes in between, the row is gone,
 # and `has`, asked inside the ledger's transaction, says so. The setting ends with the statement's transaction, so that
 # it cannot reach another one, not even when a pooler hands the same session to the ledger.
-_QUIETLY = "set_config('synchronous_commit', 'off', true) = 'off'"
+_ASYNC_COMMIT = "set_config('synchronous_commit', 'off', true) = 'off'"
 _PUT = (
     "INSERT INTO {} (segment, data, made) SELECT %s, %b, extract(epoch FROM clock_timestamp())"
-    f" WHERE {_QUIETLY} ON CONFLICT (segment) DO NOTHING"
+    f" WHERE {_ASYNC_COMMIT} ON CONFLICT (segment) DO NOTHING"
 )
 # Stored EXTERNAL, neither a slice of a value nor its length makes the server read the rest.
 _GET = (
@@ -65,7 +65,7 @@ _GET_MANY = (
 )
 _HAS = "SELECT 1 FROM {} WHERE segment = %s"
 _SIZES = "SELECT split_part(segment, '/', 1) AS name, sum(octet_length(data))::bigint FROM {} GROUP BY name"
-_REMOVE = f"DELETE FROM {{}} WHERE segment = %s AND {_QUIETLY} RETURNING octet_length(data)"
+_REMOVE = f"DELETE FROM {{}} WHERE segment = %s AND {_ASYNC_COMMIT} RETURNING octet_length(data)"
 
 
 class PostgresSegmentStore:
@@ -85,16 +85,16 @@ class PostgresSegmentStore:
     def insert(self, tx: Transaction, parts: Sequence[Buffer]) -> list[Place]:
         """Insert all parts within a transaction of the ledger, with which they become durable."""
         name = new_name()
-        spans, pieces = lay_out(parts)
-        for number, data in enumerate(_rows([header(), *pieces]) if spans else ()):
+        spans, pieces = align_parts(parts)
+        for number, data in enumerate(_split_rows([build_header(), *pieces]) if spans else ()):
             row = (_row_name(name, number), data, tx.now)
-            tx.later("blobs", "INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", row)
+            tx.defer("blobs", "INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", row)
         return [Place(name, ALIGN + start, length) for start, length in spans]
 
     def put(self, parts: Sequence[Buffer]) -> list[Place]:
         """Insert all parts in one transaction; durable with the ledger's next commit, if `has` is true inside it."""
         name = new_name()
-        spans, pieces = lay_out(parts)
+        spans, pieces = align_parts(parts)
         if not spans:
             return []
         fits_row = sum(map(len, pieces)) + ALIGN <= ROW_BYTES
@@ -102,7 +102,7 @@ class PostgresSegmentStore:
         def insert(connection: psycopg.Connection[Any]) -> None:
             # One row is one statement, and that its own transaction: one exchange with the server.
             with nullcontext() if fits_row else connection.transaction():
-                for number, data in enumerate(_rows([header(), *pieces])):
+                for number, data in enumerate(_split_rows([build_header(), *pieces])):
                     connection.execute(self._sql(_PUT), (_row_name(name, number), data))
 
         self._run(insert)
@@ -125,14 +125,14 @@ class PostgresSegmentStore:
             if fetched is None and number == 0:
                 raise MissingSegmentError(place.segment)
             if fetched is None or fetched[1] < stop:
-                raise too_short(place, self._sizes(connection).get(place.segment, 0))
+                raise too_short_error(place, self._sizes(connection).get(place.segment, 0))
             return fetched
 
         # Several rows are read in one snapshot: a remover takes all of them or none.
         with connection.transaction() if last else nullcontext():
             if last:
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-            # The two ends before any memory is taken: a ledger's word for the length is not enough.
+            # Check both ends before allocating memory: the length in the ledger is not trusted.
             ends = {0: row(0)}
             check_header(bytes(ends[0][0]), place.segment)
             ends[last] = ends[0] if last == 0 else row(last)
@@ -172,7 +172,7 @@ class PostgresSegmentStore:
             for place, count in zip(places, counts, strict=True):
                 piece = b"".join(part or b"" for part in data[at : at + count])
                 if len(piece) != place.length:
-                    raise too_short(place, self._sizes(connection).get(place.segment, 0))
+                    raise too_short_error(place, self._sizes(connection).get(place.segment, 0))
                 pieces.append(piece)
                 at += count
             return pieces
@@ -192,15 +192,15 @@ class PostgresSegmentStore:
         return {name: size for name, size in self._run(self._sizes).items() if is_name(name)}
 
     def busy(self, segment: str) -> bool:
-        """Never: a segment that is there is complete."""
+        """Return false: an existing segment is complete."""
         check_name(segment)
         return False
 
     def seal(self) -> None:
-        """Nothing: every `put` is a segment of its own."""
+        """Do nothing: every `put` is a segment of its own."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment; one that is gone already is no error."""
+        """Remove a segment; one that is already gone is not an error."""
         check_name(segment)
 
         def delete(connection: psycopg.Connection[Any]) -> None:
@@ -213,7 +213,7 @@ class PostgresSegmentStore:
         self._run(delete)
 
     def close(self) -> None:
-        """Refuse whatever is asked later; the connections are the ledger's."""
+        """Make later calls raise; the ledger closes the connections."""
         self._closed = True
 
     def _sql(self, statement: str) -> Any:
@@ -221,7 +221,7 @@ class PostgresSegmentStore:
 
         return sql.SQL(statement).format(sql.Identifier(self.schema, "blobs"))
 
-    def _run(self, act: Callable[[psycopg.Connection[Any]], T]) -> T:
+    def _run(self, act: Callable[[psycopg.Connection[Any]], Answer]) -> Answer:
         """Run `act` with a connection, and again with another one if that broke.
 
         Every act can be repeated: a name is used by one `put` only, and existing rows are left as they are.
@@ -229,7 +229,7 @@ class PostgresSegmentStore:
         import psycopg
 
         if self._closed:
-            raise ValueError("the store is closed")
+            raise ValueError("the segment store is closed")
         attempt = 0
         while True:
             with self.ledger.connection() as connection:
@@ -238,11 +238,11 @@ class PostgresSegmentStore:
                 except (psycopg.OperationalError, psycopg.InterfaceError) as error:
                     attempt += 1
                     if not connection.closed or attempt > CONNECTIONS:
-                        raise self._explained(error) from error
+                        raise self._translate_error(error) from error
                 except psycopg.Error as error:
-                    raise self._explained(error) from error
+                    raise self._translate_error(error) from error
 
-    def _explained(self, error: psycopg.Error) -> Exception:
+    def _translate_error(self, error: psycopg.Error) -> Exception:
         import psycopg
 
         message = str(error).strip()
@@ -258,7 +258,7 @@ def _row_name(segment: str, number: int) -> str:
     return f"{segment}/{number}" if number else segment
 
 
-def _rows(pieces: Iterable[Buffer]) -> Iterator[bytes]:
+def _split_rows(pieces: Iterable[Buffer]) -> Iterator[bytes]:
     """Split the concatenated pieces into rows of `ROW_BYTES`, the last one shorter."""
     row: list[memoryview] = []
     room = ROW_BYTES

@@ -1,7 +1,7 @@
-"""`ExperienceBatch`: many experiences, model-ready, padded or packed; `Samples` and `BufferItem` beside it.
+"""LightRFT's classes: `ExperienceBatch`, padded or packed, its rows (`BufferItem`), and `Samples`.
 
-Invariant: slot j of a response-axis field speaks of token S - A + j of its row, in every padded layout; a packed batch
-holds the same rows end to end.
+Invariant: slot j of a response-axis field belongs to token S - A + j of its row, in every padded layout. A packed batch
+has the same rows end to end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 
 if TYPE_CHECKING:
     from rollbook.algorithms.inputs import Inputs
+    from rollbook.batch.media import ModelConfig
     from rollbook.compat.lightrft.ragged_batch import RaggedBatch
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
@@ -36,8 +37,10 @@ Records: TypeAlias = "Sequence[Experience] | Experiences"
 TokenColumn: TypeAlias = torch.Tensor | list[torch.Tensor]
 """A per-token field: (B, A), or 1-D tensors, such as `Rows`."""
 Path = tuple[Any, ...]
+"""Keys from the top of an `info` to an entry."""
 Kind = tuple[torch.dtype, tuple[int, ...]]
-"""What a number was as an entry of a tensor: its type, and its shape there (`(1,)` in a (B, 1) tensor)."""
+"""Type and shape that a number had as an entry of a tensor (`(1,)` in a (B, 1) tensor)."""
+Number: TypeAlias = bool | int | float | complex | np.generic
 
 _MISSING: Any = object()
 _TORCH = {numpy_type: torch_type for torch_type, numpy_type in NUMPY.items()}
@@ -52,14 +55,14 @@ _DEFAULTS: dict[type, torch.dtype] = {
 
 @dataclass(slots=True)
 class InfoOrigin:
-    """What a collated `info` does not say of the items it came from."""
+    """What collating loses of the `info` of items, so that splitting restores it."""
 
     missing: dict[Path, frozenset[int]] = field(default_factory=dict)
-    """The rows that lack a key."""
+    """Rows that lack a key."""
     originals: dict[Path, tuple[list[Any], list[Any]]] = field(default_factory=dict)
-    """What a tensor shows, and what the items had, where a number of the tensor is not what was given."""
+    """Numbers of a tensor and those of the items, if conversion to the tensor changed them."""
     kinds: dict[Path, tuple[Kind | None, ...]] = field(default_factory=dict)
-    """What each row remembered of a number, where rows differed in that."""
+    """Type of a number in each row, if rows differ."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InfoOrigin):
@@ -70,10 +73,15 @@ class InfoOrigin:
 
 
 def collate_info(infos: Sequence[Any], kinds: Sequence[Any] | None = None) -> tuple[dict[Any, Any], InfoOrigin]:
-    """One dict of tensors and lists, by key: numbers and tensors of one shape are stacked, dicts are collated by key,
-    anything else is a list with `None` where an item lacks it.
+    """Collate the `info` of items: stack numbers and tensors of one shape, collate dicts by key, and list the rest.
 
-    A number has the type that `kinds` remembers of it (see `split_info`), else int64, float32 or bool.
+    Args:
+        infos: The `info` of each item.
+        kinds: Types of the numbers of each item, as `split_info` returns them; `None`: int64, float32 or bool.
+
+    Returns:
+        One dict of tensors and lists, with `None` in a list for an item that lacks the key; and what is needed to split
+        it again.
 
     >>> infos = [{"reward": 0.5, "tag": "a", "parts": {"x": 1}}, {"reward": 1.0, "parts": {"x": 2}}]
     >>> info, origin = collate_info(infos)
@@ -108,7 +116,7 @@ def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
 
 
 def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) -> torch.Tensor | None:
-    """The values as one tensor, if they can be."""
+    """Stack values to one tensor, or return `None` if they cannot be stacked."""
     types = set(map(type, column))
     if len(types) == 1 and not any(kinds) and (dtype := _DEFAULTS.get(type(column[0]))) is not None:
         try:
@@ -137,22 +145,22 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
 
 
 def _kind(path: Path, column: list[Any], kinds: list[Any], origin: InfoOrigin) -> Kind | None:
-    """The type that all rows remember of a number; where they differ, the widest, and each row's is noted."""
-    shared = {id(remembered): remembered for remembered in kinds}  # items of one batch share theirs
-    distinct = {(remembered or {}).get(path) for remembered in shared.values()}
+    """Return the type of a number in all rows; if rows differ, the widest, and record each row's in `origin`."""
+    shared = {id(row_kinds): row_kinds for row_kinds in kinds}  # items of one batch share one dict
+    distinct = {(row_kinds or {}).get(path) for row_kinds in shared.values()}
     if len(distinct) < 2:
         return distinct.pop() if distinct else None
-    rows = tuple((remembered or {}).get(path) for remembered in kinds)
+    rows = tuple((row_kinds or {}).get(path) for row_kinds in kinds)
     origin.kinds[path] = rows
     if len({kind[1] for kind in rows if kind is not None}) > 1 or any(kind[1] for kind in rows if kind is not None):
-        return None  # of different shapes: as numbers
+        return None  # different shapes: collated as plain numbers
     wide = [_DEFAULTS.get(type(v), torch.float32) if k is None else k[0] for k, v in zip(rows, column, strict=True)]
     return reduce(torch.promote_types, wide), ()
 
 
 def _number_tensor(column: list[Any], types: set[type], kind: Kind | None) -> torch.Tensor | None:
     dtype, tail = kind or (None, ())
-    if dtype is not None and not all(_holds(dtype, value) for value in column):
+    if dtype is not None and not all(_can_represent(dtype, value) for value in column):
         dtype, tail = None, ()
     if dtype is None:
         if len(types) == 1 and all(issubclass(kind, np.generic) for kind in types):
@@ -173,24 +181,33 @@ def _number_tensor(column: list[Any], types: set[type], kind: Kind | None) -> to
         return None  # an integer beyond 64 bits, a date
 
 
-def _holds(dtype: torch.dtype, value: Any) -> bool:
-    if dtype.is_complex or isinstance(value, (complex, np.complexfloating)):
+def _can_represent(dtype: torch.dtype, number: Number) -> bool:
+    if dtype.is_complex or isinstance(number, (complex, np.complexfloating)):
         return dtype.is_complex
     if dtype.is_floating_point:
         return True
     if dtype == torch.bool:
-        return isinstance(value, (bool, np.bool_))
+        return isinstance(number, (bool, np.bool_))
     bounds = torch.iinfo(dtype)
-    return float(value).is_integer() and bounds.min <= value <= bounds.max
+    real = float(number)
+    return real.is_integer() and bool(bounds.min <= number <= bounds.max)  # type: ignore[operator]
 
 
 def split_info(
     info: dict[Any, Any] | None, count: int, origin: InfoOrigin | None = None
 ) -> tuple[list[dict[Any, Any]], dict[Path, Kind] | None]:
-    """The `info` of each of `count` items, and what is to be remembered of its numbers (see `collate_info`).
+    """Split a collated `info` into those of `count` items; see `collate_info`.
 
     Tensors and lists with an entry for each item are split, and one-element entries become Python numbers; dicts are
-    split by key; anything else goes to every item. Nothing is shared between the items or with `info`.
+    split by key; every item gets a copy of anything else.
+
+    Args:
+        info: A collated `info`.
+        count: Number of items.
+        origin: What collating lost.
+
+    Returns:
+        The `info` of each item, and types of numbers for `collate_info` if they are not the usual ones.
 
     >>> items, kinds = split_info({"reward": torch.tensor([1.0, 2.0], dtype=torch.float64), "epoch": 3}, 2)
     >>> items, kinds
@@ -205,16 +222,16 @@ def split_info(
 
 
 def row_kinds(kinds: dict[Path, Kind] | None, origin: InfoOrigin, row: int) -> dict[Path, Kind] | None:
-    """What one row remembers of its numbers."""
+    """Return the types of the numbers of one row."""
     if not origin.kinds:
         return kinds
-    own_kinds = dict(kinds or {})
+    of_row = dict(kinds or {})
     for path, rows in origin.kinds.items():
-        own_kinds.pop(path, None)
+        of_row.pop(path, None)
         kind = rows[row]
         if kind is not None:
-            own_kinds[path] = kind
-    return own_kinds or None
+            of_row[path] = kind
+    return of_row or None
 
 
 def _split(info: dict[Any, Any], count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
@@ -224,7 +241,7 @@ def _split(info: dict[Any, Any], count: int, path: Path, origin: InfoOrigin, kin
         entries = _entries(value, count, here, origin, kinds)
         missing = origin.missing.get(here, ())
         for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
-            # A row that has the key by now was given it since the batch was made.
+            # A row that lacked the key may have been assigned a value since.
             empty = entry is None or (isinstance(entry, dict) and not entry)
             if not (empty and i in missing):
                 row[key] = entry
@@ -244,7 +261,7 @@ def _entries(value: Any, count: int, path: Path, origin: InfoOrigin, kinds: dict
 
 
 def check_info(info: Any, count: int, path: Path = ()) -> None:
-    """Refuse a tensor that has not an entry for each of `count` samples."""
+    """Raise `ValueError` if a tensor in `info` does not have an entry for each of `count` samples."""
     if isinstance(info, dict):
         for key, value in info.items():
             check_info(value, count, (*path, key))
@@ -272,7 +289,7 @@ def _tensor_entries(
 
 
 def info_arrays(info: Mapping[Any, Any] | None, origin: InfoOrigin) -> dict[Any, Any] | None:
-    """A collated `info` for `pick_info`, if it is all tensors with an entry for each row: their memory and types."""
+    """Return the arrays of a collated `info` for `pick_info`; `None` unless all entries are tensors on the host."""
     if origin.missing or origin.originals or origin.kinds:
         return None
     result: dict[Any, Any] = {}
@@ -289,13 +306,13 @@ def info_arrays(info: Mapping[Any, Any] | None, origin: InfoOrigin) -> dict[Any,
 
 
 def pick_info(arrays: dict[Any, Any], rows: NDArray[np.int64]) -> dict[Any, Any]:
-    """The collated `info` of some rows (what `collate_info` makes of the rows' own is the same, and takes longer)."""
+    """Return the collated `info` of some rows; equal to `collate_info` of their `info`, but faster."""
     result: dict[Any, Any] = {}
     for key, value in arrays.items():
         if isinstance(value, dict):
             result[key] = pick_info(value, rows)
         else:
-            # By way of numpy, whose indexing takes a fraction of the time.
+            # numpy indexes in a fraction of torch's time.
             array, dtype = value
             picked = torch.from_numpy(array[rows])
             result[key] = picked if dtype is None else picked.view(dtype)
@@ -304,10 +321,20 @@ def pick_info(arrays: dict[Any, Any], rows: NDArray[np.int64]) -> dict[Any, Any]
 
 @dataclass(eq=False, repr=False)
 class BufferItem(Movable):
-    """One sample of a batch, as LightRFT's buffer keeps it: L tokens, R response slots, on memory of its own.
+    """One sample of a batch, as in LightRFT's buffer: L tokens, R response slots, on its own memory.
 
-    `sequences`, `attention_mask` (L,); the other per-token fields (R,). Numbers in `info` are Python's. Media as in
-    `ExperienceBatch`, for this sample alone; `BufferItemVL` takes them in LightRFT's order.
+    Fields are those of `ExperienceBatch` without the batch axis; `BufferItemVL` takes them in another order.
+
+    Attributes:
+        sequences: (L,) Token ids.
+        action_log_probs: (R,); likewise `base_action_log_probs`, `values`, `returns`, `advantages`, `action_mask`,
+            `action_entropy` and `kl`.
+        attention_mask: (L,)
+        info: By key, Python numbers, tensors or any data.
+        eid: Id of the record.
+        action_start: First response slot of this sample; those before are padding.
+        implied: Masks that the sample lacks, which only separate its padding from the rest; unpadding drops them.
+        info_kinds: Types that numbers of `info` had in the batch, if they are not the usual ones.
 
     >>> import torch
     >>> item = BufferItem(torch.tensor([5, 6, 7]), torch.tensor([-0.5]), *[None] * 6, {"reward": 1.0})
@@ -337,14 +364,11 @@ class BufferItem(Movable):
     media: dict[str, Any] | None = None
     extras: dict[str, Any] | None = None
     action_start: int = 0
-    """The first response slot that is this sample's own; the ones before are padding."""
     implied: frozenset[str] = frozenset()
-    """Masks that the sample lacks, and that only tell its padding from the rest; unpadding drops them."""
     info_kinds: dict[Any, Any] | None = None
-    """The type that numbers of `info` had in the batch, where it is not the usual one."""
 
     if not TYPE_CHECKING:
-        # Written by hand, as that of ExperienceBatch is; fields that are not given have their default (`peek`).
+        # Written by hand, as that of ExperienceBatch. `peek_field` returns the defaults of fields that are not set.
         def __init__(
             self,
             sequences,
@@ -374,24 +398,24 @@ class BufferItem(Movable):
                 assign_rest(self, 10, more, rest)
 
     @classmethod
-    def of(cls, sheet: RaggedBatch, row: int) -> BufferItem:
-        """Row `row` of a sheet, whose fields are copied out of it when they are first asked for."""
+    def of(cls, ragged: RaggedBatch, row: int) -> BufferItem:
+        """Return row `row` of a ragged batch; a field is copied on first access."""
         item = cls.__new__(cls)
-        item.__dict__["_source"] = sheet, row
+        item.__dict__["_source"] = ragged, row
         return item
 
     def __getattr__(self, name: str) -> Any:
         if name not in ITEM_FIELDS:
             raise AttributeError(f"'BufferItem' object has no attribute {name!r}")
-        # Threads may read one item: all get the value that came first.
-        value = self.__dict__.setdefault(name, peek(self.__dict__, name))
+        # Several threads may read one item: all get the value that was stored first.
+        value = self.__dict__.setdefault(name, peek_field(self.__dict__, name))
         source = self.__dict__.get("_source")
         if source is not None and name in BATCH_FIELDS and source[0].large.issubset(self.__dict__):
-            self.detach()  # all that is large is copied out by now
+            self.detach()  # all large fields are copied
         return value
 
     def detach(self) -> BufferItem:
-        """Copy out what is still in the sheet this item was made from, and let go of that; gives itself back."""
+        """Copy the remaining fields from the ragged batch and drop the reference to it; returns itself."""
         self.__dict__.update(self.__getstate__())
         self.__dict__.pop("_source", None)
         return self
@@ -400,7 +424,7 @@ class BufferItem(Movable):
         return super(BufferItem, self.detach())._change(change, other)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Read, not looked at: processes share tensors as files, which go when a tensor that nobody keeps does.
+        # getattr, not `peek_field`: tensors shared between processes as files must be kept alive by the item.
         fields = {name: getattr(self, name) for name in ITEM_FIELDS}
         return {name: value for name, value in self.__dict__.items() if name != "_source"} | fields
 
@@ -412,9 +436,9 @@ class BufferItem(Movable):
         return f"BufferItem({name}{tokens} tokens{actions}, info={sorted(self.info or (), key=str)})"
 
 
-def peek(state: dict[str, Any], name: str) -> Any:
-    """A field of an item with this state: its own, or else what its sheet has, or else the default."""
-    source = state.get("_source")  # first: it goes when the last field has come
+def peek_field(state: dict[str, Any], name: str) -> Any:
+    """Return a field of an item with this state without storing it in the item."""
+    source = state.get("_source")  # read first: another thread may detach the item
     if name in state:
         return state[name]
     return ITEM_DEFAULTS.get(name) if source is None else source[0].value(name, source[1])
@@ -425,27 +449,33 @@ ITEM_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BufferItem) if f.
 if not TYPE_CHECKING:
     BufferItem.__signature__ = constructor_signature(BufferItem)
 for _name in ITEM_FIELDS:
-    # Defaults that stand on the class would be found before what the sheet has.
+    # A default on the class would hide the value in the ragged batch.
     if _name in BufferItem.__dict__:
         delattr(BufferItem, _name)
 
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """What a batch's tensors alone do not say of the items it was made from, so that a split gives those back.
+    """What batching loses of the items of a batch, so that splitting restores them.
 
-    An entry describes the value that the batch had when it was made: assigning to the field voids it.
+    An entry holds for the value that a field had when the batch was made; assigning to the field voids it.
+
+    Attributes:
+        absent: By field, the rows that lack it; they read as padding.
+        dtypes: By field, the type of each row, if rows differ.
+        media_rows: By media field, the number of its rows that each sample has.
+        info: The same for `info`.
+        described: By field of the batch, the value that the entries hold for.
+
+    >>> Origin(absent={"values": frozenset([1])}).absent["values"]
+    frozenset({1})
     """
 
     absent: dict[str, frozenset[int]] = field(default_factory=dict)
-    """By field, the rows that lack it; they read as padding."""
     dtypes: dict[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
-    """By field, the type each row had, where they differed."""
     media_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By media field, how many of its rows each sample has."""
     info: InfoOrigin = field(default_factory=InfoOrigin)
     described: dict[str, Any] = field(default_factory=dict, compare=False)
-    """By field of the batch, the value that the entries describe."""
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.absent, self.dtypes, self.media_rows, self.info
@@ -455,11 +485,11 @@ class Origin:
         self.described = {}
 
     def copy(self) -> Origin:
-        """The same, to be changed apart."""
+        """Return a copy."""
         return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info, dict(self.described))
 
     def describe(self, batch: ExperienceBatch) -> None:
-        """Tie the entries to the values that the batch has now."""
+        """Bind the entries to the current values of the batch."""
         names = {key.partition(".")[0] for part in (self.absent, self.dtypes, self.media_rows) for key in part}
         if self.info.missing or self.info.originals or self.info.kinds:
             names.add("info")
@@ -486,22 +516,29 @@ class Origin:
 
 @dataclass(eq=False, repr=False)
 class ExperienceBatch(Movable):
-    """Many experiences as a model takes them: LightRFT's `Experience` (its positional order), for text and vision.
+    """A batch of B samples in LightRFT's layout (its `Experience`, same positional order), for text and vision.
 
-    B samples; S is the longest sequence, A the most response slots. Padded, per-token fields are matrices, and slot j
-    of a (B, A) field speaks of token S - A + j. Packed, they are `Rows`: lists of 1-D tensors that lie end to end in
+    S is the longest sequence, A the largest number of response slots. Padded, per-token fields are matrices, and slot j
+    of a (B, A) field belongs to token S - A + j. Packed, they are `Rows`: lists of 1-D tensors that lie end to end in
     `.values`, with `cu_seqlens` and `position_ids` for attention over ragged input.
 
-    - `sequences`, `attention_mask` (B, S): token ids; 1 on what is attended. No mask: everything is.
-    - `action_log_probs`, `base_action_log_probs`, `values`, `returns`, `advantages`, `kl`, `action_entropy` (B, A).
-    - `action_mask` (B, A): True where the model chose the token. No mask: everywhere. False on the first token of
-      records without a prompt, which no model predicts.
-    - `info`: by key, a tensor or list with an entry for each sample, or a dict of such.
-    - `labels`, `references`, `ids` [B]: lists; `ids` are `EID`s, and name the records.
-    - `pixel_values` (rows of all images, ...), `image_grid_thws` (images, 3), `pixel_values_videos`,
-      `video_grid_thws`, `raw_images` (a list for each sample), `media` (name -> list of tensors, for other inputs).
-    - `extras`: response-axis fields by the record's names, such as `loss_weights` or `policy_versions` (B, A, ...).
-    - `action_starts` [B]: the first slot that is a row's own; `None`: 0 in every row.
+    Attributes:
+        sequences: (B, S) Token ids.
+        action_log_probs: (B, A); likewise `base_action_log_probs`, `values`, `returns`, `advantages`, `kl` and
+            `action_entropy`.
+        attention_mask: (B, S) 1 on attended tokens; `None`: all.
+        action_mask: (B, A) True where the model sampled the token; `None`: everywhere. False on the first token of
+            records without a prompt, which no model predicts.
+        info: By key, a tensor or list with an entry for each sample, or a dict of such.
+        labels: [B] A list; likewise `references`.
+        ids: [B] `EID`s of the records.
+        pixel_values: (rows of all images, ...); likewise `pixel_values_videos`.
+        image_grid_thws: (images, 3); likewise `video_grid_thws`.
+        raw_images: [B] A list of images for each sample.
+        media: Other inputs: by name, a list of tensors.
+        extras: Response-axis fields by the record's names, such as `loss_weights` or `policy_versions` (B, A, ...).
+        action_starts: [B] First response slot of each row; `None`: 0 in every row.
+        origin: What batching lost of the items.
 
     >>> batch = ExperienceBatch(
     ...     sequences=torch.tensor([[0, 5, 6, 7], [4, 5, 6, 7]]), action_log_probs=torch.tensor([[-0.1], [-0.2]]),
@@ -543,8 +580,8 @@ class ExperienceBatch(Movable):
     origin: Origin = field(default_factory=Origin)
 
     if not TYPE_CHECKING:
-        # Written by hand: every parameter and every attribute takes time, and of 23 fields a caller gives about ten.
-        # Those that are `None` by default are looked up on the class.
+        # Written by hand: callers pass about ten of 23 fields, and setting all would take most of the time. Fields that
+        # are `None` by default are read from the class.
         def __init__(
             self,
             sequences,
@@ -585,10 +622,10 @@ class ExperienceBatch(Movable):
 
     @classmethod
     def of(cls, fields: dict[str, Any], origin: Origin) -> ExperienceBatch:
-        """A batch from fields by name, `None` where there is none, without the constructor, and tied to its origin."""
+        """Build a batch from fields by name, without the constructor, and bind it to its origin."""
         batch = cls.__new__(cls)
         state = batch.__dict__
-        state.update(_BLANK)
+        state.update(_EMPTY_FIELDS)
         state.update(fields)
         origin.describe(batch)
         state["origin"] = origin
@@ -603,10 +640,10 @@ class ExperienceBatch(Movable):
         return origin
 
     def _set_origin(self, origin: Origin) -> None:
-        # A copy: `dataclasses.replace` gives both batches the one, and each is assigned to by itself.
-        self.__dict__["origin"] = mine = origin.copy()
-        if not mine.described:
-            mine.describe(self)
+        # A copy: `dataclasses.replace` passes the same object to both batches.
+        self.__dict__["origin"] = copied = origin.copy()
+        if not copied.described:
+            copied.describe(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "origin": self.origin}
@@ -627,7 +664,7 @@ class ExperienceBatch(Movable):
         if self.sequences is None:
             raise ValueError("sequences: got None, expected token ids")
         tensor = isinstance(self.sequences, torch.Tensor)
-        return int(self.sequences.shape[0]) if tensor else len(self.sequences)  # several times as fast as len(tensor)
+        return int(self.sequences.shape[0]) if tensor else len(self.sequences)  # len(tensor) is several times slower
 
     @property
     def layout(self) -> str:
@@ -648,29 +685,31 @@ class ExperienceBatch(Movable):
     # --- layouts --------------------------------------------------------------------------------------------
 
     def pack(self) -> ExperienceBatch:
-        """The same samples packed: what is attended, end to end. A packed batch is given back as it is."""
-        from rollbook.compat.lightrft.ragged_batch import packed, sheet_of_batch
+        """Return the attended tokens of all samples, packed end to end; a packed batch is returned as it is."""
+        from rollbook.compat.lightrft.ragged_batch import ragged_from_batch, to_packed
 
-        return self if self.layout == "packed" else packed(sheet_of_batch(self))
+        return self if self.layout == "packed" else to_packed(ragged_from_batch(self))
 
     def pad(self, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
-        """The same samples padded, with as little padding as they need.
+        """Return the samples with minimal padding.
 
-        `left`: rows end together, on both axes. `prompt_left_response_right`: prompts end together, and responses
-        begin together, as a fresh rollout has them.
+        Args:
+            pad_token_id: Token id of the padding.
+            layout: `left`: padded on the left of both axes. `prompt_left_response_right`: prompts padded on the left,
+                responses on the right, as in a fresh rollout.
         """
-        from rollbook.compat.lightrft.ragged_batch import padded, sheet_of_batch
+        from rollbook.compat.lightrft.ragged_batch import ragged_from_batch, to_padded
 
-        return padded(sheet_of_batch(self), pad_token_id, layout)
+        return to_padded(ragged_from_batch(self), pad_token_id, layout)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """[B + 1] int32: where each sample's tokens begin in a packed batch."""
+        """[B + 1] int32: start of each sample in the tokens of a packed batch, and the end."""
         return self._packed("cu_seqlens", self.sequences).cu_seqlens
 
     @property
     def action_cu_seqlens(self) -> torch.Tensor:
-        """[B + 1] int32: where each sample's slots begin in a packed batch's response-axis fields."""
+        """[B + 1] int32: start of each sample in the response-axis fields of a packed batch, and the end."""
         for _, value in token_fields(self, "response"):
             if value is not None:
                 return self._packed("action_cu_seqlens", value).cu_seqlens
@@ -678,20 +717,19 @@ class ExperienceBatch(Movable):
 
     def _packed(self, name: str, column: Rows | list[torch.Tensor]) -> Rows:
         if self.layout != "packed":
-            raise ValueError(f"{name}: the batch is padded; pack() gives one that has it")
+            raise ValueError(f"{name}: got a padded batch, expected a packed one (see pack())")
         return column if isinstance(column, Rows) else Rows(column)
 
     @property
     def max_seqlen(self) -> int:
-        """The longest sample's number of tokens."""
+        """Number of tokens of the longest sample."""
         if self.layout == "packed":
             return max((len(row) for row in self.sequences), default=0)
         return int(self.sequences.shape[1])
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """(1, tokens) packed, from 0 again with each sample; (B, S) padded, from 0 with the first attended token (1 on
-        padding)."""
+        """Positions: (1, tokens) packed, restarting with each sample; (B, S) padded, 1 on padding."""
         if self.layout == "packed":
             rows = self._packed("position_ids", self.sequences)
             starts = torch.from_numpy(rows.offsets[:-1]).to(rows.values.device)
@@ -705,18 +743,26 @@ class ExperienceBatch(Movable):
         counted: torch.Tensor = attended.cumsum(-1) - 1
         return counted.masked_fill(attended == 0, 1)
 
-    def model_inputs(self, get_rope_index: Callable[..., Any] | None = None, *, config: Any = None) -> dict[str, Any]:
-        """Keyword arguments for a transformers model.
+    def model_inputs(
+        self, get_rope_index: Callable[..., Any] | None = None, *, config: ModelConfig | None = None
+    ) -> dict[str, Any]:
+        """Return keyword arguments for a transformers model.
 
         Padded: `input_ids`, `attention_mask`, `position_ids`. Packed: `input_ids` (1, tokens), `position_ids` that
-        restart, by which eager and SDPA attention keep samples apart (with `use_cache=False`), and the arguments of
+        restart, by which eager and SDPA attention separate samples (with `use_cache=False`), and the arguments of
         attention over ragged input (`cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`).
 
-        With media, their inputs too, under the model's names. A model whose images have a grid computes positions in
-        space itself, so padded batches with grids have no `position_ids`; packed ones need the model's
-        `get_rope_index`, with which they are (4, 1, tokens), the text's first. Both need `mm_token_type_ids`: samples
-        that come without get them from the placeholder ids of `config`, the model's configuration (not needed beside a
-        `get_rope_index` that is the model's own method).
+        Media are included under the model's names. Models with image grids compute spatial positions themselves:
+        padded batches with grids have no `position_ids`, and packed ones need `get_rope_index`, with which they are
+        (4, 1, tokens), text positions first. Both need `mm_token_type_ids`.
+
+        Args:
+            get_rope_index: This method of the model.
+            config: Configuration of the model, from whose placeholder ids missing `mm_token_type_ids` are derived. Not
+                needed with a `get_rope_index` of the model.
+
+        Raises:
+            ValueError: If a batch with grids lacks `get_rope_index` or `mm_token_type_ids`.
         """
         inputs: dict[str, Any] = {}
         if self.layout == "packed":
@@ -725,7 +771,7 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = rows.values.unsqueeze(0)
             inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             inputs |= {"max_length_q": self.max_seqlen, "max_length_k": self.max_seqlen}
-            # With a cache, eager and SDPA attention would not look for where samples begin.
+            # With a cache, eager and SDPA attention do not separate samples.
             inputs["use_cache"] = False
         else:
             inputs["input_ids"] = self.sequences
@@ -743,28 +789,31 @@ class ExperienceBatch(Movable):
         elif self.layout == "packed":
             raise ValueError(
                 "get_rope_index: got None, expected the model's method: a packed batch with image or video grids needs "
-                "positions in space that restart with each sample"
+                "spatial positions that restart with each sample"
             )
         elif TYPES not in inputs:
             raise ValueError(
-                f"media[{TYPES!r}]: got None beside image or video grids, expected it, or config=model.config to "
-                "derive it from placeholder ids: without it, a model has no positions in space"
+                f"media[{TYPES!r}]: got None with image or video grids, expected it, or config=model.config to derive "
+                "it from placeholder ids: without it, a model has no spatial positions"
             )
         return inputs
 
     def estimator_inputs(self, keys: Mapping[str, str]) -> Inputs:
-        """Return the inputs of advantage estimators; `keys` says which key of `info` holds which input."""
+        """Return the inputs of advantage estimators; `keys` are the keys of `info` by input name."""
         from rollbook.compat.lightrft.ragged_batch import estimator_inputs
 
         return estimator_inputs(self, keys)
 
     def at_actions(self, predictions: torch.Tensor) -> torch.Tensor:
-        """From what the model said at each token, what it said of each response slot: one token earlier.
+        """Select the predictions of response slots: those at the token before each.
 
-        `predictions` is (B, S, ...) or, packed, (1, tokens, ...): entry t was computed from tokens up to t, and so
-        speaks of token t + 1. Gives (B, A, ...) or (slots, ...), in the order of this batch's response-axis fields. Of
-        a sample's very first token nothing was said: a slot that speaks of it gets some other entry, and is to be
-        masked.
+        The first token of a sample has no prediction: its slot gets another entry, and must be masked.
+
+        Args:
+            predictions: (B, S, ...) or, packed, (1, tokens, ...): outputs of the model at each token.
+
+        Returns:
+            (B, A, ...) or (slots, ...), in the order of the response-axis fields.
 
         >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2), *[None] * 7)
         >>> batch.at_actions(torch.tensor([[10, 20, 30]]))
@@ -782,7 +831,7 @@ class ExperienceBatch(Movable):
             return predictions[0, torch.maximum(slot + shift - 1, first)]
         actions = next((value for _, value in token_fields(self, "response") if value is not None), None)
         if actions is None:
-            raise ValueError("at_actions: no response-axis field is there to say where the responses are")
+            raise ValueError("at_actions: got no response-axis field, expected one, which gives the response slots")
         self._check_predictions(predictions, tuple(self.sequences.shape))
         begin = predictions.shape[1] - actions.shape[1]
         if begin:
@@ -791,7 +840,7 @@ class ExperienceBatch(Movable):
 
     @staticmethod
     def _check_predictions(predictions: torch.Tensor, expected: tuple[int, ...]) -> None:
-        """One entry for each token: with one less, as of `logits[:, :-1]`, every slot would get its neighbour's."""
+        """Check that there is an entry for each token: `logits[:, :-1]` would silently shift every slot."""
         if tuple(predictions.shape[:2]) != expected:
             shape = list(predictions.shape)
             raise ValueError(
@@ -799,15 +848,27 @@ class ExperienceBatch(Movable):
             )
 
 
-_BLANK = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.default is dataclasses.MISSING}
-_BLANK.pop("origin")
+_EMPTY_FIELDS = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.default is dataclasses.MISSING}
+_EMPTY_FIELDS.pop("origin")
 if not TYPE_CHECKING:
     ExperienceBatch.origin = property(ExperienceBatch._get_origin, ExperienceBatch._set_origin)
     ExperienceBatch.__signature__ = constructor_signature(ExperienceBatch)
 
 
 def token_fields(holder: ExperienceBatch | BufferItem, axis: str | None = None) -> list[tuple[str, Any]]:
-    """The per-token fields of a batch or item and their values; extras as `extras.NAME`."""
+    """Return the per-token fields of a batch or item by name; extras as `extras.NAME`.
+
+    Args:
+        holder: The batch or item.
+        axis: `sequence` or `response`; `None`: both.
+
+    Returns:
+        Pairs of name and value, which may be `None`.
+
+    >>> item = BufferItem(torch.tensor([5, 6]), torch.tensor([-0.5]), *[None] * 6, {})
+    >>> [name for name, value in token_fields(item) if value is not None]
+    ['sequences', 'action_log_probs']
+    """
     columns = [(f.name, getattr(holder, f.name)) for f in BATCH_FIELDS.values() if axis in (None, f.axis)]
     if axis in (None, "response") and holder.extras:
         columns += [(f"extras.{name}", value) for name, value in holder.extras.items()]
@@ -816,13 +877,23 @@ def token_fields(holder: ExperienceBatch | BufferItem, axis: str | None = None) 
 
 @dataclass(eq=False)
 class Samples(Movable):
-    """What an engine generated for B prompts, before anything was learned about it.
+    """Responses of an engine to B prompts, before models and rewards.
 
-    Batched: `sequences`, `attention_mask` (B, S), `action_mask` (B, A), `num_actions` = A, `packed_seq_lens` `None`.
-    Packed: `sequences` (1, tokens), `attention_mask` (1, tokens) with the number of the sample from 1 on,
-    `action_mask` `None`, `num_actions` and `packed_seq_lens` [B]. `response_length`, `total_length` [B] are floats.
-    `rollouts` [B]: the engine's own samples, if an engine of `rollbook.rollout` made them, and `records` [B], the
-    native records of these; `ids` [B]: `EID`s of samples that come without.
+    Attributes:
+        sequences: (B, S) or, packed, (1, tokens).
+        attention_mask: (B, S) or, packed, (1, tokens) with the number of the sample, from 1.
+        action_mask: (B, A); packed `None`.
+        num_actions: A; packed [B].
+        packed_seq_lens: `None`; packed [B].
+        response_length: [B] floats.
+        total_length: [B] floats.
+        prompts: [B]
+        labels: [B]
+        pad_len: LightRFT's.
+        references: [B]
+        rollouts: [B] Samples of an engine of `rollbook.rollout`.
+        ids: [B] `EID`s of samples that no such engine made.
+        records: [B] Records of `rollouts`.
 
     >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
     ...                  ["a", "b"], None)
@@ -852,8 +923,8 @@ class Samples(Movable):
             self.packed_seq_lens = torch.tensor(self.packed_seq_lens, dtype=torch.int64)
 
 
-class _Order(type):
-    """Makes a class whose call takes another class's arguments in an order of its own, and builds that class."""
+class _ArgumentOrder(type):
+    """Metaclass of a class whose call takes the arguments of another class in another order, and builds that class."""
 
     built: type
     signature: inspect.Signature
@@ -877,7 +948,7 @@ class _Order(type):
         return isinstance(instance, cls.built)
 
 
-def _order(built: type, first: str) -> inspect.Signature:
+def _make_signature(built: type, first: str) -> inspect.Signature:
     names = first.split()
     names += [f.name for f in dataclasses.fields(built) if f.name not in names]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -890,8 +961,11 @@ if TYPE_CHECKING:
     BufferItemVL = BufferItem
 else:
 
-    class ExperienceVL(metaclass=_Order):
+    class ExperienceVL(metaclass=_ArgumentOrder):
         """`ExperienceBatch` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
+
+        Args:
+            sequences: As all others, see `ExperienceBatch`.
 
         >>> batch = ExperienceVL(torch.tensor([[1, 2]]), torch.zeros(4, 6), torch.tensor([[1, 2, 2]]))
         >>> type(batch).__name__, batch.pixel_values.shape, isinstance(batch, ExperienceVL)
@@ -899,22 +973,25 @@ else:
         """
 
         built = ExperienceBatch
-        signature = _order(
+        signature = _make_signature(
             ExperienceBatch,
             "sequences pixel_values image_grid_thws raw_images pixel_values_videos video_grid_thws action_log_probs "
             "base_action_log_probs values returns advantages attention_mask action_mask info kl action_entropy labels "
             "references",
         )
 
-    class BufferItemVL(metaclass=_Order):
+    class BufferItemVL(metaclass=_ArgumentOrder):
         """`BufferItem` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
+
+        Args:
+            sequences: As all others, see `BufferItem`.
 
         >>> BufferItemVL(torch.tensor([1, 2]), torch.zeros(4, 6), torch.tensor([[1, 2, 2]])).image_grid_thws
         tensor([[1, 2, 2]])
         """
 
         built = BufferItem
-        signature = _order(
+        signature = _make_signature(
             BufferItem,
             "sequences pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images action_log_probs "
             "base_action_log_probs values returns advantages attention_mask action_mask info action_entropy",
@@ -929,13 +1006,22 @@ def from_experiences(
     layout: str = "left",
     device: Device = None,
 ) -> ExperienceBatch:
-    """A batch of records, straight from their columns: no rows are made, and each column is copied once.
+    """Convert records to a batch, column by column; each column is copied once.
 
-    `sequences` are the tokens; `action_log_probs` the `old_logprobs` if every record has them, else the engine's
-    `logprobs`; `returns`, `advantages` and `action_mask` by name; a record's other response-axis fields go to
-    `extras`. `info` holds `reward`, `response_length` (actions), `total_length`, `image_num` and `video_num` of
-    records with grids, the custom fields and the records' `info` and `metrics`, collated; `ids` the records' ids. With
-    a `device` the columns travel packed, in one pinned buffer, and are padded there.
+    `action_log_probs` are the `old_logprobs` if every record has them, else the engine's `logprobs`. `returns`,
+    `advantages` and `action_mask` have the same names; other response-axis fields go to `extras`. `info` has `reward`,
+    `response_length` (actions), `total_length`, `image_num` and `video_num` of records with grids, custom fields, and
+    the collated `info` and `metrics` of the records.
+
+    Args:
+        experiences: The records.
+        packing_samples: Whether to return a packed batch.
+        pad_token_id: Token id of the padding.
+        layout: `left` or `prompt_left_response_right`; see `ExperienceBatch.pad`.
+        device: Where the batch goes. Columns are copied there packed, in one pinned buffer, and padded afterwards.
+
+    Returns:
+        The batch.
 
     >>> from rollbook import Experience
     >>> rows = [Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25], reward=1.0), Experience(tokens=[4, 5], reward=0.5)]
@@ -943,13 +1029,13 @@ def from_experiences(
     >>> batch.sequences.tolist(), batch.action_mask.tolist(), batch.info["reward"].tolist()
     ([[1, 2, 3], [9, 4, 5]], [[True, True], [False, True]], [1.0, 0.5])
     """
-    from rollbook.compat.lightrft.ragged_batch import packed, padded
-    from rollbook.compat.lightrft.replay_buffer import sheet_of_experiences
+    from rollbook.compat.lightrft.ragged_batch import to_packed, to_padded
+    from rollbook.compat.lightrft.replay_buffer import ragged_from_records
 
-    sheet = sheet_of_experiences(experiences)
+    ragged = ragged_from_records(experiences)
     if device is not None:
-        sheet.move(device)
-    return packed(sheet) if packing_samples else padded(sheet, pad_token_id, layout)
+        ragged.move(device)
+    return to_packed(ragged) if packing_samples else to_padded(ragged, pad_token_id, layout)
 
 
 __all__ = [

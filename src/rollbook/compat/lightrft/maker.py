@@ -1,26 +1,27 @@
 """LightRFT's `experience_maker`: from prompts to finished experience, on the stages of `rollbook.train.pipeline`.
 
-Here `Experience` is the batch, as LightRFT's users import it.
+`Experience` is the batch, as in LightRFT.
 
-Invariant: the numbers of a rollout do not depend on how it is cut into batches, rows are grouped by id, and tokens are
-the engine's own. The order of computation is
+Invariant: the numbers of a rollout do not depend on its division into batches, rows are grouped by id, and tokens are
+those of the engine. The order of computation is
 
     reward -> overlong penalty -> running norm -> score of the row -> clip
            -> on the last action, minus the KL of each token -> return or GAE -> normalize -> clip
 
-and `info["reward"]` stays the reward of the source. Options are read once and never change.
+and `info["reward"]` remains the unshaped reward. Options are read once and never change.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from reprlib import repr as shortened
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ from rollbook.algorithms.advantages import (
 )
 from rollbook.algorithms.advantages.temporal import place_rewards
 from rollbook.algorithms.filters import clip_filter_like_weight_func, zero_variance
-from rollbook.algorithms.groups import block_means, sums_of_blocks, whiten
+from rollbook.algorithms.groups import block_means, block_sums, whiten
 from rollbook.algorithms.inputs import INFO_KEYS
 from rollbook.algorithms.kl import KL, k1, penalize, token_kl
 from rollbook.algorithms.layout import Layout
@@ -53,20 +54,21 @@ from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_score
 from rollbook.batch.device import pin_memory, to
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
-from rollbook.compat.lightrft.models import call_model, checked_answer, is_native
-from rollbook.compat.lightrft.rewards import RewardModels, Scorer
+from rollbook.compat.lightrft.models import call_model, check_output, is_native
 from rollbook.compat.lightrft.samples import (
     PromptsLike,
+    RewardModels,
     RolloutBatches,
-    batch_of,
+    Scorer,
+    batch_from_samples,
     finished_records,
-    if_any,
-    lengths_of_samples,
+    make_prompts,
+    make_samples,
     maker_sampling,
     mean_by_row,
-    prompts_of,
+    none_if_empty,
     records_of_samples,
-    samples_of,
+    sample_lengths,
 )
 from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
@@ -76,17 +78,25 @@ from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_pr
 from rollbook.core.rows import NUMPY, Rows, empty, memory
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.models.actor import Actor
-from rollbook.models.head import device_of
+from rollbook.models.head import get_device
 from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig, Pass
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+    from rollbook.core.vocabulary import Tokenizer
 
 _FIRE_TEMPERATURE = 10.0
 """FIRE's temperature of the first token."""
 _ALIASES = {"on_policy_distillation": "on_policy_distill"}
 """LightRFT's names of estimators that have another name in `ESTIMATORS`."""
 
+
+MakerArgs: TypeAlias = "Mapping[str, Any] | Namespace | SimpleNamespace | MakerConfig"
+"""LightRFT's `strategy.args`, or settings."""
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -117,13 +127,13 @@ class MakerConfig:
         use_fire: Sample the first token at temperature 10.
         high_entropy_token_ratio: Above 0, record entropies.
         entropy: Record entropies.
-        batch_name: Prefix of the rollout's number in ids, so that two makers (training and evaluation) make distinct
-            ids.
+        batch_name: Prefix of the rollout's number in ids, so that the ids of two makers (training and evaluation)
+            differ.
         estimator_options: Options of the estimator.
         token_budget: Tokens of a forward pass.
         seed: Makes rollouts repeatable.
         gamma: Discount, unless a call gives one.
-        lambd: GAE's lambda, unless a call gives one.
+        lambd: Lambda of GAE, unless a call gives one.
         kl_coef: Coefficient of the KL penalty; `None`: that of `kl_controller`.
         progress: Show progress bars; `None`: on a terminal.
 
@@ -134,7 +144,7 @@ class MakerConfig:
     >>> MakerConfig(advantage_estimator="dr_grpo", estimator_options={"single": "raw"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: ...'single' is no option of dr_grpo; did you mean 'singleton'? (singleton, process_group)
+    ValueError: ...unknown option 'single' of dr_grpo; did you mean 'singleton'? (singleton, process_group)
     """
 
     advantage_estimator: str = "group_norm"
@@ -174,7 +184,7 @@ class MakerConfig:
         for name in self.estimator_options:
             if name not in entry.options:
                 raise ValueError(
-                    f"estimator_options: {name!r} is no option of {entry.name}{suggest(name, entry.options)}"
+                    f"estimator_options: unknown option {name!r} of {entry.name}{suggest(name, entry.options)}"
                 )
         put(self, "n_samples_per_prompt", check_int("n_samples_per_prompt", self.n_samples_per_prompt, 1))
         if self.micro_rollout_batch_size is not None:
@@ -198,7 +208,7 @@ class MakerConfig:
             check_float("kl_coef", self.kl_coef, -1e30, 1e30)
 
     @classmethod
-    def of(cls, args: object = None) -> MakerConfig:
+    def of(cls, args: MakerArgs | None = None) -> MakerConfig:
         """Read LightRFT's `strategy.args`: the first part of the settings; everything else is ignored.
 
         `group_norm` and `grpo` then have LightRFT's eps, 1e-8 (a group of equal rewards is 0 with any eps).
@@ -274,7 +284,7 @@ def _bounds(bounds: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _SinglePass(AlgorithmConfig):
-    """An algorithm that reads the outputs of one model: LightRFT's maker runs every model it has."""
+    """An algorithm that reads the outputs of one model. LightRFT's maker runs all its models, needed or not."""
 
     model_pass: Pass
 
@@ -290,7 +300,7 @@ class RowScores(NamedTuple):
     """The rewards of a rollout after shaping, and after the estimator if it scores rows."""
 
     rewards: torch.Tensor
-    """[N] What goes on each row's last action, before it is clipped; NaN where the reward is missing."""
+    """[N] Reward on the last action of each row, before clipping; NaN where it is missing."""
     shaping: Mapping[str, float] = MappingProxyType({})
     """Metrics of the overlong penalty and the running norm."""
     report: Callable[[], Report] | None = None
@@ -304,7 +314,7 @@ class RowScores(NamedTuple):
 
 
 def scores_rows(entry: Estimator) -> bool:
-    """Return whether the maker gives an estimator's scores of rows to the return and the KL penalty.
+    """Return whether the maker adds the KL penalty to the row scores of an estimator and computes their returns.
 
     CPGD scores rows, but its advantages are the scores alone. `reinforce_plus_plus_baseline` takes token rewards, but
     LightRFT subtracts its baseline in `process_experiences`.
@@ -367,7 +377,7 @@ def _row_estimate(
     is_alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
     if process_group is SINGLE_PROCESS and is_alone and len(groups) > 1:
         advise(
-            f"{entry.name}: every group has one sample, and nothing to compare it with; n_samples_per_prompt is "
+            f"{entry.name}: every group has one sample, so that all advantages are 0; n_samples_per_prompt is "
             f"{config.n_samples_per_prompt}"
         )
     inputs: dict[str, Any] = {"rewards": rewards, "groups": groups}
@@ -415,7 +425,7 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
         scores *= size
         scores /= size - 1
     elif formula is grpo:
-        squares = sums_of_blocks((ascending - means) ** 2)
+        squares = block_sums((ascending - means) ** 2)
         divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
         scores /= np.where(divisors > 0, divisors, 1.0)[:, None]
     scores += 0.0  # -0.0 becomes 0.0
@@ -441,6 +451,19 @@ class KLController(Protocol):
     value: float
 
 
+class Strategy(Protocol):
+    """LightRFT's strategy, whose `args` have the settings of the maker."""
+
+    args: Any
+
+
+class LightRFTActor(Protocol):
+    """An actor with LightRFT's `generate`, or a `rollbook.models.Actor`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute log-probs of actions."""
+
+
 class _ModelColumn(NamedTuple):
     """One output of a model: the record's column and the batch's field."""
 
@@ -456,15 +479,15 @@ _OUTPUTS = {
 }
 """By model (a field of `pipeline.Models`), its outputs."""
 _ARGUMENTS = {"actor": "policy", "initial_model": "reference", "teacher": "teacher", "critic": "critic"}
-"""The constructor's arguments for the models."""
+"""Arguments of the constructor, and the models they are."""
 _STAGES = {"policy": "policy", "reference": "reference", "teacher": "teacher", "critic": "values"}
 """By model, its name in the metrics."""
 _INFO_ORDER = ("kl", "reward", "response_length", "total_length")
 """The first keys of `info`."""
-_HOOKED = ("gae", "ppo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators over tokens that are a method of LightRFT's maker, and whitening."""
-_NOT_HOOKED = ("observations", "off_action_rewards")
-"""Options that LightRFT's methods do not have: with these, the estimator itself is called."""
+_METHOD_ESTIMATORS = ("gae", "ppo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators over tokens that a method of LightRFT's maker computes, up to whitening."""
+_ESTIMATOR_ONLY_OPTIONS = ("observations", "off_action_rewards")
+"""Options that these methods lack: with one of them, the estimator itself is called."""
 _SOURCES = {
     "values": "give the maker a critic",
     "teacher_logprobs": "give the maker a teacher",
@@ -482,7 +505,7 @@ class _Rollout:
     samples: list[Samples]
     records: Experiences | None = None
     experiences: dict[int, Experience] = field(default_factory=dict)
-    """By index of the samples, what `make_experience` has computed and not yet returned."""
+    """By index of the samples, the results of `make_experience` that were not yet returned."""
 
 
 class _ProgressEngine:
@@ -555,14 +578,14 @@ class NaiveExperienceMaker:
 
     def __init__(
         self,
-        actor: Any,
+        actor: LightRFTActor | BaseEngine | None,
         critic: Callable[..., Any] | None,
         reward_model: RewardModels,
         initial_model: Callable[..., Any] | None,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         prompt_max_len: int,
         kl_controller: float | torch.Tensor | KLController | None,
-        strategy: object = None,
+        strategy: Strategy | None = None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_fn: Callable[..., Any] | Mapping[str, Any] | None = None,
         reward_fn_label_map: Mapping[str, Any] | None = None,
@@ -570,11 +593,12 @@ class NaiveExperienceMaker:
         *,
         config: MakerConfig | None = None,
         engine: BaseEngine | None = None,
-        processor: Any = None,
+        processor: ProcessorMixin | None = None,
         teacher: Callable[..., Any] | None = None,
     ) -> None:
         check_int("prompt_max_len", prompt_max_len, 1)
-        self.actor, self.critic = actor, critic
+        self.actor: Any = actor
+        self.critic = critic
         self.reward_model, self.initial_model = reward_model, initial_model
         self.tokenizer, self.processor = tokenizer, processor
         self.prompt_max_len = prompt_max_len
@@ -586,7 +610,12 @@ class NaiveExperienceMaker:
         self.algorithm = self.config.to_algorithm()
         self._kl_coef()  # raises now rather than after the rollout
         self.advantage_estimator = self.config.advantage_estimator
-        arguments = {"actor": actor, "initial_model": initial_model, "teacher": teacher, "critic": critic}
+        arguments: dict[str, Any] = {
+            "actor": actor,
+            "initial_model": initial_model,
+            "teacher": teacher,
+            "critic": critic,
+        }
         self.models = {
             _ARGUMENTS[name]: _check_model(name, model)
             for name, model in arguments.items()
@@ -625,7 +654,7 @@ class NaiveExperienceMaker:
     def device(self) -> torch.device:
         """The device of batches: the policy's."""
         policy = self.models.get("policy")
-        return device_of(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
+        return get_device(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
 
     def set_reference(self, model: Callable[..., Any]) -> None:
         """Use another reference model (`initial_model`) from now on.
@@ -690,17 +719,15 @@ class NaiveExperienceMaker:
     def _read_prompts(
         self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any]
     ) -> tuple[list[Prompt], dict[str, Any]]:
-        """A call's prompts, with their columns, and the options of its sampling."""
+        """Return the prompts of a call, with their columns, and its sampling options."""
         options = dict(generate_kwargs)
         for name in ("gamma", "lambd", "images_num", "videos_num"):
             options.pop(name, None)
         columns = {name: options.pop(f"all_{name}", None) for name in ("labels", "references", "images", "videos")}
         for name in options:
             if name.startswith("all_"):
-                raise ValueError(
-                    f"{name}: there is no such column{suggest(name, [f'all_{column}' for column in columns])}"
-                )
-        prompts = prompts_of(all_prompts, **columns)
+                raise ValueError(f"{name}: unknown column{suggest(name, [f'all_{column}' for column in columns])}")
+        prompts = make_prompts(all_prompts, **columns)
         if not prompts:
             raise ValueError("all_prompts: got none, expected at least one prompt")
         self.scorer.check(prompts)
@@ -709,7 +736,7 @@ class NaiveExperienceMaker:
     def _generate(
         self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any], n: int
     ) -> tuple[list[Samples], Experiences | None]:
-        """Samples in batches, and their records if an engine made them."""
+        """Generate samples in batches; also return their records if an engine made them."""
         prompts, options = self._read_prompts(all_prompts, generate_kwargs)
         self._max_new_tokens = options.get("max_new_tokens", options.get("max_tokens", self._max_new_tokens))
         if self.engine is None:
@@ -729,8 +756,8 @@ class NaiveExperienceMaker:
             records = pipeline.generate(engine, prompts, sampling, metrics=self._step_metrics)  # type: ignore[arg-type]
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
         parts = []
-        for start, stop in self._cuts(len(records)):
-            part = samples_of(
+        for start, stop in self._batch_bounds(len(records)):
+            part = make_samples(
                 engine.samples[start:stop],
                 pad_token_id=pad,
                 packed=self.config.packing_samples,
@@ -740,7 +767,7 @@ class NaiveExperienceMaker:
         return parts, records
 
     def _batch_id(self) -> int | str:
-        """The rollout's number; with several processes also this one's, since each has prompts of its own."""
+        """Return the number of the rollout; with several processes also the rank, since each has its own prompts."""
         process_group, name = current_process_group(), self.config.batch_name
         number: int | str = (
             self.rollouts_made if process_group is SINGLE_PROCESS else f"{self.rollouts_made}.{process_group.rank}"
@@ -748,7 +775,7 @@ class NaiveExperienceMaker:
         return number if name is None else f"{name}-{number}"
 
     def _sampling(self, options: Mapping[str, Any], n: int) -> Sampling:
-        """The sampling options of a call, and the maker's where it gives none."""
+        """Return the sampling options of a call, with the maker's defaults."""
         defaults: dict[str, Any] = {
             "max_prompt_tokens": self.prompt_max_len,
             "prompt_overflow": getattr(self.tokenizer, "truncation_side", "right"),
@@ -760,11 +787,11 @@ class NaiveExperienceMaker:
         trained = getattr(self.models.get("policy"), "temperature", None)
         if isinstance(trained, float):
             defaults["temperature"] = trained
-        sampling = maker_sampling(options, self.prompt_max_len, **defaults)
+        sampling = maker_sampling(options, self.prompt_max_len, defaults)
         if isinstance(trained, float) and sampling.temperature not in (0, trained):
             advise(
-                f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
-                f"{trained:g}; Actor(temperature={sampling.temperature:g}) makes them one"
+                f"temperature: samples are drawn at {sampling.temperature:g}, but the actor's log-probs are at "
+                f"{trained:g}; use Actor(temperature={sampling.temperature:g})"
             )
         return sampling
 
@@ -773,7 +800,7 @@ class NaiveExperienceMaker:
         return getattr(self.tokenize_fn, "__func__", None) is not NaiveExperienceMaker.tokenize_fn
 
     def _tokenize_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Plain texts as the token ids of `tokenize_fn`; chats and prompts with media as they are."""
+        """Tokenize plain texts by `tokenize_fn`; chats and prompts with media stay as they are."""
 
         def tokenized(prompt: Prompt) -> Prompt:
             if prompt.text is None or prompt.images or prompt.videos:
@@ -793,7 +820,7 @@ class NaiveExperienceMaker:
                 )
         if not callable(getattr(self.actor, "generate", None)):
             kind = "None" if self.actor is None else type(self.actor).__name__
-            raise ValueError(f"actor: got {kind}, expected one with generate, or an engine beside it")
+            raise ValueError(f"actor: got {kind}, expected one with generate, or an engine as engine=")
         if self.config.use_fire:
             raise ValueError("use_fire: needs an engine of rollbook.rollout, such as that of rollbook.models.Actor")
         runs = [(i, run) for i in range(len(prompts)) for run in range(n)]
@@ -801,7 +828,7 @@ class NaiveExperienceMaker:
             self.actor.eval()
         parts = []
         with self._bar("rollout", len(runs)) as bar:
-            for start, stop in self._cuts(len(runs)):
+            for start, stop in self._batch_bounds(len(runs)):
                 rows = runs[start:stop]
                 texts = [str(prompts[i].text) for i, _ in rows]
                 inputs = self.tokenize_fn(texts, self.prompt_max_len, device=self.device)
@@ -809,7 +836,7 @@ class NaiveExperienceMaker:
                 if not isinstance(answer, (tuple, list)) or len(answer) != 3:
                     kind = f"{len(answer)} results" if isinstance(answer, (tuple, list)) else type(answer).__name__
                     raise ValueError(
-                        f"actor.generate: got {kind} back, expected (sequences, attention_mask, action_mask)"
+                        f"actor.generate: returned {kind}, expected (sequences, attention_mask, action_mask)"
                     )
                 sequences, attention_mask, action_mask = answer
                 action_mask = action_mask != 0
@@ -823,16 +850,16 @@ class NaiveExperienceMaker:
                         response_length=action_mask.float().sum(dim=-1),
                         total_length=attention_mask.float().sum(dim=-1),
                         prompts=texts,
-                        labels=if_any([prompts[i].label for i, _ in rows]),
-                        references=if_any([prompts[i].reference for i, _ in rows]),
+                        labels=none_if_empty([prompts[i].label for i, _ in rows]),
+                        references=none_if_empty([prompts[i].reference for i, _ in rows]),
                         ids=[EID(batch=self._batch_id(), task=i, run=run) for i, run in rows],
                     )
                 )
                 bar.advance(len(rows))
         return parts
 
-    def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
-        """The bounds of the batches of `micro_rollout_batch_size` rows."""
+    def _batch_bounds(self, count: int) -> Iterator[tuple[int, int]]:
+        """Iterate over the bounds of batches of `micro_rollout_batch_size` rows."""
         size = self.config.micro_rollout_batch_size or max(count, 1)
         return ((start, min(start + size, count)) for start in range(0, count, size))
 
@@ -863,13 +890,13 @@ class NaiveExperienceMaker:
         return rollout.experiences.pop(places[0])
 
     def _experiences(self, parts: Sequence[Samples]) -> tuple[list[Experience], Experiences | None]:
-        """The batches of samples, annotated and scored, and their records if an engine made them."""
+        """Return the batches of samples, annotated and scored, and their records if an engine made them."""
         records = None
         batch = self._padded_experience(parts[0]) if len(parts) == 1 else None
         if batch is not None:
             batches = [batch]
         else:
-            batches = [batch_of(samples) for samples in parts]
+            batches = [batch_from_samples(samples) for samples in parts]
             records = self._annotate(parts, batches)
         if batch is not None and self.scorer.reads_tokens:
             with self._step_metrics.time("reward"):
@@ -884,7 +911,7 @@ class NaiveExperienceMaker:
         return batches, records
 
     def _annotate(self, parts: Sequence[Samples], batches: Sequence[Experience]) -> Experiences | None:
-        """Give each batch the outputs of all models and the KL; returns the records if an engine made the samples."""
+        """Add the outputs of all models and the KL to each batch; return the records if an engine made the samples."""
         rollout = RolloutBatches(batches)
         mask = rollout.column("action_mask")
         if mask is None:
@@ -926,14 +953,12 @@ class NaiveExperienceMaker:
     def _call_batches(self, name: str, rollout: RolloutBatches, entropy: bool) -> tuple[torch.Tensor, list[int]]:
         """Call a model with LightRFT's arguments, batch by batch."""
         if entropy:
-            raise ValueError(
-                "entropy: this actor does not give it, expected a rollbook.models.Actor, since entropies are asked for"
-            )
+            raise ValueError("entropy: this actor does not compute it, expected a rollbook.models.Actor")
         model = self.models[name]
         if callable(getattr(model, "eval", None)):
             model.eval()
         with self._step_metrics.time(name) as stage:
-            answers = rollout.of_each(lambda batch: call_model(model, batch))
+            answers = rollout.compute(lambda batch: call_model(model, batch))
             stage["tokens"] = rollout.token_count()
         return answers
 
@@ -943,7 +968,7 @@ class NaiveExperienceMaker:
         """Add the KL of each token, 0 where the mask is False, and its mean over each row's actions."""
         logprobs, ref_logprobs = columns.get("action_log_probs"), columns.get("base_action_log_probs")
         if ref_logprobs is None and self.kl_coef > 0:
-            advise(f"kl_controller: got {self.kl_coef:g}, and no initial_model: there is no KL penalty")
+            advise(f"kl_controller: got {self.kl_coef:g} without initial_model: there is no KL penalty")
         counted = Rows(mask, lengths)
         if logprobs is None or ref_logprobs is None:
             kl = torch.zeros(len(mask))
@@ -960,7 +985,7 @@ class NaiveExperienceMaker:
                 model.train()  # type: ignore[union-attr]
 
     def _padded_experience(self, samples: Samples) -> Experience | None:
-        """The annotated batch of plain matrices, by `padded_experience` where it applies."""
+        """Annotate a batch by `padded_experience`; `None` if it does not apply."""
         if self.config.wants_entropy or KL[self.config.kl_estimator].function is not k1:
             return None
         batch = padded_experience(samples, self.models, self._step_metrics)
@@ -1073,8 +1098,7 @@ class NaiveExperienceMaker:
         entry = ESTIMATORS[self.config.advantage_estimator]
         for name, model in (("values", "critic"), ("teacher_logprobs", "teacher")):
             if name in entry.inputs and model not in self.models:
-                shown = name if name == "values" else repr(name)
-                raise ValueError(f"{entry.name}: got no {shown}, which it needs; {_SOURCES[name]}")
+                raise ValueError(f"{entry.name}: missing input {name!r}; {_SOURCES[name]}")
         coef = self.config.kl_coef
         if coef is not None and coef > 0 and not self.config.use_kl_loss and "reference" not in self.models:
             raise ValueError(
@@ -1082,9 +1106,9 @@ class NaiveExperienceMaker:
             )
 
     def _greedy_rewards(self, all_prompts: PromptsLike, generate_kwargs: Mapping[str, Any]) -> dict[Any, float]:
-        """ReMax's baselines by group id: the reward of each prompt's greedy response."""
+        """Return the baselines of ReMax by group id: the reward of the greedy response to each prompt."""
         parts, records = self._generate(all_prompts, {**generate_kwargs, "do_sample": False}, 1)
-        batches = [batch_of(samples) for samples in parts]
+        batches = [batch_from_samples(samples) for samples in parts]
         self.scorer.score(parts, batches, records, StepMetrics())
         rollout = RolloutBatches(batches)
         return dict(zip(rollout.groups(1), rollout.numbers("reward").tolist(), strict=True))
@@ -1113,7 +1137,7 @@ class NaiveExperienceMaker:
     def _add_advantages(
         self, rollout: RolloutBatches, row_rewards: torch.Tensor, gamma: float, lambd: float
     ) -> dict[str, float]:
-        """Give each batch `advantages`, `returns`, `info["return"]` and the fractions that were clipped.
+        """Set `advantages`, `returns`, `info["return"]` and the clipped fractions of each batch.
 
         Args:
             rollout: What `process_experiences` returned.
@@ -1172,10 +1196,10 @@ class NaiveExperienceMaker:
     def _token_rewards(
         self, rollout: RolloutBatches, rewards: torch.Tensor, mask: Rows, entry: Estimator
     ) -> tuple[Rows, dict[str, float]]:
-        """The rewards of tokens: each row's reward on its last action, minus the KL; and metrics.
+        """Compute the rewards of tokens: the reward of each row on its last action, minus the KL; and metrics.
 
-        Rows with token rewards (`extras["token_level_reward"]`) keep these if the estimator takes them; what shaping
-        added to the row's reward is on its last action.
+        Rows with token rewards (`extras["token_level_reward"]`) keep these if the estimator reads them; their last
+        action also gets the difference that shaping made to the reward of the row.
         """
         coef = self.kl_coef
         token_level = rollout.token_rewards() if entry.takes_token_rewards else None
@@ -1191,7 +1215,7 @@ class NaiveExperienceMaker:
     def _estimator_options(
         self, entry: Estimator, gamma: float, lambd: float, process_group: ProcessGroup
     ) -> dict[str, Any]:
-        """The estimator's options: those of the settings, and the maker's where it takes them."""
+        """Return the estimator's options: those of the settings, and the maker's that it has."""
         options: dict[str, Any] = {"gamma": gamma, "lam": lambd, "process_group": process_group}
         if scores_rows(entry):
             options["whiten"] = False
@@ -1209,14 +1233,14 @@ class NaiveExperienceMaker:
         options: Mapping[str, Any],
         gamma: float,
     ) -> Advantages:
-        """The returns of scores of rows, whose group baselines are subtracted already."""
+        """Compute the returns of row scores, from which group baselines are subtracted already."""
         if entry.function is not reinforce_plus_plus_baseline:
             returns = self._returns(rollout, token_rewards, mask, gamma)
             return Advantages(returns.apply(torch.clone), returns)
-        if any(name in options for name in _NOT_HOOKED):
+        if any(name in options for name in _ESTIMATOR_ONLY_OPTIONS):
             return as_advantages(entry.name, entry.call({"token_rewards": token_rewards, "mask": mask}, options))
         if gamma != 1:
-            advise(f"{entry.name}: gamma {gamma} is taken as 1, its only value")
+            advise(f"{entry.name}: gamma {gamma} is ignored, expected 1")
         returns = self._returns(rollout, token_rewards, mask, 1.0)
         return Advantages(_whitened(returns.apply(torch.clone), mask, {**entry.options, **options}), returns)
 
@@ -1229,9 +1253,9 @@ class NaiveExperienceMaker:
         entry: Estimator,
         options: Mapping[str, Any],
     ) -> Advantages:
-        """The advantages of an estimator over tokens, by LightRFT's methods where they compute it."""
+        """Compute the advantages of an estimator over tokens, by LightRFT's methods if they compute it."""
         inputs = self._estimator_inputs(rollout, rewards, token_rewards, mask, entry)
-        if entry.name not in _HOOKED or any(name in options for name in _NOT_HOOKED):
+        if entry.name not in _METHOD_ESTIMATORS or any(name in options for name in _ESTIMATOR_ONLY_OPTIONS):
             return as_advantages(entry.name, entry.call(inputs, options))
         options = {**entry.options, **options}
         has_reward = ~rewards.isnan()
@@ -1239,7 +1263,7 @@ class NaiveExperienceMaker:
         report = place_rewards(inputs.get("rewards") or [0.0] * len(rollout), mask, token_rewards=token_rewards)[1]
         if "values" in inputs:
             advantages, returns = self._gae(rollout, inputs["values"], token_rewards, counted, options)
-            # The critic learns nothing from a row without a reward.
+            # Rows without a reward have their values as returns: no gradient for the critic.
             unknown, values = _mask_rows(mask, ~has_reward).values, inputs["values"].values
             returns = returns.apply(lambda flat: torch.where(unknown, values.to(flat.dtype), flat))
         else:
@@ -1250,7 +1274,7 @@ class NaiveExperienceMaker:
     def _estimator_inputs(
         self, rollout: RolloutBatches, rewards: torch.Tensor, token_rewards: Rows, mask: Rows, entry: Estimator
     ) -> dict[str, Any]:
-        """The inputs that an estimator over tokens takes."""
+        """Return the inputs of an estimator over tokens."""
         columns = {
             "values": "values",
             "old_logprobs": "action_log_probs",
@@ -1269,7 +1293,7 @@ class NaiveExperienceMaker:
         else:
             inputs["rewards"] = rewards
             if self.kl_coef > 0:
-                advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
+                advise(f"{entry.name} reads no token rewards: the KL penalty is left out")
         if "groups" in entry.inputs:
             inputs["groups"] = rollout.groups(self.config.n_samples_per_prompt, current_process_group())
         inputs["runs"] = rollout.runs()
@@ -1279,31 +1303,30 @@ class NaiveExperienceMaker:
         for name in [*required, *(["baselines"] if entry.greedy_baseline else [])]:
             if name not in inputs:
                 source = _SOURCES.get(name) or f"put them into the prompts' info[{INFO_KEYS.get(name, name)!r}]"
-                shown = name if name == "baselines" else repr(name)
-                raise ValueError(f"{entry.name}: got no {shown}, which it needs; {source}")
+                raise ValueError(f"{entry.name}: missing input {name!r}; {source}")
         return inputs
 
     def _returns(self, rollout: RolloutBatches, token_rewards: Rows, mask: Rows, gamma: float) -> Rows:
         """`get_cumulative_returns` of each batch."""
-        batches = zip(rollout.laid_out(token_rewards), rollout.laid_out(mask), strict=True)
+        batches = zip(rollout.lay_out(token_rewards), rollout.lay_out(mask), strict=True)
         returns = [self.get_cumulative_returns(*arguments, gamma) for arguments in batches]
-        return rollout.gathered("get_cumulative_returns", returns)
+        return rollout.gather("get_cumulative_returns", returns)
 
     def _gae(
         self, rollout: RolloutBatches, values: Rows, token_rewards: Rows, mask: Rows, options: Mapping[str, Any]
     ) -> tuple[Rows, Rows]:
         """`get_advantages_and_returns` of each batch."""
-        columns = (rollout.laid_out(rows) for rows in (values, token_rewards, mask))
+        columns = (rollout.lay_out(rows) for rows in (values, token_rewards, mask))
         gamma, lam = options["gamma"], options["lam"]
         pairs = [self.get_advantages_and_returns(v, r, m, gamma, lam) for v, r, m in zip(*columns, strict=True)]
         advantages, returns = zip(*pairs, strict=True) if pairs else ((), ())
         name = "get_advantages_and_returns"
-        return rollout.gathered(name, advantages), rollout.gathered(name, returns)
+        return rollout.gather(name, advantages), rollout.gather(name, returns)
 
     # --- records and metrics ------------------------------------------------------------------------------------
 
     def make_records(self, all_prompts: PromptsLike, **generate_kwargs: Any) -> Experiences:
-        """Make the same experience as records, a row for each sample: what bytes, Parquet and a book take.
+        """Make finished experience as records, one for each sample, for the wire format, Parquet or a book.
 
         Each record has what the engine reported (texts, messages, log-probs, versions, sampling options), `reward`,
         `old_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
@@ -1354,7 +1377,7 @@ class NaiveExperienceMaker:
         return self.config.kl_coef or coef or 0.0
 
     def _stage_metrics(self) -> dict[str, float]:
-        """The timings, with LightRFT's name of the critic's stage."""
+        """Return the timings, with LightRFT's name of the critic's stage."""
         metrics = self._step_metrics.values()
         return {name.replace("critic/", "values/", 1): number for name, number in metrics.items()}
 
@@ -1373,7 +1396,7 @@ def _check_model(name: str, model: Callable[..., Any]) -> Any:
 
 
 def _is_trained(model: Callable[..., Any] | None) -> bool:
-    """Whether a model goes back to training mode afterwards, as in LightRFT: not one that is frozen."""
+    """Return whether a model is set to training mode afterwards, as in LightRFT; frozen models are not."""
     if isinstance(model, torch.nn.Module):
         return any(parameter.requires_grad for parameter in model.parameters())
     return callable(getattr(model, "train", None))
@@ -1385,24 +1408,25 @@ def _reward_device(batch: Experience) -> torch.device:
 
 
 def _checked_rewards(rollout: RolloutBatches, rewards: Sequence[Any]) -> torch.Tensor:
-    """[N] The rewards that `process_experiences` returned."""
+    """[N] Concatenate the rewards that `process_experiences` returned, and check their count."""
     parts = [torch.as_tensor(part, dtype=torch.float32).detach().cpu().reshape(-1) for part in rewards]
-    if [len(part) for part in parts] != rollout.sizes:
+    sizes = [len(part) for part in parts]
+    if sizes != rollout.sizes:
         raise ValueError(
-            f"process_experiences: got rewards of sizes {[len(part) for part in parts]}, expected {rollout.sizes}, "
+            f"process_experiences: returned rewards of sizes {sizes}, expected {rollout.sizes}, "
             "one reward for each sample of each experience"
         )
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
 def _mask_rows(mask: Rows, keep: torch.Tensor) -> Rows:
-    """A mask that is False on rows that are not kept."""
+    """Set the mask to False on rows that are not kept."""
     lengths = torch.tensor(mask.lengths, dtype=torch.int64)
     return Rows(mask.values & torch.repeat_interleave(keep, lengths), mask.lengths)
 
 
 def _whitened(advantages: Rows, mask: Rows, options: Mapping[str, Any]) -> Rows:
-    """Advantages whitened and clipped by an estimator's options."""
+    """Whiten and clip advantages by the options of an estimator."""
     if options.get("whiten"):
         advantages = whiten(advantages, mask, **{name: options[name] for name in ("std", "eps", "process_group")})
     if options.get("clip") is not None:
@@ -1413,7 +1437,7 @@ def _whitened(advantages: Rows, mask: Rows, options: Mapping[str, Any]) -> Rows:
 def _finite(
     name: str, values: torch.Tensor, value_lengths: list[int], mask: torch.Tensor, lengths: list[int]
 ) -> torch.Tensor:
-    """A column as float32 on the CPU; non-finite numbers become 0 where the mask is False."""
+    """Convert a column to float32 on the CPU; non-finite numbers become 0 where the mask is False."""
     if value_lengths != lengths:
         raise ValueError(f"{name}: got rows of {value_lengths} slots, expected {lengths}")
     values = values.detach().float().cpu()
@@ -1423,7 +1447,7 @@ def _finite(
 
 
 def _rollout_metrics(rollout: RolloutBatches, failed: int) -> dict[str, float]:
-    """Counts and means over a rollout."""
+    """Compute counts and means over a rollout."""
     rewards = rollout.numbers("reward")
     rewards = rewards[~rewards.isnan()]
     metrics = {
@@ -1489,10 +1513,10 @@ def padded_experience(
         with metrics.time(name) as stage:
             if callable(getattr(model, "eval", None)):
                 model.eval()  # type: ignore[attr-defined]
-            answer = checked_answer(model, model(tokens, shape[1], attention), shape)
+            answer = check_output(model, model(tokens, shape[1], attention), shape)
             columns[name] = _response_slots(answer, mask, ends, bits)
             stage["tokens"] = count
-    responses, totals = lengths_of_samples(samples)
+    responses, totals = sample_lengths(samples)
     kl, means = _k1(columns["policy"], columns["reference"], mask, ends, bits is not None)
     batch = Experience(
         tokens,
@@ -1515,7 +1539,7 @@ def padded_experience(
 
 
 def _are_matrices(tokens: torch.Tensor, attention: torch.Tensor, actions: torch.Tensor) -> bool:
-    """Whether all three are matrices on the CPU that fit together."""
+    """Return whether all three are matrices on the CPU of matching shapes."""
     for matrix in (tokens, attention, actions):
         if type(matrix) is not torch.Tensor or not matrix.is_cpu or matrix.dim() != 2:
             return False
@@ -1525,12 +1549,14 @@ def _are_matrices(tokens: torch.Tensor, attention: torch.Tensor, actions: torch.
 
 
 def _response_ends(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> list[int] | None:
-    """[B] How many response slots each row has up to its last attended token; `None` if a row has no prompt, or an
-    action that is not attended."""
+    """[B] Count the response slots of each row up to its last attended token.
+
+    `None` if a row has no prompt, or an action that is not attended.
+    """
     count, width = attended.shape
     slots = mask.shape[1]
     begin = width - slots
-    # Searched and compared as text, which takes a fraction of numpy's time.
+    # Searching and comparing bytes takes a fraction of numpy's time.
     flags, actions, ends, is_equal = attended.tobytes(), mask.tobytes(), [], True
     for row in range(count):
         start = row * width
@@ -1543,11 +1569,11 @@ def _response_ends(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> list
 
 
 _SMALL = 1 << 16
-"""Slots of a batch that is faster to mask as a whole than row by row."""
+"""Number of slots up to which a batch is masked as a whole, which is then faster than row by row."""
 
 
 def _mask_bits(mask: NDArray[np.bool_], ends: list[int]) -> NDArray[np.int32] | None:
-    """[B, A] The mask as bits of float32, if the batch is small and every slot up to a row's end counts."""
+    """[B, A] Return the mask as bits of float32; `None` unless the batch is small and all slots up to `ends` count."""
     if mask.size > _SMALL or np.count_nonzero(mask) != sum(ends):
         return None
     return np.negative(mask.view(np.int8), dtype=np.int32)
@@ -1556,13 +1582,13 @@ def _mask_bits(mask: NDArray[np.bool_], ends: list[int]) -> NDArray[np.int32] | 
 def _response_slots(
     answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], bits: NDArray[np.int32] | None
 ) -> torch.Tensor:
-    """[B, A] A copy as float32, 0 after each row's end, and 0 for non-finite numbers where the mask is False."""
+    """[B, A] Copy as float32, 0 after the end of each row, and 0 for non-finite numbers where the mask is False."""
     source = answer.detach().float().cpu().numpy()
     if bits is not None:
         return torch.from_numpy((source.view(np.int32) & bits).view(np.float32))
     copied = empty(source.shape, torch.float32)
     matrix, squares = copied.numpy(), 0.0
-    # Row by row: of a large batch most is padding, which is not read.
+    # Row by row: most of a large batch is padding, which is not read.
     for target, row, end in zip(matrix, source, ends, strict=True):
         part = row[:end]
         target[:end] = part
@@ -1576,7 +1602,7 @@ def _response_slots(
 def _k1(
     policy: torch.Tensor, reference: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], small: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, A] The difference of log-probs, 0 where the mask is False, and [B] its mean over each row's actions."""
+    """Compute the difference of log-probs [B, A], 0 where the mask is False, and its mean over actions [B]."""
     if small:
         kl = policy - reference
         return kl, kl.double().sum(-1).float() / torch.tensor([float(end or 1) for end in ends])

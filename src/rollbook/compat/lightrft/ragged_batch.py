@@ -1,7 +1,7 @@
-"""`RaggedBatch`: samples without padding, column by column: what every batch and item is made from, and turned into.
+"""`RaggedBatch`: samples without padding, column by column. Batches and items are converted to and from it.
 
-Invariant: a sheet owns its columns; row i of a per-token column lies between the offsets of its axis, and what an item
-gets of it is a copy. An item made from a sheet reads as if it held its fields from the start.
+Invariant: a ragged batch owns its columns. Row i of a per-token column lies between the offsets of its axis, and an
+item gets a copy of it. An item of a ragged batch reads as if it had its fields from the start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.inputs import Inputs, all_of, group_id, run_id
+from rollbook.algorithms.inputs import Inputs, full_mask, group_id, run_id
 from rollbook.batch.device import copy_columns, to
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, token_types
 from rollbook.compat.lightrft.batch import (
@@ -37,26 +37,28 @@ from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Column, Rows, Spans, concatenated, memory
 
 if TYPE_CHECKING:
+    from rollbook.batch.media import ModelConfig
+    from rollbook.compat.lightrft.batch import TokenColumn
     from rollbook.core.media import Pool
 
 
-_COUNTED = (
+_COUNTED_MEDIA = (
     ("pixel_values", "image_grid_thws", "image_num"),
     ("pixel_values_videos", "video_grid_thws", "video_num"),
 )
-"""Fields of pixels and of grids, and the key of `info` that says how many images or videos each sample has."""
-_IN_BATCH = (*BATCH_MEDIA, "media")
-_NO_MEDIA = {name: None for pixels, grids, _ in _COUNTED for name in (grids, pixels)}
+"""Fields of pixels and of grids, and the key of `info` with the number of images or videos of each sample."""
+_MEDIA_FIELDS = (*BATCH_MEDIA, "media")
+_NO_MEDIA = {name: None for pixels, grids, _ in _COUNTED_MEDIA for name in (grids, pixels)}
 
 
-def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
-    """Each sample's media, by field (other inputs as `media.NAME`): views of the batch's tensors."""
-    if all(getattr(batch, name) is None for name in _IN_BATCH):
+def split_media(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
+    """Split the media of a batch by sample: by field (other inputs as `media.NAME`), views of the batch's tensors."""
+    if all(getattr(batch, name) is None for name in _MEDIA_FIELDS):
         return dict(_NO_MEDIA)
     count = len(batch)
     result: dict[str, list[Any] | None] = {}
     rows: dict[str, list[int]] = {}
-    for pixels, grids, number in _COUNTED:
+    for pixels, grids, number in _COUNTED_MEDIA:
         shapes, data = getattr(batch, grids), getattr(batch, pixels)
         media_rows = batch.origin.media_rows
         counts = _counts(batch, number)
@@ -67,13 +69,13 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
             rows[grids] = list(media_rows.get(grids) or counts or alike)
             if not rows[grids] and count:
                 raise ValueError(
-                    f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] to say how many "
-                    "each sample has"
+                    f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] with the number "
+                    "of each sample"
                 )
-        result[grids] = _divided(grids, shapes, rows.get(grids), count, batch.origin.absent.get(grids), empty=None)
+        result[grids] = _split_parts(grids, shapes, rows.get(grids), count, batch.origin.absent.get(grids), empty=None)
         if isinstance(data, torch.Tensor):
             rows[pixels] = list(media_rows.get(pixels) or _pixel_rows(pixels, data, result[grids], counts, count))
-        result[pixels] = _divided(pixels, data, rows.get(pixels), count, batch.origin.absent.get(pixels), empty=0)
+        result[pixels] = _split_parts(pixels, data, rows.get(pixels), count, batch.origin.absent.get(pixels), empty=0)
     if not isinstance(batch.media, (dict, type(None))):
         raise ValueError(f"media: got {type(batch.media).__name__}, expected a dict of lists")
     for key, tensors in (batch.media or {}).items():
@@ -82,7 +84,7 @@ def divided(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
 
 
 def _counts(batch: ExperienceBatch, number: str) -> list[int] | None:
-    """How many images each sample has, if `info` says so."""
+    """Return the number of images of each sample from `info`, or `None`."""
     entry = (batch.info or {}).get(number)
     if entry is None:
         return None
@@ -99,14 +101,14 @@ def _pixel_rows(
     if grids is not None:
         return [0 if grid is None else int(grid.reshape(-1, grid.shape[-1]).prod(-1).sum()) for grid in grids]
     if counts and sum(counts) and len(data) % sum(counts) == 0:
-        rows_per_image = len(data) // sum(counts)  # without grids every image has as many rows
+        rows_per_image = len(data) // sum(counts)  # without grids, all images have the same number of rows
         return [rows_per_image * number for number in counts]
     if count and len(data) % count == 0:
         return [len(data) // count] * count
-    raise ValueError(f"{name}: got {len(data)} rows for {count} samples, expected grids that say how many each has")
+    raise ValueError(f"{name}: got {len(data)} rows for {count} samples, expected grids, which give the rows of each")
 
 
-def _divided(
+def _split_parts(
     name: str,
     value: torch.Tensor | Sequence[Any] | None,
     rows: list[int] | None,
@@ -114,7 +116,7 @@ def _divided(
     absent: frozenset[int] | None,
     empty: int | None,
 ) -> Any:
-    """Each sample's part: `None` where it is absent, or where it is empty and that is what emptiness means."""
+    """Split a media field by sample: `None` where it is absent, or, with `empty=None`, where a part is empty."""
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):
@@ -128,11 +130,11 @@ def _divided(
 
 
 def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrigin) -> None:
-    """Put `image_num` and `video_num` [B] into the `info` of samples with grids.
+    """Add `image_num` and `video_num` [B] to the `info` of samples with grids.
 
-    Samples that did not have them are without them again after a split. What all samples have is left as it is.
+    Counts that all samples have are unchanged. Splitting removes them from samples that lacked them.
     """
-    for _, grids, number in _COUNTED:
+    for _, grids, number in _COUNTED_MEDIA:
         parts = media.get(grids)
         missing = range(len(parts or ())) if number not in info else origin.missing.get((number,), ())
         if not parts or not missing or not all(isinstance(part, (torch.Tensor, type(None))) for part in parts):
@@ -144,7 +146,7 @@ def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrig
 
 
 def sample_list(name: str, value: Sequence[Any] | NDArray[Any] | None, count: int) -> list[Any] | None:
-    """An entry for each sample, once there are as many."""
+    """Return a list with an entry for each sample; raise `ValueError` if the count differs."""
     if value is None:
         return None
     if not isinstance(value, (list, tuple, np.ndarray)):
@@ -154,8 +156,8 @@ def sample_list(name: str, value: Sequence[Any] | NDArray[Any] | None, count: in
     return list(value)
 
 
-def joined(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tensor | None:
-    """The samples' media in one tensor, with what is needed to divide it again."""
+def join_media(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tensor | None:
+    """Concatenate a media field of all samples; `origin` gets what is needed to split it again."""
     present = [part for part in parts or () if part is not None]
     if not present or parts is None:
         return None
@@ -181,18 +183,18 @@ def joined(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tensor |
 
 Lengths = NDArray[np.int64]
 SAMPLE_LISTS = {"labels": "labels", "references": "references", "raw_images": "raw_images", "ids": "eid"}
-"""A batch's lists with an entry for each sample, and an item's name for the entry."""
+"""Lists of a batch with an entry for each sample, and the name of the entry in an item."""
 
 
-def own_entry(name: str, value: Any) -> Any:
-    """An entry of a batch's list that a sample can change without changing another's (images are shared)."""
+def copy_entry(name: str, value: Any) -> Any:
+    """Copy an entry of a batch's list, so that samples do not share it (images are shared)."""
     if name == "raw_images":
         return list(value) if isinstance(value, list) else value
     return value.replace() if isinstance(value, EID) else own(value, tensors=True)
 
 
-def on_tokens(name: str) -> bool:
-    """Whether a per-token field runs over all tokens; if not, over the response."""
+def is_token_axis(name: str) -> bool:
+    """Return whether a per-token field has an entry for every token; if not, for every response slot."""
     return name in _ON_TOKENS
 
 
@@ -204,42 +206,42 @@ class RaggedBatch:
     """B samples without padding: T tokens and U response slots in all."""
 
     tokens: Lengths
-    """[B] How many tokens each sample has."""
+    """[B] Number of tokens of each sample."""
     responses: Lengths
-    """[B] How many response slots."""
+    """[B] Number of response slots of each sample."""
     origin: Origin
     columns: dict[str, Column | None] = field(default_factory=dict)
-    """By per-token field (extras as `extras.NAME`), the values: (T, ...) or (U, ...)."""
+    """By per-token field (extras as `extras.NAME`), (T, ...) or (U, ...)."""
     info: dict[Any, Any] | None = None
     lists: dict[str, list[Any] | None] = field(default_factory=dict)
     media: dict[str, list[Any] | None] = field(default_factory=dict)
-    """By media field (other inputs as `media.NAME`), each sample's tensor or `None`."""
+    """By media field (other inputs as `media.NAME`), the tensor of each sample, or `None`."""
     device: Any = "cpu"
     long_tokens: bool = False
-    """Whether a batch has the tokens in int64, as losses and most models take them, whatever they are here."""
+    """Whether batches have the tokens as int64, which losses and most models expect."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def lengths(self, name: str) -> Lengths:
-        """[B] The lengths of the axis that a per-token field has."""
-        return self.tokens if on_tokens(name) else self.responses
+        """[B] Return the lengths of the axis of a per-token field."""
+        return self.tokens if is_token_axis(name) else self.responses
 
     # --- rows -----------------------------------------------------------------------------------------------
 
     @cached_property
     def bounds(self) -> tuple[list[int], list[int]]:
-        """[B + 1] each: where the samples begin on the response axis, and on the token axis."""
+        """[B + 1] each: starts of the samples on the response axis and on the token axis, and the ends."""
         return offsets_of(self.responses).tolist(), offsets_of(self.tokens).tolist()
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The columns' memory, of a sheet whose columns are tensors on the host."""
+        """Memory of the columns that are tensors on the host."""
         return {name: memory(column) for name, column in self.columns.items() if isinstance(column, torch.Tensor)}
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
-        """By per-token field, its type and trailing sizes; sheets with equal kinds can be mixed."""
+        """By per-token field, its type and trailing sizes; ragged batches with equal kinds can be mixed."""
         return {
             name: (column.dtype, tuple(column.shape[1:])) if isinstance(column, torch.Tensor) else (None, ())
             for name, column in self.columns.items()
@@ -247,20 +249,19 @@ class RaggedBatch:
 
     @cached_property
     def large(self) -> frozenset[str]:
-        """The item's fields that the columns are read by."""
+        """Fields of an item that are copies of columns."""
         names = (name for name, column in self.columns.items() if column is not None)
         return frozenset("extras" if name.startswith("extras.") else name for name in names)
 
     @cached_property
     def regular(self) -> bool:
-        """Whether every sample has every per-token field that there is, all of one type, on the host."""
+        """Whether all samples have the same per-token fields, of one type each, on the host."""
         irregular = self.origin.absent.keys() | self.origin.dtypes.keys()
         return not irregular & self.columns.keys() and torch.device(self.device).type == "cpu"
 
     @cached_property
     def plain(self) -> bool:
-        """Whether every sample has masks and whatever other fields there are, of types that numpy has, and neither
-        media nor extras nor an `info` that is `None`."""
+        """Whether all samples have masks and the same fields, of types that numpy has, without media and extras."""
         if not self.regular or any(self.media.values()) or self.lists.get("raw_images") or self.origin.absent:
             return False
         if not self.columns.keys() <= BATCH_FIELDS.keys():
@@ -272,7 +273,7 @@ class RaggedBatch:
 
     @cached_property
     def infos(self) -> tuple[list[Any], Any]:
-        """[B] Each sample's `info`, and what is to be remembered of its numbers."""
+        """[B] `info` of each sample, and the types of its numbers."""
         split, kinds = split_info(self.info, len(self), self.origin.info)
         infos: list[Any] = list(split)
         for i in self.origin.absent.get("info", ()):
@@ -281,30 +282,30 @@ class RaggedBatch:
 
     @cached_property
     def plain_fields(self) -> list[tuple[str, bool, torch.dtype, tuple[int, ...], NDArray[Any]]]:
-        """The columns there are: name, axis (see `bounds`), type, trailing sizes, memory."""
+        """Columns that are not `None`: name, axis (see `bounds`), type, trailing sizes, memory."""
         return [
-            (name, on_tokens(name), kind, trailing, self.arrays[name])
+            (name, is_token_axis(name), kind, trailing, self.arrays[name])
             for name, (kind, trailing) in self.kinds.items()
             if kind is not None
         ]
 
     @cached_property
-    def listed(self) -> bool:
+    def has_lists(self) -> bool:
         """Whether there are labels, references, ids or images."""
         return any(entries is not None for entries in self.lists.values())
 
     @cached_property
     def info_arrays(self) -> dict[Any, Any] | None:
-        """What `pick_info` takes, if this `info` is plain."""
+        """Arrays for `pick_info`; `None` unless `info` has only tensors."""
         return None if "info" in self.origin.absent else info_arrays(self.info, self.origin.info)
 
     def view(self, name: str, i: int) -> torch.Tensor | None:
-        """A per-token field of sample i where it lies, to be read only; `None` if it has none."""
+        """Return a read-only view of a per-token field of sample i; `None` if it has none."""
         column = self.columns.get(name)
         if column is None or i in self.origin.absent.get(name, ()):
             return None
         values = column if isinstance(column, torch.Tensor) else concatenated(column, self.lengths(name))
-        bounds = self.bounds[on_tokens(name)]
+        bounds = self.bounds[is_token_axis(name)]
         return self._typed(name, i, values[bounds[i] : bounds[i + 1]])
 
     def _typed(self, name: str, i: int, row: torch.Tensor) -> torch.Tensor:
@@ -312,7 +313,7 @@ class RaggedBatch:
         return row.to(self.origin.dtypes[name][i]) if name in self.origin.dtypes else row
 
     def row(self, name: str, i: int) -> torch.Tensor | None:
-        """A per-token field of sample i, copied; `None` if it has none."""
+        """Copy a per-token field of sample i; `None` if it has none."""
         row = self.view(name, i)
         return None if row is None else row.clone(memory_format=torch.contiguous_format)
 
@@ -336,12 +337,12 @@ class RaggedBatch:
             return frozenset()
         if name in _LISTED:
             listed = self.lists.get(_LISTED[name])
-            return None if listed is None else own_entry(_LISTED[name], listed[i])
+            return None if listed is None else copy_entry(_LISTED[name], listed[i])
         entries = self.media.get(name)
         return None if entries is None else entries[i]
 
     def keep_media(self, pool: Pool) -> None:
-        """Hold media through a pool: once by content, on memory of their own."""
+        """Store media in a pool, which keeps equal content once."""
         for name, parts in self.media.items():
             if parts:
                 self.media[name] = [pool.keep(part) for part in parts]
@@ -352,7 +353,7 @@ class RaggedBatch:
     # --- devices --------------------------------------------------------------------------------------------
 
     def move(self, device: torch.device | str | int) -> None:
-        """Take everything to a device; what comes from the host is gathered in one pinned buffer and copied at once."""
+        """Move everything to a device; columns on the host are copied through one pinned buffer."""
         target = torch.device(device)
         columns = {name: column for name, column in self.columns.items() if column is not None}
         if target.type == "cpu":
@@ -367,58 +368,65 @@ class RaggedBatch:
 
 
 class PaddedRaggedBatch(RaggedBatch):
-    """The samples of a padded batch as wide as it is: what a split without unpadding gives.
+    """Samples of a padded batch with its padding, as a split without unpadding returns them.
 
-    What is attended is copied at once, into `bare`. Padding is read from the batch (`columns` are its own tensors, (B,
-    width, ...)) unless somebody has written into it; then a row is padded with what its first and last entries were.
+    Attended tokens are copied to `unpadded` at once. Padding is read from the tensors of the batch, `columns`
+    (B, width, ...). If one was written to since, rows are padded with their original first and last entries instead.
     """
 
-    bare: RaggedBatch
-    """The same samples without padding."""
+    unpadded: RaggedBatch
+    """The samples without padding."""
     spans: tuple[Spans, Spans]
-    """Where in its rows the samples' tokens lie, and their response slots."""
+    """Spans of the tokens and of the response slots in their rows."""
     starts: list[int]
-    """[B] Each sample's first response slot that is its own."""
+    """[B] First response slot of each sample."""
     versions: dict[str, int]
+    """Version counters of the tensors, by which writes are detected."""
     edges: dict[str, Any]
+    """Original first and last columns of the tensors."""
 
     @property
     def regular(self) -> bool:
-        """Its rows are read one by one."""
+        """False: rows are read one by one."""
         return False
 
     @property
     def plain(self) -> bool:
-        """Its rows are read one by one."""
+        """False: rows are read one by one."""
         return False
 
     @classmethod
     def of(
-        cls, values: dict[str, Any], origin: Origin, bare: RaggedBatch, spans: tuple[Spans, Spans], starts: list[int]
+        cls,
+        values: dict[str, Any],
+        origin: Origin,
+        unpadded: RaggedBatch,
+        spans: tuple[Spans, Spans],
+        starts: list[int],
     ) -> PaddedRaggedBatch:
-        """The rows of padded fields, (B, width, ...), which `bare` has without padding: `spans` say where, as those of
-        `spans_of_rows` do."""
-        tokens, responses = (np.full(len(bare), axis_spans.width, dtype=np.int64) for axis_spans in spans)
-        wide = cls(tokens, responses, origin, values, bare.info, bare.lists, bare.media, bare.device)
-        wide.bare, wide.spans, wide.starts = bare, spans, starts
+        """Build it from padded fields (B, width, ...), the same samples without padding, and the result of
+        `find_spans`."""
+        tokens, responses = (np.full(len(unpadded), axis_spans.width, dtype=np.int64) for axis_spans in spans)
+        wide = cls(tokens, responses, origin, values, unpadded.info, unpadded.lists, unpadded.media, unpadded.device)
+        wide.unpadded, wide.spans, wide.starts = unpadded, spans, starts
         columns = {name: value for name, value in values.items() if value is not None}
         wide.versions = {name: _version(value) for name, value in columns.items()}
         wide.edges = {name: _edges(value) for name, value in columns.items()}
         return wide
 
     def view(self, name: str, i: int) -> torch.Tensor | None:
-        """A per-token field of sample i, copied; `None` if it has none."""
+        """Copy a per-token field of sample i; `None` if it has none."""
         column: Any = self.columns.get(name)
         if column is None:
             return None
-        on_sequence = on_tokens(name)
-        spans, start = self.spans[not on_sequence], self.bare.bounds[on_sequence][i]
+        on_sequence = is_token_axis(name)
+        spans, start = self.spans[not on_sequence], self.unpadded.bounds[on_sequence][i]
         begin, length = int(spans.starts[i]), int(spans.lengths[i])
         row: torch.Tensor = column[i].detach().clone(memory_format=torch.contiguous_format)
         if _version(column) != self.versions[name] and len(row):
             ends = torch.as_tensor(self.edges[name][i])
             row[:begin], row[begin + length :] = ends[0], ends[-1]
-        inside: Any = self.bare.columns.get(name)
+        inside: Any = self.unpadded.columns.get(name)
         row[begin : begin + length] = int(name in _MASKS) if inside is None else inside[start : start + length]
         lacks = i in self.origin.absent.get(name, ()) and name not in _MASKS
         return None if lacks and not row.any() else self._typed(name, i, row)
@@ -429,22 +437,22 @@ class PaddedRaggedBatch(RaggedBatch):
         """What sample i has as an item's field."""
         if name == "action_start":
             return self.starts[i]
-        if name == "implied":  # as long as there is padding, a mask tells it from the rest
+        if name == "implied":  # masks that exist only to separate padding from the rest
             return frozenset(mask for mask in _MASKS if i in self.origin.absent.get(mask, ()))
         return super().value(name, i)
 
 
 def _edges(matrix: torch.Tensor) -> Any:
-    """(B, 1 or 2, ...) The first and the last column, copied."""
+    """(B, 1 or 2, ...) Copy the first and the last column."""
     ends = slice(None, None, max(matrix.shape[1] - 1, 1))
     if matrix.is_cpu and matrix.dtype in NUMPY:
-        return memory(matrix)[:, ends].copy()  # a third of the time
+        return memory(matrix)[:, ends].copy()  # in a third of torch's time
     return matrix.detach()[:, ends].clone()
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """A number that changes when a tensor is written to."""
-    return -1 if tensor.is_inference() else tensor._version  # there torch counts nothing
+    """Return a number that changes when a tensor is written to; inference tensors have no counter."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 _MASKS = tuple(name for name, one in BATCH_FIELDS.items() if one.absent)
@@ -452,102 +460,104 @@ _LISTED = {item: batch for batch, item in SAMPLE_LISTS.items()}
 
 
 def constant(value: float, length: int, dtype: torch.dtype, device: Device = "cpu") -> torch.Tensor:
-    """(length,) One value throughout, in the memory of one."""
+    """(length,) Return a constant tensor with the memory of one entry."""
     return torch.full((1,), value, dtype=dtype, device=device).expand(length)
 
 
 LAYOUTS = ("left", "prompt_left_response_right")
+"""Padded layouts; see `ExperienceBatch.pad`."""
 _LARGE_MASK = 1 << 17
-"""A mask with more entries is worth a look whether it needs to be copied."""
+"""Masks with more entries are checked for being constant, which saves a copy."""
 
 
 # --- from batches -------------------------------------------------------------------------------------------------
 
 
-def sheet_of_batch(batch: ExperienceBatch, in_one: bool = False) -> RaggedBatch:
-    """The sheet of a batch: of a padded one, what is attended. Media are views of the batch's.
+def ragged_from_batch(batch: ExperienceBatch, contiguous: bool = False) -> RaggedBatch:
+    """Convert a batch; of a padded one, the attended tokens. Media are views of the batch's.
 
-    `in_one` puts the columns into one block of memory: one is sooner had than many.
+    With `contiguous`, columns of one type share a block of memory, which is faster to allocate than one for each.
     """
-    values = checked(batch)
+    values = check_fields(batch)
     if batch.layout == "packed":
         tokens, responses = _packed_lengths(batch, values)
-        sheet = whole_sheet(batch, tokens, responses)
+        ragged = ragged_without_columns(batch, tokens, responses)
         for name, value in values.items():
             if isinstance(value, Rows):
                 value = value.values.clone()
             elif value is not None:
                 value = torch.cat(value) if value else torch.empty(0, dtype=torch.int64)
-            sheet.columns[name] = value
-        still_absent(sheet)
-        return sheet
-    return unpadded(batch, values, in_one)[0]
+            ragged.columns[name] = value
+        update_absent(ragged)
+        return ragged
+    return remove_padding(batch, values, contiguous)[0]
 
 
-def unpadded(batch: ExperienceBatch, values: dict[str, Any], in_one: bool) -> tuple[RaggedBatch, tuple[Spans, Spans]]:
-    """The sheet of a padded batch with the fields `values`, and where its tokens and response slots lie there."""
+def remove_padding(
+    batch: ExperienceBatch, values: dict[str, Any], contiguous: bool
+) -> tuple[RaggedBatch, tuple[Spans, Spans]]:
+    """Convert a padded batch with the fields `values`; also return the spans of its tokens and response slots."""
     width = int(values["sequences"].shape[1])
     slots = next(
-        (int(column.shape[1]) for name, column in values.items() if column is not None and not on_tokens(name)), 0
+        (int(column.shape[1]) for name, column in values.items() if column is not None and not is_token_axis(name)), 0
     )
     starts = action_starts(batch, slots)
-    lying, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, starts, look_solid=True)
-    sheet = whole_sheet(batch, lying.lengths, acting.lengths)
+    token_spans, response_spans = find_spans(batch.attention_mask, len(batch), width, slots, starts, check_solid=True)
+    ragged = ragged_without_columns(batch, token_spans.lengths, response_spans.lengths)
     together: dict[Any, list[str]] = {}
     for name, value in values.items():
-        spans = lying if on_tokens(name) else acting
+        spans = token_spans if is_token_axis(name) else response_spans
         if value is None:
-            sheet.columns[name] = None
-        elif name == "attention_mask" and lying.solid:
-            sheet.columns[name] = constant(1, int(lying.lengths.sum()), value.dtype, value.device)
-        elif not in_one or not value.is_cpu or value.requires_grad:
-            sheet.columns[name] = spans.unpad(value)
+            ragged.columns[name] = None
+        elif name == "attention_mask" and token_spans.solid:
+            ragged.columns[name] = constant(1, int(token_spans.lengths.sum()), value.dtype, value.device)
+        elif not contiguous or not value.is_cpu or value.requires_grad:
+            ragged.columns[name] = spans.unpad(value)
         else:
-            sheet.columns[name] = None  # in the order of the fields
+            ragged.columns[name] = None  # set below; this keeps the order of the fields
             together.setdefault((spans, value.dtype, value.shape[2:]), []).append(name)
     for (spans, *_), names in together.items():
-        sheet.columns |= zip(names, spans.unpad_all([values[name] for name in names]), strict=True)
-    still_absent(sheet)
-    return sheet, (lying, acting)
+        ragged.columns |= zip(names, spans.unpad_all([values[name] for name in names]), strict=True)
+    update_absent(ragged)
+    return ragged, (token_spans, response_spans)
 
 
-def still_absent(sheet: RaggedBatch) -> None:
-    """Of the rows that lack a field, forget those that were written to since; a mask that every row lacks, and that
-    only told padding from the rest, goes."""
-    for name, rows in list(sheet.origin.absent.items()):
-        column = sheet.columns.get(name)
+def update_absent(ragged: RaggedBatch) -> None:
+    """Drop rows that were written to since from the absent rows of each field, and drop fields that all rows lack."""
+    for name, rows in list(ragged.origin.absent.items()):
+        column = ragged.columns.get(name)
         if not isinstance(column, torch.Tensor):
             continue
         blank = column == (BATCH_FIELDS[name].absent if name in BATCH_FIELDS else 0)
         if not blank.all():
-            parts = torch.split(blank, sheet.lengths(name).tolist())
+            parts = torch.split(blank, ragged.lengths(name).tolist())
             rows = frozenset(i for i in rows if parts[i].all())
-        sheet.origin.absent[name] = rows
-        if len(rows) == len(sheet):
-            sheet.columns[name] = None
-        if not rows or len(rows) == len(sheet):
-            del sheet.origin.absent[name]
+        ragged.origin.absent[name] = rows
+        if len(rows) == len(ragged):
+            ragged.columns[name] = None
+        if not rows or len(rows) == len(ragged):
+            del ragged.origin.absent[name]
 
 
-def whole_sheet(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> RaggedBatch:
-    """A sheet with everything of a batch but its per-token columns."""
+def ragged_without_columns(batch: ExperienceBatch, tokens: Lengths, responses: Lengths) -> RaggedBatch:
+    """Convert everything of a batch but its per-token columns."""
     count = len(batch)
-    sheet = RaggedBatch(tokens, responses, batch.origin.copy())
+    ragged = RaggedBatch(tokens, responses, batch.origin.copy())
     check_info(batch.info, count)
-    sheet.info = own(batch.info, tensors=True)
+    ragged.info = own(batch.info, tensors=True)
     for name in SAMPLE_LISTS:
         entries = getattr(batch, name)
-        sheet.lists[name] = None if entries is None else sample_list(name, entries, count)
-    sheet.media = divided(batch)
+        ragged.lists[name] = None if entries is None else sample_list(name, entries, count)
+    ragged.media = split_media(batch)
     tokens_of_all = batch.sequences
     if count:
-        sheet.device = (tokens_of_all if isinstance(tokens_of_all, torch.Tensor) else tokens_of_all[0]).device
-    return sheet
+        ragged.device = (tokens_of_all if isinstance(tokens_of_all, torch.Tensor) else tokens_of_all[0]).device
+    return ragged
 
 
-def checked(batch: ExperienceBatch) -> dict[str, Any]:
-    """The per-token fields by name, once they are known to agree with each other."""
-    plain = _plain_matrices(batch)
+def check_fields(batch: ExperienceBatch) -> dict[str, Any]:
+    """Return the per-token fields by name; raise `ValueError` if their shapes do not agree."""
+    plain = _check_plain_matrices(batch)
     if plain is not None:
         return plain
     if not isinstance(batch.sequences, (list, torch.Tensor)):
@@ -581,12 +591,14 @@ def checked(batch: ExperienceBatch) -> dict[str, Any]:
     return values
 
 
-_AXES = [(name, on_tokens(name)) for name in BATCH_FIELDS]
+_AXES = [(name, is_token_axis(name)) for name in BATCH_FIELDS]
 
 
-def _plain_matrices(batch: ExperienceBatch) -> dict[str, Any] | None:
-    """The per-token fields if they are matrices that agree, as those of nearly every batch are, and there are no
-    extras; `None` of other batches, whose fault is then looked for."""
+def _check_plain_matrices(batch: ExperienceBatch) -> dict[str, Any] | None:
+    """Return the per-token fields of a batch of matrices that agree, without extras: the usual case, checked fast.
+
+    `None` for all others, which `check_fields` checks in detail.
+    """
     sequences, info = batch.sequences, batch.info
     if type(sequences) is not torch.Tensor or batch.extras or not (info is None or isinstance(info, dict)):
         return None
@@ -628,11 +640,11 @@ def _check_dims(where: str, value: torch.Tensor, dims: int, name: str) -> None:
 
 
 def widths(values: dict[str, Any]) -> tuple[int, int]:
-    """How many columns the two axes of a padded batch have: S and A."""
+    """Return S and A of a padded batch; raise `ValueError` if fields differ."""
     first_columns: dict[bool, tuple[str, int]] = {}
     for name, value in values.items():
         if value is not None:
-            first, width = first_columns.setdefault(on_tokens(name), (name, value.shape[1]))
+            first, width = first_columns.setdefault(is_token_axis(name), (name, value.shape[1]))
             if value.shape[1] != width:
                 raise ValueError(f"{name}: got {value.shape[1]} columns, expected {width}, as {first} has")
     name, slots = first_columns.get(False, ("", 0))
@@ -642,7 +654,7 @@ def widths(values: dict[str, Any]) -> tuple[int, int]:
 
 
 def action_starts(batch: ExperienceBatch, slots: int) -> Lengths:
-    """[B] The first slot that is a row's own, checked."""
+    """[B] Return the first response slot of each row, checked."""
     slots_before = batch.action_starts
     count = len(batch)
     if slots_before is None:
@@ -654,10 +666,10 @@ def action_starts(batch: ExperienceBatch, slots: int) -> Lengths:
 
 
 def predicted_mask(batch: ExperienceBatch) -> Any:
-    """A batch's `action_mask`, (B, A) or `Rows`, False on slots that speak of a sample's first token.
+    """Return the `action_mask` of a batch, (B, A) or `Rows`, False on slots of a sample's first token.
 
-    Nothing comes before such a token, so that no model predicts it; a batch of records has it masked already
-    (`rollbook.batch.columns.mask_unpredicted`). `None`, or the batch's own mask, if there is no such slot.
+    No model predicts that token. A batch of records has it masked already
+    (`rollbook.batch.columns.mask_unpredicted`). Without such a slot, the batch's own mask, or `None`, is returned.
 
     >>> mask = torch.tensor([[True, True], [True, True]])
     >>> attended = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -683,21 +695,21 @@ def predicted_mask(batch: ExperienceBatch) -> Any:
         return Rows(flat, lengths)
     begin = batch.sequences.shape[1] - slots.shape[1]
     attended = torch.ones_like(batch.sequences) if batch.attention_mask is None else batch.attention_mask
-    # The response is looked at in rows without a prompt alone: of a long one there is much, and of such rows few.
-    alone = torch.nonzero(~_any_attended(attended[:, :begin])).squeeze(-1)
-    if not len(alone):
+    # Only rows without a prompt are checked further: they are few, and responses are long.
+    promptless = torch.nonzero(~_any_attended(attended[:, :begin])).squeeze(-1)
+    if not len(promptless):
         return mask
-    responses = attended[alone, begin:] != 0
+    responses = attended[promptless, begin:] != 0
     has_tokens = responses.any(-1)
     if not bool(has_tokens.any()):
         return mask
     cleared = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device) if mask is None else mask.clone()
-    cleared[alone[has_tokens], responses[has_tokens].int().argmax(-1)] = 0
+    cleared[promptless[has_tokens], responses[has_tokens].int().argmax(-1)] = 0
     return cleared
 
 
 def _any_attended(mask: torch.Tensor) -> torch.Tensor:
-    """[B] Whether a row of a mask has an entry that is not 0."""
+    """[B] Return whether a row of a mask has a nonzero entry."""
     if mask.device.type == "cpu" and mask.dtype in NUMPY:
         return torch.from_numpy((memory(mask) != 0).any(-1))  # in a fraction of torch's time
     return (mask != 0).any(-1)
@@ -706,7 +718,7 @@ def _any_attended(mask: torch.Tensor) -> torch.Tensor:
 def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Lengths, Lengths]:
     lengths = [np.full(len(batch), -1, dtype=np.int64) for _ in range(2)]
     for name, value in values.items():
-        row_lengths = lengths[on_tokens(name)]
+        row_lengths = lengths[is_token_axis(name)]
         for i, row in enumerate(value or ()):
             if row_lengths[i] >= 0 and len(row) != row_lengths[i]:
                 raise ValueError(
@@ -719,44 +731,52 @@ def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Len
     return tokens, responses
 
 
-def spans_of_rows(
-    mask: torch.Tensor | None, count: int, width: int, slots: int, starts: Lengths, look_solid: bool = False
+def find_spans(
+    mask: torch.Tensor | None, count: int, width: int, slots: int, starts: Lengths, check_solid: bool = False
 ) -> tuple[Spans, Spans]:
-    """Where in padded rows the samples' tokens lie, and their response slots.
+    """Find the spans of tokens and of response slots in padded rows.
 
-    A row's tokens go from the first that is attended to the last. Slot j speaks of token `width - slots + j`, and goes
-    with it; slots before `starts` are padding. `look_solid`: find out whether the mask is 1 throughout the tokens'
-    spans, if it is large (`Spans.solid`).
+    The tokens of a row extend from the first attended one to the last. Slot j belongs to token `width - slots + j`.
+
+    Args:
+        mask: (B, S) Attention mask; `None`: all attended.
+        count: B.
+        width: S.
+        slots: A.
+        starts: [B] First slot of each row; those before are padding.
+        check_solid: Whether to check if a large mask is 1 throughout the spans (`Spans.solid`).
     """
     solid = False
     if mask is None or not width:
         first, last = np.zeros(count, dtype=np.int64), np.full(count, width, dtype=np.int64)
     else:
-        first, last, solid = _row_edges(mask, look_solid)
+        first, last, solid = _row_edges(mask, check_solid)
     begin = np.maximum(starts, first - (width - slots))
     end = np.maximum(np.minimum(slots, last - (width - slots)), begin)
-    lying = Spans(last - first, first, width)
-    lying.solid = solid
-    return lying, Spans(end - begin, begin, slots)
+    token_spans = Spans(last - first, first, width)
+    token_spans.solid = solid
+    return token_spans, Spans(end - begin, begin, slots)
 
 
-def edges(flags: bytes) -> tuple[int, int]:
-    """Where the ones among zeros begin and end; both at the end if there is none.
+def find_edges(flags: bytes) -> tuple[int, int]:
+    """Return the start and end of the ones among zeros; the length twice if there is none.
 
-    >>> edges(bytes([0, 1, 0, 1, 0])), edges(bytes([0, 0]))
+    >>> find_edges(bytes([0, 1, 0, 1, 0])), find_edges(bytes([0, 0]))
     ((1, 4), (2, 2))
     """
     last = flags.rfind(1) + 1
     return (flags.find(1), last) if last else (len(flags), len(flags))
 
 
-def _row_edges(mask: torch.Tensor, look_solid: bool) -> tuple[Lengths, Lengths, bool]:
-    """[B] Where the attended part of each row begins and ends (both at its end if there is none), and whether all of
-    these parts are known to be 1 throughout, which only large masks are looked at for."""
+def _row_edges(mask: torch.Tensor, check_solid: bool) -> tuple[Lengths, Lengths, bool]:
+    """[B] Return the start and end of the attended part of each row (the width twice if there is none).
+
+    Also returns whether all parts are known to be 1 throughout, which is checked for large masks only.
+    """
     exact = mask.device.type == "cpu" and mask.dtype in NUMPY
     rows = memory(mask) if exact else (mask.detach() != 0).cpu().numpy()
     attended = rows if rows.dtype == np.bool_ else rows != 0
-    # All rows as one text of bytes: its search is by far the fastest there is.
+    # Searching bytes is much faster than any numpy operation here.
     flags, (count, width) = attended.tobytes(), attended.shape
     bounds = range(0, count * width + 1, width)
     firsts, lasts = [], []
@@ -765,7 +785,7 @@ def _row_edges(mask: torch.Tensor, look_solid: bool) -> tuple[Lengths, Lengths, 
         firsts.append((flags.find(1, start, last) if last else stop) - start)
         lasts.append((last or stop) - start)
     first, last = np.array(firsts, dtype=np.int64), np.array(lasts, dtype=np.int64)
-    solid = look_solid and exact and mask.numel() > _LARGE_MASK and rows.dtype.kind in "biu"
+    solid = check_solid and exact and mask.numel() > _LARGE_MASK and rows.dtype.kind in "biu"
     if solid:
         solid = np.count_nonzero(attended) == (last - first).sum()
         solid = bool(solid and (rows is attended or np.bitwise_or.reduce(rows, axis=None) == 1))
@@ -775,89 +795,89 @@ def _row_edges(mask: torch.Tensor, look_solid: bool) -> tuple[Lengths, Lengths, 
 # --- to batches ---------------------------------------------------------------------------------------------------
 
 
-def packed(sheet: RaggedBatch) -> ExperienceBatch:
-    """The packed batch of a sheet."""
-    tokens, responses = sheet.tokens.tolist(), sheet.responses.tolist()
+def to_packed(ragged: RaggedBatch) -> ExperienceBatch:
+    """Convert a ragged batch to a packed batch."""
+    tokens, responses = ragged.tokens.tolist(), ragged.responses.tolist()
 
     def rows(name: str, column: Column) -> Rows:
-        values = concatenated(column, sheet.lengths(name)).contiguous()
-        if name == "sequences" and sheet.long_tokens:
+        values = concatenated(column, ragged.lengths(name)).contiguous()
+        if name == "sequences" and ragged.long_tokens:
             values = values.long()
-        return Rows(values, tokens if on_tokens(name) else responses)
+        return Rows(values, tokens if is_token_axis(name) else responses)
 
-    return _batch(sheet, rows, None)
+    return _batch(ragged, rows, None)
 
 
-def padded(sheet: RaggedBatch, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
-    """The padded batch of a sheet."""
+def to_padded(ragged: RaggedBatch, pad_token_id: int = 0, layout: str = "left") -> ExperienceBatch:
+    """Convert a ragged batch to a padded batch."""
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
         raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
     check_layout(layout)
-    slots = int(sheet.responses.max(initial=0))
+    slots = int(ragged.responses.max(initial=0))
     starts = None
     if layout == "left":
-        tokens = Spans.right_aligned(sheet.tokens, int(sheet.tokens.max(initial=0)))
-        responses = Spans.right_aligned(sheet.responses, slots)
+        tokens = Spans.right_aligned(ragged.tokens, int(ragged.tokens.max(initial=0)))
+        responses = Spans.right_aligned(ragged.responses, slots)
         if responses.starts.any():
             starts = torch.from_numpy(responses.starts)
     else:
-        prompts = sheet.tokens - sheet.responses
+        prompts = ragged.tokens - ragged.responses
         longest = int(prompts.max(initial=0))
-        tokens = Spans(sheet.tokens, longest - prompts, longest + slots)
-        responses = Spans(sheet.responses, np.zeros_like(sheet.responses), slots)
+        tokens = Spans(ragged.tokens, longest - prompts, longest + slots)
+        responses = Spans(ragged.responses, np.zeros_like(ragged.responses), slots)
 
     for name, batch_field in BATCH_FIELDS.items():
-        spans = tokens if on_tokens(name) else responses
-        if batch_field.absent and sheet.columns.get(name) is None and not spans.full:
-            # No mask says that everything counts; now padding must be told from that.
-            sheet.origin.absent[name] = frozenset(range(len(sheet)))
-            dtype = torch.int64 if on_tokens(name) else torch.bool
-            sheet.columns[name] = constant(batch_field.absent, int(spans.lengths.sum()), dtype, sheet.device)
+        spans = tokens if is_token_axis(name) else responses
+        if batch_field.absent and ragged.columns.get(name) is None and not spans.full:
+            # Without a mask everything counts; the padded batch needs one to exclude padding.
+            ragged.origin.absent[name] = frozenset(range(len(ragged)))
+            dtype = torch.int64 if is_token_axis(name) else torch.bool
+            ragged.columns[name] = constant(batch_field.absent, int(spans.lengths.sum()), dtype, ragged.device)
 
     def matrix(name: str, column: Column) -> torch.Tensor:
         source = name.removeprefix("extras.")
-        if name == "sequences" and sheet.long_tokens:
-            column = concatenated(column, sheet.tokens).long()
+        if name == "sequences" and ragged.long_tokens:
+            column = concatenated(column, ragged.tokens).long()
         fill = pad_token_id if name == "sequences" else FIELDS[source].pad if source in FIELDS else 0
-        return (tokens if on_tokens(name) else responses).pad(column, fill)
+        return (tokens if is_token_axis(name) else responses).pad(column, fill)
 
-    return _batch(sheet, matrix, starts)
+    return _batch(ragged, matrix, starts)
 
 
 def check_layout(layout: str) -> None:
-    """Refuse a layout that there is not."""
+    """Raise `ValueError` for an unknown layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, expected one of {', '.join(map(repr, LAYOUTS))}")
 
 
-def _batch(sheet: RaggedBatch, lay_out: Callable[[str, Column], Any], starts: torch.Tensor | None) -> ExperienceBatch:
+def _batch(ragged: RaggedBatch, lay_out: Callable[[str, Column], Any], starts: torch.Tensor | None) -> ExperienceBatch:
     fields: dict[str, Any] = {}
     extras: dict[str, Any] = {}
-    for name, column in sheet.columns.items():
+    for name, column in ragged.columns.items():
         value = None if column is None else lay_out(name, column)
         if name.startswith("extras."):
             extras[name.removeprefix("extras.")] = value
         else:
             fields[name] = value
-    origin = Origin(dict(sheet.origin.absent), dict(sheet.origin.dtypes), {}, sheet.origin.info)
+    origin = Origin(dict(ragged.origin.absent), dict(ragged.origin.dtypes), {}, ragged.origin.info)
     media: dict[str, Any] = {}
-    for name, parts in sheet.media.items():
+    for name, parts in ragged.media.items():
         if name.startswith("media."):
             media[name.removeprefix("media.")] = parts and [own(part, tensors=True) for part in parts]
         else:
-            fields[name] = joined(name, parts, origin)
+            fields[name] = join_media(name, parts, origin)
     if starts is not None:
-        starts = starts.to(sheet.device)
-    fields |= sheet.lists
-    fields |= {"info": sheet.info, "media": media or None, "extras": extras or None}
+        starts = starts.to(ragged.device)
+    fields |= ragged.lists
+    fields |= {"info": ragged.info, "media": media or None, "extras": extras or None}
     return ExperienceBatch.of({**fields, "action_starts": starts}, origin)
 
 
-def media_inputs(batch: ExperienceBatch, config: Any = None) -> dict[str, torch.Tensor]:
-    """The media of a batch under the model's names; by-token ones padded with 0, or end to end, as the tokens are.
+def media_inputs(batch: ExperienceBatch, config: ModelConfig | None = None) -> dict[str, torch.Tensor]:
+    """Return the media of a batch under the model's names; entries per token in the layout of the tokens.
 
-    Samples with image or video grids need `mm_token_type_ids`; with the model's `config`, those that came without get
-    them from their placeholder ids.
+    Samples with image or video grids need `mm_token_type_ids`. With the model's `config`, missing ones are derived from
+    placeholder ids.
     """
     inputs: dict[str, torch.Tensor] = {}
     for name, key in BATCH_MEDIA.items():
@@ -883,10 +903,10 @@ def media_inputs(batch: ExperienceBatch, config: Any = None) -> dict[str, torch.
     return inputs
 
 
-def _by_token(batch: ExperienceBatch, key: str, parts: list[Any], model: torch.Tensor) -> torch.Tensor:
+def _by_token(batch: ExperienceBatch, key: str, parts: list[Any], like: torch.Tensor) -> torch.Tensor:
     places = _places(batch)
     shape = batch.sequences.shape if batch.layout == "padded" else (1, sum(len(row) for row in batch.sequences))
-    matrix = model.new_zeros(shape)
+    matrix = like.new_zeros(shape)
     for i, ((row, start, length), part) in enumerate(zip(places, parts, strict=True)):
         if part is not None:
             entries = part.reshape(-1)
@@ -897,29 +917,31 @@ def _by_token(batch: ExperienceBatch, key: str, parts: list[Any], model: torch.T
 
 
 def _places(batch: ExperienceBatch) -> list[tuple[int, int, int]]:
-    """For each sample the row it lies in, where it begins there, and how many tokens it has."""
+    """Return the row, the start in the row, and the number of tokens of each sample."""
     if batch.layout == "packed":
         bounds = batch.cu_seqlens.tolist()
         return [(0, start, stop - start) for start, stop in pairwise(bounds)]
-    width, slots = widths(checked(batch))
-    spans, _ = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
+    width, slots = widths(check_fields(batch))
+    spans, _ = find_spans(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
     return [(i, a, n) for i, (a, n) in enumerate(zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True))]
 
 
 def _tokens(batch: ExperienceBatch, i: int, place: tuple[int, int, int]) -> torch.Tensor:
-    """[n] The token ids of sample i, without padding."""
+    """[n] Return the token ids of sample i without padding."""
     _, start, length = place
     row: torch.Tensor = batch.sequences[i]
     return row[start : start + length] if batch.layout == "padded" else row
 
 
-def rope_positions(batch: ExperienceBatch, get_rope_index: Callable[..., Any], config: Any = None) -> torch.Tensor:
-    """(4, B, S) or, packed, (4, 1, tokens): the text's positions, then the three of images and videos.
+def rope_positions(
+    batch: ExperienceBatch, get_rope_index: Callable[..., Any], config: ModelConfig | None = None
+) -> torch.Tensor:
+    """Compute positions (4, B, S) or, packed, (4, 1, tokens): of the text, then the three spatial ones; 1 on padding.
 
-    `get_rope_index` is that method of the model, and is asked sample by sample; 1 on padding. `config`: the model's, of
-    whose placeholder ids `mm_token_type_ids` are derived where a sample came without.
+    `get_rope_index` is this method of the model, called for each sample. Missing `mm_token_type_ids` are derived from
+    the placeholder ids of `config`.
     """
-    media = divided(batch)
+    media = split_media(batch)
     shape = batch.sequences.shape if batch.layout == "padded" else (1, sum(len(row) for row in batch.sequences))
     positions = torch.ones((4, *shape), dtype=torch.int64, device=batch.sequences[0].device)
     names = {BATCH_MEDIA.get(name, name.removeprefix("media.")): name for name in media}
@@ -933,6 +955,7 @@ def rope_positions(batch: ExperienceBatch, get_rope_index: Callable[..., Any], c
 
 
 def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
+    """Return the inputs of advantage estimators; `keys` are the keys of `info` by input name."""
     info = batch.info or {}
     extras = batch.extras or {}
     inner = info.get("info") or {}
@@ -940,18 +963,18 @@ def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
     def ids() -> list[EID]:
         eids = [eid for eid in batch.ids or () if eid is not None]
         if len(eids) != len(batch):
-            raise ValueError("batch: got rows without ids, expected an id for each, to group by")
+            raise ValueError("batch: got rows without ids, expected an id for each row, to group by")
         return [eid if isinstance(eid, EID) else EID.parse(eid) for eid in eids]
 
-    def whole(name: str, value: Any) -> Any:
-        """A field that every row has, or none; rows that lack it read as padding, and are no data."""
+    def complete(name: str, column: TokenColumn | None) -> TokenColumn | None:
+        """Return a field; raise `ValueError` if only some rows have it, since the others read as padding."""
         absent = batch.origin.absent.get(name)
-        if value is None or not absent:
-            return value
-        raise ValueError(f"{name}: row {min(absent)} has none, expected it in every row, or in none")
+        if column is None or not absent:
+            return column
+        raise ValueError(f"{name}: missing in row {min(absent)}, expected it in every row, or in none")
 
     def rewards() -> Any:
-        """As `row_rewards` of the records."""
+        """Return the rewards of rows, as `row_rewards` does for records."""
         row_rewards, token_rewards = info.get("reward"), extras.get("token_level_reward")
         row_rewards = [None] * len(batch) if row_rewards is None else row_rewards
         if token_rewards is None or isinstance(row_rewards, torch.Tensor):
@@ -960,7 +983,7 @@ def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
         sums = [None if i in absent else float(row.double().sum()) for i, row in enumerate(token_rewards)]
         return [total if reward is None else reward for reward, total in zip(row_rewards, sums, strict=True)]
 
-    makers: dict[str, Callable[[], Any]] = {
+    sources: dict[str, Callable[[], Any]] = {
         "rewards": rewards,
         "groups": lambda: [group_id(eid) for eid in ids()],
         "runs": lambda: [run_id(eid) for eid in ids()],
@@ -970,22 +993,22 @@ def estimator_inputs(batch: ExperienceBatch, keys: Mapping[str, str]) -> Inputs:
         "response": lambda: _response(batch),
         "token_rewards": lambda: extras.get("token_level_reward"),
         "without_token_rewards": lambda: sorted(batch.origin.absent.get("extras.token_level_reward", ())),
-        "values": lambda: whole("values", batch.values),
-        "old_logprobs": lambda: whole("action_log_probs", batch.action_log_probs),
-        "ref_logprobs": lambda: whole("base_action_log_probs", batch.base_action_log_probs),
-        "teacher_logprobs": lambda: whole("extras.teacher_logprobs", extras.get("teacher_logprobs")),
-        "entropy": lambda: whole("action_entropy", batch.action_entropy),
+        "values": lambda: complete("values", batch.values),
+        "old_logprobs": lambda: complete("action_log_probs", batch.action_log_probs),
+        "ref_logprobs": lambda: complete("base_action_log_probs", batch.base_action_log_probs),
+        "teacher_logprobs": lambda: complete("extras.teacher_logprobs", extras.get("teacher_logprobs")),
+        "entropy": lambda: complete("action_entropy", batch.action_entropy),
     }
-    makers |= {name: lambda key=key: info.get(key, inner.get(key)) for name, key in keys.items()}  # type: ignore[misc]
-    return Inputs(makers, len(batch))
+    sources |= {name: lambda key=key: info.get(key, inner.get(key)) for name, key in keys.items()}  # type: ignore[misc]
+    return Inputs(sources, len(batch))
 
 
 def _response(batch: ExperienceBatch) -> Any:
-    """The slots that are a row's response, tools' tokens at its end included, and no padding."""
+    """Return a mask of the response slots that are not padding, tool tokens included."""
     if isinstance(batch.action_mask, Rows):
-        return all_of(batch.action_mask)
+        return full_mask(batch.action_mask)
     if batch.action_mask is None:
         return None
     width, slots = batch.sequences.shape[1], batch.action_mask.shape[1]
-    _, acting = spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
-    return acting.mask(torch.bool, batch.action_mask.device)
+    _, response_spans = find_spans(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))
+    return response_spans.mask(torch.bool, batch.action_mask.device)

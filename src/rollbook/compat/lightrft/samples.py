@@ -1,15 +1,19 @@
-"""LightRFT's `Samples`, batches of a rollout, and the records that they are made from.
+"""The rollout of LightRFT's maker: prompts, `Samples`, their batches and records, and their rewards.
 
-Invariant: tokens are those the engine sampled, none added, none left out; in a padded batch prompts end and responses
-begin at the same column, and slot j of a row speaks of its response's token j.
+Invariant: tokens are those that the engine sampled, without additions or omissions. In a padded batch, prompts end and
+responses begin at the same column, and slot j of a row belongs to token j of its response. A reward reads each response
+alone, with its own prompt, reference and label; a sample that failed or could not be scored has NaN and the reason in
+`info`, and does not change the scores of others.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,21 +22,31 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.inputs import group_id, run_id
 from rollbook.compat.lightrft.batch import ExperienceBatch, Samples, TokenColumn, from_experiences
-from rollbook.compat.lightrft.models import end_to_end, sampling_of
-from rollbook.compat.lightrft.ragged_batch import action_starts, predicted_mask, spans_of_rows
+from rollbook.compat.lightrft.models import concatenate_samples, make_sampling
+from rollbook.compat.lightrft.ragged_batch import action_starts, find_spans, predicted_mask
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.core.metrics import StepMetrics
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.ragged import offsets_of
 from rollbook.core.rows import NUMPY, Rows, Spans, memory
 from rollbook.core.sampling import Prompt, Sample, Sampling, as_media
+from rollbook.core.vocabulary import Tokenizer
+from rollbook.rewards.functions import PARAMETER_NAMES
+from rollbook.rewards.recipes import LightRFTReward, Recipe, as_reward, check_label, lightrft_reward
+from rollbook.rewards.types import Reward, RewardInput, RewardResult, WrongCountError, is_reward
+from rollbook.train import pipeline
 
 PromptsLike: TypeAlias = str | Prompt | Sequence[Any]
 """A prompt or a list of them: texts, chats, token ids or `Prompt`s."""
+RewardFunction: TypeAlias = Callable[..., Any] | Mapping[str, Any] | str
+"""A reward function, functions by name, or the path of one."""
+RewardModels: TypeAlias = RewardFunction | Sequence[Any] | None
+"""A reward model, several, or any reward of `rollbook.rewards`."""
 
 
-def prompts_of(
+def make_prompts(
     all_prompts: PromptsLike | None,
     *,
     labels: Sequence[Any] | None = None,
@@ -40,9 +54,13 @@ def prompts_of(
     images: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
 ) -> list[Prompt]:
-    """Make prompts, each with its own label, reference and media. A bare string is one prompt.
+    """Build prompts, each with its label, reference and media. A bare string is one prompt.
 
-    >>> prompts = prompts_of(["a", "b"], labels=["x", None], images=[None, ["one.png", "two.png"]])
+    Args:
+        all_prompts: A prompt or a list of them.
+        labels: A label for each prompt, or `None`; likewise `references`, `images` and `videos`.
+
+    >>> prompts = make_prompts(["a", "b"], labels=["x", None], images=[None, ["one.png", "two.png"]])
     >>> [(prompt.text, prompt.label, prompt.images) for prompt in prompts]
     [('a', 'x', ()), ('b', None, ('one.png', 'two.png'))]
     """
@@ -70,22 +88,22 @@ def prompts_of(
 
 _RENAMED = {"include_stop_str_in_output": "include_stop"}
 _IGNORED = ("pad_token_id", "skip_special_tokens", "spaces_between_special_tokens")
-"""Options of decoding and padding: tokens stay as they are, and are padded by the tokenizer."""
+"""Options of decoding and padding, which have no effect on sampled tokens."""
 
 
-def maker_sampling(options: Mapping[str, Any], prompt_max_len: int, **defaults: Any) -> Sampling:
-    """Make `Sampling` from the options of LightRFT's maker; see `rollbook.compat.lightrft.models.sampling_of`.
+def maker_sampling(options: Mapping[str, Any], prompt_max_len: int, defaults: Mapping[str, Any]) -> Sampling:
+    """Build `Sampling` from the options of LightRFT's maker; see `rollbook.compat.lightrft.models.make_sampling`.
 
     >>> options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "include_stop_str_in_output": False}
-    >>> sampling = maker_sampling(options, 16, n=4)
+    >>> sampling = maker_sampling(options, 16, {"n": 4})
     >>> sampling.n, sampling.temperature, sampling.include_stop
     (4, 0.0, False)
     """
     renamed = {_RENAMED.get(name, name): option for name, option in options.items() if name not in _IGNORED}
-    return sampling_of({**defaults, **renamed}, prompt_max_len, ())
+    return make_sampling({**defaults, **renamed}, prompt_max_len, ())
 
 
-def samples_of(
+def make_samples(
     rollouts: Sequence[Sample], *, pad_token_id: int = 0, packed: bool = False, records: Experiences | None = None
 ) -> Samples:
     """Convert an engine's samples to one `Samples`, padded or packed.
@@ -94,26 +112,26 @@ def samples_of(
         rollouts: The engine's samples.
         pad_token_id: Fills a padded matrix.
         packed: Whether to pack.
-        records: The records of the samples; `None`: they are made.
+        records: The records of the samples; `None`: they are built.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine = ScriptedEngine([[20, 2], [21, 21, 2]])
-    >>> samples = samples_of(engine.generate([[57, 58], [57, 58]]), packed=True)
+    >>> samples = make_samples(engine.generate([[57, 58], [57, 58]]), packed=True)
     >>> samples.sequences.tolist(), samples.attention_mask.tolist(), samples.num_actions.tolist()
     ([[57, 58, 20, 2, 57, 58, 21, 21, 2]], [[1, 1, 1, 1, 2, 2, 2, 2, 2]], [2, 3])
     """
     if not rollouts:
         raise ValueError("rollouts: got none, expected at least one sample")
-    # At least one slot: models and losses need a response axis, if only of padding.
-    tokens, spans, begin = end_to_end(rollouts, slots=1)
+    # At least one slot: models and losses need a response axis, even if it is padding.
+    tokens, spans, begin = concatenate_samples(rollouts, slots=1)
     lengths, responses = torch.from_numpy(spans.lengths), [len(sample.response_ids) for sample in rollouts]
     actions = [0 if sample.failed else length for sample, length in zip(rollouts, responses, strict=True)]
     shared: dict[str, Any] = {
         "response_length": torch.tensor(actions, dtype=torch.float32),
         "total_length": lengths.float(),
         "prompts": [_prompt_text(sample) for sample in rollouts],
-        "labels": if_any([sample.prompt.label for sample in rollouts]),
-        "references": if_any([sample.prompt.reference for sample in rollouts]),
+        "labels": none_if_empty([sample.prompt.label for sample in rollouts]),
+        "references": none_if_empty([sample.prompt.reference for sample in rollouts]),
         "pad_len": None,
         "rollouts": list(rollouts),
         "records": Experiences([sample.to_experience() for sample in rollouts]) if records is None else records,
@@ -140,7 +158,7 @@ def samples_of(
 
 
 def _prompt_text(sample: Sample) -> Any:
-    """A prompt as its user wrote it, or as it reads."""
+    """Return the prompt as the user passed it, or its rendered text."""
     prompt = sample.prompt
     if prompt.text is not None:
         return prompt.text
@@ -149,13 +167,13 @@ def _prompt_text(sample: Sample) -> Any:
     return prompt.messages if prompt.messages is not None else list(prompt.token_ids or ())
 
 
-def if_any(entries: list[Any]) -> list[Any] | None:
-    """A column of `Samples`, or `None` if it has no entry."""
+def none_if_empty(entries: list[Any]) -> list[Any] | None:
+    """Return a list of entries, or `None` if all are `None`."""
     return None if all(entry is None for entry in entries) else entries
 
 
-def batch_of(samples: Samples) -> ExperienceBatch:
-    """Make the batch of samples before any model or reward: tokens, masks, labels.
+def batch_from_samples(samples: Samples) -> ExperienceBatch:
+    """Build the batch of samples before models and rewards: tokens, masks, labels.
 
     Samples of an engine also have ids, media, finish reasons, and in `extras` the engine's log-probs and policy
     versions.
@@ -163,8 +181,8 @@ def batch_of(samples: Samples) -> ExperienceBatch:
     if not isinstance(samples, Samples):
         raise ValueError(f"samples: got {type(samples).__name__}, expected Samples")
     if samples.sequences is None or samples.sequences.dim() != 2:
-        raise ValueError("samples.sequences: got no matrix, expected (B, S), or (1, tokens) packed")
-    info: dict[str, Any] = dict(zip(("response_length", "total_length"), lengths_of_samples(samples), strict=True))
+        raise ValueError("samples.sequences: expected a matrix (B, S), or (1, tokens) packed")
+    info: dict[str, Any] = dict(zip(("response_length", "total_length"), sample_lengths(samples), strict=True))
     is_packed = samples.packed_seq_lens is not None
     sequences, attention, action_mask = _packed_fields(samples) if is_packed else _padded_fields(samples)
     if samples.rollouts is None:
@@ -188,8 +206,8 @@ def batch_of(samples: Samples) -> ExperienceBatch:
     if records is None:
         records = Experiences([sample.to_experience() for sample in samples.rollouts])
     batch = from_experiences(records, packing_samples=is_packed, layout="prompt_left_response_right")
-    # Where an engine did not report the prompt's ids, the first token stays in the mask here; it is masked where the
-    # records are trained on (`rollbook.batch.columns.mask_unpredicted`).
+    # If an engine did not report the prompt's ids, the first token stays in this mask; training on the records masks it
+    # (`rollbook.batch.columns.mask_unpredicted`).
     batch.sequences, batch.attention_mask, batch.action_mask = sequences, attention, action_mask
     batch.extras = _engine_columns(batch, samples, is_packed)
     batch.action_log_probs = None
@@ -212,14 +230,14 @@ _BATCH_KEYS = ("label", "reference", "error")
 
 
 def _packed_fields(samples: Samples) -> tuple[Rows, Rows, Rows]:
-    """Tokens, attention mask and action mask of packed samples."""
+    """Return tokens, attention mask and action mask of packed samples."""
     lengths = torch.as_tensor(samples.packed_seq_lens).tolist()
     actions = torch.as_tensor(samples.num_actions).reshape(-1).tolist()
     if len(actions) != len(lengths):
-        raise ValueError(f"samples.num_actions: got {len(actions)} entries, expected {len(lengths)}, one a sample")
+        raise ValueError(f"samples.num_actions: got {len(actions)} entries, expected {len(lengths)}, one per sample")
     total = samples.sequences.shape[1]
     if sum(lengths) != total:
-        raise ValueError(f"samples.packed_seq_lens: got a sum of {sum(lengths)}, expected {total}, all tokens")
+        raise ValueError(f"samples.packed_seq_lens: got a sum of {sum(lengths)}, expected {total}, the tokens")
     for i, (length, count) in enumerate(zip(lengths, actions, strict=True)):
         if count > length:
             raise ValueError(f"samples.num_actions[{i}]: got {count}, expected at most the sample's {length} tokens")
@@ -232,7 +250,7 @@ def _packed_fields(samples: Samples) -> tuple[Rows, Rows, Rows]:
 
 
 def _padded_fields(samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Tokens, attention mask and action mask of padded samples."""
+    """Return tokens, attention mask and action mask of padded samples."""
     attention, action_mask = samples.attention_mask, samples.action_mask
     if action_mask is None:
         raise ValueError("samples.action_mask: got None, expected (B, A); or packed_seq_lens, if they are packed")
@@ -241,7 +259,7 @@ def _padded_fields(samples: Samples) -> tuple[torch.Tensor, torch.Tensor | None,
 
 
 def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
-    """The attention mask with every action attended: some masks leave the last one out."""
+    """Return the attention mask with every action attended; some masks lack the last one."""
     begin = attention.shape[1] - action_mask.shape[1]
     if attention.device.type == "cpu" and attention.dtype in NUMPY:
         unattended = memory(attention)[:, begin:] == 0  # in a tenth of torch's time
@@ -252,8 +270,8 @@ def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tenso
     return attention
 
 
-def lengths_of_samples(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B] each: the actions and the tokens of samples, as float32; counted where samples do not have them."""
+def sample_lengths(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B] Return the number of actions and of tokens of samples as float32; counted if samples lack them."""
     responses, totals = samples.response_length, samples.total_length
     device = samples.sequences.device
     if responses is None:
@@ -269,14 +287,14 @@ def lengths_of_samples(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _engine_columns(batch: ExperienceBatch, samples: Samples, is_packed: bool) -> dict[str, Any] | None:
-    """The engine's columns in the batch's layout: log-probs it sampled with, versions, experts."""
+    """Return the engine's columns in the layout of the batch: sampling log-probs, policy versions, routed experts."""
     extras = dict(batch.extras or {})
     if batch.action_log_probs is not None:
         extras["logprobs"] = batch.action_log_probs
     if not is_packed:
         slots = int(samples.num_actions)  # type: ignore[arg-type]
         for name, matrix in extras.items():
-            if matrix.shape[1] < slots:  # no response at all: the only slot is padding
+            if matrix.shape[1] < slots:  # no response: the only slot is padding
                 extras[name] = matrix.new_zeros((len(samples.sequences), slots, *matrix.shape[2:]))
     return extras or None
 
@@ -285,7 +303,7 @@ def _engine_columns(batch: ExperienceBatch, samples: Samples, is_packed: bool) -
 
 
 def records_of_samples(parts: Sequence[Samples], batches: Sequence[ExperienceBatch]) -> Experiences:
-    """Return the records of samples: those they were made from, else bare ones of the batches' tokens."""
+    """Return the records of samples: the engine's, or else new ones with the tokens of the batches."""
     records = []
     for i, (samples, batch) in enumerate(zip(parts, batches, strict=True)):
         if samples.rollouts is not None:
@@ -319,7 +337,7 @@ _FIELDS = {
     "advantages": "advantages",
     "returns": "returns",
 }
-"""A record's fields, and the batch's fields that they come from."""
+"""Fields of a record, and the fields of the batch that they come from."""
 
 
 def finished_records(rows: Sequence[Experience], rollout: RolloutBatches) -> Experiences:
@@ -354,7 +372,7 @@ def finished_records(rows: Sequence[Experience], rollout: RolloutBatches) -> Exp
 
 
 def _match_rows(records: Sequence[Experience], rollout: RolloutBatches) -> list[Experience]:
-    """[N] The record of each row."""
+    """[N] Return the record of each row."""
     ids = rollout.ids()
     by_uid = {record.eid.uid: record for record in records}
     uids = [] if ids is None else [eid.uid for eid in ids]
@@ -369,7 +387,7 @@ def _match_rows(records: Sequence[Experience], rollout: RolloutBatches) -> list[
 
 
 def _with_mask(row: Experience, mask: torch.Tensor | None) -> Experience:
-    """A record with the mask of its row, where the estimator or a filter narrowed it."""
+    """Return a record with the mask of its row, which the estimator or a filter may have narrowed."""
     if mask is None or (row.action_mask is not None and torch.equal(row.action_mask, mask.cpu())):
         return row
     return row.replace(action_mask=mask.cpu())
@@ -379,7 +397,10 @@ def _with_mask(row: Experience, mask: torch.Tensor | None) -> Experience:
 
 
 class RolloutBatches:
-    """Several batches, row by row.
+    """The batches of a rollout, read and written as N rows.
+
+    Args:
+        batches: The batches.
 
     >>> def batch(rewards):
     ...     ones = torch.ones(len(rewards), 2)
@@ -407,13 +428,12 @@ class RolloutBatches:
     # --- per token ----------------------------------------------------------------------------------------------
 
     def rows(self, name: str) -> Rows | None:
-        """A response-axis field of all rows, on the CPU, `None` if some batch lacks it. An `action_mask` that is not
-        there is all True."""
+        """Return a response-axis field of all rows on the CPU; `None` if a batch lacks it (a mask is then True)."""
         column = self.column(name)
         return None if column is None else Rows(*column)
 
     def column(self, name: str) -> tuple[torch.Tensor, list[int]] | None:
-        """`rows` as values end to end and lengths, which takes less time than a tensor for each row."""
+        """Return `rows` as concatenated values and lengths, which is faster than a tensor for each row."""
         parts = []
         for batch, spans in zip(self.batches, self._spans, strict=True):
             value = _field(batch, name)
@@ -421,34 +441,36 @@ class RolloutBatches:
                 value = _all_true(batch)
             if value is None:
                 return None
-            parts.append(_cut(value, spans))
+            parts.append(_unpad(value, spans))
         if not parts:
             return torch.zeros(0, dtype=torch.bool if name == "action_mask" else torch.float32), []
-        return _end_to_end(parts)
+        return _concatenate(parts)
 
     def token_rewards(self) -> tuple[Rows, torch.Tensor] | None:
-        """The token rewards of all rows, on the CPU, 0 on rows without any, and [N] bool: which rows have them; `None`
-        if no row has."""
+        """Return the token rewards of all rows on the CPU, 0 for rows without, and [N] bool: which rows have them.
+
+        `None` if no row has token rewards.
+        """
         name = "extras.token_level_reward"
         if all(_field(batch, name) is None for batch in self.batches):
             return None
         parts, lengths, has = [], list[int](), []
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
             value = _field(batch, name)
-            values, batch_lengths = _cut(_all_true(batch) if value is None else value, spans)
+            values, batch_lengths = _unpad(_all_true(batch) if value is None else value, spans)
             parts.append(torch.zeros(len(values)) if value is None else values.float())
             lengths += batch_lengths
             absent = range(size) if value is None else batch.origin.absent.get(name, ())
             has += [row not in absent for row in range(size)]
         return Rows(torch.cat(parts), lengths), torch.tensor(has)
 
-    def of_each(self, compute: Callable[[ExperienceBatch], Any]) -> tuple[torch.Tensor, list[int]]:
-        """What a function computes of each batch, (B, A), or `Rows` of a packed one, as a `column`."""
+    def compute(self, compute: Callable[[ExperienceBatch], Any]) -> tuple[torch.Tensor, list[int]]:
+        """Call a function on each batch, and concatenate its results, (B, A) or packed `Rows`, to a `column`."""
         parts = zip(self.batches, self._spans, strict=True)
-        return _end_to_end([_cut(compute(batch), spans) for batch, spans in parts])
+        return _concatenate([_unpad(compute(batch), spans) for batch, spans in parts])
 
     def token_count(self) -> int:
-        """How many tokens are attended."""
+        """Count the attended tokens."""
         total = 0
         for batch in self.batches:
             mask = batch.attention_mask
@@ -462,19 +484,19 @@ class RolloutBatches:
         return total
 
     def put(self, name: str, rows: Rows) -> None:
-        """Give each batch its rows of a response-axis field (`extras.NAME` for one that a batch has no name for)."""
+        """Set a response-axis field of each batch (`extras.NAME` for fields that a batch does not have)."""
         self.put_column(name, rows.values, rows.lengths)
 
     def put_column(self, name: str, values: torch.Tensor, lengths: list[int]) -> None:
-        """`put` of values end to end."""
-        for batch, value in zip(self.batches, self._laid_out(values, lengths), strict=True):
+        """Set a response-axis field of each batch from concatenated values."""
+        for batch, value in zip(self.batches, self._lay_out(values, lengths), strict=True):
             _set_field(batch, name, value)
 
-    def laid_out(self, rows: Rows) -> list[Any]:
-        """A response-axis column as each batch has its own fields: (B, A), 0 on padding, or `Rows` of a packed one."""
-        return self._laid_out(rows.values, rows.lengths)
+    def lay_out(self, rows: Rows) -> list[Any]:
+        """Split a response-axis column by batch, in the layout of each: (B, A), 0 on padding, or packed `Rows`."""
+        return self._lay_out(rows.values, rows.lengths)
 
-    def _laid_out(self, values: torch.Tensor, lengths: list[int]) -> list[Any]:
+    def _lay_out(self, values: torch.Tensor, lengths: list[int]) -> list[Any]:
         parts: list[Any] = []
         start = row = 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
@@ -484,50 +506,50 @@ class RolloutBatches:
             start, row = stop, row + size
         return parts
 
-    def gathered(self, name: str, parts: Sequence[Any]) -> Rows:
-        """The inverse of `laid_out`, for what a function `name` returned for each batch."""
+    def gather(self, name: str, parts: Sequence[Any]) -> Rows:
+        """Invert `lay_out` for the results of a function `name` for each batch."""
         columns = []
         for i, (part, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
             if spans is None:
                 if not isinstance(part, list) or len(part) != size:
-                    raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected {size} 1-D tensors")
+                    raise ValueError(f"{name}: got {_describe(part)} for batch {i}, expected {size} 1-D tensors")
             elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
-                raise ValueError(f"{name}: got {_described(part)} for batch {i}, expected [{size}, {spans.width}]")
-            columns.append(_cut(part, spans))
-        return Rows(*_end_to_end(columns))
+                raise ValueError(f"{name}: got {_describe(part)} for batch {i}, expected [{size}, {spans.width}]")
+            columns.append(_unpad(part, spans))
+        return Rows(*_concatenate(columns))
 
     # --- per row ------------------------------------------------------------------------------------------------
 
     def numbers(self, key: str) -> torch.Tensor:
-        """[N] An entry of `info`, one number for each row, float32, on the CPU; `None` is NaN."""
+        """[N] Return an entry of `info` as float32 numbers on the CPU; `None` becomes NaN."""
         parts = []
         for i, batch in enumerate(self.batches):
             value = (batch.info or {}).get(key)
             if value is None:
-                raise ValueError(f"experiences[{i}].info[{key!r}]: got none, expected a number for each sample")
+                raise ValueError(f"experiences[{i}].info[{key!r}]: missing, expected a number for each sample")
             if isinstance(value, list):
                 value = [math.nan if number is None else number for number in value]
             part = torch.as_tensor(value, dtype=torch.float32).detach().cpu().reshape(-1)
             if len(part) != self.sizes[i]:
                 raise ValueError(
-                    f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one a sample"
+                    f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one per sample"
                 )
             parts.append(part)
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
 
     def put_numbers(self, key: str, values: torch.Tensor) -> None:
-        """Give each batch its rows' numbers in `info`."""
+        """Set numbers [N] in the `info` of each batch."""
         for batch, part in zip(self.batches, self.split(values), strict=True):
             batch.info = {**(batch.info or {}), key: part.to(batch_device(batch))}
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """[N] numbers cut as the rows are."""
+        """Split numbers [N] by batch."""
         if len(self.sizes) == 1:
             return [values]
         return list(torch.split(values, self.sizes)) if self.sizes else []
 
     def entries(self, key: str) -> list[Any] | None:
-        """[N] What `info` holds for each row, `None` if no batch has it."""
+        """[N] Return an entry of `info` for each row; `None` if no batch has it."""
         entries: list[Any] = []
         for batch, size in zip(self.batches, self.sizes, strict=True):
             info = batch.info or {}
@@ -535,25 +557,24 @@ class RolloutBatches:
             if isinstance(column, torch.Tensor):
                 column = column.tolist()
             entries += [None] * size if column is None else list(column)
-        return if_any(entries)
+        return none_if_empty(entries)
 
     def ids(self) -> list[EID] | None:
-        """[N] The rows' ids, `None` unless every row has one."""
+        """[N] Return the ids of rows; `None` unless every row has one."""
         if any(size and not batch.ids for batch, size in zip(self.batches, self.sizes, strict=True)):
             return None
         ids = [eid for batch in self.batches for eid in batch.ids or ()]
         return None if any(eid is None for eid in ids) else ids  # type: ignore[return-value]
 
     def groups(self, per_group: int, process_group: ProcessGroup = SINGLE_PROCESS) -> Sequence[Any] | NDArray[np.int64]:
-        """[N] Which task each row is of: by id; rows without ids by place, `per_group` after one another, in each
-        process apart."""
+        """[N] Return the group of each row: by id, or, without ids, `per_group` consecutive rows of each process."""
         ids = self.ids()
         if ids is not None:
             return [group_id(eid) for eid in ids]
         if len(self) % per_group:
             raise ValueError(
                 f"experiences: got {len(self)} samples without ids, expected a multiple of n_samples_per_prompt "
-                f"({per_group}), to group them by place"
+                f"({per_group}), to group them by position"
             )
         places = np.arange(len(self) // per_group).repeat(per_group)
         return (
@@ -563,7 +584,7 @@ class RolloutBatches:
         )
 
     def runs(self) -> list[Any] | None:
-        """[N] Which run each row is of; `None` without ids, where each row is one."""
+        """[N] Return the run of each row; `None` without ids, where each row is a run."""
         ids = self.ids()
         return None if ids is None else [run_id(eid) for eid in ids]
 
@@ -589,19 +610,19 @@ def mean_by_row(values: NDArray[np.float64], lengths: NDArray[np.int64], counts:
     return torch.from_numpy(sums / np.maximum(counts, 1).astype(np.float32))
 
 
-def _described(value: TokenColumn) -> str:
+def _describe(value: TokenColumn) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _cut(value: TokenColumn, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
-    """A response-axis field of one batch without padding, on the CPU: its rows end to end, and their lengths."""
+def _unpad(value: TokenColumn, spans: Spans | None) -> tuple[torch.Tensor, list[int]]:
+    """Return a response-axis field of one batch without padding, on the CPU, as concatenated rows and lengths."""
     if spans is not None and isinstance(value, torch.Tensor):
         return spans.unpad(value.detach().cpu()), spans.lengths.tolist()
     rows = value if isinstance(value, Rows) else Rows(value)
     return rows.values.detach().to("cpu", copy=True), rows.lengths
 
 
-def _end_to_end(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+def _concatenate(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
     if len(columns) == 1:
         return columns[0]
     values = [values for values, _ in columns]
@@ -609,14 +630,14 @@ def _end_to_end(columns: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Te
 
 
 def _count(batch: ExperienceBatch) -> int:
-    """How many rows a batch has; one that is only looked at for its rewards need not have tokens."""
+    """Return the number of rows of a batch, which may have rewards only, without tokens."""
     if batch.sequences is not None:
         return len(batch)
     return len((batch.info or {}).get("reward", ()))
 
 
 def _response_spans(batch: ExperienceBatch) -> Spans | None:
-    """Where a padded batch's response slots lie; `None` for a packed one."""
+    """Return the spans of the response slots of a padded batch; `None` for a packed one."""
     if batch.layout == "packed":
         return None
     width = int(batch.sequences.shape[1]) if batch.sequences is not None else 0
@@ -624,7 +645,7 @@ def _response_spans(batch: ExperienceBatch) -> Spans | None:
     if not columns:
         raise ValueError("experience: got no response-axis field, expected action_mask or action_log_probs")
     slots = int(columns[0].shape[1])
-    return spans_of_rows(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))[1]
+    return find_spans(batch.attention_mask, len(batch), width, slots, action_starts(batch, slots))[1]
 
 
 _RESPONSE_FIELDS = ("action_mask", "action_log_probs", "values", "kl", "advantages", "returns", "base_action_log_probs")
@@ -655,10 +676,327 @@ def _set_field(batch: ExperienceBatch, name: str, value: TokenColumn) -> None:
 
 
 def batch_device(batch: ExperienceBatch) -> torch.device:
-    """Where a batch's tokens are."""
+    """Return the device of the tokens of a batch."""
     sequences = batch.sequences
     if isinstance(sequences, torch.Tensor):
         return sequences.device
     if isinstance(sequences, Rows):
         return sequences.values.device
     return sequences[0].device if len(sequences) else torch.device("cpu")
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+class TokenReward(Reward):
+    """A reward model that is a plain callable of (sequences, attention_mask), called batch by batch as in LightRFT.
+
+    Args:
+        model: The callable; returns scores (B,), or a dict with `score`, `scores`, `reward` or `rewards`.
+
+    >>> ones = torch.ones(2, 3)
+    >>> batch = ExperienceBatch(ones.long(), ones, *[None] * 4, ones.long(), ones.bool(), {})
+    >>> model = TokenReward(lambda sequences, attention_mask: attention_mask.sum(1))
+    >>> model.score_batches([batch], ["a", "b"])
+    >>> model([RewardInput(prompt="", response="", eid=None)])
+    Traceback (most recent call last):
+        ...
+    ValueError: reward_model: got a sample of another rollout
+    >>> model.scores(batch)
+    tensor([3., 3.])
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self.model = model
+        self._scores: dict[int | str, float] = {}
+
+    def score_batches(self, batches: Sequence[ExperienceBatch], keys: Sequence[int | str]) -> None:
+        """Call the model for all batches; `keys` identify rows: the uid, or the `id()` of the row's `RewardInput`."""
+        scores = [score for batch in batches for score in self.scores(batch).tolist()]
+        self._scores = dict(zip(keys, scores, strict=True))
+
+    def scores(self, batch: ExperienceBatch) -> torch.Tensor:
+        """[B] Return the model's scores of a batch as float32 on the CPU."""
+        padded = batch if batch.layout == "padded" else batch.pad()
+        mask = padded.attention_mask
+        answer = self.model(padded.sequences, torch.ones_like(padded.sequences) if mask is None else mask)
+        if isinstance(answer, Mapping):
+            key = next((key for key in ("score", "scores", "reward", "rewards") if key in answer), None)
+            if key is None:
+                raise ValueError(f"reward_model: returned a dict of {', '.join(map(str, answer))}, expected 'score'")
+            answer = answer[key]
+        scores = torch.as_tensor(answer).detach().float().cpu().reshape(-1)
+        if len(scores) != len(batch):
+            raise WrongCountError(
+                f"reward_model: returned {len(scores)} scores, expected {len(batch)}, one for each sample"
+            )
+        return scores
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
+        """Return the scores of samples of the batches that were scored."""
+        rewards = []
+        for scored in inputs:
+            key: int | str = id(scored)
+            if key not in self._scores and scored.eid is not None:
+                key = scored.eid.uid
+            if key not in self._scores:
+                raise ValueError("reward_model: got a sample of another rollout")
+            rewards.append(self._scores[key])
+        errors = [_score_error(score) for score in rewards]
+        return RewardResult(rewards=[score if isfinite(score) else math.nan for score in rewards], errors=errors)
+
+
+def _score_error(score: float) -> str | None:
+    return None if isfinite(score) else f"reward_model: returned {score}"
+
+
+class Scorer(Reward):
+    """The reward of LightRFT's maker: models, URLs, a function or a recipe, combined into one `Reward`.
+
+    Args:
+        reward_model: A module (called with the engine's tokens), a callable of (sequences, attention_mask), anything
+            that `rollbook.rewards.as_reward` accepts, or a list of these; an empty list: rules only.
+        remote_rm_url: A URL, a `.py` file, or several, whose scores `reward_fn(list)` combines; without it they are
+            added.
+        reward_fn: LightRFT's, called once with the scores of all models; or, without models, a function of a response.
+        label_map: LightRFT's, from a model's key to its index.
+        recipe: {label: [(type, key, weight), ...]}. Without a `reward_fn` it is applied here: models by `label_map` (or
+            by name, in a mapping), rules by the names of built-in functions, or of those in a mapping `reward_fn`.
+        tokenizer: Decodes responses without a text.
+
+    >>> scorer = Scorer(None, reward_fn=lambda response: len(response))
+    >>> scorer([RewardInput(prompt="2+2=", response="four")]).rewards
+    [4.0]
+    >>> Scorer(None)([RewardInput(prompt="2+2=", response="four")])
+    Traceback (most recent call last):
+        ...
+    ValueError: reward: got no source, expected reward_model, remote_rm_url or reward_fn
+    """
+
+    def __init__(
+        self,
+        reward_model: RewardModels,
+        *,
+        remote_rm_url: str | Sequence[str] | None = None,
+        reward_fn: RewardFunction | None = None,
+        label_map: Mapping[str, Any] | None = None,
+        recipe: Mapping[str, Any] | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        function: Any = reward_fn  # its kind is checked below
+        is_list = isinstance(reward_model, (list, tuple))
+        has_models = reward_model is not None and not (is_list and not reward_model)
+        models, self._token_rewards = _wrap_models(reward_model) if has_models else (reward_model, [])
+        self.reward: Reward | None = None
+        if remote_rm_url is not None and len(remote_rm_url):
+            if has_models:
+                raise ValueError("reward_model: got it with remote_rm_url, expected one of the two")
+            self.reward = _remote_reward(remote_rm_url, function)
+        elif recipe is not None and (reward_fn is None or isinstance(reward_fn, Mapping)):
+            pad = getattr(tokenizer, "pad_token_id", None)
+            self.reward = Recipe(
+                recipe,
+                functions=reward_fn,
+                models=models if isinstance(models, (list, tuple, Mapping)) or models is None else [models],
+                label_map=label_map if has_models else None,
+                model_options={} if pad is None else {"pad_token_id": pad},
+            )
+        elif reward_fn is not None and (
+            has_models or label_map is not None or recipe is not None or _is_lightrft(reward_fn)
+        ):
+            self.reward = lightrft_reward(models if has_models else [], function, label_map, recipe, tokenizer)
+        elif reward_fn is not None and is_list and not _reads_samples(reward_fn):
+            self.reward = lightrft_reward([], function, label_map, recipe, tokenizer)
+        elif reward_fn is not None:
+            self.reward = as_reward(reward_fn)
+        elif has_models and models is not None:
+            is_module = isinstance(models, torch.nn.Module)
+            self.reward = lightrft_reward(models, tokenizer=tokenizer) if is_module else as_reward(models)
+        self._result = RewardResult(rewards=[])
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the only reward is a callable of tokens."""
+        return type(self.reward) is TokenReward
+
+    def require(self) -> Reward:
+        """Return the reward, or raise `ValueError` if there is none."""
+        if self.reward is None:
+            raise ValueError("reward: got no source, expected reward_model, remote_rm_url or reward_fn")
+        return self.reward
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Reject labels that a recipe does not have, before anything is sampled."""
+        if isinstance(self.reward, (Recipe, LightRFTReward)) and self.reward.recipe:
+            for i, prompt in enumerate(prompts):
+                check_label(RewardInput(prompt="", response="", label=prompt.label), i, self.reward.recipe)
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
+        """Score samples."""
+        self._result = self.require()(inputs)
+        if len(self._result) != len(inputs):
+            raise ValueError(
+                f"reward: returned {len(self._result)} scores, expected {len(inputs)}, one for each sample"
+            )
+        return self._result
+
+    def score(
+        self,
+        parts: Sequence[Samples],
+        batches: Sequence[ExperienceBatch],
+        records: Experiences | None,
+        metrics: StepMetrics,
+    ) -> Experiences | None:
+        """Score a rollout: set `reward` (B,), `reward_metrics`, `reward_parts` and `reward_error` in `info`.
+
+        Args:
+            parts: The samples of a rollout.
+            batches: Their batches.
+            records: Their records, if an engine made them all.
+            metrics: Collects timings.
+
+        Returns:
+            The records with their rewards.
+        """
+        if records is None:
+            with metrics.time("reward"):
+                inputs = [
+                    sample for part, batch in zip(parts, batches, strict=True) for sample in self.inputs(part, batch)
+                ]
+                self._score_batches(batches, list(map(id, inputs)))
+                result = self(inputs)
+        else:
+            with metrics.time("reward"):
+                self._score_batches(batches, [eid.uid for eid in records.eids()])
+            prompts = [sample.prompt for part in parts for sample in part.rollouts or ()]
+            records = pipeline.score(records, self, self.tokenizer, prompts=prompts, metrics=metrics)
+            reported = records.values("metrics")
+            result = RewardResult(
+                rewards=records.values("reward"),
+                metrics={name: [numbers[name] for numbers in reported] for name in self._result.metrics},
+                errors=[info.get("reward_error") for info in records.values("info")],
+                parts=self._result.parts,
+            )
+        put_rewards(batches, result)
+        return records
+
+    def _score_batches(self, batches: Sequence[ExperienceBatch], keys: Sequence[int | str]) -> None:
+        for model in self._token_rewards:
+            model.score_batches(batches, keys)
+
+    def score_tokens(self, batch: ExperienceBatch) -> None:
+        """Score one batch by a callable of its tokens, without building an input per sample."""
+        reward = self.reward
+        scores = reward.scores(batch)  # type: ignore[union-attr]
+        numbers = scores.tolist()
+        batch.info = {**(batch.info or {}), "reward": scores.to(batch_device(batch), copy=True)}
+        if not all(map(isfinite, numbers)):
+            batch.info["reward"][~scores.isfinite()] = math.nan
+            batch.info["reward_error"] = list(map(_score_error, numbers))
+
+    def inputs(self, samples: Samples, batch: ExperienceBatch) -> list[RewardInput]:
+        """Build the reward inputs of samples that no engine made, from their tokens.
+
+        The text of a response is what the model sampled; its ids also include tool tokens.
+        """
+        if self.reads_tokens:
+            return [RewardInput(prompt="", response="") for _ in range(len(batch))]
+        inputs = []
+        packed = batch.pack()
+        for i, (row, mask) in enumerate(zip(packed.sequences, packed.action_mask, strict=True)):
+            response = row[len(row) - len(mask) :]
+            prompt_ids = row[: len(row) - len(mask)].tolist()
+            if not prompt_ids:  # the first token is masked in training, but the model sampled it
+                mask = torch.cat([torch.ones_like(mask[:1]), mask[1:]])
+            prompt = None if samples.prompts is None else samples.prompts[i]
+            inputs.append(
+                RewardInput(
+                    prompt=prompt if isinstance(prompt, str) else self._decode(prompt_ids),
+                    response=self._decode(response[mask.bool()].tolist(), skip_special_tokens=True),
+                    reference=None if samples.references is None else samples.references[i],
+                    label=None if samples.labels is None else samples.labels[i],
+                    prompt_ids=prompt_ids,
+                    response_ids=response.tolist(),
+                    eid=None if batch.ids is None else batch.ids[i],
+                )
+            )
+        return inputs
+
+    def _decode(self, ids: list[int], **options: bool) -> str:
+        """Decode ids; "" without a tokenizer, for rewards that only read ids."""
+        tokenizer: Any = self.tokenizer
+        if tokenizer is None:
+            return ""
+        if hasattr(tokenizer, "decode"):
+            return str(tokenizer.decode(ids, **options))
+        return str(tokenizer.batch_decode([ids], **options)[0])
+
+
+def put_rewards(batches: Sequence[ExperienceBatch], scores: RewardResult) -> None:
+    """Set the scores of all rows in the `info` of their batches."""
+    rewards, metrics = scores.to_tensors()
+    RolloutBatches(batches).put_numbers("reward", rewards)
+    start = 0
+    for batch in batches:
+        info, stop = batch.info or {}, start + len(batch)
+        if metrics:
+            device = info["reward"].device
+            info["reward_metrics"] = {name: numbers[start:stop].to(device) for name, numbers in metrics.items()}
+        if scores.parts:
+            info["reward_parts"] = [list(scores.parts)] * len(batch)
+        if any(error is not None for error in scores.errors):
+            info["reward_error"] = scores.errors[start:stop]
+        batch.info = info
+        start = stop
+
+
+def _wrap_models(models: RewardModels) -> tuple[Any, list[TokenReward]]:
+    """Wrap plain callables of tokens among reward models in `TokenReward`; also return these."""
+    token_rewards: list[TokenReward] = []
+
+    def wrap(model: Any) -> Any:
+        if is_reward(model) or isinstance(model, (torch.nn.Module, str, Mapping, list, tuple)) or not callable(model):
+            return model
+        if _reads_samples(model):
+            return model
+        token_rewards.append(TokenReward(model))
+        return token_rewards[-1]
+
+    if isinstance(models, (list, tuple)):
+        return [wrap(model) for model in models], token_rewards
+    if isinstance(models, Mapping):
+        return {key: wrap(model) for key, model in models.items()}, token_rewards
+    return wrap(models), token_rewards
+
+
+def _remote_reward(urls: str | Sequence[str], reward_fn: Callable[..., Any] | None) -> Reward:
+    if reward_fn is None:
+        return as_reward(urls)
+    if len(_parameter_names(reward_fn)) > 1:
+        raise ValueError(
+            f"reward_fn: got the parameters {', '.join(_parameter_names(reward_fn))}, expected one with "
+            "remote_rm_url: the list of the scores of the URLs"
+        )
+    return as_reward([urls] if isinstance(urls, str) else urls, combine=reward_fn)
+
+
+def _is_lightrft(function: RewardFunction) -> bool:
+    """Return whether a function has the parameters of LightRFT's `reward_fn`."""
+    names = _parameter_names(function)
+    return "model_reward_list" in names or "label_map" in names
+
+
+def _reads_samples(function: RewardFunction) -> bool:
+    """Return whether the first parameter of a callable is a field of a sample: it then scores responses."""
+    names = _parameter_names(function)
+    return isinstance(function, (str, Mapping)) or is_reward(function) or (bool(names) and names[0] in PARAMETER_NAMES)
+
+
+def _parameter_names(function: RewardFunction) -> list[str]:
+    """Return the positional parameters of a callable."""
+    try:
+        parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]

@@ -19,15 +19,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.filters import high_entropy_mask
-from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek
-from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, sheet_of_batch
+from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek_field
+from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, ragged_from_batch
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import explain_missing
 from rollbook.core.experience import Experience
@@ -36,11 +36,12 @@ from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.metrics import advise
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 from rollbook.core.sampling import Sample
+from rollbook.core.vocabulary import Tokenizer
 from rollbook.io.trajectories import (
     DEFAULT_PREFIX,
     IMAGES,
-    KEEP,
     REFLECTIONS,
+    SELECTION_METHODS,
     BackgroundWriter,
     Candidate,
     Decoder,
@@ -71,7 +72,7 @@ Saved: TypeAlias = (
     | Experiences
     | Sequence[ExperienceBatch | BufferItem | Experience | Experiences]
 )
-"""What `save_trajectories` takes."""
+"""Batches, items and records that `save_trajectories` accepts."""
 _RESPONSE_FIELDS = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response")
 _VALUE_FIELDS = tuple(name for name in _RESPONSE_FIELDS if name != "action_mask")
 _CHECK_ORDER = ("attention_mask", "action_mask", *_VALUE_FIELDS, "action_starts", "info", *SAMPLE_LISTS)
@@ -79,7 +80,19 @@ _CHECK_ORDER = ("attention_mask", "action_mask", *_VALUE_FIELDS, "action_starts"
 
 
 def read_sources(experiences: Saved, problems: list[str]) -> Iterator[TrajectorySource]:
-    """Read batches, buffer items and records, in any mix. What cannot be read is reported in `problems`."""
+    """Read batches, buffer items and records, in any mix.
+
+    Args:
+        experiences: The batches, items and records.
+        problems: Gets a message for each entry that cannot be read.
+
+    Returns:
+        An iterator over the sources of trajectories.
+
+    >>> problems = []
+    >>> [len(source.places) for source in read_sources([Experience(tokens=[1, 2, 3])], problems)], problems
+    ([1], [])
+    """
     if isinstance(experiences, (ExperienceBatch, Experience, Experiences, BufferItem)):
         experiences = [experiences]
     for number, entry in enumerate(experiences or ()):
@@ -89,7 +102,7 @@ def read_sources(experiences: Saved, problems: list[str]) -> Iterator[Trajectory
             problems.append(f"experiences[{number}]: {error}")
 
 
-def _source(number: int, entry: Any, problems: list[str]) -> TrajectorySource:
+def _source(number: int, entry: Saved | Sample, problems: list[str]) -> TrajectorySource:
     if isinstance(entry, Sample):
         entry = entry.to_experience()
     if isinstance(entry, Experience):
@@ -100,68 +113,90 @@ def _source(number: int, entry: Any, problems: list[str]) -> TrajectorySource:
         return RecordSource([(number, i) for i in range(len(entry))], entry)
     if isinstance(entry, BufferItem):
         return ItemSource(number, entry)
-    sequences: Any = getattr(entry, "sequences", None)
+    other: Any = entry
+    sequences: Any = getattr(other, "sequences", None)
     is_item = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
     if isinstance(entry, ExperienceBatch):
         return BatchSource(
             number, dataclasses.replace(entry, sequences=sequences[None]) if is_item else entry, problems
         )
     if is_item:
-        return ItemSource(number, entry)
+        return ItemSource(number, other)
     if isinstance(sequences, (list, torch.Tensor)):
-        # A batch of LightRFT's own, or any object with its names.
+        # A batch of LightRFT itself, or any object with its attributes.
         names = [field.name for field in dataclasses.fields(ExperienceBatch) if field.name != "origin"]
-        fields: dict[str, Any] = {name: getattr(entry, name, None) for name in names}
+        fields: dict[str, Any] = {name: getattr(other, name, None) for name in names}
         return BatchSource(number, ExperienceBatch(**fields), problems)
     raise ValueError(f"got {type(entry).__name__}, expected an experience, a batch or a buffer item")
 
 
 class BatchSource(TrajectorySource):
-    """The samples of a batch, padded or packed."""
+    """The samples of a batch, padded or packed.
+
+    Args:
+        experience: Number of the batch among the experiences.
+        batch: The batch.
+        problems: Gets a message for each field that does not fit.
+
+    >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.tensor([[-0.5]]), *[None] * 6, {})
+    >>> BatchSource(0, batch, []).slots(0)
+    1
+    """
 
     def __init__(self, experience: int, batch: ExperienceBatch, problems: list[str]) -> None:
         self.batch = batch
         info, self.shared_info = split_info(batch.info, len(batch))
         coerced = coerce_batch(dataclasses.replace(batch, info=info) if self.shared_info else batch)
-        self.sheet, self.numbers = coerced.sheet, coerced.numbers
+        self.ragged, self.numbers = coerced.ragged, coerced.numbers
         problems += [f"experiences[{experience}]: {problem}" for problem in coerced.problems]
-        super().__init__([(experience, i) for i in range(len(self.sheet))])
+        super().__init__([(experience, i) for i in range(len(self.ragged))])
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
         if name in self.numbers:
             return self.numbers[name][i : i + 1]
-        row = self.sheet.row(name, i)
+        row = self.ragged.row(name, i)
         return None if row is None else to_numpy(row)
 
     def padded(self, i: int) -> NDArray[np.int64] | None:
         row = self.batch.sequences[i]
-        return None if len(row) == self.sheet.tokens[i] else to_numpy(row).astype(np.int64)
+        return None if len(row) == self.ragged.tokens[i] else to_numpy(row).astype(np.int64)
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         readers: dict[str, Callable[[], NDArray[Any]]] = {}
-        for name, column in self.sheet.columns.items():
+        for name, column in self.ragged.columns.items():
             per_token = isinstance(column, torch.Tensor) and column.dim() == 1
-            if name.startswith("extras.") and per_token and i not in self.sheet.origin.absent.get(name, ()):
+            if name.startswith("extras.") and per_token and i not in self.ragged.origin.absent.get(name, ()):
                 readers[name.removeprefix("extras.")] = partial(self._read_column, i, name)
         return readers
 
     def _read_column(self, i: int, name: str) -> NDArray[Any]:
-        row = self.sheet.row(name, i)
+        row = self.ragged.row(name, i)
         return np.empty(0) if row is None else to_numpy(row)
 
     def info(self, i: int) -> Mapping[Any, Any] | None:
-        info = None if self.sheet.info is None else self.sheet.infos[0][i]
+        info = None if self.ragged.info is None else self.ragged.infos[0][i]
         return join_info(self.batch.info or {}, info or {}, self.shared_info) if self.shared_info else info
 
     def entry(self, i: int, name: str) -> Any:
-        return self.sheet.value(name, i)
+        return self.ragged.value(name, i)
 
     def slots(self, i: int) -> int:
-        return int(self.sheet.responses[i])
+        return int(self.ragged.responses[i])
 
 
 class ItemSource(TrajectorySource):
-    """One buffer item, also LightRFT's, with padding or without."""
+    """One buffer item, also LightRFT's, with padding or without.
+
+    Args:
+        experience: Number of the item among the experiences.
+        item: The item.
+
+    Raises:
+        ValueError: If the item has no tokens, or more response slots than tokens.
+
+    >>> ItemSource(0, BufferItem(torch.tensor([1, 2, 3]), torch.tensor([-0.5]), *[None] * 6, {})).slots(0)
+    1
+    """
 
     def __init__(self, experience: int, item: BufferItem) -> None:
         super().__init__([(experience, 0)])
@@ -187,7 +222,7 @@ class ItemSource(TrajectorySource):
     def get(self, name: str) -> Any:
         """Return a field without changing the item: an item caches what is read as an attribute."""
         if isinstance(self.item, BufferItem):
-            return peek(self.item.__dict__, name)
+            return peek_field(self.item.__dict__, name)
         return getattr(self.item, name, None)
 
     def _row(self, name: str) -> NDArray[Any] | None:
@@ -232,7 +267,7 @@ class ItemSource(TrajectorySource):
 class CoercedBatch:
     """The readable part of a batch."""
 
-    sheet: RaggedBatch
+    ragged: RaggedBatch
     numbers: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
     """[B] Per-token fields that came as one number per sample."""
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -240,28 +275,37 @@ class CoercedBatch:
 
 
 def coerce_batch(batch: ExperienceBatch) -> CoercedBatch:
-    """Read as much of a batch as fits together; `ValueError` if its tokens cannot be read.
+    """Read the fields of a batch that fit together.
+
+    Args:
+        batch: The batch.
+
+    Returns:
+        The readable part, and messages for the rest.
+
+    Raises:
+        ValueError: If the tokens cannot be read.
 
     >>> tokens, mask = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 2, dtype=torch.bool)
     >>> coerced = coerce_batch(ExperienceBatch(tokens, torch.zeros(2, 2), None, torch.zeros(2, 3), None, torch.ones(2),
     ...                                        None, mask, None))
-    >>> coerced.numbers["advantages"].tolist(), coerced.problems, coerced.sheet.row("action_log_probs", 1).tolist()
+    >>> coerced.numbers["advantages"].tolist(), coerced.problems, coerced.ragged.row("action_log_probs", 1).tolist()
     ([1.0, 1.0], ['values: got 3 columns, expected 2, as action_log_probs has'], [0.0, 0.0])
     """
     # Pixels are not saved, so they need not be split by sample.
     without: dict[str, Any] = dict.fromkeys((*BATCH_MEDIA, "media"))
     batch = dataclasses.replace(batch, **without)
     try:
-        return CoercedBatch(sheet_of_batch(batch))
+        return CoercedBatch(ragged_from_batch(batch))
     except ValueError:
         return _coerce_fields(batch)
 
 
 def _coerce_fields(batch: ExperienceBatch) -> CoercedBatch:
-    """Add field by field, masks first, as long as each fits those before it."""
+    """Add fields one by one, masks first, if each fits those before it."""
     without: dict[str, Any] = dict.fromkeys((*_CHECK_ORDER, "extras"))
     accepted = dataclasses.replace(batch, **without)
-    coerced = CoercedBatch(sheet_of_batch(accepted))
+    coerced = CoercedBatch(ragged_from_batch(accepted))
     width = _response_width(batch)
     entries = [(name, name, getattr(batch, name)) for name in _CHECK_ORDER]
     extras = batch.extras if isinstance(batch.extras, dict) else {}
@@ -272,10 +316,10 @@ def _coerce_fields(batch: ExperienceBatch) -> CoercedBatch:
             coerced.numbers[name] = numbers
             continue
         try:
-            content = _coerce_layout(name, content, accepted, coerced.sheet)
+            content = _coerce_layout(name, content, accepted, coerced.ragged)
             change: dict[str, Any] = {field: content if field == name else {**(accepted.extras or {}), name: content}}
             trial = dataclasses.replace(accepted, **change)
-            coerced.sheet = sheet_of_batch(trial)
+            coerced.ragged = ragged_from_batch(trial)
         except Exception as error:  # a user's object may raise anything
             coerced.problems.append(str(error))
         else:
@@ -306,7 +350,7 @@ def _one_per_sample(content: Any, count: int, width: int | None) -> NDArray[Any]
     return to_numpy(content).reshape(-1) if tuple(content.shape) in ((count,), (count, 1)) else None
 
 
-def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: RaggedBatch) -> Any:
+def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, ragged: RaggedBatch) -> Any:
     """Convert a field to the layout of a batch, if it has another unambiguous one."""
     count = len(accepted)
     if name in SAMPLE_LISTS:
@@ -316,7 +360,7 @@ def _coerce_layout(name: str, content: Any, accepted: ExperienceBatch, sheet: Ra
     if not isinstance(content, torch.Tensor) or name not in BATCH_FIELDS:
         return content
     if accepted.layout == "packed" and content.dim() == 2 and len(content) == count and name in _RESPONSE_FIELDS:
-        return [row[len(row) - int(length) :] for row, length in zip(content, sheet.responses, strict=True)]
+        return [row[len(row) - int(length) :] for row, length in zip(content, ragged.responses, strict=True)]
     if content.dim() == 1 and count == 1 and accepted.layout == "padded":
         return content[None]
     mask = accepted.action_mask
@@ -355,13 +399,13 @@ def split_info(info: Mapping[Any, Any] | None, count: int) -> tuple[Any, dict[An
 
 def join_info(info: Mapping[Any, Any], sample: Mapping[Any, Any], shared: Mapping[Any, Any]) -> dict[Any, Any]:
     """Join the `info` of a sample and that of the whole batch, in the order of the batch's `info`."""
-    joined: dict[Any, Any] = {}
+    join_media: dict[Any, Any] = {}
     for name, content in info.items():
         if isinstance(content, dict) and name in sample and name in shared:
-            joined[name] = join_info(content, sample[name], shared[name])
+            join_media[name] = join_info(content, sample[name], shared[name])
         elif name in sample or name in shared:
-            joined[name] = sample[name] if name in sample else shared[name]
-    return joined
+            join_media[name] = sample[name] if name in sample else shared[name]
+    return join_media
 
 
 def unwrap_info(info: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -387,6 +431,7 @@ except ModuleNotFoundError as error:
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Stats = dict[str, float]
 _Plan = dict[int, tuple[list[tuple[int, str, float | None]], list[int]]]
 """By rank: the samples to save, with reason and weight; and those to count in statistics."""
@@ -397,7 +442,7 @@ _MAX_ERRORS = 100
 
 
 class TrajectorySaver:
-    """Saves samples of a rollout as JSON, with their texts, numbers and images.
+    """Writer of samples of a rollout as JSON, with their texts, numbers and images.
 
     Args:
         save_dir: The folder, created if missing.
@@ -446,7 +491,7 @@ class TrajectorySaver:
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         save_images_separately: bool = True,
         max_image_size: int = 512,
         mark_high_entropy_tokens: bool = False,
@@ -464,7 +509,7 @@ class TrajectorySaver:
         self.mark_high_entropy_tokens = check_bool("mark_high_entropy_tokens", mark_high_entropy_tokens)
         self.high_entropy_token_ratio = check_float("high_entropy_token_ratio", high_entropy_token_ratio)
         if not callable(keep):
-            check_choice("keep", keep, KEEP)
+            check_choice("keep", keep, SELECTION_METHODS)
         self.keep = keep
         if not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer: got {type(tokenizer).__name__}, expected an object with decode(ids)")
@@ -567,11 +612,11 @@ class TrajectorySaver:
         selected, counted = plan.get(process_group.rank, ([], []))
         trajectories = [] if samples is None else self._take(samples, selected, faults)
         measured = self._measure(samples, counted, faults) if samples is not None and compute_stats == "all" else []
-        gathered = gather_to_first(process_group, (trajectories, measured), faults)
-        if gathered is None:
+        results = gather_to_first(process_group, (trajectories, measured), faults)
+        if results is None:
             return None, None
-        problems += [problem for _, faults in gathered for problem in faults]
-        parts = [part for part, _ in gathered if part is not None]
+        problems += [problem for _, faults in results for problem in faults]
+        parts = [part for part, _ in results if part is not None]
         all_trajectories = [trajectory for part, _ in parts for trajectory in part]
         all_measured = [stats for _, part in parts for stats in part] if compute_stats == "all" else None
 
@@ -742,11 +787,23 @@ def mean_stats(measured: Sequence[ResponseStats]) -> Stats:
     return {f"trajectory/{name}_mean": sum(column) / len(column) for name, column in columns.items() if column}
 
 
-def create_trajectory_saver(args: Any, tokenizer: Any) -> TrajectorySaver | None:
-    """Create a saver from training arguments, in `{args.save_path}/trajectories`; `None` unless
-    `args.save_trajectories`.
+class SaverArgs(Protocol):
+    """LightRFT's training arguments, as far as `create_trajectory_saver` reads them."""
 
-    Also reads `mark_high_entropy_tokens` (default False) and `high_entropy_token_ratio` (default 0.2).
+    save_trajectories: bool
+    save_path: str
+
+
+def create_trajectory_saver(args: SaverArgs, tokenizer: Tokenizer) -> TrajectorySaver | None:
+    """Create a saver in `{args.save_path}/trajectories`.
+
+    Args:
+        args: LightRFT's training arguments. `mark_high_entropy_tokens` (default False) and `high_entropy_token_ratio`
+            (default 0.2) are read, too.
+        tokenizer: Any object with `decode(ids)`.
+
+    Returns:
+        The saver; `None` unless `args.save_trajectories`.
 
     >>> from types import SimpleNamespace
     >>> create_trajectory_saver(SimpleNamespace(save_trajectories=False), None) is None
@@ -773,11 +830,11 @@ def current_process_group() -> ProcessGroup:
 
 
 class Rendezvous:
-    """Determines before each save whether every process takes part.
+    """Agreement before each save on whether every process takes part.
 
     Each process registers in the store of `torch.distributed`. The first process decides when all have registered or
-    `seconds` are over. No process waits forever: if the first does not come, the others close the save themselves. A
-    prefix that was saved without the others is not waited for again, until one of them comes late.
+    `seconds` have passed. If the first does not register, the others close the save themselves, so that no process
+    waits forever. After a save without the others, saves of that prefix do not wait, until one of them registers late.
     """
 
     def __init__(self, folder: str, seconds: float) -> None:
@@ -803,7 +860,7 @@ class Rendezvous:
         store.set(f"{key}/{process_group.rank}", "here")
         last = self._alone.get(prefix)
         waits = last is None or len(present(last)) > 1  # another process came after the last save was over
-        # The first may come as late as it then waits for others.
+        # The first process may arrive as late as `seconds`, and then waits as long for others.
         limit = (self.seconds if process_group.rank == 0 else 2 * self.seconds) if waits else 0.0
         deadline, pause = time.monotonic() + limit, 0.001
         arrived = present(key) if process_group.rank == 0 else []
@@ -823,7 +880,7 @@ class Rendezvous:
         return together, present(key)
 
 
-def attempt(problems: list[str], function: Callable[..., T], *arguments: Any) -> T | None:
+def attempt(problems: list[str], function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T | None:
     """Call a function; if it raises, add the error to `problems` and return `None`.
 
     >>> problems = []
@@ -831,15 +888,15 @@ def attempt(problems: list[str], function: Callable[..., T], *arguments: Any) ->
     (7, None, ["ValueError: invalid literal for int() with base 10: 'x'"])
     """
     try:
-        return function(*arguments)
-    except Exception as error:  # the other processes wait for this one, whatever happens
+        return function(*arguments, **options)
+    except Exception as error:  # the other processes wait for this one
         problems.append(f"{type(error).__name__}: {error}")
         return None
 
 
 def gather_to_first(
-    process_group: ProcessGroup, payload: Any, problems: list[str]
-) -> list[tuple[Any, list[str]]] | None:
+    process_group: ProcessGroup, payload: T, problems: list[str]
+) -> list[tuple[T | None, list[str]]] | None:
     """Gather every process's payload and problems in the first process, by rank; `None` elsewhere.
 
     A payload that cannot be pickled is sent as `None`, with a problem.
@@ -854,7 +911,7 @@ def gather_to_first(
     return None if parts is None else [(pickle.loads(pickled), faults) for pickled, faults in parts]
 
 
-def broadcast_from_first(process_group: ProcessGroup, payload: Any) -> Any:
+def broadcast_from_first(process_group: ProcessGroup, payload: T) -> T:
     """Return the first process's payload in every process."""
     if process_group is SINGLE_PROCESS:
         return payload
@@ -871,7 +928,15 @@ def broadcast_from_first(process_group: ProcessGroup, payload: Any) -> Any:
 def create_high_entropy_mask(
     entropy: torch.Tensor, action_mask: torch.Tensor, high_entropy_token_ratio: float
 ) -> torch.Tensor:
-    """Return `high_entropy_mask` [B, A] in the type of the entropies; a copy of the mask for a ratio outside (0, 1).
+    """Mark the tokens with the highest entropies; see `rollbook.algorithms.filters.high_entropy_mask`.
+
+    Args:
+        entropy: [B, A] Entropies.
+        action_mask: [B, A] Which tokens count.
+        high_entropy_token_ratio: Share of the tokens of each row that are marked.
+
+    Returns:
+        [B, A] 0 and 1 in the type of the entropies; for a ratio outside (0, 1), a copy of the mask.
 
     >>> create_high_entropy_mask(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[0, 1, 1]]), 0.5)
     tensor([[0., 0., 1.]])

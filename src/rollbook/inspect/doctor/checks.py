@@ -43,23 +43,33 @@ CheckFunction = Callable[[Samples, Thresholds], CheckResult]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check of the doctor, a row of `CHECKS`."""
+    """A check of the doctor, an entry of `CHECKS`.
+
+    Args:
+        id: Name, such as "zero-variance".
+        title: Title in reports.
+        description: What the failure is, and why it matters.
+        method: How it is detected.
+        thresholds: Names of the thresholds that it uses.
+        recommendation: Short, general recommendation; a finding has one for its case.
+        run: The function that checks samples.
+        evaluation: Whether the check also runs on evaluation records.
+
+    >>> CHECKS["nans"].title, CHECKS["stale-data"].evaluation
+    ('NaN/Inf', False)
+    """
 
     id: str
     title: str
     description: str
-    """What the failure is, and why it matters."""
     method: str
-    """How it is detected."""
     thresholds: tuple[str, ...]
     recommendation: str
-    """Short, general recommendation; a finding has one for its case."""
     run: CheckFunction
     evaluation: bool = True
-    """Whether the check also runs on evaluation records."""
 
 
-_ROWS = (
+_CHECKS = (
     Check(
         "nans",
         "NaN/Inf",
@@ -196,7 +206,7 @@ _ROWS = (
         "Median over samples of the mean per-token k3 estimate: above a limit, or growth over earlier steps with a "
         "rising Mann-Kendall trend.",
         ("kl", "kl_growth", "kl_least", "trend"),
-        "Lower the learning rate, clip gradients, or use a larger or adaptive KL coefficient.",
+        "Lower the learning rate or max_grad_norm, or use a larger or adaptive KL coefficient.",
         rollout_checks.check_kl_blowup,
     ),
     Check(
@@ -277,49 +287,51 @@ _ROWS = (
         evaluation=False,
     ),
 )
-CHECKS: Mapping[str, Check] = {check.id: check for check in _ROWS}
+CHECKS: Mapping[str, Check] = {check.id: check for check in _CHECKS}
 """Checks by id, in the order they run.
 
 >>> CHECKS["zero-variance"].thresholds
 ('zero_variance', 'groups', 'certainty')
 """
 
-Condition = Callable[[Samples, Thresholds, Finding], bool]
+_Condition = Callable[[Samples, Thresholds, Finding], bool]
 
 
-def _always(samples: Samples, t: Thresholds, cause: Finding) -> bool:
+def _explains_always(samples: Samples, t: Thresholds, cause: Finding) -> bool:
     return True
 
 
-def _not_without_loops(samples: Samples, t: Thresholds, cause: Finding) -> bool:
-    return not rollout_checks.has_exploded(samples, t, ~rollout_checks.are_loops(samples, t))
+def _grows_only_by_loops(samples: Samples, t: Thresholds, cause: Finding) -> bool:
+    return not rollout_checks.has_exploded(samples, t, ~rollout_checks.find_loops(samples, t))
 
 
-def _not_without_truncated(samples: Samples, t: Thresholds, cause: Finding) -> bool:
+def _grows_only_by_truncated(samples: Samples, t: Thresholds, cause: Finding) -> bool:
     return not rollout_checks.has_exploded(samples, t, ~samples.truncated)
 
 
-def _longer_wins(samples: Samples, t: Thresholds, cause: Finding) -> bool:
+def _rewards_longer(samples: Samples, t: Thresholds, cause: Finding) -> bool:
     return "longer" in cause.title
 
 
-EXPLAINED: Mapping[str, Mapping[str, Condition]] = {
-    "zero-variance": dict.fromkeys(("reward-saturation", "reward-collapse", "entropy-collapse", "duplicates"), _always),
-    "duplicates": {"entropy-collapse": _always},
-    "truncation": {"repetition-loops": _always},
+_EXPLANATIONS: Mapping[str, Mapping[str, _Condition]] = {
+    "zero-variance": dict.fromkeys(
+        ("reward-saturation", "reward-collapse", "entropy-collapse", "duplicates"), _explains_always
+    ),
+    "duplicates": {"entropy-collapse": _explains_always},
+    "truncation": {"repetition-loops": _explains_always},
     "length-explosion": {
-        "repetition-loops": _not_without_loops,
-        "truncation-rewarded": _not_without_truncated,
-        "reward-follows-length": _longer_wins,
+        "repetition-loops": _grows_only_by_loops,
+        "truncation-rewarded": _grows_only_by_truncated,
+        "reward-follows-length": _rewards_longer,
     },
-    "component-dominates": dict.fromkeys(("reward-follows-length", "reward-follows-format"), _always),
+    "component-dominates": dict.fromkeys(("reward-follows-length", "reward-follows-format"), _explains_always),
 }
 """Causes of each check's findings, with a condition: a finding explained by another is not reported separately."""
 
 
 # --- reports --------------------------------------------------------------------------------------------------------
 
-_SHOWN = 6
+_SHOWN_IDS = 6
 """Number of ids in a report; `as_dict` has all of them."""
 
 
@@ -347,43 +359,42 @@ def format_report(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = Fal
 
     Returns:
         Lines of text, without control characters.
+
+    >>> from rollbook.inspect.doctor import CheckStatus
+    >>> print("\\n".join(format_report(Diagnosis("demo", (), (CheckStatus("nans", "passed", ""),), 512, (0, 9)))))
+    demo: 512 records, steps 0 to 9; 1 of 1 checks ran
+    <BLANKLINE>
+    No findings (1 of 1 checks ran).
     """
     span = "" if diagnosis.steps is None else f", steps {diagnosis.steps[0]} to {diagnosis.steps[1]}"
     kind = "evaluation records" if diagnosis.evaluation else "records"
-    beside = f" ({diagnosis.left_out:,} selected for their content are excluded)" if diagnosis.left_out else ""
-    checks = f"; {diagnosis.judged} of {len(diagnosis.checks)} checks ran"
-    lines = [f"{escape_text(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{beside}{checks}"]
+    excluded = f" ({diagnosis.excluded:,} excluded: selected for their content)" if diagnosis.excluded else ""
+    checks = f"; {diagnosis.checks_run} of {len(diagnosis.checks)} checks ran"
+    lines = [f"{escape_text(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{excluded}{checks}"]
     for finding in diagnosis.findings:
         first, last = finding.steps
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         lines += ["", f"{finding.severity} {escape_text(finding.title)} [{finding.check}]"]
-        lines += _wrapped(f"{escape_text(finding.detail)} ({where}, {finding.count:,} records)", width)
-        lines += _wrapped(f"Recommendation: {escape_text(finding.recommendation)}", width)
+        lines += _wrap(f"{escape_text(finding.detail)} ({where}, {finding.count:,} records)", width)
+        lines += _wrap(f"Recommendation: {escape_text(finding.recommendation)}", width)
         if finding.filter:
             lines.append(f"  filter: {escape_text(finding.filter)}")
-        ids = [escape_text(uid) for uid in finding.uids[:_SHOWN]]
-        more = f" and {len(finding.uids) - _SHOWN} more" if len(finding.uids) > _SHOWN else ""
+        ids = [escape_text(uid) for uid in finding.uids[:_SHOWN_IDS]]
+        more = f" and {len(finding.uids) - _SHOWN_IDS} more" if len(finding.uids) > _SHOWN_IDS else ""
         if ids:
             lines.append(f"  samples: {' '.join(ids)}{more}")
-    by = {status: [check for check in diagnosis.checks if check.status == status] for status in _STATUSES}
     if not diagnosis.findings:
-        lines += ["", f"No findings ({diagnosis.judged} of {len(diagnosis.checks)} checks ran)."]
-    if by["explained"]:
-        lines += ["", "Explained by findings above:"]
-        lines += [f"  {status.check}: {escape_text(status.why)}" for status in by["explained"]]
-    if by["not judged"]:
-        lines += ["", "Not judged:"]
-        lines += [f"  {status.check}: {escape_text(status.why)}" for status in by["not judged"]]
-    if verbose and by["ok"]:
-        lines += ["", "Passed:"]
-        lines += [f"  {status.check}: {escape_text(status.why)}" for status in by["ok"]]
+        lines += ["", f"No findings ({diagnosis.checks_run} of {len(diagnosis.checks)} checks ran)."]
+    titles = {"explained": "Explained by findings above:", "skipped": "Skipped:", "passed": "Passed:"}
+    for status, title in titles.items():
+        checks_with_status = [check for check in diagnosis.checks if check.status == status]
+        if checks_with_status and (verbose or status != "passed"):
+            lines += ["", title]
+            lines += [f"  {check.check}: {escape_text(check.reason)}" for check in checks_with_status]
     return lines
 
 
-_STATUSES = ("ok", "found", "explained", "not judged")
-
-
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ", break_long_words=False)
 
 
@@ -425,7 +436,7 @@ def render_markdown() -> str:
     """Return all checks and thresholds as Markdown."""
     lines = []
     for row in describe_checks():
-        decided = ", ".join(f"`{threshold['name']}` = {threshold['default']:g}" for threshold in row["thresholds"])
+        thresholds = ", ".join(f"`{threshold['name']}` = {threshold['default']:g}" for threshold in row["thresholds"])
         lines += [
             f"### {row['title']} (`{row['id']}`)",
             "",
@@ -433,7 +444,7 @@ def render_markdown() -> str:
             "",
             f"*Method:* {row['method']}",
             "",
-            f"*Thresholds:* {decided}" + ("" if row["evaluation"] else ". Not run on evaluation records."),
+            f"*Thresholds:* {thresholds}" + ("" if row["evaluation"] else ". Not run on evaluation records."),
             "",
             f"*Recommendation:* {row['recommendation']}",
             "",
@@ -448,8 +459,8 @@ def render_markdown() -> str:
 
 # --- running the checks ----------------------------------------------------------------------------------------------
 
-_VERDICT = re.compile(r" Triggered (?:above|below|at|with)\b.*?\.(?=\s|$)", re.DOTALL)
-"""The sentence of a finding that names its threshold, which does not hold for the thresholds of `triage`."""
+_THRESHOLD_SENTENCE = re.compile(r" Triggered (?:above|below|at|with)\b.*?\.(?=\s|$)", re.DOTALL)
+"""The sentence of a finding that names its threshold; `triage` uses other thresholds and removes it."""
 
 Steps = int | str | tuple[int | None, int | None] | None
 
@@ -478,22 +489,23 @@ def examine(
     >>> import rollbook
     >>> from rollbook import EID, Experience
     >>> book = rollbook.open("memory:")
-    >>> made = [Experience(eid=EID(batch=str(i // 16), task=i // 4, run=i % 4), tokens=[1, i, 3], reward=float("nan"))
-    ...         for i in range(64)]
-    >>> _ = book.append(made)
+    >>> _ = book.append([
+    ...     Experience(eid=EID(batch=str(i // 16), task=i // 4, run=i % 4), tokens=[1, i, 3], reward=float("nan"))
+    ...     for i in range(64)
+    ... ])
     >>> diagnosis = examine(book)
     >>> [(finding.check, finding.severity, finding.count) for finding in diagnosis.findings]
     [('nans', 'medium', 64)]
     """
-    chosen = Thresholds.of(thresholds)
-    span = span_of(steps)
+    limits = Thresholds.of(thresholds)
+    step_range = parse_steps(steps)
     with ExitStack() as stack:
-        index, name = _indexed(source, stack)
-        samples = read(index, span, evaluation)
-    return diagnose(samples, chosen, evaluation=evaluation, source=name)
+        index, name = _open_index(source, stack)
+        samples = read_samples(index, step_range, evaluation)
+    return diagnose(samples, limits, evaluation=evaluation, source=name)
 
 
-def _indexed(source: str | os.PathLike[str] | Book | Source | Index, stack: ExitStack) -> tuple[Index, str]:
+def _open_index(source: str | os.PathLike[str] | Book | Source | Index, stack: ExitStack) -> tuple[Index, str]:
     """Return an up-to-date index of the source, and its name; the stack closes what is opened here."""
     from rollbook.inspect.index import Index
 
@@ -520,7 +532,7 @@ def triage(
     *,
     steps: Steps = None,
     thresholds: Thresholds | Mapping[str, Any] | str | None = None,
-    most: int = 12,
+    limit: int = 12,
 ) -> list[Finding]:
     """Return findings and near misses, most severe first.
 
@@ -528,67 +540,69 @@ def triage(
         index: An up-to-date index of a run.
         steps: Steps to examine, as in `examine`.
         thresholds: Thresholds that differ from the defaults.
-        most: Maximum number of findings.
+        limit: Maximum number of findings.
 
     Returns:
         The findings of `examine`, then what lower thresholds find, with severity low.
+
+    >>> from rollbook.inspect.index import Index
+    >>> with Index() as index:
+    ...     triage(index)
+    []
     """
-    samples = read(index, span_of(steps), False)
-    surely = diagnose(samples, Thresholds.of(thresholds))
-    named = {finding.check for finding in surely.findings} | {
-        check.check for check in surely.checks if check.status == "explained"
-    }
-    maybe = diagnose(samples, TRIAGE)
-    more = [
-        replace(finding, severity="low", detail=_VERDICT.sub(" Not triggered yet.", finding.detail))
-        for finding in maybe.findings
-        if finding.check not in named
+    samples = read_samples(index, parse_steps(steps), False)
+    diagnosis = diagnose(samples, Thresholds.of(thresholds))
+    reported = {check.check for check in diagnosis.checks if check.status in ("triggered", "explained")}
+    near_misses = [
+        replace(finding, severity="low", detail=_THRESHOLD_SENTENCE.sub(" Not triggered yet.", finding.detail))
+        for finding in diagnose(samples, TRIAGE).findings
+        if finding.check not in reported
     ]
-    return [*surely.findings, *rank_findings(more)][:most]
+    return [*diagnosis.findings, *rank_findings(near_misses)][:limit]
 
 
 def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, source: str = "") -> Diagnosis:
     """Run the checks on samples."""
-    judged = {
+    results = {
         name: check.run(samples, t) if check.evaluation or not evaluation else skipped("not run on evaluation records")
         for name, check in CHECKS.items()
     }
-    findings = {name: outcome.finding for name, outcome in judged.items() if outcome.finding is not None}
+    findings = {name: result.finding for name, result in results.items() if result.finding is not None}
     causes = {
         name: next(
             (
                 cause
-                for cause, holds in EXPLAINED[name].items()
+                for cause, holds in _EXPLANATIONS[name].items()
                 if cause in findings and holds(samples, t, findings[cause])
             ),
             None,
         )
         for name in findings
-        if name in EXPLAINED
+        if name in _EXPLANATIONS
     }
     return Diagnosis(
         source,
         rank_findings(finding for name, finding in findings.items() if causes.get(name) is None),
-        tuple(_status_of(name, outcome, causes.get(name)) for name, outcome in judged.items()),
-        int(samples.there.sum()),
+        tuple(_status_of(name, result, causes.get(name)) for name, result in results.items()),
+        int(samples.present.sum()),
         (int(samples.steps[0]), int(samples.steps[-1])) if len(samples.steps) else None,
         evaluation,
-        int(samples.chosen.sum()),
+        int(samples.selected.sum()),
     )
 
 
-def _status_of(name: str, judgment: CheckResult, cause: str | None) -> CheckStatus:
+def _status_of(name: str, result: CheckResult, cause: str | None) -> CheckStatus:
     if cause is not None:
-        return CheckStatus(name, "explained", f"explained by {cause}: {judgment.why}")
-    return CheckStatus(name, judgment.status, judgment.why)
+        return CheckStatus(name, "explained", f"explained by {cause}: {result.reason}")
+    return CheckStatus(name, result.status, result.reason)
 
 
-def read(index: Index, span: tuple[int | None, int | None], evaluation: bool) -> Samples:
+def read_samples(index: Index, step_range: tuple[int | None, int | None], evaluation: bool) -> Samples:
     """Read the samples of an index; training samples come with the evaluation samples of the run."""
-    from rollbook.inspect.index import COUNTS
+    from rollbook.inspect.index import COUNTED
 
-    first, last = span
-    conditions, values = ["evaluation = ?", COUNTS], [int(evaluation)]
+    first, last = step_range
+    conditions, values = ["evaluation = ?", COUNTED], [int(evaluation)]
     if first is not None:
         conditions.append("step >= ?")
         values.append(first)
@@ -597,25 +611,25 @@ def read(index: Index, span: tuple[int | None, int | None], evaluation: bool) ->
         values.append(last)
     rows = index.query(f"SELECT {', '.join(COLUMNS)} FROM samples WHERE {' AND '.join(conditions)} ORDER BY n", values)
     columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
-    mixed = index.query("SELECT 1 FROM samples WHERE evaluation = ? LIMIT 1", [int(not evaluation)])
-    apart = "" if not mixed else "evaluation" if evaluation else "not evaluation"
-    evaluations = read(index, span, True) if mixed and not evaluation else None
-    return Samples(dict(zip(COLUMNS, columns, strict=True)), apart, evaluations)
+    both_kinds = index.query("SELECT 1 FROM samples WHERE evaluation = ? LIMIT 1", [int(not evaluation)])
+    base_filter = "" if not both_kinds else "evaluation" if evaluation else "not evaluation"
+    evaluations = read_samples(index, step_range, True) if both_kinds and not evaluation else None
+    return Samples(dict(zip(COLUMNS, columns, strict=True)), base_filter, evaluations)
 
 
-_SPAN = re.compile(r"\s*(\d+)?\s*(?:(-|\.\.|:)\s*(\d+)?)?\s*")
+_STEPS = re.compile(r"\s*(\d+)?\s*(?:(-|\.\.|:)\s*(\d+)?)?\s*")
 
 
-def span_of(steps: Steps) -> tuple[int | None, int | None]:
+def parse_steps(steps: Steps) -> tuple[int | None, int | None]:
     """Parse `steps` to a first and a last step.
 
-    >>> span_of("12-40"), span_of("12-"), span_of("7"), span_of(7), span_of((None, 9)), span_of(None)
-    ((12, 40), (12, None), (7, 7), (7, 7), (None, 9), (None, None))
+    >>> [parse_steps(steps) for steps in ("12-40", "12-", "7", 7, (None, 9), None)]
+    [(12, 40), (12, None), (7, 7), (7, 7), (None, 9), (None, None)]
     """
     if steps is None:
         return None, None
     if isinstance(steps, str):
-        match = _SPAN.fullmatch(steps)
+        match = _STEPS.fullmatch(steps)
         if match is None or not any(part.isdigit() for part in steps):
             raise ValueError(f"steps: got {steps!r}, expected a step, 'first-last', 'first-' or '-last'")
         first, dash, last = match.groups()

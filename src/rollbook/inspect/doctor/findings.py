@@ -1,8 +1,8 @@
 """Inputs and results of checks: `Samples` and `Thresholds` in, `Finding`, `CheckResult` and `Diagnosis` out.
 
 Invariant: `as_dict` returns strict JSON, and ids are the only text in it that comes from records. `Samples` has one row
-per record, in append order, and NaN (never 0) for a number that was not recorded. `Samples.there` is `False` for failed
-runs, which only count toward their groups, and for records that a saver selected.
+per record, in append order, and NaN (never 0) for a number that was not recorded. `Samples.present` is `False` for
+failed runs, which only count toward their groups, and for records that a saver selected.
 """
 
 from __future__ import annotations
@@ -23,32 +23,41 @@ from rollbook.inspect.statistics import Floats, Ints, Mask, Series, by_step
 Severity = Literal["high", "medium", "low"]
 SEVERITIES: tuple[Severity, ...] = ("high", "medium", "low")
 """high: training is harmful or has no effect. medium: part of it is wasted or biased. low: informational."""
-EVIDENCE = 24
+MAX_EVIDENCE = 24
 """Maximum number of ids in a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A triggered check, with evidence and a recommendation."""
+    """A triggered check, with evidence and a recommendation.
+
+    Args:
+        check: Id of the check, a key of `CHECKS`.
+        severity: "high", "medium" or "low".
+        title: One line with the main number.
+        detail: The numbers, and the threshold that was exceeded.
+        recommendation: What to do about it.
+        steps: First and last affected step.
+        uids: Ids of the clearest examples, at most 24; deterministic.
+        count: Number of affected records.
+        filter: Filter that selects these records in the viewer and in `rollbook ls --where`; "" if no filter can.
+        share: Share of affected records; orders findings of equal severity.
+
+    >>> finding = Finding("truncation", "high", "90% of recent samples are truncated", "", "", (3, 9), ("9/1",), 1, "")
+    >>> finding.as_dict()["steps"]
+    [3, 9]
+    """
 
     check: str
-    """Id of the check, a key of `CHECKS`."""
     severity: Severity
     title: str
-    """One line, with the main number."""
     detail: str
-    """The numbers, and the threshold that was exceeded."""
     recommendation: str
     steps: tuple[int, int]
-    """First and last affected step."""
     uids: tuple[str, ...]
-    """Ids of the clearest examples, at most 24; deterministic."""
     count: int
-    """Number of affected records."""
     filter: str
-    """Filter that selects those records in the viewer and in `rollbook ls --where`; "" if no filter can."""
     share: float = 0.0
-    """Share of affected records; orders findings of equal severity."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return strict JSON."""
@@ -56,53 +65,71 @@ class Finding:
 
 
 class CheckStatus(NamedTuple):
-    """The status of one check."""
+    """The status of one check.
+
+    Args:
+        check: Id of the check, a key of `CHECKS`.
+        status: "passed", "triggered", "explained" (triggered, but caused by another finding) or "skipped".
+        reason: The measured numbers, or why the check was skipped.
+
+    >>> CheckStatus("stale-data", "skipped", "no policy versions recorded").status
+    'skipped'
+    """
 
     check: str
-    status: Literal["ok", "found", "explained", "not judged"]
-    """explained: triggered, but caused by another finding."""
-    why: str
+    status: Literal["passed", "triggered", "explained", "skipped"]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """The result of a check: a finding, or why there is none."""
 
-    status: Literal["ok", "found", "not judged"]
-    why: str
+    status: Literal["passed", "triggered", "skipped"]
+    reason: str
     finding: Finding | None = None
 
 
-def passed(why: str) -> CheckResult:
+def passed(reason: str) -> CheckResult:
     """Return the result of a check that was not triggered."""
-    return CheckResult("ok", why)
+    return CheckResult("passed", reason)
 
 
-def skipped(why: str) -> CheckResult:
-    """Return the result of a check that could not run; `why` completes "could not be judged, because ..."."""
-    return CheckResult("not judged", why)
+def skipped(reason: str) -> CheckResult:
+    """Return the result of a check that could not run."""
+    return CheckResult("skipped", reason)
 
 
 def triggered(finding: Finding) -> CheckResult:
     """Return the result of a triggered check."""
-    return CheckResult("found", finding.title, finding)
+    return CheckResult("triggered", finding.title, finding)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of examining a run."""
+    """The result of examining a run.
+
+    Args:
+        source: Name of the run.
+        findings: Sorted by severity, then by share of affected records.
+        checks: Status of every check, in the order of `CHECKS`.
+        records: Number of examined records.
+        steps: First and last examined step; `None` without records.
+        evaluation: Whether evaluation records were examined.
+        excluded: Records excluded because a saver selected them for their content, which would bias shares.
+
+    >>> diagnosis = Diagnosis("demo", (), (CheckStatus("nans", "passed", "no NaN/Inf"),), 512, (0, 9))
+    >>> diagnosis.healthy, diagnosis.checks_run, diagnosis.status()
+    (True, 1, 0)
+    """
 
     source: str
     findings: tuple[Finding, ...]
-    """Sorted by severity, then by share of affected records."""
     checks: tuple[CheckStatus, ...]
-    """Status of every check, in the order of `CHECKS`."""
     records: int
     steps: tuple[int, int] | None
-    """First and last examined step; `None` without records."""
     evaluation: bool = False
-    left_out: int = 0
-    """Records that a saver selected for their content; excluded, since they would bias shares."""
+    excluded: int = 0
 
     @property
     def healthy(self) -> bool:
@@ -110,9 +137,9 @@ class Diagnosis:
         return not self.findings
 
     @property
-    def judged(self) -> int:
+    def checks_run(self) -> int:
         """Number of checks that could run."""
-        return sum(check.status != "not judged" for check in self.checks)
+        return sum(check.status != "skipped" for check in self.checks)
 
     def status(self, fail_on: str = "medium") -> int:
         """Return the exit status of `rollbook doctor`.
@@ -127,8 +154,8 @@ class Diagnosis:
         check_choice("fail_on", fail_on, (*SEVERITIES, "never"))
         if fail_on == "never":
             return 0
-        bad = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
-        return int(any(finding.severity in bad for finding in self.findings))
+        failing = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+        return int(any(finding.severity in failing for finding in self.findings))
 
     def as_dict(self) -> dict[str, Any]:
         """Return strict JSON."""
@@ -138,7 +165,7 @@ class Diagnosis:
             "records": self.records,
             "steps": None if self.steps is None else list(self.steps),
             "evaluation": self.evaluation,
-            "left_out": self.left_out,
+            "excluded": self.excluded,
             "findings": [finding.as_dict() for finding in self.findings],
             "checks": [check._asdict() for check in self.checks],
         }
@@ -186,7 +213,7 @@ class Thresholds:
     """Thresholds at which checks are triggered.
 
     Args:
-        **thresholds: Values by name; the docstrings of the fields describe them.
+        **thresholds: Values by name; `rollbook doctor --thresholds` lists names, defaults and meanings.
 
     Raises:
         ValueError: If a value is out of range or of the wrong type.
@@ -196,7 +223,7 @@ class Thresholds:
     >>> Thresholds.of("zero_varianse=0.8")
     Traceback (most recent call last):
         ...
-    ValueError: threshold 'zero_varianse' is not known; did you mean 'zero_variance'?
+    ValueError: unknown threshold 'zero_varianse'; did you mean 'zero_variance'?
     """
 
     # Required data and significance.
@@ -218,7 +245,6 @@ class Thresholds:
     """Maximum number of steps in either window."""
     window_samples: int = 96
     """The recent window is extended until it has this many samples."""
-
     order_samples: int = 256
     """Same as `window_samples`, for checks on the order of samples within groups."""
 
@@ -250,7 +276,6 @@ class Thresholds:
     which a part must differ to count as varying."""
     advantage_mean: float = 0.1
     """Mean advantage, in standard deviations."""
-
     evaluation_fall: float = 0.05
     """Drop of the held-out reward from its best, as a share of the reward range."""
 
@@ -265,11 +290,11 @@ class Thresholds:
     length_gain: float = 0.1
     """Rise of the reward, as a share of its range, that justifies growing lengths."""
     mismatch: float = 0.05
-    """Mean |old_logprobs - logprobs| per token, in nats; bf16 engines have 0.005 to 0.03."""
+    """Train-inference mismatch of a sample, mean |old_logprobs - logprobs| in nats; bf16 engines have 0.005 to 0.03."""
     mismatch_share: float = 0.1
     """Share of samples above `mismatch`."""
     mismatch_lag: int = 1
-    """Maximum age, in policy versions, of samples compared for mismatch."""
+    """Maximum age, in policy versions, of samples compared for the train-inference mismatch."""
     kl: float = 1.0
     """Mean KL to the reference per token (k3), in nats; runs with a KL penalty stay below 0.2."""
     kl_growth: float = 8.0
@@ -312,7 +337,7 @@ class Thresholds:
             low, high = _RANGES.get(field.name, (0.0, 1.0))
             is_int = isinstance(field.default, int)
             if isinstance(value, bool) or not isinstance(value, int if is_int else (int, float)):
-                expected = "a whole number" if is_int else "a number"
+                expected = "an integer" if is_int else "a number"
                 raise ValueError(f"threshold {field.name!r}: got {value!r}, expected {expected}")
             if not low <= value <= high:
                 limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
@@ -334,31 +359,35 @@ class Thresholds:
             if isinstance(source, Thresholds):
                 thresholds = source
             elif isinstance(source, str):
-                thresholds = thresholds.but(dict(_parsed(part) for part in source.split(",") if part.strip()))
+                thresholds = thresholds.with_changes(
+                    dict(_parse_assignment(part) for part in source.split(",") if part.strip())
+                )
             elif isinstance(source, Mapping):
-                thresholds = thresholds.but(source)
+                thresholds = thresholds.with_changes(source)
             elif source is not None:
                 raise ValueError(
                     f"thresholds: got {type(source).__name__}, expected Thresholds, a mapping or text 'name=value'"
                 )
         return thresholds
 
-    def but(self, changes: Mapping[str, Any]) -> Thresholds:
+    def with_changes(self, changes: Mapping[str, Any]) -> Thresholds:
         """Return a copy with changes by name; numbers may be given as text."""
         defaults = {field.name: field.default for field in fields(self)}
         values: dict[str, Any] = {}
         for name, value in changes.items():
             if name not in defaults:
-                raise ValueError(f"threshold {name!r} is not known{_near(name, defaults)}")
-            values[name] = _number(name, value, isinstance(defaults[name], int)) if isinstance(value, str) else value
+                raise ValueError(f"unknown threshold {name!r}{_suggest(name, defaults)}")
+            values[name] = (
+                _parse_number(name, value, isinstance(defaults[name], int)) if isinstance(value, str) else value
+            )
         return replace(self, **values)
 
 
-_MANY = (1.0, math.inf)
+_AT_LEAST_ONE = (1.0, math.inf)
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("samples", "window_samples", "order_samples", "window_steps", "kl_growth", "length_growth"),
-        _MANY,
+        _AT_LEAST_ONE,
     ),
     **dict.fromkeys(("certainty", "trend", "entropy_floor", "mismatch", "kl", "kl_least"), (0.0, math.inf)),
     **dict.fromkeys(("mismatch_lag", "stale_lag", "patience", "duplicate_tokens", "advantage_mean"), (0.0, math.inf)),
@@ -369,22 +398,22 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Allowed ranges; all other thresholds are shares."""
 
 
-def _parsed(text: str) -> tuple[str, str]:
+def _parse_assignment(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign or not value.strip():
         raise ValueError(f"threshold: got {text.strip()!r}, expected name=value, such as zero_variance=0.8")
     return name.strip(), value.strip()
 
 
-def _number(name: str, text: str, is_int: bool) -> float:
+def _parse_number(name: str, text: str, is_int: bool) -> float:
     try:
         return int(text) if is_int else float(text)
     except ValueError:
-        expected = "a whole number" if is_int else "a number"
+        expected = "an integer" if is_int else "a number"
         raise ValueError(f"threshold {name!r}: got {text!r}, expected {expected}") from None
 
 
-def _near(name: str, names: Iterable[str]) -> str:
+def _suggest(name: str, names: Iterable[str]) -> str:
     matches = difflib.get_close_matches(str(name), list(names), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -405,18 +434,18 @@ TRIAGE = Thresholds(
 
 # --- samples ---------------------------------------------------------------------------------------------------------
 
-NUMBERS = (
+NUMBER_COLUMNS = (
     *("reward", "advantage", "length", "response_tokens", "trained_tokens", "lag", "version_max", "group_size"),
     *("entropy", "logprob", "kl", "mismatch", "nans", "repetition", "loop_at"),
 )
-WHOLE = ("step", "run", "scored")
-TEXTS = ("uid", "gid", "status", "state", "removed_reason", "kept", "parent", "parts", "digest", "prompt")
-COLUMNS = (*TEXTS, *WHOLE, *NUMBERS)
+INTEGER_COLUMNS = ("step", "run", "scored")
+TEXT_COLUMNS = ("uid", "gid", "status", "state", "removed_reason", "kept", "parent", "parts", "digest", "prompt")
+COLUMNS = (*TEXT_COLUMNS, *INTEGER_COLUMNS, *NUMBER_COLUMNS)
 """The columns of the index's table `samples` that the doctor reads."""
 
-_LARGEST = 1e100
+_MAX_NUMBER = 1e100
 """Larger numbers are treated as infinite, since their squares overflow."""
-_BY_CHANCE = ("all", "first", "random")
+_UNBIASED_POLICIES = ("all", "first", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +468,7 @@ class Samples:
 
     Args:
         columns: Values by column name; "uid", "step" and "run" are required.
-        apart: Condition added to filters, because the index has other records too.
+        base_filter: Condition added to filters, if the index has both training and evaluation records.
         evaluations: Evaluation records of the same run.
 
     >>> rows = {"uid": ["a", "b"], "gid": ["g", "g"], "step": [0, 0], "run": [0, 1], "reward": [1.0, None]}
@@ -449,17 +478,17 @@ class Samples:
     """
 
     def __init__(
-        self, columns: Mapping[str, Sequence[Any]], apart: str = "", evaluations: Samples | None = None
+        self, columns: Mapping[str, Sequence[Any]], base_filter: str = "", evaluations: Samples | None = None
     ) -> None:
         n = len(columns["uid"])
         self.evaluations = evaluations
-        self._apart = apart
+        self._base_filter = base_filter
         empty = [None] * n
-        texts = {name: columns.get(name, empty) for name in TEXTS}
-        numbers = {name: np.array(columns.get(name, empty), np.float64) for name in NUMBERS}
-        beyond = np.abs(numbers["reward"]) > _LARGEST
+        texts = {name: columns.get(name, empty) for name in TEXT_COLUMNS}
+        numbers = {name: np.array(columns.get(name, empty), np.float64) for name in NUMBER_COLUMNS}
+        too_large = np.abs(numbers["reward"]) > _MAX_NUMBER
         for column in numbers.values():
-            column[np.abs(column) > _LARGEST] = np.nan
+            column[np.abs(column) > _MAX_NUMBER] = np.nan
         self.uid: Sequence[str] = texts["uid"]
         self.step: Ints = np.array(columns["step"], np.int64)
         self.run: Ints = np.array(columns["run"], np.int64)
@@ -468,23 +497,25 @@ class Samples:
         self.prompt, _ = encode_texts(texts["prompt"])
         """[N] code of the prompt, the same in every step"""
         # Records removed to save space still have their numbers; failed ones never had any.
-        self.there: Mask = np.array([not reason for reason in texts["removed_reason"]], bool) | (numbers["length"] > 0)
+        self.present: Mask = np.array([not reason for reason in texts["removed_reason"]], bool) | (
+            numbers["length"] > 0
+        )
         # Records that a saver selected for their content would bias shares.
-        self.chosen: Mask = np.array(
-            [bool(policy) and not policy.startswith(_BY_CHANCE) for policy in texts["kept"]], bool
+        self.selected: Mask = np.array(
+            [bool(policy) and not policy.startswith(_UNBIASED_POLICIES) for policy in texts["kept"]], bool
         )
         self.partial = any(policy and not policy.startswith("all") for policy in texts["kept"])
         """Whether a saver kept only some of the records."""
-        self.there &= ~self.chosen
+        self.present &= ~self.selected
         self.status = np.array([text or "" for text in texts["status"]], "U12")
         self.state = np.array([text or "" for text in texts["state"]], "U12")
         self.derived: Mask = np.array([text is not None for text in texts["parent"]], bool)
         """[N] derived from another record, so that equal content is expected"""
         self.unscorable: Mask = np.array(columns.get("scored", empty), np.float64) == 2
-        self.unscorable |= beyond
-        self.reward: Floats = np.where(self.there & ~self.unscorable, numbers["reward"], np.nan)
+        self.unscorable |= too_large
+        self.reward: Floats = np.where(self.present & ~self.unscorable, numbers["reward"], np.nan)
         self.advantage = numbers["advantage"]
-        self.tokens: Floats = np.where(self.there, numbers["response_tokens"], np.nan)
+        self.tokens: Floats = np.where(self.present, numbers["response_tokens"], np.nan)
         self.trained_tokens = numbers["trained_tokens"]
         self.lag = numbers["lag"]
         self.version = numbers["version_max"]
@@ -514,7 +545,7 @@ class Samples:
     @cached_property
     def steps(self) -> Ints:
         """Steps that have records, ascending."""
-        return np.unique(self.step[self.there])
+        return np.unique(self.step[self.present])
 
     @cached_property
     def low(self) -> float:
@@ -536,19 +567,21 @@ class Samples:
         least = 2 if count >= 4 else 1
         return max(least, min(math.ceil(count * thresholds.window), thresholds.window_steps))
 
-    def recent(self, thresholds: Thresholds, enough: int | None = None) -> Mask:
-        """Return [N] the samples of recent steps, extended until there are enough samples."""
-        steps, counts = np.unique(self.step[self.there], return_counts=True)
+    def recent(self, thresholds: Thresholds, min_samples: int | None = None) -> Mask:
+        """Return [N] the samples of the recent steps, extended until there are `min_samples`."""
+        steps, counts = np.unique(self.step[self.present], return_counts=True)
         if not len(steps):
             return np.zeros(len(self), bool)
         w = self.window(len(steps), thresholds)
-        behind = np.cumsum(counts[::-1])
-        w = max(w, int(np.searchsorted(behind, thresholds.window_samples if enough is None else enough)) + 1)
-        return np.asarray(self.there & (self.step >= steps[-min(w, len(steps))]))
+        cumulative = np.cumsum(counts[::-1])
+        w = max(
+            w, int(np.searchsorted(cumulative, thresholds.window_samples if min_samples is None else min_samples)) + 1
+        )
+        return np.asarray(self.present & (self.step >= steps[-min(w, len(steps))]))
 
     def series(self, values: Floats, mask: Mask | None = None, *, median: bool = False) -> Series:
         """Return values by step, over the records that are there."""
-        use = self.there if mask is None else self.there & mask
+        use = self.present if mask is None else self.present & mask
         return by_step(self.step[use], values[use], median=median)
 
     @cached_property
@@ -583,52 +616,52 @@ class Samples:
             if not text or text == "{}":
                 continue
             for name, value in json.loads(text).items():
-                if isinstance(value, (int, float)) and abs(value) <= _LARGEST:
+                if isinstance(value, (int, float)) and abs(value) <= _MAX_NUMBER:
                     if name not in parts:
                         parts[name] = np.full(len(places), np.nan)
                     parts[name][row] = value
         return dict(sorted(parts.items()))
 
-    def evidence(self, mask: Mask, by: Floats, *, apart: bool = False) -> tuple[str, ...]:
-        """Return the ids of up to `EVIDENCE` records of `mask` with the largest `by`; ties go to later records.
+    def evidence(self, mask: Mask, key: Floats, *, one_per_group: bool = False) -> tuple[str, ...]:
+        """Return the ids of up to `MAX_EVIDENCE` records of `mask` with the largest `key`; ties go to later records.
 
         Args:
             mask: [N] candidates.
-            by: [N] sort key.
-            apart: Take one record of each group before a second one of any group.
+            key: [N] sort key.
+            one_per_group: Take one record of each group before a second one of any group.
         """
         places = np.flatnonzero(mask)
-        order = places[np.lexsort((-places, -np.nan_to_num(by[places], nan=-np.inf)))]
-        if apart:
+        order = places[np.lexsort((-places, -np.nan_to_num(key[places], nan=-np.inf)))]
+        if one_per_group:
             _, first = np.unique(self.group[order], return_index=True)
             lead = np.sort(first)
             order = np.concatenate([order[lead], np.delete(order, lead)])
-        return tuple(str(self.uid[i]) for i in order[:EVIDENCE])
+        return tuple(str(self.uid[i]) for i in order[:MAX_EVIDENCE])
 
-    def where(self, condition: str, first: int, last: int | None = None) -> str:
+    def build_filter(self, condition: str, first: int, last: int | None = None) -> str:
         """Return a viewer filter for a condition within steps; clauses that always hold are omitted."""
         clauses = [condition] if condition else []
         if len(self.steps) and first > self.steps[0]:
             clauses.append(f"step >= {first}")
         if len(self.steps) and last is not None and last < self.steps[-1]:
             clauses.append(f"step <= {last}")
-        if self._apart:
-            clauses.append(self._apart)
+        if self._base_filter:
+            clauses.append(self._base_filter)
         return " and ".join(clauses)
 
-    def span(self, mask: Mask) -> tuple[int, int]:
+    def step_range(self, mask: Mask) -> tuple[int, int]:
         """Return the first and last step of the records of `mask`."""
         return int(self.step[mask].min()), int(self.step[mask].max())
 
 
-def encode_texts(texts: Sequence[Any]) -> tuple[Ints, list[Any]]:
+def encode_texts(texts: Sequence[str | None]) -> tuple[Ints, list[str]]:
     """Encode texts as codes in order of first appearance (-1 for `None`); return the codes and the texts by code.
 
-    >>> numbers, names = encode_texts(["b", None, "a", "b"])
-    >>> numbers.tolist(), names
+    >>> codes, texts = encode_texts(["b", None, "a", "b"])
+    >>> codes.tolist(), texts
     ([0, -1, 1, 0], ['b', 'a'])
     """
-    codes: dict[Any, int] = {}
+    codes: dict[str, int] = {}
     numbers = [-1 if text is None else codes.setdefault(text, len(codes)) for text in texts]
     return np.array(numbers, np.int64), list(codes)
 

@@ -26,19 +26,19 @@ from rollbook.inspect.doctor.findings import (
 )
 from rollbook.inspect.statistics import Floats, Ints, Mask, Order, Pairs, Series, at_least, fit_weights, order, pairs
 
-_SOLVED = (
+_SOLVED_ADVICE = (
     "Solved groups: use harder prompts (or weight prompts by failure rate), and drop zero-variance groups before "
     "training (dynamic sampling) to fill the batch with informative groups."
 )
-_UNSOLVED = (
+_UNSOLVED_ADVICE = (
     "Unsolved groups: start with easier prompts, use more samples per prompt or a higher temperature, give partial "
     "credit, and check that the grader accepts correct answers."
 )
-_ALIKE = (
+_EQUAL_ADVICE = (
     "Groups with equal intermediate rewards: the reward does not distinguish the answers. Refine it (partial credit, "
     "or a model's score in addition to the rule), and drop zero-variance groups before training (dynamic sampling)."
 )
-_ADVISED = 0.25
+_ADVICE_SHARE = 0.25
 """Share of the zero-variance groups from which on a kind of group gets a recommendation."""
 
 
@@ -62,28 +62,30 @@ def check_zero_variance(samples: Samples, t: Thresholds) -> CheckResult:
     top, bottom = samples.high, samples.low
     solved = int((flat & (groups.low >= top)).sum()) if top > bottom or top > 0 else 0
     unsolved = int((flat & (groups.high <= bottom)).sum()) if top > bottom or top <= 0 else 0
-    alike = int(flat.sum()) - solved - unsolved
+    equal = int(flat.sum()) - solved - unsolved
     member = np.isin(samples.group, groups.code[flat]) & np.isfinite(samples.reward)
-    given_up = float(samples.dropped[member].mean())
+    dropped_share = float(samples.dropped[member].mean())
     severity: Severity = "high" if share >= (1 + bar) / 2 else "medium"
-    after = ""
-    if given_up > 0.9:
-        severity, after = "low", " They were dropped before training, so only generation is wasted."
-    kinds = sorted([(solved, _SOLVED), (unsolved, _UNSOLVED), (alike, _ALIKE)], key=lambda kind: -kind[0])
-    recommendation = " ".join(text for count, text in kinds if count >= _ADVISED * int(flat.sum()))
-    first, last = samples.span(member)
+    note = ""
+    if dropped_share > 0.9:
+        severity, note = "low", " They were dropped before training, so only generation is wasted."
+    kinds = sorted(
+        [(solved, _SOLVED_ADVICE), (unsolved, _UNSOLVED_ADVICE), (equal, _EQUAL_ADVICE)], key=lambda kind: -kind[0]
+    )
+    recommendation = " ".join(text for count, text in kinds if count >= _ADVICE_SHARE * int(flat.sum()))
+    first, last = samples.step_range(member)
     return triggered(
         Finding(
             "zero-variance",
             severity,
             f"{percent(share)} of groups have zero reward variance",
             f"{int(flat.sum())} of {total} groups in steps {first} to {last} have the same reward for every sample: "
-            f"{solved} solved, {unsolved} unsolved, {alike} in between. Triggered above {percent(bar)}.{after}",
+            f"{solved} solved, {unsolved} unsolved, {equal} in between. Triggered above {percent(bar)}.{note}",
             recommendation,
             (first, last),
-            samples.evidence(member, samples.step.astype(np.float64), apart=True),
+            samples.evidence(member, samples.step.astype(np.float64), one_per_group=True),
             int(member.sum()),
-            samples.where("zero_variance", first),
+            samples.build_filter("zero_variance", first),
             share,
         )
     )
@@ -106,8 +108,8 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
                 f"All {n} scored samples have reward {amount(samples.high)}.",
                 "Read some answers. If some are correct, the grader or the answer extraction is broken. If none are, "
                 "start with easier prompts, or fine-tune on solutions first.",
-                samples.span(scored),
-                samples.evidence(scored, samples.step.astype(np.float64), apart=True),
+                samples.step_range(scored),
+                samples.evidence(scored, samples.step.astype(np.float64), one_per_group=True),
                 n,
                 "",
                 1.0,
@@ -127,13 +129,13 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
     peak = float(rolling[at])
     floor = min(float(np.nanquantile(samples.reward, 0.05)), now)
     lost = (peak - now) / (peak - floor) if peak > floor else 0.0
-    error = _error(samples, series, per_window, w)
+    error = _window_error(samples, series, per_window, w)
     half = (peak + now) / 2
-    stays = float((series.values[-w:] < half).mean())
-    if lost < t.reward_collapse or peak - now < 1.5 * t.certainty * error or stays < 0.75:
+    low_share = float((series.values[-w:] < half).mean())
+    if lost < t.reward_collapse or peak - now < 1.5 * t.certainty * error or low_share < 0.75:
         return passed(f"the reward is {amount(now)}, over the best {w} steps {amount(peak)}")
-    still = np.flatnonzero(series.values > half)
-    first = int(series.steps[min(int(still.max()) + 1, len(series) - 1)])
+    above = np.flatnonzero(series.values > half)
+    first = int(series.steps[min(int(above.max()) + 1, len(series) - 1)])
     affected = scored & (samples.step >= first) & (samples.reward <= half)
     return triggered(
         Finding(
@@ -147,15 +149,15 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
             "updates per batch, train-inference mismatch, a broken grader, other prompts. A KL penalty or tighter "
             "clipping can prevent it.",
             (first, int(samples.steps[-1])),
-            samples.evidence(affected, -samples.reward, apart=True),
+            samples.evidence(affected, -samples.reward, one_per_group=True),
             int(affected.sum()),
-            samples.where(f"reward <= {exact(half)}", first),
+            samples.build_filter(f"reward <= {exact(half)}", first),
             float(affected.sum()) / n,
         )
     )
 
 
-def _error(samples: Samples, series: Series, per_window: float, w: int) -> float:
+def _window_error(samples: Samples, series: Series, per_window: float, w: int) -> float:
     """Return the standard error of the difference between two windows of steps.
 
     It averages the variance from groups and the variance from jumps between steps: prompts may differ between steps,
@@ -165,8 +167,8 @@ def _error(samples: Samples, series: Series, per_window: float, w: int) -> float
     _, place = np.unique(samples.group[scored], return_inverse=True)
     means = np.bincount(place, samples.reward[scored]) / np.bincount(place)
     level = np.interp(samples.step[scored], series.steps, series.values)
-    around = means - np.bincount(place, level) / np.bincount(place)
-    from_groups = math.sqrt(2 * float(np.var(around)) / per_window)
+    residuals = means - np.bincount(place, level) / np.bincount(place)
+    from_groups = math.sqrt(2 * float(np.var(residuals)) / per_window)
     # A jump is the difference of two steps.
     jumps = np.abs(np.diff(series.values))
     from_steps = 1.4826 * float(np.median(jumps)) / math.sqrt(2) * math.sqrt(2 / w)
@@ -178,7 +180,7 @@ def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
     held_out = samples.evaluations
     if held_out is None:
         return skipped("there are no evaluation records")
-    scored = held_out.there & np.isfinite(held_out.reward)
+    scored = held_out.present & np.isfinite(held_out.reward)
     steps: list[int] = np.unique(held_out.step[scored]).tolist()
     if len(steps) < 2:
         return skipped(f"there are evaluations of {len(steps)} steps, 2 required")
@@ -207,7 +209,7 @@ def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
             "hacks the reward: read its answers, use more or other prompts, or add a KL penalty. If it dropped too, "
             "lower the learning rate.",
             (best, last),
-            held_out.evidence(affected, -held_out.reward, apart=True),
+            held_out.evidence(affected, -held_out.reward, one_per_group=True),
             int(affected.sum()),
             f"evaluation and step = {last}",
             fall / span,
@@ -249,9 +251,9 @@ def check_saturation(samples: Samples, t: Thresholds) -> CheckResult:
             "Stop, or continue with harder prompts or a finer reward. Read some answers: if they are not that good, "
             "the reward is too easy.",
             (first, int(samples.steps[-1])),
-            samples.evidence(hits, samples.step.astype(np.float64), apart=True),
+            samples.evidence(hits, samples.step.astype(np.float64), one_per_group=True),
             count,
-            samples.where(f"reward >= {exact(bar)}", first),
+            samples.build_filter(f"reward >= {exact(bar)}", first),
             share,
         )
     )
@@ -274,11 +276,11 @@ def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
     if scale == 0:
         return passed("all advantages are 0")
     # Token-wise whitening centers tokens, group-wise centering centers samples; either is fine.
-    off = min(abs(by_sample), abs(by_token)) / scale if by_sample * by_token > 0 else 0.0
+    offset = min(abs(by_sample), abs(by_token)) / scale if by_sample * by_token > 0 else 0.0
     error = _mean_error(samples.blocks[use], values)
     if not error < math.inf:
         return skipped("all samples are of one group")
-    if off < t.advantage_mean or abs(by_sample) < 2 * t.certainty * error:
+    if offset < t.advantage_mean or abs(by_sample) < 2 * t.certainty * error:
         return passed(f"the mean advantage is {amount(by_sample)}, its standard deviation {amount(spread)}")
     first = int(samples.step[use].min())
     sign = 1.0 if by_sample > 0 else -1.0
@@ -286,18 +288,18 @@ def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
     return triggered(
         Finding(
             "advantage-mean",
-            "high" if off >= 0.5 else "medium",
+            "high" if offset >= 0.5 else "medium",
             f"The mean advantage is {amount(by_sample)}, not 0",
             f"Over {n} samples in steps {first} to {int(samples.steps[-1])} the mean is {amount(by_sample)} by sample "
-            f"and {amount(by_token)} by token, {off:.2f} of the standard deviation of {amount(spread)}. Triggered at "
-            f"{t.advantage_mean:g}.",
+            f"and {amount(by_token)} by token, {offset:.2f} of the standard deviation of {amount(spread)}. Triggered "
+            f"at {t.advantage_mean:g}.",
             f"All responses are pushed {'up' if sign > 0 else 'down'}. Subtract a baseline (group mean, leave-one-out, "
             "a fitted critic) after all reward shaping and filtering, and check that groups are complete when they "
             "are centered.",
             (first, int(samples.steps[-1])),
-            samples.evidence(affected, sign * samples.advantage, apart=True),
+            samples.evidence(affected, sign * samples.advantage, one_per_group=True),
             int(affected.sum()),
-            samples.where(f"advantage {'>' if sign > 0 else '<'} 0 and not dropped", first),
+            samples.build_filter(f"advantage {'>' if sign > 0 else '<'} 0 and not dropped", first),
             float(affected.sum()) / n,
         )
     )
@@ -315,13 +317,13 @@ def _mean_error(blocks: Ints, values: Floats) -> float:
 
 # --- what drives the reward -----------------------------------------------------------------------------------------
 
-_FORMAT = re.compile(
+_FORMAT_NAMES = re.compile(
     r"format|fmt|template|\btags?\b|_tags?\b|schema|boxed|well_?formed|parse?able|\bstyle|_style", re.I
 )
 """Names of reward parts that measure format."""
-_PLAIN = re.compile(r"[\w./-]+")
+_FILTER_NAME = re.compile(r"[\w./-]+")
 """Names that a filter can contain."""
-_PAIRS = 64
+_MIN_PAIRS = 64
 """Minimum number of pairs with different rewards."""
 
 
@@ -329,101 +331,104 @@ def check_reward_follows_length(samples: Samples, t: Thresholds) -> CheckResult:
     """Check for a reward that orders the responses of a group by length."""
     # Truncated responses are long and wrong in every healthy run.
     use = samples.recent(t, t.order_samples) & np.isfinite(samples.reward) & ~samples.truncated & (samples.tokens > 0)
-    seen = _compared(samples, t, use)
-    if isinstance(seen, str):
-        return skipped(seen)
-    places, found_pairs = seen
-    size = order(found_pairs, samples.reward[places], samples.tokens[places])
-    if (few := _few(size, t)) is not None:
-        return skipped(few)
-    if not _clear(abs(size.d), size.error, t.length_reward, t) or abs(size.weighted) < t.length_reward:
+    selection = _find_pairs(samples, t, use)
+    if isinstance(selection, str):
+        return skipped(selection)
+    places, pairing = selection
+    relation = order(pairing, samples.reward[places], samples.tokens[places])
+    if (too_few := _too_few_pairs(relation, t)) is not None:
+        return skipped(too_few)
+    if not _exceeds(abs(relation.d), relation.error, t.length_reward, t) or abs(relation.weighted) < t.length_reward:
         return passed(
-            f"Somers' d of reward and length within groups is {size.d:.2f}, and {size.weighted:.2f} weighted by reward "
-            "difference"
+            f"Somers' d of reward and length within groups is {relation.d:.2f}, and {relation.weighted:.2f} weighted "
+            "by reward difference"
         )
-    longer = size.d > 0
-    middle = np.zeros(len(samples))
-    middle[places] = _centered(samples.blocks[places], samples.tokens[places])
-    lead = np.zeros(len(samples))
-    lead[places] = _centered(samples.blocks[places], samples.reward[places])
-    affected = use & (lead > 0) & ((middle > 0) == longer)
+    longer = relation.d > 0
+    length_offset = np.zeros(len(samples))
+    length_offset[places] = _center(samples.blocks[places], samples.tokens[places])
+    reward_offset = np.zeros(len(samples))
+    reward_offset[places] = _center(samples.blocks[places], samples.reward[places])
+    affected = use & (reward_offset > 0) & ((length_offset > 0) == longer)
     first = int(samples.step[use].min())
     return triggered(
         Finding(
             "reward-follows-length",
             "high",
             f"Within groups, {'longer' if longer else 'shorter'} responses get the higher reward",
-            f"Of {size.pairs:,} pairs with different rewards, {percent((1 + abs(size.d)) / 2)} are ordered by length "
-            f"(Somers' d = {size.d:.2f} ± {size.error:.2f}, truncated samples excluded). Triggered at "
+            f"Of {relation.pairs:,} pairs with different rewards, {percent((1 + abs(relation.d)) / 2)} are ordered by "
+            f"length (Somers' d = {relation.d:.2f} ± {relation.error:.2f}, truncated samples excluded). Triggered at "
             f"{t.length_reward:g}.",
             "Check what the reward measures (a judge that prefers long answers, a length bonus or penalty with too "
             "much weight). Compare responses of equal length, or remove the part that depends on length.",
             (first, int(samples.steps[-1])),
-            samples.evidence(affected, np.abs(middle) * affected, apart=True),
+            samples.evidence(affected, np.abs(length_offset) * affected, one_per_group=True),
             int(affected.sum()),
-            samples.where("scored", first),
-            abs(size.d),
+            samples.build_filter("scored", first),
+            abs(relation.d),
         )
     )
 
 
 def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
     """Check for a reward that is decided by its format part."""
-    seen = _with_parts(samples, t)
-    if isinstance(seen, str):
-        return skipped(seen)
-    places, found_pairs, columns = seen
+    selection = _find_part_pairs(samples, t)
+    if isinstance(selection, str):
+        return skipped(selection)
+    places, pairing, columns = selection
     reward = samples.reward[places]
-    orders = {name: order(found_pairs, reward, column) for name, column in columns.items()}
-    forms = {name: relation for name, relation in orders.items() if _FORMAT.search(name)}
+    orders = {name: order(pairing, reward, column) for name, column in columns.items()}
+    format_parts = {name: relation for name, relation in orders.items() if _FORMAT_NAMES.search(name)}
     others = {
-        name: relation for name, relation in orders.items() if name not in forms and not _same(columns[name], reward)
+        name: relation
+        for name, relation in orders.items()
+        if name not in format_parts and not _equals_reward(columns[name], reward)
     }
-    if not forms:
+    if not format_parts:
         return skipped("no reward part is named after format")
     if not others:
         return skipped("the reward has no part besides format")
-    name, lead = max(forms.items(), key=lambda relation: relation[1].d)
-    if (few := _few(lead, t)) is not None:
-        return skipped(few)
-    loud = {other: relation.d for other, relation in others.items() if _heard(relation, t)}
-    if not _clear(lead.d, lead.error, t.format_reward, t) or loud:
-        loudest = max(loud.items(), key=lambda relation: abs(relation[1])) if loud else None
+    name, leading = max(format_parts.items(), key=lambda relation: relation[1].d)
+    if (too_few := _too_few_pairs(leading, t)) is not None:
+        return skipped(too_few)
+    influential = {other: relation.d for other, relation in others.items() if _has_influence(relation, t)}
+    if not _exceeds(leading.d, leading.error, t.format_reward, t) or influential:
+        strongest = max(influential.items(), key=lambda relation: abs(relation[1])) if influential else None
         return passed(
-            f"Somers' d of the reward is {lead.d:.2f} with {name!r}"
-            + (f" and {loudest[1]:.2f} with {loudest[0]!r}" if loudest else "")
+            f"Somers' d of the reward is {leading.d:.2f} with {name!r}"
+            + (f" and {strongest[1]:.2f} with {strongest[0]!r}" if strongest else "")
         )
     flat = [other for other, relation in others.items() if relation.differs < t.influence]
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     bar = float(np.nanmean(columns[name]))
     affected = _mask(samples, places[columns[name] > bar])
-    quiet = "are constant within groups" if len(flat) == len(others) else "have no influence"
+    others_state = "are constant within groups" if len(flat) == len(others) else "have no influence"
     return triggered(
         Finding(
             "reward-follows-format",
             "high",
-            f"The reward follows {_shown(name)} alone",
-            f"Of {lead.pairs:,} pairs with different rewards, {percent((1 + lead.d) / 2)} are ordered by "
-            f"{_shown(name)} (Somers' d = {lead.d:.2f}); the other parts "
-            f"({', '.join(_shown(other) for other in list(others)[:6])}) {quiet}. Triggered at {t.format_reward:g}.",
+            f"The reward follows {_quote(name)} alone",
+            f"Of {leading.pairs:,} pairs with different rewards, {percent((1 + leading.d) / 2)} are ordered by "
+            f"{_quote(name)} (Somers' d = {leading.d:.2f}); the other parts "
+            f"({', '.join(_quote(other) for other in list(others)[:6])}) {others_state}. "
+            f"Triggered at {t.format_reward:g}.",
             "Reward format only together with a correct answer (or use it as a gate), lower its weight once it is "
             "learned, and check why the other parts are constant: prompts that are too hard, or a failing grader.",
             (first, int(samples.steps[-1])),
-            samples.evidence(affected, samples.reward, apart=True),
+            samples.evidence(affected, samples.reward, one_per_group=True),
             int(affected.sum()),
-            samples.where(f"part.{name} > {exact(bar)}" if _PLAIN.fullmatch(name) else "scored", first),
-            lead.d,
+            samples.build_filter(f"part.{name} > {exact(bar)}" if _FILTER_NAME.fullmatch(name) else "scored", first),
+            leading.d,
         )
     )
 
 
 def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
     """Check for one reward part that decides every comparison although others vary."""
-    seen = _with_parts(samples, t)
-    if isinstance(seen, str):
-        return skipped(seen)
-    places, found_pairs, columns = seen
+    selection = _find_part_pairs(samples, t)
+    if isinstance(selection, str):
+        return skipped(selection)
+    places, pairing, columns = selection
     reward = samples.reward[places]
     complete = np.isfinite(reward) & np.all([np.isfinite(column) for column in columns.values()], axis=0)
     if int(complete.sum()) < t.samples:
@@ -433,48 +438,48 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
         return skipped("the recorded parts do not add up to the reward")
     if len(weights) < 2:
         return skipped("only one part of the reward varies")
-    orders = {name: order(found_pairs, reward, weight * columns[name]) for name, weight in weights.items()}
-    name, lead = max(orders.items(), key=lambda part: part[1].d)
-    if (few := _few(lead, t)) is not None:
-        return skipped(few)
+    orders = {name: order(pairing, reward, weight * columns[name]) for name, weight in weights.items()}
+    name, leading = max(orders.items(), key=lambda part: part[1].d)
+    if (too_few := _too_few_pairs(leading, t)) is not None:
+        return skipped(too_few)
     others = {other: part for other, part in orders.items() if other != name}
     varied = {other: part for other, part in others.items() if part.differs >= t.influence}
-    loud = any(_heard(part, t) for part in others.values())
-    if not _clear(lead.d, lead.error, t.dominance, t) or loud or not varied:
+    influential = any(_has_influence(part, t) for part in others.values())
+    if not _exceeds(leading.d, leading.error, t.dominance, t) or influential or not varied:
         ordered = ", ".join(f"{part!r} {orders[part].d:.2f}" for part in sorted(orders))
         return passed(f"Somers' d of the reward with each part: {ordered}")
     use = _mask(samples, places)
     first = int(samples.step[use].min())
     strong, weak = np.zeros(len(samples)), np.zeros(len(samples))
     blocks = samples.blocks[places]
-    strong[places] = _centered(blocks, weights[name] * columns[name])
+    strong[places] = _center(blocks, weights[name] * columns[name])
     for other in varied:
         spread = float(np.nanstd(columns[other])) or 1.0
-        weak[places] += np.nan_to_num(_centered(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
+        weak[places] += np.nan_to_num(_center(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
     affected = use & (strong * weak < 0)
     scale = {part: abs(weight) * float(np.nanstd(columns[part])) for part, weight in weights.items()}
-    spreads = ", ".join(f"{_shown(part)} {value:.3g}" for part, value in sorted(scale.items(), key=lambda p: -p[1]))
+    spreads = ", ".join(f"{_quote(part)} {value:.3g}" for part, value in sorted(scale.items(), key=lambda p: -p[1]))
     return triggered(
         Finding(
             "component-dominates",
             "medium",
-            f"{_shown(name)} decides the reward; the other parts have no influence",
-            f"Somers' d of the reward within groups is {lead.d:.2f} with {_shown(name)}, but "
-            + ", ".join(f"{varied[part].d:.2f} with {_shown(part)}" for part in list(varied)[:6])
+            f"{_quote(name)} decides the reward; the other parts have no influence",
+            f"Somers' d of the reward within groups is {leading.d:.2f} with {_quote(name)}, but "
+            + ", ".join(f"{varied[part].d:.2f} with {_quote(part)}" for part in list(varied)[:6])
             + f", although {'it varies' if len(varied) == 1 else 'they vary'}. Weighted standard deviations: "
             f"{spreads}. Triggered at {t.dominance:g} if no other part has influence.",
             "Normalize the parts to one scale before adding them (per group, or by bounding), then weight them. Remove "
             "parts that do not matter.",
             (first, int(samples.steps[-1])),
-            samples.evidence(affected, np.abs(strong) * affected, apart=True),
+            samples.evidence(affected, np.abs(strong) * affected, one_per_group=True),
             int(affected.sum()),
-            samples.where("scored", first),
-            lead.d,
+            samples.build_filter("scored", first),
+            leading.d,
         )
     )
 
 
-def _compared(samples: Samples, t: Thresholds, use: Mask) -> tuple[Ints, Pairs] | str:
+def _find_pairs(samples: Samples, t: Thresholds, use: Mask) -> tuple[Ints, Pairs] | str:
     """Return the samples to compare and their pairs, or why there are none."""
     n = int(use.sum())
     if n < t.samples:
@@ -485,42 +490,43 @@ def _compared(samples: Samples, t: Thresholds, use: Mask) -> tuple[Ints, Pairs] 
     return places, pairs(samples.blocks[places])
 
 
-def _with_parts(samples: Samples, t: Thresholds) -> tuple[Ints, Pairs, dict[str, Floats]] | str:
-    seen = _compared(samples, t, samples.recent(t, t.order_samples) & np.isfinite(samples.reward))
-    if isinstance(seen, str):
-        return seen
-    places, found_pairs = seen
+def _find_part_pairs(samples: Samples, t: Thresholds) -> tuple[Ints, Pairs, dict[str, Floats]] | str:
+    selection = _find_pairs(samples, t, samples.recent(t, t.order_samples) & np.isfinite(samples.reward))
+    if isinstance(selection, str):
+        return selection
+    places, pairing = selection
     # A value that most samples lack is not a part of the reward.
     columns = {name: column for name, column in samples.parts(places).items() if np.isfinite(column).mean() >= 0.5}
     if len(columns) < 2:
         return "fewer than two reward parts recorded"
-    return places, found_pairs, columns
+    return places, pairing, columns
 
 
-def _few(size: Order, t: Thresholds) -> str | None:
-    if size.blocks < t.groups or size.pairs < _PAIRS:
+def _too_few_pairs(relation: Order, t: Thresholds) -> str | None:
+    if relation.blocks < t.groups or relation.pairs < _MIN_PAIRS:
         return (
-            f"only {size.pairs} pairs in {size.blocks} groups have different rewards, {_PAIRS} in {t.groups} required"
+            f"only {relation.pairs} pairs in {relation.blocks} groups have different rewards, {_MIN_PAIRS} in "
+            f"{t.groups} required"
         )
     return None
 
 
-def _clear(d: float, error: float, bar: float, t: Thresholds) -> bool:
+def _exceeds(d: float, error: float, bar: float, t: Thresholds) -> bool:
     """Return whether an order reaches its threshold, beyond its error."""
     return d >= bar and d - t.certainty * error >= bar - 0.1
 
 
-def _heard(size: Order, t: Thresholds) -> bool:
+def _has_influence(relation: Order, t: Thresholds) -> bool:
     """Return whether a part influences the reward where it differs, beyond its error."""
-    return size.differs > 0 and (abs(size.d) - size.error) / size.differs > t.influence
+    return relation.differs > 0 and (abs(relation.d) - relation.error) / relation.differs > t.influence
 
 
-def _same(column: Floats, reward: Floats) -> bool:
+def _equals_reward(column: Floats, reward: Floats) -> bool:
     """Return whether a part equals the reward."""
     return bool(np.nanmax(np.abs(column - reward), initial=0.0) <= 1e-6 * max(1.0, float(np.abs(reward).max())))
 
 
-def _centered(blocks: Ints, values: Floats) -> Floats:
+def _center(blocks: Ints, values: Floats) -> Floats:
     """Return [N] values minus the mean of their block."""
     _, place = np.unique(blocks, return_inverse=True)
     finite = np.isfinite(values)
@@ -534,6 +540,6 @@ def _mask(samples: Samples, places: Ints) -> Mask:
     return mask
 
 
-def _shown(name: str) -> str:
+def _quote(name: str) -> str:
     """Return the name of a part, escaped, since it comes from the records."""
     return repr(name[:40])

@@ -1,6 +1,6 @@
 """Rollouts in files of this and other tools, as one run.
 
-The format of a file is detected from its content (`recognize`); a folder of files is one run. `FAMILIES` lists the
+The format of a file is detected from its content (`recognize`); a folder of files is one run. `FORMATS` lists the
 formats.
 
 >>> import json, pathlib, tempfile
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.inspect.files.source import FAMILIES as FAMILIES
-    from rollbook.inspect.files.source import Family as Family
+    from rollbook.inspect.files.source import FORMATS as FORMATS
+    from rollbook.inspect.files.source import FileFormat as FileFormat
     from rollbook.inspect.files.source import FileSource as FileSource
     from rollbook.inspect.files.source import UnknownFormatError as UnknownFormatError
     from rollbook.inspect.records import TokenizerLike
@@ -41,6 +41,13 @@ def open_file_source(path: str | os.PathLike[str], *, tokenizer: TokenizerLike |
 
     Raises:
         UnknownFormatError: If no file is in a known format.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(folder, "3.jsonl").write_text('{"input": "2 + 3 =", "output": " 5", "score": 1.0}')
+    ...     with open_file_source(folder) as source:
+    ...         source.kind
+    'verl'
     """
     from rollbook.inspect.files.source import FileSource
 
@@ -54,10 +61,17 @@ def recognize(path: str | os.PathLike[str]) -> str:
         path: A file or a folder.
 
     Returns:
-        The name of the format, a key of `FAMILIES`.
+        The name of the format, a key of `FORMATS`.
 
     Raises:
         UnknownFormatError: If no file is in a known format.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "rollouts.jsonl")
+    ...     _ = path.write_text('{"messages": [{"role": "user", "content": "2 + 3?"}], "reward": 1.0}')
+    ...     recognize(path)
+    'messages'
     """
     with open_file_source(path) as source:
         return source.kind
@@ -65,10 +79,10 @@ def recognize(path: str | os.PathLike[str]) -> str:
 
 # Other modules of the viewer import `stores`, which must not load the large modules.
 _HOMES = {
-    "FAMILIES": "rollbook.inspect.files.source",
-    "Family": "rollbook.inspect.files.source",
+    "FORMATS": "rollbook.inspect.files.source",
+    "FileFormat": "rollbook.inspect.files.source",
     "UnknownFormatError": "rollbook.inspect.files.source",
     "FileSource": "rollbook.inspect.files.source",
 }
-__all__ = ["FAMILIES", "Family", "FileSource", "UnknownFormatError", "open_file_source", "recognize"]
+__all__ = ["FORMATS", "FileFormat", "FileSource", "UnknownFormatError", "open_file_source", "recognize"]
 __getattr__, __dir__ = lazily(__name__, _HOMES)

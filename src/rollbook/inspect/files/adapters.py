@@ -29,16 +29,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.core.ids import EID
-from rollbook.inspect.files.stores import Row, number, numbers, whole
-from rollbook.inspect.images import Where, picture, pictured
+from rollbook.inspect.files.stores import Row, parse_int, parse_number, parse_numbers
+from rollbook.inspect.images import RowContext, read_image, replace_images
 from rollbook.inspect.measures import status_of
 from rollbook.inspect.serialization import json_safe
-from rollbook.inspect.trajectory import Json, Picture, Segment, Trajectory, derive, prompt_hash, segments_of
+from rollbook.inspect.trajectory import (
+    Json,
+    Picture,
+    Segment,
+    Trajectory,
+    derive_lenses,
+    find_segments,
+    hash_prompt,
+)
 from rollbook.io import frameworks
 from rollbook.io.frameworks import Sample
 
-_EAST = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(rf" ?[^\W{_EAST}]{{1,24}}|\w| ?[^\w\s]|\n+| +|\s")
+_UNSPACED_SCRIPTS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf" ?[^\W{_UNSPACED_SCRIPTS}]{{1,24}}|\w| ?[^\w\s]|\n+| +|\s")
 _SPECIAL = re.compile(r"<[|\uff5c][^<>\s]{1,60}[|\uff5c]>|</?s>|<(?:bos|eos|pad|unk)>|\[(?:PAD|CLS|SEP|UNK|MASK)\]")
 _THINK = re.compile(r"<think>.*?(?:</think>\n*|\Z)", re.S)
 
@@ -55,17 +63,17 @@ class Part(NamedTuple):
     picture: Picture | None = None
 
 
-def words(text: str) -> NDArray[np.int64]:
+def split_words(text: str) -> NDArray[np.int64]:
     """Return the ends of the words of a text, which replace tokens if only text is known.
 
-    >>> words("Let me see: 2 + 3\\n\\n五個").tolist()
+    >>> split_words("Let me see: 2 + 3\\n\\n五個").tolist()
     [3, 6, 10, 11, 13, 15, 17, 19, 20, 21]
     """
     # Every character belongs to a word, so lengths give the ends.
     return np.cumsum(list(map(len, _WORD.findall(text))), dtype=np.int64)
 
 
-def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
+def build_from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
     """Create a trajectory of words: a segment per part; everything before the first spoken part is the prompt."""
     texts: list[str] = []
     ends: list[NDArray[np.int64]] = []
@@ -84,7 +92,7 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
         if part.picture is not None:
             part.picture.token = tokens
             pictures.append(part.picture)
-        cut = np.array([len(part.text)]) if part.picture is not None else words(part.text)
+        cut = np.array([len(part.text)]) if part.picture is not None else split_words(part.text)
         if part.spoken and first is None:
             first = tokens
         texts.append(part.text)
@@ -110,13 +118,13 @@ def from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
         pictures=pictures,
         **fields,
     )
-    trajectory.prompt = trajectory.prompt or prompt_hash(None, text[: trajectory.prompt_end])
+    trajectory.prompt = trajectory.prompt or hash_prompt(None, text[: trajectory.prompt_end])
     return trajectory
 
 
-def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
+def build_from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
     """Create a trajectory from the words of a prompt and a response, which may contain chat-template marks."""
-    before, behind = words(prompt), words(response)
+    before, behind = split_words(prompt), split_words(response)
     text, ends = prompt + response, np.concatenate([before, behind + len(prompt)])
     mask = np.arange(len(ends)) >= len(before)
     return Trajectory(
@@ -125,36 +133,34 @@ def from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
         ends=ends,
         prompt_tokens=len(before),
         mask=mask,
-        segments=segments_of(text, ends, len(before), mask, sampled=mask, exact=False),
+        segments=find_segments(text, ends, len(before), mask, sampled=mask, exact=False),
         tokenized="words",
-        prompt=prompt_hash(None, prompt),
+        prompt=hash_prompt(None, prompt),
         **{"prompt_text": prompt, "response_text": response, **fields},
     )
 
 
-def conversation(prompt: Json, answer: Json, where: Where, /, **fields: Any) -> Trajectory:
+def build_conversation(prompt: Json, answer: Json, where: RowContext, /, **fields: Any) -> Trajectory:
     """Create a trajectory from a prompt and an answer, each a text or messages."""
-    prompt, answer = without_nulls(prompt), without_nulls(answer)
+    prompt, answer = remove_nulls(prompt), remove_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
-        return from_texts(prompt, answer, **fields)
+        return build_from_texts(prompt, answer, **fields)
     before: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     behind: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if not is_messages(before) or not isinstance(behind, list) or (behind and not is_messages(behind)):
-        raise WireError(
-            f"got a {type(prompt).__name__} and a {type(answer).__name__} where a prompt and an answer should be"
-        )
+        raise WireError(f"got {type(prompt).__name__} and {type(answer).__name__}, expected a prompt and an answer")
     messages = [*before, *behind]
-    return chat(messages, where, lambda i: i >= len(before) and messages[i].get("role") == "assistant", **fields)
+    return build_chat(messages, where, lambda i: i >= len(before) and messages[i].get("role") == "assistant", **fields)
 
 
-def chat(
-    messages: list[Any], where: Where, spoken: Callable[[int], bool] | None = None, /, **fields: Any
+def build_chat(
+    messages: list[Any], where: RowContext, spoken: Callable[[int], bool] | None = None, /, **fields: Any
 ) -> Trajectory:
     """Create a trajectory from the words of a conversation; `spoken` as in `message_parts`."""
     notes: list[str] = list(fields.pop("notes", ()))
     seen: dict[str, Picture] = {}
     parts = message_parts(messages, where, notes, seen, spoken)
-    trajectory = from_parts(parts, messages=json_safe(pictured(messages, seen)), notes=notes, **fields)
+    trajectory = build_from_parts(parts, messages=json_safe(replace_images(messages, seen)), notes=notes, **fields)
     trajectory.prompt_text, trajectory.response_text = (
         trajectory.text[: trajectory.prompt_end],
         trajectory.text[trajectory.prompt_end :],
@@ -164,17 +170,17 @@ def chat(
     return trajectory
 
 
-def without_nulls(value: Json) -> Any:
+def remove_nulls(value: Json) -> Any:
     """Remove null entries from messages, which Parquet adds for keys of other messages."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: remove_nulls(item) for key, item in value.items() if item is not None}
+    return [remove_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def from_ids(
+def build_from_ids(
     ids: Sequence[int] | NDArray[Any],
     prompt_tokens: int,
-    where: Where,
+    where: RowContext,
     *,
     mask: ArrayLike | None = None,
     arrays: Mapping[str, Any] | None = None,
@@ -194,45 +200,45 @@ def from_ids(
     try:
         tokens = np.asarray(ids, dtype=np.int64).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"the token ids are none: {error}") from None
+        raise WireError(f"invalid token ids: {error}") from None
     length = len(tokens)
     if not 0 <= prompt_tokens <= length:
-        raise WireError(f"the prompt has {prompt_tokens} of {length} tokens")
+        raise WireError(f"prompt_tokens: got {prompt_tokens}, expected 0 to {length}")
     notes: list[str] = list(fields.pop("notes", ()))
     trained = np.arange(length) >= prompt_tokens
     if mask is not None:
-        trained_column = _column(mask, length, prompt_tokens, 0)
+        trained_column = _to_column(mask, length, prompt_tokens, 0)
         if trained_column is None:
-            notes.append(f"The mask has {_count(mask)} entries for {length} tokens, so all of the response is shown.")
+            notes.append(
+                f"mask omitted: {_count(mask)} entries for {length} tokens; the whole response counts as trained."
+            )
         else:
             trained = trained_column != 0
     columns: dict[str, NDArray[Any]] = {}
     for name, values in (arrays or {}).items():
-        column = None if values is None else _column(values, length, prompt_tokens, np.nan)
+        column = None if values is None else _to_column(values, length, prompt_tokens, np.nan)
         if column is not None:
             columns[name] = column
         elif values is not None:
-            notes.append(
-                f"{name} is left out: it has {_count(values)} entries for {length - prompt_tokens} response tokens."
-            )
-    policy = None if versions is None else _column(versions, length, prompt_tokens, -1)
+            notes.append(f"{name} omitted: {_count(values)} entries for {length - prompt_tokens} response tokens.")
+    policy = None if versions is None else _to_column(versions, length, prompt_tokens, -1)
     exact = True
     special = np.zeros(length, dtype=np.bool_)
     if decoded is not None:
-        text, ends = decoded[0], _ends(decoded[1], len(decoded[0]), length)
+        text, ends = decoded[0], _check_ends(decoded[1], len(decoded[0]), length)
         starts = [0, *ends.tolist()]
         special[:] = [_SPECIAL.fullmatch(text, a, b) is not None for a, b in pairwise(starts)]
     elif where.vocabulary is not None:
-        text, ends = where.vocabulary.text_and_ends(tokens)
-        special = where.vocabulary.special(tokens)
+        text, ends = where.vocabulary.decode_with_ends(tokens)
+        special = where.vocabulary.is_special(tokens)
     else:
         exact = False
         pieces = [f"⟨{token}⟩" for token in tokens.tolist()]
         text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     segments = [s._replace(trained=bool(trained[s.start : s.stop].any())) for s in spans]
     if exact:
-        segments = segments_of(text, ends, prompt_tokens, trained, sampled=sampled, spans=recorded)
-    lenses = derive(columns, trained)
+        segments = find_segments(text, ends, prompt_tokens, trained, sampled=sampled, spans=recorded)
+    lenses = derive_lenses(columns, trained)
     advantage = fields.pop("advantage", None)
     if advantage is None and "advantage" in lenses and trained.any():
         seen = lenses["advantage"][trained]
@@ -254,18 +260,18 @@ def from_ids(
         notes=notes,
         **fields,
     )
-    trajectory.prompt = trajectory.prompt or prompt_hash(tokens[:prompt_tokens])
+    trajectory.prompt = trajectory.prompt or hash_prompt(tokens[:prompt_tokens])
     return trajectory
 
 
-def _ends(values: ArrayLike, characters: int, length: int) -> NDArray[np.int64]:
+def _check_ends(values: ArrayLike, characters: int, length: int) -> NDArray[np.int64]:
     """Return [L] ends stated by a file, if they are valid."""
     try:
         ends = np.asarray(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"the ends of the tokens are none: {error}") from None
+        raise WireError(f"invalid token ends: {error}") from None
     if ends.shape != (length,) or (length and (ends[0] < 0 or ends[-1] != characters or (np.diff(ends) < 0).any())):
-        raise WireError(f"the ends of {length} tokens in {characters} characters do not rise to the last of them")
+        raise WireError(f"token ends: expected {length} ascending offsets up to {characters}")
     return ends
 
 
@@ -273,7 +279,7 @@ def _count(values: ArrayLike) -> int:
     return len(values) if isinstance(values, Sized) else 1
 
 
-def _column(values: ArrayLike, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
+def _to_column(values: ArrayLike, length: int, prompt_tokens: int, empty: float) -> NDArray[Any] | None:
     """Return [L] from [L], from [R] or from one number; otherwise `None`."""
     try:
         numbers = np.asarray(values, dtype=np.float64)
@@ -298,10 +304,10 @@ def is_messages(value: Json) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
-def text_parts(text: str, role: str, spoken: bool = False) -> list[Part]:
+def split_thinking(text: str, role: str, spoken: bool = False) -> list[Part]:
     """Split a text into parts, with think tags as separate parts.
 
-    >>> [(part.kind, part.text) for part in text_parts("<think>hm</think>5", "assistant")]
+    >>> [(part.kind, part.text) for part in split_thinking("<think>hm</think>5", "assistant")]
     [('think', '<think>hm</think>'), ('text', '5')]
     """
     if role != "assistant" or "<think>" not in text:
@@ -320,7 +326,7 @@ _ROLES = {"developer": "system", "function": "tool", "ipython": "tool", "environ
 
 def message_parts(
     messages: Sequence[Any],
-    where: Where,
+    where: RowContext,
     notes: list[str],
     seen: dict[str, Picture],
     spoken: Callable[[int], bool] | None = None,
@@ -335,7 +341,7 @@ def message_parts(
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
-            notes.append(f"Message {i} is a {type(message).__name__}, not an object, and left out.")
+            notes.append(f"Message {i} omitted: got {type(message).__name__}, expected an object.")
             continue
         role = _ROLES.get(str(message.get("role")), "text")
         by_model = role == "assistant" if spoken is None else spoken(i)
@@ -346,12 +352,12 @@ def message_parts(
         thought = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(thought, str) and thought:
             here.append(Part(thought, role, "think", "", by_model))
-        here += _content(message.get("content"), role, name, by_model, where, notes, seen)
+        here += _content_parts(message.get("content"), role, name, by_model, where, notes, seen)
         calls = message.get("tool_calls")
         if isinstance(message.get("function_call"), dict):
             calls = [*(calls if isinstance(calls, list) else []), {"function": message["function_call"]}]
         for call in calls if isinstance(calls, list) else []:
-            part, key = _call(call, by_model)
+            part, key = _tool_call_part(call, by_model)
             names[key] = part.name
             here.append(part)
         # Keep a separator between two messages.
@@ -365,24 +371,24 @@ def _name(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _content(
-    content: Json, role: str, name: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+def _content_parts(
+    content: Json, role: str, name: str, by_model: bool, where: RowContext, notes: list[str], seen: dict[str, Picture]
 ) -> list[Part]:
     if content is None:
         return []
     if isinstance(content, str):
         if role == "tool":
             return [Part(content, role, "tool_result", name, by_model)]
-        return text_parts(content, role, by_model)
+        return split_thinking(content, role, by_model)
     parts: list[Part] = []
     items: list[Any] = content if isinstance(content, list) else [content]
     for item in items:
         if isinstance(item, str):
-            parts += _content(item, role, name, by_model, where, notes, seen)
+            parts += _content_parts(item, role, name, by_model, where, notes, seen)
             continue
         kind = str(item.get("type", "")) if isinstance(item, dict) else ""
         if isinstance(item, dict) and isinstance(item.get("text"), str):
-            parts += _content(item["text"], role, name, by_model, where, notes, seen)
+            parts += _content_parts(item["text"], role, name, by_model, where, notes, seen)
         elif kind in ("reasoning", "thinking") and isinstance(item.get(kind), str):
             parts.append(Part(item[kind], role, "think", "", by_model))
         elif kind in ("image", "image_url", "input_image") or (isinstance(item, dict) and "image_url" in item):
@@ -394,7 +400,7 @@ def _content(
     return parts
 
 
-def _call(call: Json, by_model: bool) -> tuple[Part, str]:
+def _tool_call_part(call: Json, by_model: bool) -> tuple[Part, str]:
     """Return a tool call as JSON, and its id."""
     if isinstance(call, str):
         # Some writers store each call as JSON text.
@@ -416,11 +422,11 @@ def _call(call: Json, by_model: bool) -> tuple[Part, str]:
 
 
 def _picture_part(
-    source: Json, role: str, by_model: bool, where: Where, notes: list[str], seen: dict[str, Picture]
+    source: Json, role: str, by_model: bool, where: RowContext, notes: list[str], seen: dict[str, Picture]
 ) -> Part:
     if isinstance(source, dict):
         source = source.get("url") or source.get("data") or source.get("path")
-    image = picture(source, where, notes)
+    image = read_image(source, where, notes)
     if image is not None and isinstance(source, str):
         seen[source] = image
     return Part("⟨image⟩", role, "image", "", by_model, image)
@@ -431,65 +437,69 @@ def _picture_part(
 _LABELS = ("gts", "ground_truth", "answer", "solution", "label", "labels")
 
 
-def verl(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_verl(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a row of verl."""
     samples, used = frameworks.split_verl_row(row)
     for sample in samples:
-        yield _made(sample, row, used, where)
+        yield _build_trajectory(sample, row, used, where)
 
 
-def openrlhf(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_openrlhf(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a row of OpenRLHF; a pair becomes the chosen answer with the rejected one."""
     samples, used = frameworks.split_openrlhf_row(row)
     for sample in samples:
-        trajectory = _made(sample, row, used, where)
+        trajectory = _build_trajectory(sample, row, used, where)
         if sample.rejected is not None:
             trajectory.kind = "dpo"
-            trajectory.rejected = conversation(sample.prompt, sample.rejected, where, kind="dpo", status="finished")
+            trajectory.rejected = build_conversation(
+                sample.prompt, sample.rejected, where, kind="dpo", status="finished"
+            )
         yield trajectory
 
 
 _TRL_TENSORS = {"sampling_per_token_logps": "logprobs", "old_per_token_logps": "old_logprobs"}
-_TRL_OWN = {
+_TRL_FIELDS = {
     "prompt", "completion", "prompt_ids", "completion_ids", "step", "global_step", "advantage", "prompt_mask",
     "completion_mask", "tool_mask", "images", *_TRL_TENSORS,
 }  # fmt: skip
 
 
-def trl(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_trl(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a row of TRL. It logs the rewards of all functions but not their weighted sum; their plain sum is shown,
     which is correct for the default weights of 1.
     """
-    floats = {name: number(value) for name, value in row.items() if type(value) is float and name not in _TRL_OWN}
+    floats = {
+        name: parse_number(value) for name, value in row.items() if type(value) is float and name not in _TRL_FIELDS
+    }
     named = {name: value for name, value in floats.items() if "reward" in name.lower()}
     counted = named or floats
     notes = []
     if len(counted) > 1:
-        notes.append(f"TRL does not log the reward: shown is the sum of {', '.join(counted)}, each with weight 1.")
+        notes.append(f"TRL does not log the total reward; shown is the unweighted sum of {', '.join(counted)}.")
     rewards = [value for value in counted.values() if value is not None and value == value]
     sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks.row_step(row))
     sample.reward = math.fsum(rewards) if rewards else math.nan if counted else None
-    sample.advantage = number(row.get("advantage"))
+    sample.advantage = parse_number(row.get("advantage"))
     used = {"prompt", "completion", "step", "global_step", "advantage"}
     if row.get("prompt_ids") is not None and row.get("completion_ids") is not None:
         sample.prompt, sample.answer = row["prompt_ids"], row["completion_ids"]
         used |= frameworks.read_trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
     elif sample.prompt is None or sample.answer is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
-    trajectory = _made(sample, row, used, where)
+    trajectory = _build_trajectory(sample, row, used, where)
     trajectory.declared = tuple(counted)
     trajectory.notes += notes
     yield trajectory
 
 
-def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
+def _build_trajectory(sample: Sample, row: Row, used: set[str], where: RowContext) -> Trajectory:
     rest = {name: value for name, value in row.items() if name not in used}
     label = next((rest[name] for name in _LABELS if rest.get(name) is not None), None)
     if label is None and isinstance(rest.get("reward_model"), dict):
         label = rest["reward_model"].get("ground_truth")
-    parts = numbers({name: value for name, value in rest.items() if isinstance(value, (int, float))})
+    parts = parse_numbers({name: value for name, value in rest.items() if isinstance(value, (int, float))})
     fields: dict[str, Any] = {
-        "step": whole(sample.batch),
+        "step": parse_int(sample.batch),
         "task": sample.task or "",
         "run": -1 if sample.run is None else sample.run,
         "turn": sample.step,
@@ -502,13 +512,13 @@ def _made(sample: Sample, row: Row, used: set[str], where: Where) -> Trajectory:
         "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
     }
     if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.answer)):
-        return conversation(sample.prompt, sample.answer, where, **fields)
+        return build_conversation(sample.prompt, sample.answer, where, **fields)
     arrays = dict(sample.tensors)
     if sample.advantage is not None:
         arrays.setdefault("advantages", sample.advantage)
     for name, theirs in (("prompt_text", "prompt"), ("response_text", "completion")):
         fields[name] = row[theirs] if isinstance(row.get(theirs), str) else None
-    trajectory = from_ids(
+    trajectory = build_from_ids(
         [*sample.prompt, *sample.answer],
         len(sample.prompt),
         where,
@@ -528,7 +538,12 @@ _LIGHTRFT_FIELDS = {
     "pure_generated_tokens", "advantages", "return", "action_log_probs", "values", "info", "has_images",
     "num_images", "image_paths", "images_base64",
 }  # fmt: skip
-_ARRAYS = {"advantages": "advantages", "return": "returns", "action_log_probs": "old_logprobs", "values": "values"}
+_LIGHTRFT_ARRAYS = {
+    "advantages": "advantages",
+    "return": "returns",
+    "action_log_probs": "old_logprobs",
+    "values": "values",
+}
 _PADDING = re.compile(r"(<[^<>\s]{1,40}>)\1+")
 _LAST = re.compile(r"<[^<>\s]{1,40}>")
 
@@ -540,20 +555,20 @@ def _dict(value: Json) -> dict[str, Any]:
 # --- LightRFT -------------------------------------------------------------------------------------------------------
 
 
-def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_lightrft(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a record of LightRFT's saver."""
     full, pure = _text(row.get("full_sequence")), _text(row.get("pure_generated_text"))
     info = _dict(row.get("info"))
     notes: list[str] = []
-    prompt, tail = _around(full, pure, notes)
-    pieces = _pieces(row, pure)
+    prompt, tail = _split_prompt(full, pure, notes)
+    pieces = _token_texts(row, pure)
     fields: dict[str, Any] = {
-        "step": whole(row.get("global_step")),
+        "step": parse_int(row.get("global_step")),
         "run": -1,
-        "reward": number(info.get("reward")),
-        "parts": numbers(info.get("reward_metrics")),
-        "declared": tuple(numbers(info.get("reward_metrics"))),
-        "metrics": numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
+        "reward": parse_number(info.get("reward")),
+        "parts": parse_numbers(info.get("reward_metrics")),
+        "declared": tuple(parse_numbers(info.get("reward_metrics"))),
+        "metrics": parse_numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
         "status": "finished",
         "label": json_safe(row.get("label")),
         "reference": json_safe(row.get("reference")),
@@ -562,26 +577,28 @@ def lightrft(row: Row, where: Where) -> Iterator[Trajectory]:
             **json_safe({name: value for name, value in row.items() if name not in _LIGHTRFT_FIELDS}),
         },
         "notes": notes,
-        "pictures": _pictures(row, where, notes),
+        "pictures": _read_images(row, where, notes),
         "evaluation": where.evaluation,
     }
     if row.get("policy_entropy") is not None:
-        notes.append("policy_entropy is left out: it is the spread of the log-probs, padding included, no entropy.")
+        notes.append(
+            "policy_entropy omitted: it is the standard deviation of the log-probs (with padding), not an entropy."
+        )
     if prompt is None:
         # The response is not a substring of the full text: special tokens were dropped from it.
-        trajectory = from_texts("", full or pure, **fields)
+        trajectory = build_from_texts("", full or pure, **fields)
         trajectory.segments = (
             [Segment("text", "text", "", 0, len(trajectory.ends), True, 0)] if len(trajectory.ends) else []
         )
-        notes.append("Where the response begins is not known: its text is not in the whole one as it stands.")
-        _leave_out(row, notes, "the tokens are not known")
+        notes.append("Unknown start of the response: its text is not part of the full sequence.")
+        _note_omitted_arrays(row, notes, "the tokens are unknown")
     elif pieces is None:
-        trajectory = from_texts(prompt, pure + tail, **fields)
-        _leave_out(row, notes, "the tokens are not known")
+        trajectory = build_from_texts(prompt, pure + tail, **fields)
+        _note_omitted_arrays(row, notes, "the tokens are unknown")
     else:
-        trajectory = _exact(row, prompt, pieces, tail, fields, notes)
+        trajectory = _build_from_tokens(row, prompt, pieces, tail, fields, notes)
     if not tail:
-        notes.append("The last token of the response is not in this file.")
+        notes.append("The last response token is not recorded.")
     yield trajectory
 
 
@@ -589,7 +606,7 @@ def _text(value: Json) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
+def _split_prompt(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
     """Return the prompt's text, and the text after the response: the last token, without padding."""
     at = full.rfind(pure) if pure else -1
     if at < 0:
@@ -598,12 +615,12 @@ def _around(full: str, pure: str, notes: list[str]) -> tuple[str | None, str]:
     padding = _PADDING.match(before)
     if padding is not None:
         before = before[padding.end() :]
-        notes.append("Padding before the prompt is not shown.")
+        notes.append("Padding before the prompt was removed.")
     match = _LAST.match(behind)
     return before, match[0] if match else ""
 
 
-def _pieces(row: Row, pure: str) -> list[str] | None:
+def _token_texts(row: Row, pure: str) -> list[str] | None:
     """Return the texts of the response's tokens except the last, if the file has them."""
     tokens = row.get("pure_generated_tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -612,12 +629,14 @@ def _pieces(row: Row, pure: str) -> list[str] | None:
     return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
 
 
-def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str, Any], notes: list[str]) -> Trajectory:
+def _build_from_tokens(
+    row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str, Any], notes: list[str]
+) -> Trajectory:
     """Return the prompt in words, the response in its tokens, and their values."""
     response = "".join(pieces)
     if response != _text(row.get("pure_generated_text")):
-        notes.append("The response is shown as its tokens were decoded, one by one: characters of several are lost.")
-    before = words(prompt)
+        notes.append("Tokens were decoded one by one, so characters that span several tokens are lost.")
+    before = split_words(prompt)
     sizes = [len(piece) for piece in [*pieces, *([tail] if tail else [])]]
     text = prompt + response + tail
     ends = np.concatenate([before, len(prompt) + np.cumsum(sizes, dtype=np.int64)])
@@ -625,27 +644,27 @@ def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str
     arrays: dict[str, Any] = {}
     # Entry j of generated_tokens is at the token before response token j, whose entropy it has.
     tokens = row.get("generated_tokens")
-    scores = [number(_dict(entry).get("entropy_score")) for entry in tokens] if isinstance(tokens, list) else []
+    scores = [parse_number(_dict(entry).get("entropy_score")) for entry in tokens] if isinstance(tokens, list) else []
     if any(score is not None for score in scores):
         column = np.full(length, np.nan)
         entropies = [np.nan if score is None else score for score in scores[: length - start]]
         column[start : start + len(entropies)] = entropies
         arrays["entropy"] = column
-        notes.append("Entropies in this file stand one token early; corrected. Only the highest were kept.")
+        notes.append("Entropies were recorded one token early (corrected), and only the highest.")
     count = len(pieces) + 1
-    for theirs, ours in _ARRAYS.items():
+    for theirs, ours in _LIGHTRFT_ARRAYS.items():
         values = row.get(theirs)
         if values is None:
             continue
         if not isinstance(values, list) or len(values) != count:
-            _left_out(theirs, values, f"the response has {count} tokens", notes)
+            _note_omitted(theirs, values, f"the response has {count} tokens", notes)
             continue
         column = np.full(length, np.nan)
-        shown = np.array([np.nan if number(value) is None else number(value) for value in values])
+        shown = np.array([np.nan if parse_number(value) is None else parse_number(value) for value in values])
         column[start:] = shown[: length - start]
         arrays[ours] = column
     mask = np.arange(length) >= start
-    lenses = derive(arrays, mask)
+    lenses = derive_lenses(arrays, mask)
     seen = lenses["advantage"][mask] if "advantage" in lenses else np.empty(0)
     seen = seen[~np.isnan(seen)]
     return Trajectory(
@@ -655,9 +674,9 @@ def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str
         prompt_tokens=start,
         mask=mask,
         arrays=lenses,
-        segments=segments_of(text, ends, start, mask, sampled=mask, exact=False),
+        segments=find_segments(text, ends, start, mask, sampled=mask, exact=False),
         tokenized="words",
-        prompt=prompt_hash(None, prompt),
+        prompt=hash_prompt(None, prompt),
         prompt_text=prompt,
         response_text=response,
         advantage=float(seen.mean()) if len(seen) else None,
@@ -665,30 +684,30 @@ def _exact(row: Row, prompt: str, pieces: list[str], tail: str, fields: dict[str
     )
 
 
-def _leave_out(row: Row, notes: list[str], why: str) -> None:
-    for name in _ARRAYS:
+def _note_omitted_arrays(row: Row, notes: list[str], why: str) -> None:
+    for name in _LIGHTRFT_ARRAYS:
         if row.get(name) is not None:
-            _left_out(name, row[name], why, notes)
+            _note_omitted(name, row[name], why, notes)
 
 
-def _left_out(name: str, values: Json, why: str, notes: list[str]) -> None:
+def _note_omitted(name: str, values: Json, why: str, notes: list[str]) -> None:
     if isinstance(values, list):
-        notes.append(f"{name} is left out: {len(values)} numbers, and {why}.")
+        notes.append(f"{name} omitted: {len(values)} numbers, but {why}.")
     else:
-        notes.append(f"{name} is left out: one number stands for all tokens, the first of an array that was cut.")
+        notes.append(f"{name} omitted: only one number for all tokens.")
 
 
-def _pictures(row: Row, where: Where, notes: list[str]) -> list[Picture]:
+def _read_images(row: Row, where: RowContext, notes: list[str]) -> list[Picture]:
     sources = row.get("image_paths") if isinstance(row.get("image_paths"), list) else row.get("images_base64")
     if not isinstance(sources, list):
         return []
-    pictures = [picture(source, where, notes) for source in sources[:256] if source is not None]
+    pictures = [read_image(source, where, notes) for source in sources[:256] if source is not None]
     return [image for image in pictures if image is not None]
 
 
 # --- Rollbook -------------------------------------------------------------------------------------------------------
 
-_LENSES = {
+_ROLLBOOK_ARRAYS = {
     "advantages": "advantages",
     "return": "returns",
     "values": "values",
@@ -699,17 +718,18 @@ _LENSES = {
 }
 """Arrays [R] of the saver, and the record's names."""
 _ROLLBOOK_FIELDS = {
-    *_LIGHTRFT_FIELDS, *_LENSES, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward", "reward_parts",
-    "prompt_tokens", "prompt_text", "response_text", "token_ids", "text", "token_ends", "mask", "segments",
+    *_LIGHTRFT_FIELDS, *_ROLLBOOK_ARRAYS, "uid", "gid", "batch", "task", "run", "turn", "kept", "reward",
+    "reward_parts", "prompt_tokens", "prompt_text", "response_text", "token_ids", "text", "token_ends", "mask",
+    "segments",
     "policy_versions", "image_sha256", "rejected", "messages", "tools", "sampling", "kind", "finish_reason",
     "truncate_status", "parent", "group_size", "notes", "kl",
 }  # fmt: skip
 
 
-def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_rollbook(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a record of Rollbook's saver: text, tokens and their ends, and arrays of the response's tokens."""
     ids, text = row.get("token_ids"), _text(row.get("text"))
-    prompt, step = whole(row.get("prompt_tokens")), whole(row.get("global_step"))
+    prompt, step = parse_int(row.get("prompt_tokens")), parse_int(row.get("global_step"))
     if not isinstance(ids, list) or prompt is None:
         raise WireError("the record has no token_ids, or no prompt_tokens")
     info, more = _dict(row.get("info")), {name: value for name, value in row.items() if name not in _ROLLBOOK_FIELDS}
@@ -718,14 +738,14 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
     fields: dict[str, Any] = {
         "step": step,
         "task": "" if row.get("task") is None else str(row["task"]),
-        "reward": number(row.get("reward")),
-        "parts": numbers(row.get("reward_parts")),
-        "metrics": numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
+        "reward": parse_number(row.get("reward")),
+        "parts": parse_numbers(row.get("reward_parts")),
+        "metrics": parse_numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
         "status": "error" if info.get("error") else status_of(reason, cut, len(ids) - prompt),
         "finish_reason": reason,
         "truncate_status": cut,
         "kind": row["kind"] if isinstance(row.get("kind"), str) else "single_turn",
-        "group_size": whole(row.get("group_size")),
+        "group_size": parse_int(row.get("group_size")),
         "parent": row["parent"] if isinstance(row.get("parent"), str) else None,
         "prompt_text": _text(row.get("prompt_text")) or None,
         "response_text": _text(row.get("response_text")) or None,
@@ -739,22 +759,22 @@ def rollbook(row: Row, where: Where) -> Iterator[Trajectory]:
         "notes": notes,
         "evaluation": where.evaluation,
     }
-    trajectory = from_ids(
+    trajectory = build_from_ids(
         ids,
         prompt,
         where,
         mask=row.get("mask"),
         versions=row.get("policy_versions"),
-        arrays={ours: row.get(theirs) for theirs, ours in _LENSES.items()},
+        arrays={ours: row.get(theirs) for theirs, ours in _ROLLBOOK_ARRAYS.items()},
         decoded=(text, row.get("token_ends")),
         recorded=row.get("segments"),
         **fields,
     )
-    trajectory.pictures = _pictures(row, where, trajectory.notes)
+    trajectory.pictures = _read_images(row, where, trajectory.notes)
     other = _dict(row.get("rejected"))
     if other:
         shown = (_text(other.get("text")), other.get("token_ends"))
-        trajectory.rejected = from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
+        trajectory.rejected = build_from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
     trajectory.uid = _text(row.get("uid"))
     # Samples without a batch in their ids belong to the step in which they were saved.
     trajectory.gid = (
@@ -771,7 +791,7 @@ _MESSAGES_FIELDS = {
 }  # fmt: skip
 
 
-def messages(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_messages(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a row with a conversation and other fields."""
     turns = row.get("messages")
     if isinstance(row.get("conversations"), list):
@@ -779,24 +799,27 @@ def messages(row: Row, where: Where) -> Iterator[Trajectory]:
             {"role": turn["from"], "content": turn.get("value")} if isinstance(turn, dict) and "from" in turn else turn
             for turn in row["conversations"]
         ]
-    turns = without_nulls(turns)
+    turns = remove_nulls(turns)
     if not is_messages(turns):
         raise WireError("messages: expected a list of objects with a role")
     key = next((row[n] for n in ("group_id", "group", "prompt_id", "problem_id") if _is_id(row.get(n))), None)
     reason = row.get("finish_reason")
-    reward = number(row.get("reward"))
+    reward = parse_number(row.get("reward"))
     rest = {name: value for name, value in row.items() if name not in _MESSAGES_FIELDS}
-    parts = {**numbers(row.get("metrics")), **numbers({n: v for n, v in rest.items() if isinstance(v, (int, float))})}
-    trajectory = chat(
+    parts = {
+        **parse_numbers(row.get("metrics")),
+        **parse_numbers({n: v for n, v in rest.items() if isinstance(v, (int, float))}),
+    }
+    trajectory = build_chat(
         turns,
         where,
-        step=whole(row.get("step", row.get("global_step"))),
+        step=parse_int(row.get("step", row.get("global_step"))),
         task="" if key is None else str(key),
         run=-1,
-        reward=reward if reward is not None else number(row.get("score")),
+        reward=reward if reward is not None else parse_number(row.get("score")),
         parts=parts,
         metrics=parts,
-        advantage=number(row.get("advantage")),
+        advantage=parse_number(row.get("advantage")),
         status="truncated" if reason in ("length", "max_tokens") else "finished",
         finish_reason=reason if isinstance(reason, str) else None,
         tools=row["tools"] if isinstance(row.get("tools"), list) else None,
@@ -820,34 +843,34 @@ _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 _INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
 
 
-def inspect(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_inspect(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a sample of an inspect log."""
     attachments = row.get("attachments")
     attachments = attachments if isinstance(attachments, dict) else {}
-    turns = _attached(without_nulls(row.get("messages")), attachments)
+    turns = _resolve_attachments(remove_nulls(row.get("messages")), attachments)
     if not is_messages(turns):
-        prompt = _attached(without_nulls(row.get("input")), attachments)
+        prompt = _resolve_attachments(remove_nulls(row.get("input")), attachments)
         turns = (
             prompt if is_messages(prompt) else [{"role": "user", "content": prompt if isinstance(prompt, str) else ""}]
         )
     written = [message.get("source") == "generate" for message in turns]
     spec = _dict(where.log.get("eval"))
-    parts = _scores(_dict(row.get("scores")))
+    parts = _read_scores(_dict(row.get("scores")))
     choices = _dict(row.get("output")).get("choices")
     reason = _dict(choices[0]).get("stop_reason") if isinstance(choices, list) and choices else None
     limit = row.get("limit")
     error = row.get("error")
     notes = []
     if len(parts) > 1:
-        notes.append(f"The reward shown is the first score, {next(iter(parts))!r}; the others are metrics.")
-    epoch = whole(row.get("epoch"))
+        notes.append(f"The reward is the first score, {next(iter(parts))!r}; the others are metrics.")
+    epoch = parse_int(row.get("epoch"))
     info: dict[str, Any] = {
         **{name: spec[name] for name in ("task", "model", "run_id", "created") if name in spec},
         **{name: row[name] for name in ("metadata", "choices", "total_time", "model_usage", "limit") if row.get(name)},
         "scores": {name: _without_history(score) for name, score in _dict(row.get("scores")).items()},
         **({"error": error} if error else {}),
     }
-    trajectory = chat(
+    trajectory = build_chat(
         turns,
         where,
         (lambda i: written[i]) if any(written) else None,
@@ -877,31 +900,35 @@ def _without_history(score: Json) -> Any:
     return {name: value for name, value in score.items() if name != "history"} if isinstance(score, dict) else score
 
 
-def _attached(value: Json, attachments: dict[str, Any]) -> Any:
+def _resolve_attachments(value: Json, attachments: dict[str, Any]) -> Any:
     """Replace references to attachments by their contents."""
     if isinstance(value, str):
         attachment = attachments.get(value.removeprefix("attachment://")) if value.startswith("attachment://") else None
         return attachment if isinstance(attachment, str) else value
     if isinstance(value, list):
-        return [_attached(item, attachments) for item in value]
-    return {key: _attached(item, attachments) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_resolve_attachments(item, attachments) for item in value]
+    return (
+        {key: _resolve_attachments(item, attachments) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
-def _scores(scores: dict[str, Any]) -> dict[str, float]:
+def _read_scores(scores: dict[str, Any]) -> dict[str, float]:
     """Return all numbers of the scorers, by scorer, or by scorer and name."""
     grades: dict[str, float | None] = {}
     for name, score in scores.items():
         value = _dict(score).get("value")
         if isinstance(value, dict):
-            grades |= {f"{name}.{key}": _grade(item) for key, item in value.items()}
+            grades |= {f"{name}.{key}": _parse_grade(item) for key, item in value.items()}
         elif isinstance(value, list):
-            grades |= {f"{name}.{i}": _grade(item) for i, item in enumerate(value)}
+            grades |= {f"{name}.{i}": _parse_grade(item) for i, item in enumerate(value)}
         else:
-            grades[str(name)] = _grade(value)
-    return numbers(grades)
+            grades[str(name)] = _parse_grade(value)
+    return parse_numbers(grades)
 
 
-def _grade(value: Json) -> float | None:
+def _parse_grade(value: Json) -> float | None:
     if isinstance(value, str):
         if value in _GRADES:
             return _GRADES[value]
@@ -911,7 +938,7 @@ def _grade(value: Json) -> float | None:
             return float(value)
         except ValueError:
             return None
-    return number(value)
+    return parse_number(value)
 
 
 # --- verifiers and prime-rl -----------------------------------------------------------------------------------------
@@ -935,9 +962,9 @@ _VERIFIERS_FIELDS = {
 }  # fmt: skip
 
 
-def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_verifiers(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a row of `results.jsonl`, or of prime-rl's rollouts of these versions."""
-    prompt, completion = without_nulls(row.get("prompt")), without_nulls(row.get("completion"))
+    prompt, completion = remove_nulls(row.get("prompt")), remove_nulls(row.get("completion"))
     metrics = _dict(row.get("metrics"))
     error = row.get("error")
     stopped = row.get("stop_condition")
@@ -946,13 +973,13 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
     task = "" if problem is None else f"{row['task']}:{problem}" if isinstance(row.get("task"), str) else str(problem)
     rest = {name: value for name, value in row.items() if name not in _VERIFIERS_FIELDS and name not in metrics}
     fields: dict[str, Any] = {
-        "step": whole(row.get("step")),
+        "step": parse_int(row.get("step")),
         "task": task,
         "run": -1,
-        "reward": number(row.get("reward")),
-        "parts": numbers(metrics),
-        "metrics": numbers(metrics),
-        "advantage": number(row.get("advantage")),
+        "reward": parse_number(row.get("reward")),
+        "parts": parse_numbers(metrics),
+        "metrics": parse_numbers(metrics),
+        "advantage": parse_number(row.get("advantage")),
         "status": "error" if error else "truncated" if cut else "finished",
         "finish_reason": stopped if isinstance(stopped, str) else None,
         "tools": _list(row.get("tool_defs") or row.get("oai_tools")) or None,
@@ -969,13 +996,13 @@ def rollout(row: Row, where: Where) -> Iterator[Trajectory]:
     if completion is None:
         completion = []
     if tokens is None:
-        yield conversation(prompt if prompt is not None else "", completion, where, **fields)
+        yield build_conversation(prompt if prompt is not None else "", completion, where, **fields)
         return
     ids, mask, logprobs, note = tokens
     messages = [*prompt, *completion] if is_messages(prompt) and isinstance(completion, list) else None
     first = int(np.argmax(mask)) if mask.any() else len(ids)
-    words = conversation(prompt if prompt is not None else "", completion, where)
-    trajectory = from_ids(
+    words = build_conversation(prompt if prompt is not None else "", completion, where)
+    trajectory = build_from_ids(
         ids,
         first,
         where,
@@ -1020,37 +1047,40 @@ def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDA
     notes = []
     if lost:
         notes.append(
-            f"{lost} of {len(recorded)} turns were sampled behind other tokens than the last one, and not marked."
+            f"{lost} of {len(recorded)} turns have another prefix than the last turn; their tokens are not marked."
         )
     if bare:
-        notes.append(f"The log-probs are left out: {bare} of {len(recorded)} turns have none for each token.")
+        notes.append(f"logprobs omitted: {bare} of {len(recorded)} turns do not have one per token.")
     return ids, mask, None if bare else logprobs, notes
 
 
 # --- traces ---------------------------------------------------------------------------------------------------------
 
 
-def trace(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_trace(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert an episode of traces, or a single trace."""
     if "traces" not in row:
-        yield from _of_trace(row, row, where)
+        yield from _read_branches(row, row, where)
         return
     any_trace = False
     for entry in _list(row["traces"]):
         if isinstance(entry, dict):
-            for trajectory in _of_trace(entry, row, where):
+            for trajectory in _read_branches(entry, row, where):
                 any_trace = True
                 yield trajectory
     if not any_trace:
         # The episode failed before the first model call.
         data = _dict(_dict(row.get("task")).get("data"))
         prompt = data.get("prompt")
-        yield conversation(
-            prompt if isinstance(prompt, str) or is_messages(prompt) else "", [], where, **_common(row, row, where)
+        yield build_conversation(
+            prompt if isinstance(prompt, str) or is_messages(prompt) else "",
+            [],
+            where,
+            **_trace_fields(row, row, where),
         )
 
 
-def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
+def _trace_fields(trace: Row, episode: Row, where: RowContext) -> dict[str, Any]:
     run = _dict(episode.get("run"))
     work = _dict(run.get("work"))
     info = _dict(trace.get("info"))
@@ -1061,7 +1091,7 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
     key = group or task.get("key") or task.get("hash") or data.get("idx")
     env = _dict(episode.get("env")).get("id") or _dict(episode.get("env")).get("name") or stamped.get("env_name")
     rewards = {name: _dict(value) for name, value in _dict(trace.get("rewards")).items() if value is not None}
-    scores = [(number(r.get("score")), number(r.get("weight", 1.0))) for r in rewards.values()]
+    scores = [(parse_number(r.get("score")), parse_number(r.get("weight", 1.0))) for r in rewards.values()]
     errors = _list(trace.get("errors"))
     stopped = trace.get("stop_condition")
     calls = [call for call in _list(trace.get("calls")) if isinstance(call, dict) and not call.get("error")]
@@ -1075,14 +1105,17 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
         extras["policy"] = policy
     kind = work.get("type") or info.get("kind")
     return {
-        "step": whole(work.get("step", stamped.get("step"))),
+        "step": parse_int(work.get("step", stamped.get("step"))),
         "task": "" if key is None else f"{env}:{key}" if env and not group else str(key),
         "run": -1,
         "reward": sum(s * w for s, w in scores if s is not None and w is not None) if scores else None,
-        "parts": {**numbers({name: r.get("score") for name, r in rewards.items()}), **numbers(trace.get("metrics"))},
+        "parts": {
+            **parse_numbers({name: r.get("score") for name, r in rewards.items()}),
+            **parse_numbers(trace.get("metrics")),
+        },
         "declared": tuple(rewards),
-        "metrics": numbers(trace.get("metrics")),
-        "advantage": number(info.get("advantage")),
+        "metrics": parse_numbers(trace.get("metrics")),
+        "advantage": parse_number(info.get("advantage")),
         "status": status,
         "finish_reason": finish if isinstance(finish, str) else None,
         "label": json_safe(data.get("answer")),
@@ -1093,27 +1126,27 @@ def _common(trace: Row, episode: Row, where: Where) -> dict[str, Any]:
     }
 
 
-def _of_trace(trace: Row, episode: Row, where: Where) -> Iterator[Trajectory]:
+def _read_branches(trace: Row, episode: Row, where: RowContext) -> Iterator[Trajectory]:
     nodes = _list(trace.get("nodes"))
     if not all(isinstance(node, dict) and isinstance(node.get("message"), dict) for node in nodes):
         raise WireError("a node of the trace has no message")
-    fields = _common(trace, episode, where)
+    fields = _trace_fields(trace, episode, where)
     work = _dict(_dict(_dict(episode.get("run")).get("work")).get("policy"))
-    versions = (whole(work.get("start")), whole(work.get("end")))
-    for number_of, path in enumerate(_paths(nodes)):
+    versions = (parse_int(work.get("start")), parse_int(work.get("end")))
+    for number_of, path in enumerate(_root_to_leaf_paths(nodes)):
         here = [nodes[i] for i in path]
-        trajectory = _branch(here, where, {**fields, "turn": number_of}, versions)
+        trajectory = _build_branch(here, where, {**fields, "turn": number_of}, versions)
         trajectory.uid = str(trace.get("id") or "")
         trajectory.tools = _list(here[0].get("tools")) or trajectory.tools
         yield trajectory
 
 
-def _paths(nodes: list[Row]) -> list[list[int]]:
+def _root_to_leaf_paths(nodes: list[Row]) -> list[list[int]]:
     """Return the paths from the root to each leaf, as node indices."""
     parents = [node.get("parent") for node in nodes]
     for i, parent in enumerate(parents):
         if parent is not None and (type(parent) is not int or not 0 <= parent < i):
-            raise WireError(f"node {i} of the trace has the parent {parent!r}, expected one before it")
+            raise WireError(f"trace node {i}: got parent {parent!r}, expected an earlier node")
     paths = []
     for leaf in sorted(set(range(len(nodes))) - {parent for parent in parents if parent is not None}):
         path: list[int] = []
@@ -1134,16 +1167,16 @@ _STREAMS = {
 }
 
 
-def _branch(
-    nodes: list[Row], where: Where, fields: dict[str, Any], versions: tuple[int | None, int | None]
+def _build_branch(
+    nodes: list[Row], where: RowContext, fields: dict[str, Any], versions: tuple[int | None, int | None]
 ) -> Trajectory:
     messages = [node["message"] for node in nodes]
-    words = chat(messages, where, lambda i: bool(nodes[i].get("sampled")), **fields)
+    words = build_chat(messages, where, lambda i: bool(nodes[i].get("sampled")), **fields)
     counts = [len(_list(node.get("token_ids"))) for node in nodes]
     if not any(counts):
         return words
     if any(len(_list(node.get("mask"))) != count for node, count in zip(nodes, counts, strict=True)):
-        words.notes.append("The masks are not as long as the token ids: shown are the words.")
+        words.notes.append("The masks and token ids have different lengths, so words are shown.")
         return words
     ids = [token for node in nodes for token in _list(node.get("token_ids"))]
     mask = np.array([bool(flag) for node in nodes for flag in _list(node.get("mask"))], dtype=np.bool_)
@@ -1161,7 +1194,7 @@ def _branch(
         if filled == mask.sum() > 0:
             arrays[ours] = column
         elif any(node.get(theirs) for node in nodes):
-            notes.append(f"{theirs} are left out: they are there for {filled} of {mask.sum()} sampled tokens.")
+            notes.append(f"{theirs} omitted: recorded for {filled} of {mask.sum()} sampled tokens.")
     spans, turn = [], 0
     for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
         role = str(node["message"].get("role"))
@@ -1177,13 +1210,13 @@ def _branch(
     else:
         policy = None
         if low is not None:
-            notes.append(f"The policy went from version {low} to {high} while this was sampled.")
+            notes.append(f"The policy changed from version {low} to {high} during sampling.")
     first = int(np.argmax(mask)) if mask.any() else len(ids)
     fields = dict(fields)
     if "advantages" in arrays:
         fields.pop("advantage")
     last = max(turn - 1, 0)
-    return from_ids(
+    return build_from_ids(
         ids,
         first,
         where,

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
@@ -44,28 +45,28 @@ from rollbook.inspect.files.adapters import is_messages
 from rollbook.inspect.files.stores import (
     MAX_JSON,
     MAX_ROW,
+    AppendOnlyFile,
     Elements,
-    Found,
-    Growing,
     Lines,
     Members,
     Place,
     Row,
+    ScannedRow,
+    StaticFile,
     Store,
     Table,
-    Whole,
-    dicts,
-    elements,
-    in_order,
-    listed,
-    parse,
-    row_of,
-    shown,
-    stamp,
+    display_name,
+    file_stamp,
+    find_elements,
+    list_files,
+    natural_sort_key,
+    parse_json,
+    parse_row,
+    to_dicts,
     unpack,
 )
-from rollbook.inspect.images import Album, Where
-from rollbook.inspect.records import TokenizerLike, documents_from, record_json, vocabulary_of
+from rollbook.inspect.images import Album, RowContext
+from rollbook.inspect.records import TokenizerLike, convert_records, load_vocabulary, record_json
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Json, Trajectory
 from rollbook.io import arrow, formats, trinity_sqlite
@@ -78,10 +79,10 @@ if TYPE_CHECKING:
 _TENSORS = {name: field for name, field in FIELDS.items() if field.kind == "tensor" and not field.trailing}
 
 
-def record(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_record(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Return the record of `row`."""
     album = Album()
-    for trajectory in documents_from(row["record"], where.vocabulary, album):
+    for trajectory in convert_records(row["record"], where.vocabulary, album):
         for picture in trajectory.pictures:
             image = album.media(picture.sha256)
             if image is not None:
@@ -89,19 +90,19 @@ def record(row: Row, where: Where) -> Iterator[Trajectory]:
         yield trajectory
 
 
-def of_columns(records: Experiences) -> Iterator[Row]:
+def split_records(records: Experiences) -> Iterator[Row]:
     """Return each record as a row."""
     for i in range(len(records)):
         yield {"record": records[i : i + 1]}
 
 
-def of_batch(batch: pa.RecordBatch) -> Iterator[Row]:
+def read_batch(batch: pa.RecordBatch) -> Iterator[Row]:
     """Return the records of a table that Rollbook wrote, or of one with its column names."""
     # Taken, not sliced: limits apply to the rows that are read.
-    return of_columns(arrow.from_table(batch.take(pa.array(np.arange(len(batch))))))
+    return split_records(arrow.from_table(batch.take(pa.array(np.arange(len(batch))))))
 
 
-def of_values(values: Row) -> Row:
+def build_record(values: Row) -> Row:
     """Create a record from plain values and arrays by field name; free-form fields are tagged JSON or values."""
     arrays: dict[str, pa.Array] = {}
     for name, value in values.items():
@@ -114,7 +115,7 @@ def of_values(values: Row) -> Row:
         elif field.kind == "json" and isinstance(value, _Json):
             arrays[name] = pa.array([str(value)], pa.large_string())
         elif field.kind == "eid":
-            parts = {part: value[part] for part in _EID if value.get(part) is not None}
+            parts = {part: value[part] for part in _EID_FIELDS if value.get(part) is not None}
             arrays.update(columns.encode(field, [EID(**{"suffix": "", **parts})]))
         elif field.kind in ("number", "integer", "text", "json"):
             arrays.update(columns.encode(field, [value]))
@@ -130,7 +131,7 @@ class _Json(str):
     __slots__ = ()
 
 
-_EID = ("batch", "task", "run", "step", "suffix")
+_EID_FIELDS = ("batch", "task", "run", "step", "suffix")
 
 
 def _numpy(values: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -143,8 +144,8 @@ def _numpy(values: NDArray[Any], dtype: str) -> NDArray[Any]:
 Piece = TypeVar("Piece")
 
 
-def _pieces(
-    store: Growing, more: bool, read: Callable[[Any, int], tuple[Piece | None, int]]
+def _scan_pieces(
+    store: AppendOnlyFile, more: bool, read: Callable[[Any, int], tuple[Piece | None, int]]
 ) -> Iterator[tuple[int, Piece | WireError]]:
     """Yield consecutive complete pieces of a file and their offsets. `read` returns the piece at an offset and the next
     offset.
@@ -168,7 +169,7 @@ def _pieces(
 # --- columns --------------------------------------------------------------------------------------------------------
 
 
-class Frames(Growing):
+class FrameFile(AppendOnlyFile):
     """Consecutive frames; (a, b): offset of a frame, and index of a record in it."""
 
     def _frame(self, file: BinaryIO, at: int) -> tuple[Experiences | None, int]:
@@ -183,12 +184,12 @@ class Frames(Growing):
             return None, at
         return wire.decode(data, limits=wire.DEFAULT_LIMITS, private=True), at + stop
 
-    def scan(self, more: bool) -> Iterator[Found]:
-        for at, records in _pieces(self, more, self._frame):
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
+        for at, records in _scan_pieces(self, more, self._frame):
             if isinstance(records, WireError):
                 yield at, 0, records
                 continue
-            for i, row in enumerate(of_columns(records)):
+            for i, row in enumerate(split_records(records)):
                 yield at, i, row
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
@@ -202,11 +203,11 @@ class Frames(Growing):
                 if records is None:
                     raise WireError(f"{self.path}: the frame at byte {at} is gone")
                 for i in rows:
-                    (fetched[at, i],) = of_columns(records[i : i + 1])
+                    (fetched[at, i],) = split_records(records[i : i + 1])
         return fetched
 
 
-class Arrow(Whole):
+class ArrowFile(StaticFile):
     """The Arrow files of a saved HF dataset, converted by `decode`; (a, b): number of a batch, and of a row in it."""
 
     def __init__(self, path: str, decode: Callable[[pa.RecordBatch], Iterable[Row]]) -> None:
@@ -219,9 +220,9 @@ class Arrow(Whole):
             with pa.memory_map(self.path) as file, pa.ipc.open_stream(file) as stream:
                 yield from stream
         except (pa.ArrowException, OSError) as error:
-            raise WireError(f"{self.path}: no Arrow stream that can be read: {error}") from None
+            raise WireError(f"{self.path}: cannot read the Arrow stream: {error}") from None
 
-    def scan(self, more: bool) -> Iterator[Found]:
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
         try:
             for number, batch in enumerate(self._batches()):
                 for first in range(0, len(batch), 64):
@@ -244,15 +245,15 @@ class Arrow(Whole):
 
 # --- JSONL ----------------------------------------------------------------------------------------------------------
 
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def line(row: Row, where: Where) -> Iterator[Trajectory]:
+def read_line(row: Row, where: RowContext) -> Iterator[Trajectory]:
     """Convert a line of Rollbook's JSONL."""
-    yield from record(of_line(row), where)
+    yield from read_record(parse_line(row), where)
 
 
-def of_line(row: Row) -> Row:
+def parse_line(row: Row) -> Row:
     """Return the record of a line of Rollbook's JSONL."""
     fields: Row = {}
     for name, value in row.items():
@@ -260,23 +261,23 @@ def of_line(row: Row) -> Row:
         if field is None or value is None:
             continue
         if name in _TENSORS:
-            fields[name] = value if type(value) is int and field.broadcast else _listed(name, value)
+            fields[name] = value if type(value) is int and field.broadcast else _parse_list(name, value)
         elif field.kind == "json":
             fields[name] = _Json(json.dumps(value))
         elif field.kind == "eid":
             fields[name] = freeform.loads(json.dumps(value)) if isinstance(value, dict) else {}
         elif field.kind in ("number", "integer", "text"):
             fields[name] = freeform.loads(json.dumps(value)) if isinstance(value, dict) else value
-    return of_values(fields)
+    return build_record(fields)
 
 
-def _listed(name: str, value: Json) -> NDArray[Any]:
+def _parse_list(name: str, value: Json) -> NDArray[Any]:
     if type(value) is dict and set(value) == {"dtype", "values"}:
         value = value["values"]
     if type(value) is not list:
         raise WireError(f"{name}: got a {type(value).__name__}, expected a list")
     try:
-        return np.array([_NOT_FINITE.get(element, element) if type(element) is str else element for element in value])
+        return np.array([_NON_FINITE.get(element, element) if type(element) is str else element for element in value])
     except ValueError as error:
         raise WireError(f"{name}: {error}") from None
 
@@ -284,27 +285,29 @@ def _listed(name: str, value: Json) -> NDArray[Any]:
 # --- Trinity --------------------------------------------------------------------------------------------------------
 
 
-class OldPickle(WireError):
+class OldPickleError(WireError):
     """Bytes of a Trinity version before 0.5.2."""
 
 
-def payload(data: bytes) -> list[Row]:
+def parse_payload(data: bytes) -> list[Row]:
     """Return the records of a TRXP payload."""
     view = memoryview(data)
     if bytes(view[:4]) != trxp.MAGIC:
-        raise OldPickle(
-            "records that are pickles, of an older Trinity, are not read here; `rollbook import BOOK FILE` reads them"
+        raise OldPickleError(
+            "pickled records of an older Trinity are not read here; `rollbook import BOOK FILE` reads them"
         )
     if len(view) < trxp._HEADER.size:
-        raise WireError(f"the TRXP header is cut short: {len(view)} of {trxp._HEADER.size} bytes")
+        raise WireError(f"truncated TRXP header: {len(view)} of {trxp._HEADER.size} bytes")
     _, version, meta, tensors = trxp._HEADER.unpack_from(view)
     split = trxp._HEADER.size + meta
     if version != 1 or split + tensors != len(view):
-        raise WireError(f"TRXP of version {version} and {split + tensors} bytes, of which {len(view)} are there")
+        raise WireError(
+            f"TRXP version {version} with {split + tensors} bytes, expected version 1 and {len(view)} bytes"
+        )
     content = trxp._unpickled(view[trxp._HEADER.size : split], trxp._HEADER.size, wire.DEFAULT_LIMITS)
     items = content.get("items") if isinstance(content, dict) else None
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise WireError("the TRXP payload holds no list of items")
+        raise WireError("the TRXP payload has no list of items")
     extra = [item.pop(trxp._EXTRA, None) or {} for item in items]
     rows: list[Row] = [
         {**item, **(more if isinstance(more, dict) else {})} for item, more in zip(items, extra, strict=True)
@@ -318,11 +321,11 @@ def payload(data: bytes) -> list[Row]:
 
 def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
     if len(view) < 8:
-        raise WireError("the tensors are cut short")
+        raise WireError("truncated tensors")
     size = struct.unpack_from("<Q", view)[0]
     if size > len(view) - 8:
-        raise WireError(f"the tensors state a header of {size} bytes, {len(view) - 8} are there")
-    header = row_of(bytes(view[8 : 8 + size]))
+        raise WireError(f"tensor header of {size} bytes, only {len(view) - 8} present")
+    header = parse_row(bytes(view[8 : 8 + size]))
     data = view[8 + size :]
     tensors = {}
     for name, entry in header.items():
@@ -332,7 +335,7 @@ def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
             dtype = trxp._SAFETENSORS[entry["dtype"]]
             start, stop = entry["data_offsets"]
             if not 0 <= start <= stop <= len(data):
-                raise WireError(f"tensor {name!r} lies outside of the data")
+                raise WireError(f"tensor {name!r} is outside of the data")
             storage = DTYPES[dtype].storage
             values = np.frombuffer(data[start:stop], dtype=storage).reshape(entry["shape"])
         except (KeyError, TypeError, ValueError) as error:
@@ -341,7 +344,7 @@ def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
     return tensors
 
 
-class Payloads(Growing):
+class PayloadFile(AppendOnlyFile):
     """Consecutive TRXP payloads; (a, b): offset of a payload, and index of a record in it."""
 
     def _rows(self, file: BinaryIO, at: int) -> tuple[list[Row] | None, int]:
@@ -350,22 +353,22 @@ class Payloads(Growing):
         if len(head) < trxp._HEADER.size:
             return None, at
         if head[:4] != trxp.MAGIC:
-            return payload(head), at
+            return parse_payload(head), at
         _, _, meta, tensors = trxp._HEADER.unpack(head)
         total = len(head) + meta + tensors
         if total > MAX_ROW:
             raise WireError(f"a payload of {total} bytes is over the limit of {MAX_ROW}")
         data = head + file.read(meta + tensors)
-        return (payload(data), at + total) if len(data) == total else (None, at)
+        return (parse_payload(data), at + total) if len(data) == total else (None, at)
 
-    def scan(self, more: bool) -> Iterator[Found]:
-        for at, rows in _pieces(self, more, self._rows):
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
+        for at, rows in _scan_pieces(self, more, self._rows):
             if isinstance(rows, WireError):
                 yield at, 0, rows
                 continue
             for i, row in enumerate(rows):
                 try:
-                    yield at, i, of_values(row)
+                    yield at, i, build_record(row)
                 except ValueError as error:
                     yield at, i, WireError(str(error))
 
@@ -376,7 +379,7 @@ class Payloads(Growing):
             for at, i in places:
                 if at not in payloads:
                     payloads[at] = self._rows(file, at)[0] or []
-                rows[at, i] = of_values(payloads[at][i])
+                rows[at, i] = build_record(payloads[at][i])
         return rows
 
 
@@ -393,12 +396,12 @@ class Database:
 
     def stamp(self) -> tuple[int, ...]:
         beside = f"{self.path}-wal"
-        return *stamp(self.path), *(stamp(beside) if os.path.exists(beside) else ())
+        return *file_stamp(self.path), *(file_stamp(beside) if os.path.exists(beside) else ())
 
     def grown(self) -> bool:
         return bool(self._last)
 
-    def scan(self, more: bool) -> Iterator[Found]:
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
         if not more:
             self._last = {}
         with trinity_sqlite.open_read_only(self.path) as connection:
@@ -428,10 +431,10 @@ class Database:
 def _database_row(row: tuple[Any, ...], table: trinity_sqlite.Table) -> Row:
     data = row[1] if row[2] is not None else row[3]
     if not isinstance(data, bytes):
-        raise WireError("the record's bytes are missing, or over the limit")
-    records = payload(data)
+        raise WireError("the bytes of the record are missing or over the limit")
+    records = parse_payload(data)
     if len(records) != 1:
-        raise WireError(f"the bytes hold {len(records)} records, expected 1")
+        raise WireError(f"got {len(records)} records, expected 1")
     record_row = records[0]
     column = {
         name: value.decode("utf-8", "replace") if isinstance(value, bytes) else value
@@ -444,7 +447,7 @@ def _database_row(row: tuple[Any, ...], table: trinity_sqlite.Table) -> Row:
     record_row["eid"] = eid
     if isinstance(column.get("reward"), (int, float)):
         record_row["reward"] = float(column["reward"])
-    return of_values(record_row)
+    return build_record(record_row)
 
 
 # --- formats --------------------------------------------------------------------------------------------------------
@@ -454,119 +457,127 @@ class UnknownFormatError(RollbookError, ValueError):
     """Raised for a file or folder in none of the known formats."""
 
 
-class Family(NamedTuple):
-    """A format, and the functions that read its rows."""
+class FileFormat(NamedTuple):
+    """A file format.
 
-    read: Callable[[Row, Where], Iterator[Trajectory]]
-    words: str
-    counted: bool = False
-    """Whether files without a step in their names are numbered as steps."""
+    Args:
+        read: Function that converts a row to trajectories.
+        description: What wrote the files, and their names.
+        numbered: Whether files without a step in their names are numbered as steps.
+
+    >>> FORMATS["verl"].description
+    'verl rollouts: N.jsonl, or Parquet'
+    """
+
+    read: Callable[[Row, RowContext], Iterator[Trajectory]]
+    description: str
+    numbered: bool = False
 
 
-FAMILIES: dict[str, Family] = {
-    "rollbook-json": Family(adapters.rollbook, "what Rollbook's TrajectorySaver wrote: PREFIX_step_N.json"),
-    "lightrft": Family(adapters.lightrft, "what LightRFT's trajectory saver wrote: PREFIX_step_N.json"),
-    "verl": Family(adapters.verl, "verl's rollouts: N.jsonl, or Parquet"),
-    "trl": Family(adapters.trl, "TRL's completions: Parquet or JSONL"),
-    "openrlhf": Family(adapters.openrlhf, "OpenRLHF's samples: JSONL or Parquet"),
-    "verifiers": Family(adapters.rollout, "verifiers' results.jsonl, and prime-rl's rollouts of that form", True),
-    "traces": Family(adapters.trace, "traces of verifiers and prime-rl: traces.jsonl, *_rollouts.jsonl", True),
-    "messages": Family(adapters.messages, "conversations as OpenAI's API has them: JSONL"),
-    "inspect": Family(adapters.inspect, "logs of inspect: .eval, .json", True),
-    "parquet": Family(record, "Rollbook's Parquet"),
-    "jsonl": Family(line, "Rollbook's JSONL"),
-    "frames": Family(record, "Rollbook's frames"),
-    "hf": Family(record, "a saved Hugging Face dataset that Rollbook wrote"),
-    "trxp": Family(record, "Trinity-RFT's TRXP payloads"),
-    "trinity-sqlite": Family(record, "Trinity-RFT's SQLite buffers"),
+FORMATS: dict[str, FileFormat] = {
+    "rollbook-json": FileFormat(adapters.read_rollbook, "files of Rollbook's TrajectorySaver: PREFIX_step_N.json"),
+    "lightrft": FileFormat(adapters.read_lightrft, "files of LightRFT's trajectory saver: PREFIX_step_N.json"),
+    "verl": FileFormat(adapters.read_verl, "verl rollouts: N.jsonl, or Parquet"),
+    "trl": FileFormat(adapters.read_trl, "TRL completions: Parquet or JSONL"),
+    "openrlhf": FileFormat(adapters.read_openrlhf, "OpenRLHF samples: JSONL or Parquet"),
+    "verifiers": FileFormat(
+        adapters.read_verifiers, "verifiers results.jsonl, and prime-rl rollouts in the same format", True
+    ),
+    "traces": FileFormat(adapters.read_trace, "traces of verifiers and prime-rl: traces.jsonl, *_rollouts.jsonl", True),
+    "messages": FileFormat(adapters.read_messages, "conversations in OpenAI's format: JSONL"),
+    "inspect": FileFormat(adapters.read_inspect, "inspect_ai logs: .eval, .json", True),
+    "parquet": FileFormat(read_record, "Rollbook's Parquet"),
+    "jsonl": FileFormat(read_line, "Rollbook's JSONL"),
+    "frames": FileFormat(read_record, "Rollbook's frames"),
+    "hf": FileFormat(read_record, "a saved Hugging Face dataset that Rollbook wrote"),
+    "trxp": FileFormat(read_record, "Trinity-RFT's TRXP payloads"),
+    "trinity-sqlite": FileFormat(read_record, "Trinity-RFT's SQLite buffers"),
 }
 """Known formats by name."""
 
 _PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".joblib")
 
 
-def family_of(path: str, name: str) -> tuple[str, Store]:
+def detect_format(path: str, name: str) -> tuple[str, Store]:
     """Return the format of a file and the store that reads it; `name` is used in errors."""
     with open(path, "rb") as file:
         head = file.read(4096)
     if head[:2] == b"PK":
-        return _archive(path, name)
+        return _detect_archive(path, name)
     if (head[:1] == b"\x80" and len(head) > 1 and head[1] < 6) or name.lower().endswith(_PICKLES):
-        raise UnknownFormatError("a pickle (.pt, .pkl) runs whatever its writer wants when it is read, and is not read")
+        raise UnknownFormatError("a pickle (.pt, .pkl) can run arbitrary code and is not read")
     if head.startswith(FRAME):
-        return "frames", Frames(path)
+        return "frames", FrameFile(path)
     if head.startswith(TRXP):
-        return "trxp", Payloads(path)
+        return "trxp", PayloadFile(path)
     if head.startswith(b"SQLite format 3\0"):
         if not trinity_sqlite.list_tables(path):
-            raise UnknownFormatError("an SQLite database without a table of Trinity's")
-        return "trinity-sqlite", _database(path)
+            raise UnknownFormatError("an SQLite database without Trinity tables")
+        return "trinity-sqlite", _open_database(path)
     if head.startswith(b"PAR1"):
-        family = of_keys(read_column_names(path), "parquet")
-        return family, Table(path, of_batch if family == "parquet" else dicts)
+        family = detect_from_keys(read_column_names(path), "parquet")
+        return family, Table(path, read_batch if family == "parquet" else to_dicts)
     if head.startswith(b"\xff\xff\xff\xff") and name.endswith(".arrow"):
-        return _dataset(path)
+        return _detect_dataset(path)
     first = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     if first == b"[":
-        return _array(path)
+        return _detect_array(path)
     if first == b"{":
-        return _objects(path)
-    raise UnknownFormatError(f"bytes that begin {head[:16]!r}")
+        return _detect_objects(path)
+    raise UnknownFormatError(f"unknown content, starting with {head[:16]!r}")
 
 
-def _database(path: str) -> Store:
+def _open_database(path: str) -> Store:
     store = Database(path)
     for _, _, row in store.scan(False):
-        if isinstance(row, OldPickle):
+        if isinstance(row, OldPickleError):
             raise UnknownFormatError(str(row))
         break
     return Database(path)
 
 
-def _dataset(path: str) -> tuple[str, Store]:
+def _detect_dataset(path: str) -> tuple[str, Store]:
     try:
         with pa.memory_map(path) as file, pa.ipc.open_stream(file) as stream:
             names = stream.schema.names
     except (pa.ArrowException, OSError) as error:
         raise UnknownFormatError(f"an Arrow file that cannot be read: {error}") from None
-    family = of_keys(dict.fromkeys(names), "parquet")
+    family = detect_from_keys(dict.fromkeys(names), "parquet")
     is_parquet = family == "parquet"
-    return "hf" if is_parquet else family, Arrow(path, of_batch if is_parquet else dicts)
+    return "hf" if is_parquet else family, ArrowFile(path, read_batch if is_parquet else to_dicts)
 
 
-def _archive(path: str, name: str) -> tuple[str, Store]:
+def _detect_archive(path: str, name: str) -> tuple[str, Store]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = set(archive.namelist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
         raise UnknownFormatError(f"a zip archive that cannot be read: {error}") from None
     if any(member_name.endswith((".pkl", "/data.pkl")) for member_name in names):
-        raise UnknownFormatError(
-            "a file of torch.save (.pt), a pickle that runs whatever its writer wants, is not read"
-        )
+        raise UnknownFormatError("a torch.save file (.pt) is a pickle, which can run arbitrary code, and is not read")
     if "header.json" in names or "_journal/start.json" in names:
         return "inspect", Members(path, r"samples/[^/]+\.json", ("header.json", "_journal/start.json"))
     raise UnknownFormatError("a zip archive without the header.json of an inspect log")
 
 
-def _array(path: str) -> tuple[str, Store]:
+def _detect_array(path: str) -> tuple[str, Store]:
     """Return the format of a JSON array, from its first object."""
     store = Elements(path)
     with store._mapped() as data:
         begin = len(data[:4096]) - len(data[:4096].lstrip())
         try:
-            span = next(elements(data, begin), None)
+            span = next(find_elements(data, begin), None)
         except WireError:
-            raise UnknownFormatError("a JSON array whose first object is not complete") from None
+            raise UnknownFormatError("a JSON array whose first object is incomplete") from None
         if span is None:
             raise UnknownFormatError("a JSON array without objects")
-        row = parse(data[span[0] : span[1]])
+        row = parse_json(data[span[0] : span[1]])
     if not isinstance(row, dict):
-        raise UnknownFormatError("a JSON array, not of objects")
-    return of_keys(row, "jsonl"), store
+        raise UnknownFormatError("a JSON array of other values than objects")
+    return detect_from_keys(row, "jsonl"), store
 
 
-def _objects(path: str) -> tuple[str, Store]:
+def _detect_objects(path: str) -> tuple[str, Store]:
     """Return the format of JSON lines, or of one object over several lines."""
     with open(path, "rb") as file:
         line = file.readline(MAX_ROW + 1)
@@ -574,20 +585,20 @@ def _objects(path: str) -> tuple[str, Store]:
         while line and not line.strip():
             line = file.readline(MAX_ROW + 1)
     try:
-        row = parse(line.strip())
+        row = parse_json(line.strip())
     except WireError as error:
         row = None
         why = str(error)
     if isinstance(row, dict) and not _is_inspect(row):
-        return of_keys(row, "jsonl"), Lines(path)
+        return detect_from_keys(row, "jsonl"), Lines(path)
     if os.path.getsize(path) > MAX_JSON:
-        raise UnknownFormatError(f"JSON of more than {MAX_JSON} bytes that is not one object a line")
+        raise UnknownFormatError(f"JSON of more than {MAX_JSON} bytes that is not JSONL")
     with open(path, "rb") as file:
         head = file.read(1 << 20)
     if b'"eval"' in head and (b'"samples"' in head or b'"status"' in head or isinstance(row, dict)):
         return "inspect", Elements(path, "samples")
     if row is None:
-        raise UnknownFormatError(f"JSON whose first line is no object: {why}")
+        raise UnknownFormatError(f"JSON whose first line is not an object: {why}")
     raise UnknownFormatError(f"a JSON object with the keys {', '.join(sorted(map(str, row))[:20])}")
 
 
@@ -595,10 +606,10 @@ def _is_inspect(row: Row) -> bool:
     return isinstance(row.get("eval"), dict) and ("samples" in row or "status" in row)
 
 
-def of_keys(row: dict[str, Any], default: str) -> str:
+def detect_from_keys(row: dict[str, Any], default: str) -> str:
     """Return the format for the keys of a row (for Parquet without values); `UnknownFormatError` names the keys.
 
-    >>> of_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
+    >>> detect_from_keys({"input": "2 + 2", "output": "4", "score": 1.0, "step": 3}, "jsonl")
     'verl'
     """
     keys = {str(key) for key in row}
@@ -619,21 +630,32 @@ def of_keys(row: dict[str, Any], default: str) -> str:
     try:
         return formats.guess_from_keys("", row, default, "")
     except ValueError:
-        shown = ", ".join(sorted(keys)[:20])
-        raise UnknownFormatError(f"rows with the keys {shown}") from None
+        names = ", ".join(sorted(keys)[:20])
+        raise UnknownFormatError(f"rows with the keys {names}") from None
 
 
 # --- the source -----------------------------------------------------------------------------------------------------
 
 _BATCH = 256
-_SECONDS = 0.5
-_KEPT = 64
-_LISTED = 20
-_WRONG = (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError, ArithmeticError, OSError)
+_REFRESH_SECONDS = 0.5
+_MAX_CACHED = 64
+_MAX_LISTED = 20
+_READ_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    RuntimeError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+)
 """Errors of readers on damaged values; includes `WireError`."""
-_OTHERS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".svg", ".safetensors", ".log", ".txt", ".md", ".toml", ".yaml",
-           ".yml", ".py", ".sh", ".html", ".csv", "-wal", "-shm", "-journal", ".partial", ".tmp", ".lock",
-           "metadata.json", "annotations.jsonl")  # fmt: skip
+_IGNORED_SUFFIXES = (
+    ".png", ".jpg", ".jpeg", ".webp", ".gif", ".svg", ".safetensors", ".log", ".txt", ".md", ".toml", ".yaml", ".yml",
+    ".py", ".sh", ".html", ".csv", "-wal", "-shm", "-journal", ".partial", ".tmp", ".lock", "metadata.json",
+    "annotations.jsonl",
+)  # fmt: skip
 """Other files of a run's folder, which are skipped."""
 _STEP = re.compile(r"(?:^|[_./-])(?:global_?step|step|iteration|iter|checkpoint|ckpt)s?[_-]?(\d{1,15})(?![0-9])", re.I)
 _NUMBER = re.compile(r"(?:^|/)(?:completions_)?(\d{1,15})\.[^/]*$")
@@ -646,23 +668,23 @@ class _File:
     """Path relative to the folder."""
     path: str
     number: int
-    family: str = ""
+    format: str = ""
     store: Store | None = None
     stamp: tuple[int, ...] = ()
     """Stamp of the store or the file at the last look."""
     places: list[int] = field(default_factory=list)
     """Numbers of its samples."""
     damaged: int = 0
-    trouble: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     step: int | None = None
     spool: str = ""
     """Path of the unpacked file."""
 
 
-def step_in(name: str) -> int | None:
+def extract_step(name: str) -> int | None:
     """Return the step in a file name.
 
-    >>> [step_in(each) for each in ("trajectories_step_20.json", "rollouts/step_3/train.jsonl", "17.jsonl", "a5.jsonl")]
+    >>> [extract_step(name) for name in ("trajectories_step_20.json", "step_3/train.jsonl", "17.jsonl", "a5.jsonl")]
     [20, 3, 17, None]
     """
     numbers = _STEP.findall(os.path.splitext(name)[0])
@@ -690,35 +712,35 @@ class FileSource:
         self.folder = os.path.isdir(address)
         self.path = os.path.realpath(address)
         self.root = self.path if self.folder else os.path.dirname(self.path)
-        self.name = shown(os.path.basename(address.rstrip("/")) or address)
-        self.vocabulary = vocabulary_of(tokenizer)
+        self.name = display_name(os.path.basename(address.rstrip("/")) or address)
+        self.vocabulary = load_vocabulary(tokenizer)
         self._lock = threading.Lock()
-        """Of the cache: pages ask while a refresh goes on, which takes as long as there is to read."""
+        """Guards the cache, which requests use during a refresh."""
         self._refreshing = threading.Lock()
         self._spools: str | None = None
-        self._begin()
-        self._look()
-        families = [file.family for file in self._files.values() if file.family]
+        self._reset()
+        self._find_files()
+        families = [file.format for file in self._files.values() if file.format]
         if not families:
             self.close()
-            raise UnknownFormatError(self._nothing())
+            raise UnknownFormatError(self._no_files_message())
         self.kind = max(dict.fromkeys(families), key=families.count)
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._files: dict[str, _File] = {}
-        self._in_order: list[_File] = []
+        self._numbered_files: list[_File] = []
         self._places = array("q")
-        """Of each sample: file, a, b, and which of the row's."""
+        """Per sample: file number, the place (a, b) of its row, and its index within the row."""
         self._uids: dict[str, int] = {}
         self._runs: dict[tuple[int, str], int] = {}
         self._media: dict[str, int] = {}
-        """Of each picture, a sample that shows it."""
+        """A sample that contains each image, by sha256."""
         self._cache: OrderedDict[str, Trajectory] = OrderedDict()
         self._index: weakref.ref[Index] | None = None
-        self._work: Iterator[Trajectory] | None = None
-        """What is being read, where a refresh had no time for the rest."""
+        self._pending: Iterator[Trajectory] | None = None
+        """The rest of an unfinished refresh."""
         self._changed: set[int] = set()
-        self._troubles: dict[str, str] = {}
+        self._skipped_files: dict[str, str] = {}
 
     @property
     def changed(self) -> float | None:
@@ -734,76 +756,78 @@ class FileSource:
     def _names(self) -> list[str]:
         if not self.folder:
             return [os.path.basename(self.path)]
-        names, strangers = listed(self.path)
+        names, strangers = list_files(self.path)
         for name in strangers:
-            self._troubles[name] = "a link that leaves the folder is not followed"
+            self._skipped_files[name] = "link to a place outside the folder"
         if "state.json" in names or "dataset_dict.json" in names:
             return [n for n in names if n.endswith(".arrow") and not os.path.basename(n).startswith("cache-")]
-        return [name for name in names if not name.lower().endswith(_OTHERS)]
+        return [name for name in names if not name.lower().endswith(_IGNORED_SUFFIXES)]
 
-    def _look(self) -> None:
+    def _find_files(self) -> None:
         """Find new files and their formats."""
         for name in self._names():
             file = self._files.get(name)
             if file is None:
-                file = self._files[name] = _File(name, os.path.join(self.root, name), len(self._in_order))
-                self._in_order.append(file)
-            if not file.family:
+                file = self._files[name] = _File(name, os.path.join(self.root, name), len(self._numbered_files))
+                self._numbered_files.append(file)
+            if not file.format:
                 self._recognize(file)
 
     def _recognize(self, file: _File) -> None:
         try:
-            now = stamp(file.path)
+            now = file_stamp(file.path)
             if now == file.stamp:
                 return
             file.stamp = now
             if os.path.getsize(file.path) == 0:
                 return  # just created by a writer
-            path = self._unpacked(file)
-            file.family, file.store = family_of(path, file.name)
+            path = self._unpack(file)
+            file.format, file.store = detect_format(path, file.name)
             file.stamp = ()
-            self._troubles.pop(file.name, None)
+            self._skipped_files.pop(file.name, None)
         except UnknownFormatError as error:
-            self._troubles[file.name] = str(error)
+            self._skipped_files[file.name] = str(error)
             return
         except (WireError, OSError) as error:
-            self._troubles[file.name] = str(error)
+            self._skipped_files[file.name] = str(error)
             return
-        file.step = step_in(file.name)
-        if file.step is None and FAMILIES[file.family].counted:
+        file.step = extract_step(file.name)
+        if file.step is None and FORMATS[file.format].numbered:
             # Logs in one folder, ordered by name: each is a step.
-            file.step = sum(1 for other in self._files.values() if other.family and other is not file)
+            file.step = sum(1 for other in self._files.values() if other.format and other is not file)
 
-    def _unpacked(self, file: _File) -> str:
+    def _unpack(self, file: _File) -> str:
         with open(file.path, "rb") as opened:
             head = opened.read(4)
         if head[:2] != b"\x1f\x8b" and head != b"\x28\xb5\x2f\xfd":
             return file.path
         if self._spools is None:
             self._spools = tempfile.mkdtemp(prefix="rollbook-files-")
-            self._sweep = weakref.finalize(self, shutil.rmtree, self._spools, ignore_errors=True)
+            self._remove_spools = weakref.finalize(self, shutil.rmtree, self._spools, ignore_errors=True)
         file.spool = os.path.join(self._spools, f"{file.number}.jsonl")
         unpack(file.path, file.spool)
         return file.spool
 
-    def _nothing(self) -> str:
-        if not self._troubles:
-            return f"{self.path}: no file with anything in it; {_known()}"
-        named = [f"{shown(name)}: {why}" if self.folder else why for name, why in self._troubles.items()]
-        more = f" (and {len(named) - 3} files more)" if len(named) > 3 else ""
-        where = f"{self.path}: no rollouts that are known. " if self.folder else ""
-        return f"{where}{'; '.join(named[:3])}{more}. {_known()}"
+    def _no_files_message(self) -> str:
+        if not self._skipped_files:
+            return f"{self.path}: all files are empty. {_known_formats()}"
+        named = [f"{display_name(name)}: {why}" if self.folder else why for name, why in self._skipped_files.items()]
+        more = f" (and {len(named) - 3} more files)" if len(named) > 3 else ""
+        where = f"{self.path}: no rollouts in a known format. " if self.folder else ""
+        return f"{where}{'; '.join(named[:3])}{more}. {_known_formats()}"
 
     @property
     def problems(self) -> list[str]:
         """Return notes on skipped files and rows, with reasons."""
-        problems = [f"{shown(name)}: not read: {why}" for name, why in list(self._troubles.items())[:_LISTED]]
+        problems = [
+            f"{display_name(name)}: not read: {why}" for name, why in list(self._skipped_files.items())[:_MAX_LISTED]
+        ]
         problems += [
-            f"{shown(file.name)}: {file.damaged} rows cannot be read; the first: {file.trouble[0]}"
-            for file in self._in_order
+            f"{display_name(file.name)}: {file.damaged} unreadable rows; the first: {file.errors[0]}"
+            for file in self._numbered_files
             if file.damaged
         ]
-        return problems[:_LISTED]
+        return problems[:_MAX_LISTED]
 
     @property
     def damaged(self) -> int:
@@ -817,14 +841,14 @@ class FileSource:
         with self._refreshing:
             if self._index is None or self._index() is not index:
                 if self._index is not None:
-                    self._begin()
+                    self._reset()
                 self._index = weakref.ref(index)
-            if self._work is None:
-                self._look()
-                self._work = self._all_news(index)
-            end = time.monotonic() + _SECONDS
+            if self._pending is None:
+                self._find_files()
+                self._pending = self._read_files(index)
+            end = time.monotonic() + _REFRESH_SECONDS
             pending: list[Trajectory] = []
-            for trajectory in self._work:
+            for trajectory in self._pending:
                 pending.append(trajectory)
                 self._changed.add(trajectory.step or 0)
                 if len(pending) >= _BATCH:
@@ -833,23 +857,23 @@ class FileSource:
                 if time.monotonic() > end:
                     break
             else:
-                self._work = None
+                self._pending = None
             if pending:
                 index.add(pending)
-            changed, self._changed = self._changed | index.settle(), set()
+            changed, self._changed = self._changed | index.update_summaries(), set()
             return changed or None
 
-    def _all_news(self, index: Index) -> Iterator[Trajectory]:
-        for file in sorted(self._files.values(), key=lambda file: in_order(file.name)):
-            if file.family:
-                yield from self._news(file, index)
+    def _read_files(self, index: Index) -> Iterator[Trajectory]:
+        for file in sorted(self._files.values(), key=lambda file: natural_sort_key(file.name)):
+            if file.format:
+                yield from self._read_file(file, index)
 
-    def _news(self, file: _File, index: Index) -> Iterator[Trajectory]:
+    def _read_file(self, file: _File, index: Index) -> Iterator[Trajectory]:
         store = file.store
         if store is None:
             return
         try:
-            now = stamp(file.path) if file.spool else store.stamp()
+            now = file_stamp(file.path) if file.spool else store.stamp()
             if now == file.stamp:
                 return
             if file.spool:
@@ -857,27 +881,27 @@ class FileSource:
             file.stamp = now
             more = store.grown()
             if not more and file.places:
-                self._forget(file, index)
-            yield from self._scanned(file, store, more)
+                self._remove_samples(file, index)
+            yield from self._scan_rows(file, store, more)
         except FileNotFoundError:
             return  # removed: its samples stay listed until the source is closed
-        except _WRONG as error:
+        except _READ_ERRORS as error:
             # The whole file is unreadable: an archive being written, a truncated table.
-            self._damaged(file, error)
+            self._add_error(file, error)
 
-    def _damaged(self, file: _File, error: Exception) -> None:
+    def _add_error(self, file: _File, error: Exception) -> None:
         file.damaged += 1
-        if len(file.trouble) < _LISTED:
-            file.trouble.append(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        if len(file.errors) < _MAX_LISTED:
+            file.errors.append(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
 
-    def _scanned(self, file: _File, store: Store, more: bool) -> Iterator[Trajectory]:
+    def _scan_rows(self, file: _File, store: Store, more: bool) -> Iterator[Trajectory]:
         for a, b, row in store.scan(more):
             try:
                 if isinstance(row, WireError):
                     raise row
                 documents = list(self._documents_of(file, row, {}))
-            except _WRONG as error:
-                self._damaged(file, error)
+            except _READ_ERRORS as error:
+                self._add_error(file, error)
                 continue
             for sub, trajectory in enumerate(documents):
                 number = len(self._places) // 4
@@ -898,8 +922,8 @@ class FileSource:
 
         log = file.store.log if file.store is not None else {}
         evaluation = self.folder and bool(_EVALUATION.search(file.name))
-        where = Where(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
-        for trajectory in FAMILIES[file.family].read(row, where):
+        where = RowContext(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
+        for trajectory in FORMATS[file.format].read(row, where):
             if trajectory.step is None:
                 trajectory.step = file.step or 0
             trajectory.evaluation = trajectory.evaluation or evaluation
@@ -930,7 +954,7 @@ class FileSource:
             uid = eid.replace(suffix=f"{eid.suffix}-{again}").uid
         trajectory.uid = uid
 
-    def _forget(self, file: _File, index: Index) -> None:
+    def _remove_samples(self, file: _File, index: Index) -> None:
         """Remove the samples of a replaced file."""
         gone = set(file.places)
         uids = [uid for uid, number in self._uids.items() if number in gone]
@@ -949,7 +973,7 @@ class FileSource:
             for uid in uids:
                 self._cache.pop(uid, None)
         self._media = {sha256: number for sha256, number in self._media.items() if number not in gone}
-        file.places, file.damaged, file.trouble = [], 0, []
+        file.places, file.damaged, file.errors = [], 0, []
 
     # --- samples ------------------------------------------------------------------------------------------------
 
@@ -967,14 +991,14 @@ class FileSource:
                     at, a, b, sub = self._place(number)
                     by_file.setdefault(at, []).append((uid, (a, b), sub))
         for at, places in by_file.items():
-            file = self._in_order[at]
-            rows = self._fetched(file, [place for _, place, _ in places])
+            file = self._numbered_files[at]
+            rows = self._fetch_rows(file, [place for _, place, _ in places])
             for uid, place, sub in places:
-                trajectories[uid] = self._again(file, rows[place], sub, uid)
+                trajectories[uid] = self._rebuild(file, rows[place], sub, uid)
         with self._lock:
             for places in by_file.values():
                 self._cache.update({uid: trajectories[uid] for uid, _, _ in places if uid in self._uids})
-            while len(self._cache) > _KEPT:
+            while len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
         return [trajectories[uid] for uid in uids]
 
@@ -982,15 +1006,15 @@ class FileSource:
         file, a, b, sub = self._places[4 * number : 4 * number + 4]
         return file, a, b, sub
 
-    def _fetched(self, file: _File, places: Sequence[Place]) -> dict[Place, Row]:
+    def _fetch_rows(self, file: _File, places: Sequence[Place]) -> dict[Place, Row]:
         try:
             if file.store is not None:
                 return file.store.fetch(dict.fromkeys(places))
-        except _WRONG as error:
-            raise WireError(f"{shown(file.name)}: the file has changed since it was read: {error}") from None
-        raise WireError(f"{shown(file.name)}: the file is not read")
+        except _READ_ERRORS as error:
+            raise WireError(f"{display_name(file.name)}: the file has changed since it was read: {error}") from None
+        raise WireError(f"{display_name(file.name)}: the file is not read")
 
-    def _again(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
+    def _rebuild(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
         trajectory = list(self._documents_of(file, row, {}))[sub]
         eid = EID.parse(uid)
         trajectory.uid, trajectory.run, trajectory.turn = uid, eid.run, eid.step
@@ -1001,10 +1025,10 @@ class FileSource:
     def record(self, uid: str) -> dict[str, Any]:
         """Return the row of a sample as strict JSON."""
         at, a, b, sub = self._place(self._uids[uid])
-        file = self._in_order[at]
-        row = self._fetched(file, [(a, b)])[a, b]
+        file = self._numbered_files[at]
+        row = self._fetch_rows(file, [(a, b)])[a, b]
         content = record_json(row["record"]) if isinstance(row.get("record"), Experiences) else json_safe(row)
-        return {"file": shown(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": content}
+        return {"file": display_name(file.name), "uid": uid, **({"part": sub} if sub else {}), "row": content}
 
     def media(self, sha256: str) -> tuple[bytes, str] | None:
         """Return the bytes and type of a picture."""
@@ -1012,10 +1036,10 @@ class FileSource:
         if number is None:
             return None
         at, a, b, _ = self._place(number)
-        file = self._in_order[at]
+        file = self._numbered_files[at]
         images: dict[str, Any] = {sha256: None}
         # Rebuilding the row's samples visits all of its pictures.
-        for _ in self._documents_of(file, self._fetched(file, [(a, b)])[a, b], images):
+        for _ in self._documents_of(file, self._fetch_rows(file, [(a, b)])[a, b], images):
             if images[sha256] is not None:
                 break
         image: tuple[bytes, str] | None = images[sha256]
@@ -1027,23 +1051,23 @@ class FileSource:
 
     def sql(self, query: str, *, seconds: float, rows: int) -> dict[str, Any]:
         """Raise `ValueError`: files have no tables."""
-        raise ValueError("SQL needs a book, and these are files: `rollbook import BOOK FILE` makes one of them")
+        raise ValueError("SQL needs a book; `rollbook import BOOK FILE` creates one from files")
 
     def close(self) -> None:
         """Remove unpacked files."""
         with self._lock:
             self._cache.clear()
-        self._work = None
+        self._pending = None
         if self._spools is not None:
-            self._sweep()
+            self._remove_spools()
             self._spools = None
 
     def __enter__(self) -> FileSource:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: BaseException | type[BaseException] | TracebackType | None) -> None:
         self.close()
 
 
-def _known() -> str:
-    return f"Known are {', '.join(FAMILIES)}"
+def _known_formats() -> str:
+    return f"Known formats: {', '.join(FORMATS)}"

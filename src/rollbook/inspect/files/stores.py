@@ -52,10 +52,10 @@ MAX_FOLDERS = 6
 _DIGITS = re.compile(r"(\d{1,18})")
 
 
-def parse(data: bytes | memoryview, label: str = "the row") -> Any:
+def parse_json(data: bytes | memoryview, label: str = "the row") -> Any:
     """Parse a JSON value; NaN and Infinity are accepted as in Python's json.
 
-    >>> parse(b'{"reward": NaN}')
+    >>> parse_json(b'{"reward": NaN}')
     {'reward': nan}
     """
     if len(data) > MAX_ROW:
@@ -65,39 +65,43 @@ def parse(data: bytes | memoryview, label: str = "the row") -> Any:
     except ValueError as error:
         text = bytes(data)
         if b"NaN" not in text and b"Infinity" not in text and b"\\ud" not in text.lower():
-            raise WireError(f"{label} is no JSON: {error}") from None
+            raise WireError(f"{label} is not JSON: {error}") from None
         try:
             value = json.loads(text.decode("utf-8", "replace"))
         except (ValueError, RecursionError) as other:
-            raise WireError(f"{label} is no JSON: {other}") from None
+            raise WireError(f"{label} is not JSON: {other}") from None
         check_depth([value], MAX_DEPTH + 1)
-        return _sound(value)
+        return _replace_surrogates(value)
     if type(value) is dict or type(value) is list:
         check_depth(value, MAX_DEPTH)
     return value
 
 
-def _sound(value: Json) -> Any:
+def _replace_surrogates(value: Json) -> Any:
     """Replace lone surrogates in texts with U+FFFD."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     if isinstance(value, list):
-        return [_sound(item) for item in value]
-    return {_sound(key): _sound(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_replace_surrogates(item) for item in value]
+    return (
+        {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
-def row_of(data: bytes | memoryview) -> dict[str, Any]:
+def parse_row(data: bytes | memoryview) -> dict[str, Any]:
     """Parse a JSON object."""
-    value = parse(data)
+    value = parse_json(data)
     if type(value) is not dict:
         raise WireError(f"the row is a JSON {type(value).__name__}, expected an object")
     return value
 
 
-def number(value: Json) -> float | None:
+def parse_number(value: Json) -> float | None:
     """Return a number, or the only number of a list; NaN counts as one.
 
-    >>> number(True), number([2]), number("3"), number(None)
+    >>> parse_number(True), parse_number([2]), parse_number("3"), parse_number(None)
     (1.0, 2.0, None, None)
     """
     if isinstance(value, list) and len(value) == 1:
@@ -107,10 +111,10 @@ def number(value: Json) -> float | None:
     return value if isinstance(value, float) else None
 
 
-def whole(value: Json) -> int | None:
+def parse_int(value: Json) -> int | None:
     """Return a 64-bit integer.
 
-    >>> whole(3.0), whole("17"), whole(2.5), whole(True)
+    >>> parse_int(3.0), parse_int("17"), parse_int(2.5), parse_int(True)
     (3, 17, None, None)
     """
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
@@ -120,31 +124,31 @@ def whole(value: Json) -> int | None:
     return value if type(value) is int and abs(value) < 2**63 else None
 
 
-def numbers(values: Json) -> dict[str, float]:
+def parse_numbers(values: Json) -> dict[str, float]:
     """Return the finite numbers of a dict by name.
 
-    >>> numbers({"acc": True, "note": "x", "len": -0.5, "odd": float("nan")})
+    >>> parse_numbers({"acc": True, "note": "x", "len": -0.5, "odd": float("nan")})
     {'acc': 1.0, 'len': -0.5}
     """
     if not isinstance(values, dict):
         return {}
-    parsed = {str(name): number(value) for name, value in values.items()}
+    parsed = {str(name): parse_number(value) for name, value in values.items()}
     return {name: value for name, value in parsed.items() if value is not None and math.isfinite(value)}
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def in_order(path: str) -> list[Any]:
+def natural_sort_key(path: str) -> list[Any]:
     """Return a sort key that orders numbers in names numerically.
 
-    >>> sorted(["10.jsonl", "9.jsonl", "a/2.json"], key=in_order)
+    >>> sorted(["10.jsonl", "9.jsonl", "a/2.json"], key=natural_sort_key)
     ['9.jsonl', '10.jsonl', 'a/2.json']
     """
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _DIGITS.split(path) if part]
 
 
-def shown(name: str) -> str:
+def display_name(name: str) -> str:
     """Return a file name as text, whatever its bytes."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
@@ -154,7 +158,7 @@ def inside(root: str, path: str) -> bool:
     return os.path.realpath(path).startswith(os.path.join(root, ""))
 
 
-def listed(root: str) -> tuple[list[str], list[str]]:
+def list_files(root: str) -> tuple[list[str], list[str]]:
     """Return the files in a folder and its subfolders, relative and sorted, and the links that leave it."""
     real = os.path.realpath(root)
     files: list[str] = []
@@ -171,10 +175,10 @@ def listed(root: str) -> tuple[list[str], list[str]]:
             (strangers if leaves else files).append(name if below == "." else os.path.join(below, name))
             if len(files) > MAX_FILES:
                 raise WireError(f"{root}: more than {MAX_FILES} files, expected the folder of one run")
-    return sorted(files, key=in_order), strangers
+    return sorted(files, key=natural_sort_key), strangers
 
 
-def beside(root: str, name: Json) -> str | None:
+def resolve_path(root: str, name: Json) -> str | None:
     """Return the path of a file named by a row, if it is a plain relative name in the folder `root`."""
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name or os.path.isabs(name) or ":" in name:
         return None
@@ -186,14 +190,14 @@ def beside(root: str, name: Json) -> str | None:
 
 Row = dict[str, Any]
 Place = tuple[int, int]
-Found = tuple[int, int, Row | WireError]
+ScannedRow = tuple[int, int, Row | WireError]
 
 
 # --- stores ---------------------------------------------------------------------------------------------------------
 
 
 class Store(Protocol):
-    """Base class of stores; see the module."""
+    """Interface of stores; see the module."""
 
     log: Row
 
@@ -201,18 +205,18 @@ class Store(Protocol):
 
     def grown(self) -> bool: ...
 
-    def scan(self, more: bool) -> Iterator[Found]: ...
+    def scan(self, more: bool) -> Iterator[ScannedRow]: ...
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]: ...
 
 
-def stamp(path: str) -> tuple[int, ...]:
+def file_stamp(path: str) -> tuple[int, ...]:
     """Return size, modification time and inode of a file."""
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-class Whole:
+class StaticFile:
     """A file that is read again when it has changed."""
 
     def __init__(self, path: str) -> None:
@@ -220,24 +224,24 @@ class Whole:
         self.log: Row = {}
 
     def stamp(self) -> tuple[int, ...]:
-        return stamp(self.path)
+        return file_stamp(self.path)
 
     def grown(self) -> bool:
         return False
 
 
-class Growing:
+class AppendOnlyFile:
     """An append-only file; a replaced file is detected by the first and last bytes that were read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.log: Row = {}
         self.done = 0
-        """How many bytes were read."""
+        """Number of bytes read so far."""
         self._seen = b""
 
     def stamp(self) -> tuple[int, ...]:
-        return stamp(self.path)
+        return file_stamp(self.path)
 
     def grown(self) -> bool:
         return bool(self.done) and self._edges() == self._seen
@@ -256,13 +260,13 @@ class Growing:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
-class Lines(Growing):
+class Lines(AppendOnlyFile):
     """JSON lines; (a, b): offset and length of a line.
 
     A last line without a line end is read if it is a complete object.
     """
 
-    def scan(self, more: bool) -> Iterator[Found]:
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
         self.done = self.done if more else 0
         with open(self.path, "rb") as file:
             file.seek(self.done)
@@ -278,7 +282,7 @@ class Lines(Growing):
                 row: Row | WireError | None = None
                 if text:
                     try:
-                        row = row_of(text)
+                        row = parse_row(text)
                     except WireError as error:
                         if not line.endswith(b"\n"):
                             break  # being written
@@ -293,7 +297,7 @@ class Lines(Growing):
         with open(self.path, "rb") as file:
             for at, length in places:
                 file.seek(at)
-                rows[at, length] = row_of(file.read(min(length, MAX_ROW + 2)).strip())
+                rows[at, length] = parse_row(file.read(min(length, MAX_ROW + 2)).strip())
         return rows
 
 
@@ -346,12 +350,12 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.S)
 
 
-def elements(data: bytes | mmap.mmap, at: int) -> Iterator[tuple[int, int]]:
+def find_elements(data: bytes | mmap.mmap, at: int) -> Iterator[tuple[int, int]]:
     """Yield begin and end of the objects and lists in the array or object at byte `at`; `WireError` after the last
     complete one if the text is truncated.
 
     >>> data = b' [{"a": "]"}, 3, [{"b": 1}]]'
-    >>> [data[a:b] for a, b in elements(data, 1)]
+    >>> [data[a:b] for a, b in find_elements(data, 1)]
     [b'{"a": "]"}', b'[{"b": 1}]']
     """
     depth = start = 0
@@ -372,13 +376,13 @@ def elements(data: bytes | mmap.mmap, at: int) -> Iterator[tuple[int, int]]:
             yield start, match.end()
         elif depth <= 0:
             return
-    raise WireError("the file ends inside of a value: its writer was stopped, or is still at it")
+    raise WireError("the file ends inside a value: it is incomplete or still being written")
 
 
 _KEY = re.compile(rb'"((?:[^"\\]|\\.){1,64})"\s*:\s*\Z')
 
 
-class Elements(Whole):
+class Elements(StaticFile):
     """Objects of a JSON array, or of the array under `key` of an object; (a, b): offset and length of an element."""
 
     def __init__(self, path: str, key: str | None = None) -> None:
@@ -388,23 +392,21 @@ class Elements(Whole):
     def _mapped(self) -> mmap.mmap:
         size = os.path.getsize(self.path)
         if size > MAX_JSON:
-            raise WireError(
-                f"{self.path}: one JSON value of {size} bytes, over the limit of {MAX_JSON}: a JSONL file has none"
-            )
+            raise WireError(f"{self.path}: a JSON value of {size} bytes is over the limit of {MAX_JSON}; use JSONL")
         if not size:
             raise WireError(f"{self.path}: the file is empty")
         with open(self.path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def scan(self, more: bool) -> Iterator[Found]:
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
         with self._mapped() as data:
             at = self._first(data)
             if at is None:
                 return
             try:
-                for begin, end in elements(data, at):
+                for begin, end in find_elements(data, at):
                     try:
-                        yield begin, end - begin, row_of(data[begin:end])
+                        yield begin, end - begin, parse_row(data[begin:end])
                     except WireError as error:
                         yield begin, end - begin, error
             except WireError as error:
@@ -417,12 +419,12 @@ class Elements(Whole):
             return begin
         first = None
         try:
-            for a, b in elements(data, begin):
+            for a, b in find_elements(data, begin):
                 name = self._name(data, a)
                 if name == self.key:
                     first = a
                 elif b - a <= 1 << 20:
-                    self.log[name] = parse(data[a:b])
+                    self.log[name] = parse_json(data[a:b])
         except WireError:
             # Probably truncated inside the array: its complete elements are read.
             for match in re.finditer(rb'"' + re.escape(self.key.encode()) + rb'"\s*:\s*\[', data):
@@ -437,20 +439,20 @@ class Elements(Whole):
         with self._mapped() as data:
             if self.key is not None and not self.log:
                 self._first(data)
-            return {(at, length): row_of(data[at : at + length]) for at, length in places}
+            return {(at, length): parse_row(data[at : at + length]) for at, length in places}
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-class Table(Whole):
+class Table(StaticFile):
     """Rows of a Parquet file, converted by `decode`; (a, b): number of the row, and 0."""
 
     def __init__(self, path: str, decode: Callable[[pa.RecordBatch], Iterable[Row]]) -> None:
         super().__init__(path)
         self.decode = decode
 
-    def scan(self, more: bool) -> Iterator[Found]:
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
         at = 0
         # Few at a time: as Python values, rows take many times their size.
         for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW):
@@ -482,7 +484,7 @@ class Table(Whole):
         return rows
 
 
-def dicts(batch: pa.RecordBatch) -> list[Row]:
+def to_dicts(batch: pa.RecordBatch) -> list[Row]:
     """Return the rows of a batch as dicts without null values."""
     return [{name: value for name, value in row.items() if value is not None} for row in batch.to_pylist()]
 
@@ -492,7 +494,7 @@ def dicts(batch: pa.RecordBatch) -> list[Row]:
 _ZSTD = 93
 
 
-class Members(Whole):
+class Members(StaticFile):
     """Members of a zip archive with matching names; (a, b): offset of a member, and 0. A later member replaces an
     earlier one of the same name.
     """
@@ -509,23 +511,23 @@ class Members(Whole):
         try:
             return zipfile.ZipFile(self.path)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            raise WireError(f"{self.path}: no zip archive that can be read: {error}") from None
+            raise WireError(f"{self.path}: cannot read the zip archive: {error}") from None
 
-    def scan(self, more: bool) -> Iterator[Found]:
+    def scan(self, more: bool) -> Iterator[ScannedRow]:
         with self._opened() as archive:
             live = self._live(archive)
             self._read_log(archive, live)
             infos = [info for name, info in live.items() if self.pattern.fullmatch(name)]
             for info in sorted(infos, key=lambda info: info.header_offset):
                 try:
-                    yield info.header_offset, 0, row_of(member(archive, info))
+                    yield info.header_offset, 0, parse_row(read_member(archive, info))
                 except WireError as error:
                     yield info.header_offset, 0, error
 
     def _read_log(self, archive: zipfile.ZipFile, live: dict[str, zipfile.ZipInfo]) -> None:
         for name in self.logs:
             if name in live:
-                self.log = row_of(member(archive, live[name]))
+                self.log = parse_row(read_member(archive, live[name]))
                 return
 
     def fetch(self, places: Iterable[Place]) -> dict[Place, Row]:
@@ -534,10 +536,10 @@ class Members(Whole):
             if not self.log:
                 self._read_log(archive, live)
             by_offset = {info.header_offset: info for info in live.values()}
-            return {(at, b): row_of(member(archive, by_offset[at])) for at, b in places}
+            return {(at, b): parse_row(read_member(archive, by_offset[at])) for at, b in places}
 
 
-def member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     """Return the content of a member: stored, deflated or zstd, which Python's zipfile does not support."""
     most = min(MAX_ROW, max(FREE_BYTES, info.compress_size * MAX_RATIO))
     try:
@@ -571,5 +573,5 @@ def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> 
         size += len(piece)
     data = b"".join(pieces)
     if size <= most and (size != info.file_size or zlib.crc32(data) != info.CRC):
-        raise WireError(f"member {info.filename!r} is damaged: its size or checksum is not the stated one")
+        raise WireError(f"member {info.filename!r} is damaged: wrong size or checksum")
     return data

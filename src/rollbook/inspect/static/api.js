@@ -1,9 +1,9 @@
-// api.js: how pages ask: the server's answers, or those inside a single file.
-// Invariant: pages do not know which; what a single file does not hold rejects with "not in this file".
+// api.js: requests of the pages, answered by the server or by the data of an exported file.
+// Invariant: pages do not depend on which; data missing in an exported file rejects with "not in this file".
 
 import { decodeFrame } from "./frame.js";
 
-/** An answer that is an error: `status` is the HTTP status (0: no answer came). */
+/** A failed request: `status` is the HTTP status (0: no response). */
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);
@@ -11,9 +11,9 @@ export class ApiError extends Error {
   }
 }
 
-const apiKept = new Map(); // uid -> trajectory, oldest use first
-const apiKeep = 200;
-const apiMostUids = 64;
+const apiCache = new Map(); // uid -> trajectory, oldest use first
+const apiCacheSize = 200;
+const apiMaxUids = 64;
 let apiBundle = null;
 
 function apiQuery(path, params) {
@@ -42,7 +42,7 @@ async function apiFetch(path, options) {
   try {
     message = (await response.json()).error || message;
   } catch {
-    // the body was no JSON: the status has to do
+    // not JSON: only the status is known
   }
   throw new ApiError(message, response.status);
 }
@@ -55,21 +55,21 @@ function apiBytes(base64) {
 }
 
 function apiRemember(trajectory) {
-  apiKept.delete(trajectory.uid);
-  apiKept.set(trajectory.uid, trajectory);
-  while (apiKept.size > apiKeep && !apiBundle) apiKept.delete(apiKept.keys().next().value);
+  apiCache.delete(trajectory.uid);
+  apiCache.set(trajectory.uid, trajectory);
+  while (apiCache.size > apiCacheSize && !apiBundle) apiCache.delete(apiCache.keys().next().value);
 }
 
 // A list inside a single file, which holds all its rows: sorted and cut here. `sort`: a column, "-" before it for the largest first.
 function apiList({ view, sort, filter, offset, limit }) {
-  const held = apiBundle.responses["/api/list?view=" + (view || "samples")];
+  const list = apiBundle.responses["/api/list?view=" + (view || "samples")];
   if (filter) throw new ApiError("An exported file cannot be filtered.", 400);
-  if (!held) throw new ApiError("not in this file", 404);
-  const rows = structuredClone(held.rows);
+  if (!list) throw new ApiError("not in this file", 404);
+  const rows = structuredClone(list.rows);
   if (sort) {
     const name = sort.replace(/^-/, "");
     const way = sort.startsWith("-") ? -1 : 1;
-    const rank = (value) => (value === null || value === undefined ? 1 : 0); // what has no value comes last, either way
+    const rank = (value) => (value === null || value === undefined ? 1 : 0); // missing values come last in both directions
     rows.sort((a, b) => rank(a[name]) - rank(b[name]) || (a[name] < b[name] ? -way : a[name] > b[name] ? way : 0));
   }
   const from = offset || 0;
@@ -92,7 +92,7 @@ export const api = {
     if (apiBundle.frame) for (const trajectory of decodeFrame(apiBytes(apiBundle.frame).buffer)) apiRemember(trajectory);
   },
 
-  /** Trades the token of the printed address for a cookie. */
+  /** Exchanges the token of the printed URL for a cookie. */
   async session(token) {
     await apiFetch("/api/session", { method: "POST", headers: { Authorization: "Bearer " + token, "X-Rollbook": "1", "Content-Type": "application/json" }, body: "{}" });
   },
@@ -120,24 +120,24 @@ export const api = {
     if (api.isStatic) throw new ApiError("not in this file", 404);
     const headers = { "Content-Type": "application/json", "X-Rollbook": "1" };
     const response = await apiFetch(path, { method: "POST", headers, body: JSON.stringify(body) });
-    const said = /filename="([A-Za-z0-9._-]+)"/.exec(response.headers.get("Content-Disposition") || "");
-    return { blob: await response.blob(), name: said ? said[1] : "rollbook.html" };
+    const name = /filename="([A-Za-z0-9._-]+)"/.exec(response.headers.get("Content-Disposition") || "");
+    return { blob: await response.blob(), name: name ? name[1] : "rollbook.html" };
   },
 
   /** The trajectories of these uids, decoded, in this order; the last 200 are kept. */
   async frame(uids, signal) {
-    const found = new Map();
-    for (const uid of uids) if (apiKept.has(uid)) found.set(uid, apiKept.get(uid));
-    const missing = [...new Set(uids)].filter((uid) => !found.has(uid));
+    const trajectories = new Map();
+    for (const uid of uids) if (apiCache.has(uid)) trajectories.set(uid, apiCache.get(uid));
+    const missing = [...new Set(uids)].filter((uid) => !trajectories.has(uid));
     if (missing.length && api.isStatic) throw new ApiError("not in this file", 404);
-    for (let at = 0; at < missing.length; at += apiMostUids) {
-      const path = apiQuery("/api/frame", { uid: missing.slice(at, at + apiMostUids) });
+    for (let at = 0; at < missing.length; at += apiMaxUids) {
+      const path = apiQuery("/api/frame", { uid: missing.slice(at, at + apiMaxUids) });
       const answer = await apiFetch(path, { signal });
-      for (const trajectory of decodeFrame(await answer.arrayBuffer())) found.set(trajectory.uid, trajectory);
+      for (const trajectory of decodeFrame(await answer.arrayBuffer())) trajectories.set(trajectory.uid, trajectory);
     }
     return uids.map((uid) => {
-      const trajectory = found.get(uid);
-      if (!trajectory) throw new ApiError("no sample " + uid, 404);
+      const trajectory = trajectories.get(uid);
+      if (!trajectory) throw new ApiError("unknown sample " + uid, 404);
       apiRemember(trajectory);
       return trajectory;
     });
@@ -158,7 +158,7 @@ export const api = {
    */
   live(callback, status) {
     if (api.isStatic) return () => {};
-    const told = status || (() => {});
+    const report = status || (() => {});
     let source = null;
     let timer = 0;
     let seen = null;
@@ -181,7 +181,7 @@ export const api = {
       }
     }
     async function poll() {
-      told((await ask()) ? "polling" : "waiting");
+      report((await ask()) ? "polling" : "waiting");
       if (!stopped && !document.hidden) timer = setTimeout(poll, 3000);
     }
     function connect() {
@@ -190,13 +190,13 @@ export const api = {
         return;
       }
       source = new EventSource("api/events");
-      source.addEventListener("open", () => told("live"));
+      source.addEventListener("open", () => report("live"));
       source.addEventListener("change", (event) => {
-        told("live");
+        report("live");
         tell(JSON.parse(event.data));
       });
       source.addEventListener("error", () => {
-        told("waiting");
+        report("waiting");
         if (source && source.readyState === EventSource.CLOSED) {
           source = null;
           timer = setTimeout(poll, 3000);

@@ -1,26 +1,26 @@
-// app.js: the frame around the pages: address, header, keys, live news.
-// Invariant: the address after `#` holds the whole state of a page; opening it again shows the same.
+// app.js: routing, header, keyboard shortcuts and live updates.
+// Invariant: the URL hash contains the whole state of a page; opening it again shows the same page.
 
 import { ago, count, debounce, el, empty, icon, plural, visible } from "./dom.js";
 import { api } from "./api.js";
 import { setGlobalKeys, setPageKeys, showKeys } from "./keys.js";
 
 const appPages = new Map();
-const appScroll = new Map(); // address -> how far it was scrolled
+const appScroll = new Map(); // URL hash -> scroll position
 const appThemes = ["system", "light", "dark"];
 const appThemeIcons = { system: "system", light: "sun", dark: "moon" };
 
 const appLiveSeconds = 300;
 
 let appRun = null;
-let appAskedAt = 0; // when appRun came
-let appConnection = "live"; // or "waiting": the server does not answer
+let appRunTime = 0; // time at which appRun was fetched
+let appConnection = "live"; // or "waiting": the server does not respond
 let appOpen = null; // {context, page, hash}
-let appTurn = 0; // rises with every navigation: an answer that comes late knows that it is late
+let appTurn = 0; // increases with every navigation, so that late answers are discarded
 let appParts = null; // nodes of the header
 
-/** Makes a page known: `open(context)` fills context.root and returns {title, keys, crumbs, ready (a promise: it is as
-    tall as it will be), live(change), close()}. */
+/** Registers a page: `open(context)` fills context.root and returns {title, keys, crumbs, ready (a promise that resolves
+    when its height is final), live(change), close()}. */
 export function registerPage(name, open) {
   appPages.set(name, open);
 }
@@ -42,14 +42,14 @@ export function parseHash(hash) {
   return { path, params };
 }
 
-/** The address of a page: link("step", 137, {sort: "-reward"}) -> "#/step/137?sort=-reward". */
-export function link(...given) {
-  const last = given[given.length - 1];
-  const params = last !== null && typeof last === "object" ? given.pop() : {};
+/** The URL hash of a page: link("step", 137, {sort: "-reward"}) -> "#/step/137?sort=-reward". */
+export function link(...path) {
+  const last = path[path.length - 1];
+  const params = last !== null && typeof last === "object" ? path.pop() : {};
   const pairs = Object.entries(params instanceof Map ? Object.fromEntries(params) : params)
     .filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false)
     .map(([name, value]) => encodeURIComponent(name) + "=" + encodeURIComponent(value === true ? "1" : String(value)));
-  return "#/" + given.map((part) => encodeURIComponent(String(part))).join("/") + (pairs.length ? "?" + pairs.join("&") : "");
+  return "#/" + path.map((part) => encodeURIComponent(String(part))).join("/") + (pairs.length ? "?" + pairs.join("&") : "");
 }
 
 function appGo(hash, options) {
@@ -68,13 +68,13 @@ function appGo(hash, options) {
   }
 }
 
-// ---- what a reader keeps: theme, palette, stars
+// ---- preferences: theme, palette, stars
 
-function appRead(name, otherwise) {
+function appRead(name, fallback) {
   try {
-    return localStorage.getItem("rollbook." + name) || otherwise;
+    return localStorage.getItem("rollbook." + name) || fallback;
   } catch {
-    return otherwise; // a file:// page may have no storage
+    return fallback; // a file:// page may have no storage
   }
 }
 
@@ -82,11 +82,11 @@ function appWrite(name, value) {
   try {
     localStorage.setItem("rollbook." + name, value);
   } catch {
-    // nothing is lost but the preference
+    // only the preference is lost
   }
 }
 
-// Until the reader chooses: as whoever saved the file did, else as the system.
+// Default: the theme chosen at export, else the system's.
 function appTheme() {
   return appRead("theme", document.documentElement.dataset.given || "system");
 }
@@ -128,25 +128,25 @@ function appPaintButtons() {
   appParts.palette.title = (safe ? "Palette: color-blind safe" : "Palette: default") + " (c)";
 }
 
-// Stars are the browser's, and with --annotate those of samples the run's as well.
+// Stars are stored in the browser; with --annotate, stars of samples are also saved with the run.
 function appStars() {
   const key = "stars." + (appRun ? appRun.name : "");
-  const held = new Set(JSON.parse(appRead(key, "[]")));
+  const starred = new Set(JSON.parse(appRead(key, "[]")));
   for (const [uid, entry] of appNotes) {
-    if (entry.star) held.add(uid);
-    else held.delete(uid);
+    if (entry.star) starred.add(uid);
+    else starred.delete(uid);
   }
   return {
-    has: (id) => held.has(id),
-    count: () => held.size,
-    all: () => [...held],
-    /** `uid`: of the sample that the star is of, null for a group's. */
+    has: (id) => starred.has(id),
+    count: () => starred.size,
+    all: () => [...starred],
+    /** `uid`: the starred sample, or null for a group. */
     toggle(id, uid = null) {
-      if (held.has(id)) held.delete(id);
-      else held.add(id);
-      appWrite(key, JSON.stringify([...held]));
-      if (uid !== null && appRun.features.annotate) appAnnotate(uid, { star: held.has(id) }).catch((error) => appToast(error.message));
-      return held.has(id);
+      if (starred.has(id)) starred.delete(id);
+      else starred.add(id);
+      appWrite(key, JSON.stringify([...starred]));
+      if (uid !== null && appRun.features.annotate) appAnnotate(uid, { star: starred.has(id) }).catch((error) => appToast(error.message));
+      return starred.has(id);
     },
   };
 }
@@ -162,7 +162,7 @@ async function appReadNotes() {
   for (const [uid, entry] of Object.entries(await api.json("/api/annotations"))) appNotes.set(uid, entry);
 }
 
-// ---- words to the reader
+// ---- messages
 
 function appAnnounce(text) {
   if (!appParts) return;
@@ -175,7 +175,7 @@ function appToast(text) {
   setTimeout(() => note.remove(), 4000);
 }
 
-function appKeep(hash) {
+function appRememberHash(hash) {
   try {
     if (hash) sessionStorage.setItem("rollbook.asked", hash);
     else sessionStorage.removeItem("rollbook.asked");
@@ -184,7 +184,7 @@ function appKeep(hash) {
   }
 }
 
-function appAsked() {
+function appRequestedHash() {
   try {
     return sessionStorage.getItem("rollbook.asked") || "#/";
   } catch {
@@ -206,10 +206,10 @@ function appFailure(error, retry) {
       el("a", { class: "button", href: appHome(), text: api.isStatic ? "Start" : "Overview" })));
 }
 
-// What a locked page was asked for is shown once the key was given.
+// The requested page is opened after the token was given.
 function appLocked() {
   document.title = "rollbook: locked";
-  if (/^#\/./.test(location.hash)) appKeep(location.hash);
+  if (/^#\/./.test(location.hash)) appRememberHash(location.hash);
   window.addEventListener("hashchange", () => /^#token=/.test(location.hash) && location.reload());
   empty(document.body,
     el("main", { class: "locked" },
@@ -222,8 +222,8 @@ function appLocked() {
 
 // ---- export
 
-/** Asks what a single HTML file shall hold, and saves it. `what`: {uids} or {gid} or {filter}; `words`: what that is, for the reader. */
-function appExport(what, words) {
+/** Opens the export dialog. `selection`: {uids}, {gid} or {filter}; `description`: the selection in words. */
+function appExport(selection, description) {
   const images = el("input", { type: "checkbox", checked: true });
   const redact = el("input", { type: "text", class: "input wide", placeholder: "regular expression, such as [\\w.]+@[\\w.]+", spellcheck: "false", autocomplete: "off" });
   const title = el("input", { type: "text", class: "input wide", placeholder: "rollbook", autocomplete: "off", maxlength: "200" });
@@ -232,7 +232,7 @@ function appExport(what, words) {
   const box = el("dialog", { class: "dialog", aria: { label: "Export" }, on: { close: () => box.remove() } },
     el("form", { class: "dialog-body", method: "dialog", on: { submit: write } },
       el("div", { class: "dialog-head" }, el("h2", { text: "Export as HTML" })),
-      el("p", { text: "Contains " + visible(words) + ": prompts, responses and per-token values. The file needs no server and makes no network requests." }),
+      el("p", { text: "Contains " + visible(description) + ": prompts, responses and per-token values. The file needs no server and makes no network requests." }),
       el("label", { class: "field" }, el("span", { text: "Title" }), title),
       el("label", { class: "field" }, el("span", { text: "Redact" }), redact),
       el("label", { class: "check" }, images, "include images"),
@@ -244,7 +244,7 @@ function appExport(what, words) {
     save.disabled = true;
     state.textContent = "Writing…";
     try {
-      const file = await api.file("/api/export", { ...what, images: images.checked, redact: redact.value || null, title: title.value || null });
+      const file = await api.file("/api/export", { ...selection, images: images.checked, redact: redact.value || null, title: title.value || null });
       const url = URL.createObjectURL(file.blob);
       const anchor = el("a", { href: url, download: file.name });
       anchor.click();
@@ -281,7 +281,7 @@ function appContext(hash, turn) {
       return !current();
     },
     params: {
-      get: (name, otherwise) => (params.has(name) ? params.get(name) : otherwise),
+      get: (name, fallback) => (params.has(name) ? params.get(name) : fallback),
       all: () => Object.fromEntries(params),
       set(changes, options) {
         for (const [name, value] of Object.entries(changes)) {
@@ -300,7 +300,7 @@ function appContext(hash, turn) {
     announce: (text) => current() && appAnnounce(text),
     toast: (text) => current() && appToast(text),
     crumbs: (list) => current() && appCrumbs(list),
-    exportHtml: (what, words) => appExport(what, words),
+    exportHtml: (selection, description) => appExport(selection, description),
   };
   return context;
 }
@@ -317,7 +317,7 @@ async function appRoute(restore) {
   const turn = (appTurn += 1);
   if (appOpen && appOpen.page && appOpen.page.close) appOpen.page.close();
   const hash = location.hash || "#/";
-  const place = restore ? appScroll.get(hash) : undefined; // before an empty page forgets it
+  const place = restore ? appScroll.get(hash) : undefined; // read before the page is emptied
   const context = appContext(hash, turn);
   const name = context.path[0];
   const open = appPages.get(name);
@@ -383,10 +383,10 @@ function appFacts() {
   }
 }
 
-// "live" is a run that changed a while ago at most; of one that is finished, or stands still, the page says since when.
+// "live": the run changed recently; "idle": with the time of the last change.
 function appStatus(status) {
   if (status) appConnection = status;
-  const idle = appRun.idle === null || appRun.idle === undefined ? null : appRun.idle + (performance.now() - appAskedAt) / 1000;
+  const idle = appRun.idle === null || appRun.idle === undefined ? null : appRun.idle + (performance.now() - appRunTime) / 1000;
   const state = appConnection === "waiting" ? "waiting" : idle !== null && idle < appLiveSeconds ? "live" : "idle";
   const words = {
     waiting: "disconnected from the server, retrying",
@@ -415,11 +415,11 @@ function appHeader() {
     ["sql", "SQL", link("sql"), Boolean(appRun.features && appRun.features.sql)],
   ];
   const nav = pages
-    .filter(([name, , , wanted]) => wanted && appPages.has(name) && !api.isStatic)
+    .filter(([name, , , available]) => available && appPages.has(name) && !api.isStatic)
     .map(([name, text, href]) => ({ name, node: el("a", { href, text }) }));
   const theme = el("button", { class: "icon-button", type: "button", on: { click: appCycleTheme } });
   const palette = el("button", { class: "icon-button", type: "button", aria: { label: "Color-blind-safe palette" }, on: { click: appCyclePalette } });
-  const help = el("button", { class: "icon-button", type: "button", title: "Keyboard shortcuts (?)", aria: { label: "Keys" }, text: "?", on: { click: () => appKeys() } });
+  const help = el("button", { class: "icon-button", type: "button", title: "Keyboard shortcuts (?)", aria: { label: "Keyboard shortcuts" }, text: "?", on: { click: () => appKeys() } });
   const live = el("span", { class: "live", role: "status" });
   const facts = el("span", { class: "facts" });
   const progress = el("span", { class: "chip", hidden: true });
@@ -446,7 +446,7 @@ function appHeader() {
   appPaintButtons();
 }
 
-// The mark: the bars of a group, best first.
+// The logo: the rewards of a group as bars, best first.
 function appMark() {
   const mark = icon("mark");
   mark.classList.add("mark");
@@ -490,7 +490,7 @@ function appLive() {
   const facts = debounce(async () => {
     try {
       Object.assign(appRun, await api.json("/api/run"));
-      appAskedAt = performance.now();
+      appRunTime = performance.now();
       appFacts();
       appStatus("live");
     } catch {
@@ -506,21 +506,21 @@ function appLive() {
   }, appStatus);
 }
 
-/** Starts the viewer: the key of the address, the run, the header, the page. */
+/** Starts the viewer: exchanges the token, loads the run, and opens the page of the URL. */
 export async function startApp() {
   appApplyTheme();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("themechange")));
   try {
     await api.open();
-    const given = /^#token=([^&/]+)(?:&at=(.*))?$/.exec(location.hash);
-    if (given) {
-      const after = given[2] ? "#" + decodeURIComponent(given[2]).replace(/^#/, "") : appAsked();
+    const tokenMatch = /^#token=([^&/]+)(?:&at=(.*))?$/.exec(location.hash);
+    if (tokenMatch) {
+      const after = tokenMatch[2] ? "#" + decodeURIComponent(tokenMatch[2]).replace(/^#/, "") : appRequestedHash();
       history.replaceState(null, "", location.pathname + location.search + after);
-      await api.session(decodeURIComponent(given[1]));
+      await api.session(decodeURIComponent(tokenMatch[1]));
     }
     appRun = await api.json("/api/run");
-    appAskedAt = performance.now();
-    appKeep(null);
+    appRunTime = performance.now();
+    appRememberHash(null);
     await appReadNotes();
   } catch (error) {
     if (error.status === 401) appLocked();
@@ -535,8 +535,8 @@ export async function startApp() {
   history.scrollRestoration = "manual";
   window.addEventListener("scroll", debounce(() => appOpen && appOpen.page && appScroll.set(location.hash, window.scrollY), 100), { passive: true });
   window.addEventListener("popstate", () => {
-    const given = /^#token=/.test(location.hash);
-    if (given) location.reload();
+    const tokenMatch = /^#token=/.test(location.hash);
+    if (tokenMatch) location.reload();
     else if (appOpen && location.hash !== appOpen.hash) appRoute(true);
   });
   document.addEventListener("click", (event) => {

@@ -1,11 +1,11 @@
-// charts.js: curves with quantile bands, histograms, scatter plots, sparklines, on canvas.
-// Invariant: what a chart shows can be read without it: each has a label, answers arrow keys in words, and turns into a table.
+// charts.js: curves with quantile bands, histograms, scatter plots and sparklines on canvas.
+// Invariant: every chart has a label, can be read with the arrow keys, and can be shown as a table.
 
 import { compact, count, el, empty, icon, number, themeColor } from "./dom.js";
 
 const chartMargin = { left: 40, right: 10, top: 8, bottom: 20 };
 const chartDashes = [[], [6, 3], [2, 2], [8, 3, 2, 3], [1, 3], [10, 4]];
-const chartMostRows = 400; // of a chart's table: the steps table below it has all
+const chartMaxRows = 400; // of a chart's table: the steps table below it has all
 
 /** Charts of one group share the step under the pointer. */
 export function chartGroup() {
@@ -292,8 +292,8 @@ export function stepChart(options) {
     if (!point) return "";
     if (names.length) return names.map((name, i) => name + " " + format(point.values ? point.values[i] : null)).join(", ");
     const b = point.band;
-    if (options.line) return b ? format(b.mean) + (b.low < b.high ? ", interval " + format(b.low) + " to " + format(b.high) : "") : point.text || "nothing recorded";
-    return b ? "mean " + format(b.mean) + ", median " + format(b.p50) + ", 25–75% " + format(b.p25) + " to " + format(b.p75) + ", 5% to 95% " + format(b.p5) + " to " + format(b.p95) : "nothing recorded";
+    if (options.line) return b ? format(b.mean) + (b.low < b.high ? ", interval " + format(b.low) + " to " + format(b.high) : "") : point.text || "not recorded";
+    return b ? "mean " + format(b.mean) + ", median " + format(b.p50) + ", 25–75% " + format(b.p25) + " to " + format(b.p75) + ", 5% to 95% " + format(b.p5) + " to " + format(b.p95) : "not recorded";
   }
   function say() {
     const point = shown();
@@ -451,7 +451,7 @@ export function stepChart(options) {
   });
   if (options.group) options.group.members.add(point);
   frame.rows = () => {
-    const rows = points.slice(-chartMostRows).reverse();
+    const rows = points.slice(-chartMaxRows).reverse();
     const cut = points.length > rows.length ? el("p", { class: "muted panel-body", text: "the last " + count(rows.length) + " steps; the table of steps lists all" }) : null;
     if (names.length) return [plainTable(["step", ...names], rows.map((p) => [String(p.x), ...names.map((_, i) => format(p.values ? p.values[i] : null))])), cut];
     if (options.line) {
@@ -670,7 +670,7 @@ export function scatter(options) {
     event.stopPropagation();
   });
   frame.canvas.setAttribute("aria-label", options.title + ", " + count(points.length) + " points");
-  frame.rows = () => plainTable(options.heads || ["x", "y"], points.slice(0, chartMostRows).map((p) => [formatX(p[0]), formatY(p[1]), p[2] ? "✕" : ""]));
+  frame.rows = () => plainTable(options.heads || ["x", "y"], points.slice(0, chartMaxRows).map((p) => [formatX(p[0]), formatY(p[1]), p[2] ? "✕" : ""]));
   say();
   if (options.table) frame.flip(true, false);
   return { root: frame.root, destroy: frame.destroy };

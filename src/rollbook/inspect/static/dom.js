@@ -1,4 +1,4 @@
-// dom.js: how pages make nodes and write numbers.
+// dom.js: create nodes and format numbers.
 // Invariant: text from data reaches the page through textContent or an attribute's value, never as markup, a name or a class.
 
 const domSvgSpace = "http://www.w3.org/2000/svg";

@@ -1,5 +1,5 @@
-// keys.js: the one listener for keys, and the list of them behind `?`.
-// Invariant: a key never acts while somebody types, nor behind an open dialog; the list shows exactly the keys that act.
+// keys.js: keyboard shortcuts and their list (`?`).
+// Invariant: shortcuts do nothing while the user types or a dialog is open; the list shows exactly the active ones.
 
 import { el } from "./dom.js";
 
@@ -55,9 +55,9 @@ export function setPageKeys(list) {
   keysPage = list || [];
 }
 
-// What the page has taken over does nothing else while it is open.
+// Shortcuts of the page override global ones.
 function keysFree(entry) {
-  const taken = keysPage.filter((own) => own.label).flatMap(keysOf);
+  const taken = keysPage.filter((entry) => entry.label).flatMap(keysOf);
   return !keysOf(entry).every((key) => taken.includes(key));
 }
 
@@ -72,12 +72,12 @@ function keysRows(list) {
 
 /** Shows the list of keys. */
 export function showKeys(pageTitle) {
-  const own = keysRows(keysPage);
+  const pageRows = keysRows(keysPage);
   const close = el("button", { class: "button", type: "button", text: "Close", on: { click: () => box.close() } });
-  const box = el("dialog", { class: "dialog keys", aria: { label: "Keys" }, on: { close: () => box.remove(), click: (e) => e.target === box && box.close() } },
+  const box = el("dialog", { class: "dialog keys", aria: { label: "Keyboard shortcuts" }, on: { close: () => box.remove(), click: (e) => e.target === box && box.close() } },
     el("div", { class: "dialog-body" },
-      el("div", { class: "dialog-head" }, el("h2", { text: "Keys" }), close),
-      own.length ? [el("h3", { text: pageTitle || "This page" }), el("dl", { class: "key-list" }, own)] : null,
+      el("div", { class: "dialog-head" }, el("h2", { text: "Keyboard shortcuts" }), close),
+      pageRows.length ? [el("h3", { text: pageTitle || "This page" }), el("dl", { class: "key-list" }, pageRows)] : null,
       el("h3", { text: "Everywhere" }),
       el("dl", { class: "key-list" }, keysRows(keysGlobal.filter(keysFree)))));
   document.body.append(box);

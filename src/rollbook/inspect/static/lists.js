@@ -5,10 +5,10 @@ import { compact, count, el, empty, emptyState, icon, number, plural, splitNumbe
 import { filterBox } from "./filter.js";
 import { dataTable, pagedRows, tableFoot } from "./table.js";
 
-// What is worst comes first: a row shows only so many.
+// Most severe first: a row shows only a few.
 const listFlags = {
   nan: ["bad", "NaN/Inf", "NaN or infinite values"],
-  mismatch: ["bad", "mismatch", "train-inference mismatch: trainer and engine log-probs differ"],
+  mismatch: ["bad", "mismatch", "train-inference mismatch: log-probs of trainer and engine differ"],
   loop: ["bad", "loop", "a response repeats itself"],
   truncated: ["warn", "truncated", "a response was truncated at its limit"],
   "zero-variance": ["warn", "zero var.", "all samples have the same reward: no learning signal"],
@@ -19,23 +19,24 @@ const listFlags = {
   "some-solved": ["good", "some solved", "some samples are near the run's top reward"],
   "none-solved": ["", "none solved", "no sample is near the run's top reward"],
 };
-const listCells = 16; // as many as the column has room for
+const listCells = 16; // maximum number of cells that fit
 const listQuick = [
   ["truncated", "truncated"],
   ["loops", "loop"],
-  ["NaN", "nan"],
+  ["NaN/Inf", "nan"],
   ["stale", "stale"],
   ["zero variance", "zero_variance"],
 ];
 
 /** The reward scale of the run: [low, high]. */
 export function rewardScale(run) {
-  const held = run.rewards;
-  return held && held[0] !== null && held[1] !== null && held[1] > held[0] ? held : [Math.min(0, held ? held[0] || 0 : 0), Math.max(1, held ? held[1] || 0 : 0)];
+  const range = run.rewards;
+  if (range && range[0] !== null && range[1] !== null && range[1] > range[0]) return range;
+  return [Math.min(0, range ? range[0] || 0 : 0), Math.max(1, range ? range[1] || 0 : 0)];
 }
 
-/** Rewards as small cells, filled as high as the reward is on the run's scale, best first; said in words too. Of more
-    than fit, as many are shown at even distances, the best and the worst among them: what is seen is what there is. */
+/** Rewards as small cells, best first, filled by the reward on the run's scale, with a text label. If there are too
+    many, an evenly spaced selection that includes the best and the worst is shown. */
 export function rewardCells(rewards, scale) {
   const [low, high] = scale;
   const every = (rewards.length - 1) / (listCells - 1);
@@ -58,7 +59,7 @@ export function groupFlags(flags) {
   }));
 }
 
-// Three chips fit a row; what more there is stands behind a number.
+// Three chips fit a row; the rest is shown as a number.
 function listChips(chips) {
   if (chips.length <= 3) return el("span", { class: "flags" }, chips);
   const rest = chips.slice(2).map((chip) => chip.textContent).join(", ");
@@ -70,7 +71,7 @@ function listSampleFlags(row, note = "") {
   const add = (tone, text, help) => chips.push(el("span", { class: tone ? "chip " + tone : "chip", title: visible(help), text: visible(text) }));
   if (row.status !== "finished" && row.status) add(row.status === "truncated" ? "warn" : row.status === "unfinished" ? "" : "bad", row.status, "how generation ended");
   if (row.loop_at !== null && row.loop_at !== undefined) add("bad", "loop@" + count(row.loop_at), "repetition loop starts at this token");
-  if (row.nans) add("bad", "NaN", plural(row.nans, "number") + " NaN or infinite");
+  if (row.nans) add("bad", "NaN/Inf", plural(row.nans, "NaN/Inf value"));
   if (row.scored === 2) add("bad", "NaN reward", "the reward is NaN or infinite");
   if (row.duplicate) add("warn", "duplicate", "identical to another sample of the group");
   if (row.lag > 1) add("warn", "stale " + row.lag, "policy versions between sampling and training");
@@ -83,12 +84,12 @@ function listSampleFlags(row, note = "") {
   return listChips(chips);
 }
 
-/** What a group is called on screen. */
+/** Display name of a group. */
 export function groupName(row) {
   return visible(row.task || row.gid);
 }
 
-/** What a sample is called on screen: its task, and which of the group's samples. */
+/** Display name of a sample: its task and its number in the group. */
 export function rowName(row) {
   return visible(row.task || row.gid) + " #" + row.run + (row.turn ? "." + row.turn : "");
 }
@@ -143,7 +144,7 @@ export function recordList(context, options) {
     { id: "response_tokens", label: "Length", help: "response tokens", width: "72px", num: true, sort: "response_tokens", first: "-", cell: (row) => count(row.response_tokens) },
     { id: "entropy", label: "Entropy", help: "mean entropy of trained tokens", drop: 2, width: "74px", num: true, sort: "entropy", first: "-", cell: (row) => number(row.entropy, 3) },
     { id: "kl_max", label: "Max KL", help: "largest per-token KL to the reference", drop: 2, width: "74px", num: true, sort: "kl_max", first: "-", cell: (row) => number(row.kl_max, 3) },
-    { id: "mismatch_max", label: "Max |Δ|", help: "train-inference mismatch: largest per-token log-prob difference", drop: 1, width: "74px", num: true, sort: "mismatch_max", first: "-", cell: (row) => number(row.mismatch_max, 3) },
+    { id: "mismatch_max", label: "Max mismatch", help: "largest per-token train-inference mismatch, |old_logprobs - logprobs|", drop: 1, width: "74px", num: true, sort: "mismatch_max", first: "-", cell: (row) => number(row.mismatch_max, 3) },
     { id: "flags", label: "Flags", width: "230px", cell: (row) => listSampleFlags(row, context.notes.get(row.uid)) },
   ].filter(Boolean);
 

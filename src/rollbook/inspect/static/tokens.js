@@ -1,4 +1,4 @@
-// A pane of one trajectory's tokens: plain text first, colors where somebody looks, one listener for all tokens.
+// A pane with the tokens of one trajectory: plain text first, colored when visible; one listener for all tokens.
 // Invariant: the text in a chunk is the display form of its tokens in order, so a place in it is always a token, whatever
 // is escaped, shortened or hidden.
 
@@ -7,7 +7,7 @@ import { MASK_BIT, SPECIAL_BIT } from "./frame.js";
 import { LENS_NONE, LENS_OVER, LENS_UNDER, lensCodes, lensRank } from "./lenses.js";
 
 const TOKENS_CHUNK = 256; // a chunk is cut at the first newline after so many tokens
-const TOKENS_CHUNK_MOST = 1024;
+const TOKENS_CHUNK_MAX = 1024;
 const TOKENS_PAGE = 200_000; // tokens shown at once
 const TOKENS_MARGIN = "400px 0px";
 const TOKENS_SCREEN = 700; // pixels that are colored before anything is seen
@@ -101,7 +101,7 @@ function tokensTemplate(trajectory) {
 }
 
 // The first i in [from, to) with ends[i] > offset.
-function tokensAfter(ends, offset, from, to) {
+function tokensFindEnd(ends, offset, from, to) {
   let low = from;
   let high = to;
   while (low < high) {
@@ -164,7 +164,7 @@ function tokensCuts(trajectory, start, stop, stops) {
     const repeats = ids !== null && flags[i] & SPECIAL_BIT && i + 1 < stop && ids[i + 1] === ids[i];
     // Zero-width tokens stay with the character they are part of, and a run of equal marks stays whole.
     const inside = (i + 1 < stop && ends[i + 1] === ends[i]) || repeats;
-    if (stops.has(i + 1) || (size >= TOKENS_CHUNK && newline) || (size >= TOKENS_CHUNK_MOST && !inside) || i + 1 === stop) {
+    if (stops.has(i + 1) || (size >= TOKENS_CHUNK && newline) || (size >= TOKENS_CHUNK_MAX && !inside) || i + 1 === stop) {
       cuts.push([from, i + 1, newline || i + 1 === stop || stops.has(i + 1)]);
       from = i + 1;
     }
@@ -746,8 +746,8 @@ export class TokenPane {
 
   tokenOf(chunk, offset) {
     const { ends, base } = chunk.layout;
-    if (ends !== null) return Math.min(chunk.start + tokensAfter(ends, offset, 0, ends.length), chunk.stop - 1);
-    return Math.min(tokensAfter(this.trajectory.ends, offset + base, chunk.start, chunk.stop), chunk.stop - 1);
+    if (ends !== null) return Math.min(chunk.start + tokensFindEnd(ends, offset, 0, ends.length), chunk.stop - 1);
+    return Math.min(tokensFindEnd(this.trajectory.ends, offset + base, chunk.start, chunk.stop), chunk.stop - 1);
   }
 
   // ---- cursor, hits
@@ -800,14 +800,14 @@ export class TokenPane {
       }
     }
     this.remark();
-    return this.hits.map(([at]) => tokensAfter(this.trajectory.ends, at, 0, this.trajectory.ends.length));
+    return this.hits.map(([at]) => tokensFindEnd(this.trajectory.ends, at, 0, this.trajectory.ends.length));
   }
 
   // A data offset as a display offset of the chunk.
   displayPlace(chunk, place) {
     const { layout } = chunk;
     if (layout.ends === null) return Math.max(0, Math.min(layout.text.length, place - layout.base));
-    const token = tokensAfter(this.trajectory.ends, place, chunk.start, chunk.stop);
+    const token = tokensFindEnd(this.trajectory.ends, place, chunk.start, chunk.stop);
     if (token >= chunk.stop) return layout.text.length;
     const begin = token === chunk.start ? 0 : layout.ends[token - 1 - chunk.start];
     const inside = Math.max(0, place - tokenStart(this.trajectory, token));
@@ -1000,7 +1000,7 @@ export class TokenPane {
     element.addEventListener("copy", (event) => this.copy(event));
   }
 
-  // What is copied is the data: no escapes, no marks, no line breaks of ours.
+  // Copies the original text, without escapes and marks.
   copy(event) {
     const selection = getSelection();
     if (selection.rangeCount === 0 || selection.isCollapsed || event.clipboardData === null) return;
@@ -1037,7 +1037,7 @@ export function showPicture(url, name) {
   box.showModal();
 }
 
-/** The ways a mask is shown, in the order that `m` goes through them. */
+/** Display modes of masked tokens, in the order of the key `m`. */
 export const MASK_MODES = ["dim", "hatch", "off"];
 
 /** A button bar with one choice: choices [[value, label, title]]; choose(value) is called with the new one. */
@@ -1053,7 +1053,7 @@ export function choiceBar(label, choices, value, choose) {
   return { element: bar, set };
 }
 
-/** What is worth a second look in a sample, from its row of the index (or null) and itself: [[text, tone, title]]. */
+/** Flags of a sample, from its index row (or null) and its trajectory: [[text, tone, title]]. */
 export function sampleFlags(row, trajectory) {
   const flags = [];
   const status = row?.status ?? trajectory?.status;
@@ -1061,7 +1061,7 @@ export function sampleFlags(row, trajectory) {
   else if (status === "aborted" || status === "error") flags.push([status, "bad", `ended with status ${status}`]);
   else if (status === "unfinished") flags.push(["unfinished", "", "not finished"]);
   if (row?.loop_at !== null && row?.loop_at !== undefined) flags.push([`loop @${count(row.loop_at)}`, "warn", "repetition loop starts at this response token"]);
-  if (row?.nans > 0) flags.push([`${plural(row.nans, "NaN")}`, "bad", "NaN or infinite values"]);
+  if (row?.nans > 0) flags.push([plural(row.nans, "NaN/Inf", "NaN/Inf"), "bad", "NaN or infinite values"]);
   if (row?.scored === 2) flags.push(["reward NaN", "bad", "the reward is NaN or infinite"]);
   if (row?.duplicate) flags.push(["duplicate", "warn", "identical to another sample of the group"]);
   if (row?.lag > 1) flags.push([`lag ${row.lag}`, "", "policy versions between sampling and training"]);
@@ -1076,7 +1076,7 @@ export function flagChips(flags) {
   return flags.map(([text, tone, title]) => el("span", { class: tone === "" ? "chip" : `chip ${tone === "bad" ? "bad" : "warn"}`, text, title }));
 }
 
-/** What the user asked, without the template's marks: the text of the last user segment of the prompt, in one line. */
+/** Text of the last user segment of the prompt, without template marks, in one line. */
 export function questionText(trajectory) {
   const asked = trajectory.segments.filter((segment) => segment.role === "user" && segment.start < trajectory.prompt_tokens).pop();
   if (asked === undefined) return "";

@@ -1,17 +1,15 @@
-"""The configuration of `rollbook train`: its keys, files and arguments, and how it is shown.
+"""The configuration of `rollbook train`: its keys, files and arguments.
 
-| module | what it holds |
+| module | contents |
 |---|---|
-| `schema` | `Config` and its sections: every key with its type, default, bounds and one sentence |
-| `kinds` | how values are checked, and `ConfigError` |
-| `loading`, `reading` | `effective`: files with their bases, recipes, `section.key=value` arguments |
-| `writing` | `shown`: a configuration as YAML with comments, which loads back to the same |
-| `page` | the reference page |
+| `schema` | `Config` and its sections: every key with its type, default, bounds and description |
+| `values` | kinds of values, `ConfigError`, secrets |
+| `files` | `load_config`: files with their bases, recipes, `section.key=value` arguments; `dump_config`: YAML |
 
 Names load when they are first used.
 
 >>> from rollbook.train.config import Config
->>> Config.of({"optimizer": {"lr": 1e-5}}).optimizer.lr
+>>> Config.from_dict({"optimizer": {"lr": 1e-5}}).optimizer.lr
 1e-05
 """
 
@@ -22,22 +20,22 @@ from typing import TYPE_CHECKING
 from rollbook.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from rollbook.train.config.files import effective as effective
-    from rollbook.train.config.files import recipes as recipes
-    from rollbook.train.config.files import shown as shown
+    from rollbook.train.config.files import dump_config as dump_config
+    from rollbook.train.config.files import list_recipes as list_recipes
+    from rollbook.train.config.files import load_config as load_config
     from rollbook.train.config.schema import Config as Config
     from rollbook.train.config.schema import Difference as Difference
-    from rollbook.train.config.schema import differences as differences
+    from rollbook.train.config.schema import compare_configs as compare_configs
     from rollbook.train.config.values import ConfigError as ConfigError
 
 _HOMES = {
     "Config": "rollbook.train.config.schema",
     "ConfigError": "rollbook.train.config.values",
     "Difference": "rollbook.train.config.schema",
-    "differences": "rollbook.train.config.schema",
-    "effective": "rollbook.train.config.files",
-    "recipes": "rollbook.train.config.files",
-    "shown": "rollbook.train.config.files",
+    "compare_configs": "rollbook.train.config.schema",
+    "load_config": "rollbook.train.config.files",
+    "list_recipes": "rollbook.train.config.files",
+    "dump_config": "rollbook.train.config.files",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,7 +1,7 @@
 """Read configurations from YAML, TOML, recipes and `section.key=value` arguments; write them as YAML with comments.
 
-Invariant: nothing in a file is ever executed or built: a document becomes texts, numbers, true, false, null, lists and
-mappings, by rules that stand here, or is refused with its file and line. `1e-5` is a number and `no` is text.
+Invariant: reading a file executes nothing. A document becomes texts, numbers, booleans, null, lists and mappings, by
+the core schema of YAML 1.2 (`1e-5` is a number, `no` is text), or is rejected with its file and line.
 """
 
 from __future__ import annotations
@@ -17,29 +17,36 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rollbook.core.checks import suggest
 from rollbook.core.files import check_regular
 from rollbook.train.config.schema import Config
 from rollbook.train.config.values import (
     ConfigError,
     Kind,
-    Listing,
+    ListOf,
+    MappingOf,
     Nullable,
+    RawValue,
     Section,
-    Table,
     Text,
-    section_in,
-    section_of,
+    find_section,
+    get_section,
 )
 
-Place = tuple[str, ...]
-MOST = 100_000
-"""Values in one document; aliases of aliases could be billions."""
-DEEPEST = 100
+if TYPE_CHECKING:
+    from yaml import Node  # type: ignore[import-untyped]
+
+KeyPath = tuple[str, ...]
+"""The names of a key and of the sections that contain it."""
+MAX_VALUES = 100_000
+"""Maximum number of values in a document. Aliases of aliases could expand to billions."""
+MAX_DEPTH = 100
+"""Maximum depth of nested mappings and lists."""
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_NAMED = {
+_SPECIAL_WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -51,29 +58,37 @@ _NAMED = {
 
 @dataclass
 class Document:
-    """A file's values, and where each key of its mappings was written."""
+    """Values of a file or of arguments.
+
+    Args:
+        values: The values by key.
+        origins: File and line of each key, for errors.
+    """
 
     values: dict[str, Any]
-    origins: dict[Place, str] = field(default_factory=dict)
+    origins: dict[KeyPath, str] = field(default_factory=dict)
 
 
-def scalar(text: str) -> Any:
-    """What a plain word is, by YAML 1.2's core schema.
+def parse_scalar(text: str) -> Any:
+    """Parse an unquoted scalar by the core schema of YAML 1.2.
 
-    >>> [scalar(word) for word in ("1e-5", "no", "12:30", "2026-11-16", "true", "~", "0x1F", "010")]
+    Args:
+        text: The scalar.
+
+    >>> [parse_scalar(word) for word in ("1e-5", "no", "12:30", "2026-11-16", "true", "~", "0x1F", "010")]
     [1e-05, 'no', '12:30', '2026-11-16', True, None, 31, 10]
     """
-    if text in _NAMED:
-        return _NAMED[text]
+    if text in _SPECIAL_WORDS:
+        return _SPECIAL_WORDS[text]
     if _INTEGER.fullmatch(text):
         if len(text) > 4000:
-            raise ValueError(f"got a number of {len(text)} digits, expected fewer")
+            raise ValueError(f"got a number of {len(text)} digits, expected at most 4000")
         return int(text, 0 if text[:2] in ("0o", "0x") else 10)
     return float(text) if _FLOAT.fullmatch(text) else text
 
 
-def yaml_module() -> Any:
-    """PyYAML, or an error that says how to get it."""
+def _import_yaml() -> Any:
+    """Import PyYAML, or raise an error that tells how to install it."""
     try:
         return importlib.import_module("yaml")
     except ImportError as error:
@@ -82,224 +97,261 @@ def yaml_module() -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    """Text to nodes, and no further: there is no constructor to be tricked."""
-    yaml = yaml_module()
+    """Build a YAML loader that returns nodes. It has no constructor, so no tag can create an object."""
+    yaml = _import_yaml()
+    bases: list[Any] = [yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml.composer.Composer]
 
-    parts: list[Any] = [yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml.composer.Composer]
+    class Loader(*bases):  # type: ignore[misc]
+        def __init__(self, text: str) -> None:
+            bases[0].__init__(self, text)
+            for base in bases[1:]:
+                base.__init__(self)
 
-    def begin(self: Any, text: str) -> None:
-        parts[0].__init__(self, text)
-        for part in parts[1:]:
-            part.__init__(self)
+        def resolve(self, node_class: type, value: str, implicit: tuple[bool, bool]) -> str:
+            return "plain" if node_class is yaml.ScalarNode and implicit[0] else "untagged"
 
-    def resolve(self: Any, kind: Any, value: Any, implicit: Any) -> str:
-        return "plain" if kind is yaml.ScalarNode and implicit[0] else "untagged"
+        def descend_resolver(self, *position: Any) -> None:
+            pass
 
-    nothing = {name: lambda self, *place: None for name in ("descend_resolver", "ascend_resolver")}
-    return type("Loader", tuple(parts), {"__init__": begin, "resolve": resolve, **nothing})
+        def ascend_resolver(self) -> None:
+            pass
+
+    return Loader
 
 
-def yaml_values(text: str, name: str) -> tuple[Any, dict[Place, str]]:
-    """The one document of a text, and the line of each key; `name` is what errors call it.
+def parse_yaml(text: str, name: str) -> tuple[Any, dict[KeyPath, str]]:
+    """Parse a text with one YAML document.
 
-    >>> yaml_values("optimizer: {lr: 1e-5}\\nname: no", "my.yaml")
+    Args:
+        text: The text.
+        name: Name of the file in errors.
+
+    Returns:
+        The value of the document, and the origin of each key.
+
+    Raises:
+        ConfigError: The text is not YAML, has tags or duplicate keys, or is too large.
+
+    >>> parse_yaml("optimizer: {lr: 1e-5}\\nname: no", "my.yaml")
     ({'optimizer': {'lr': 1e-05}, 'name': 'no'}, {('optimizer',): 'my.yaml, line 1', ('optimizer', 'lr'): 'my.yaml, line 1', ('name',): 'my.yaml, line 2'})
-    >>> yaml_values("a: 1\\na: 2", "my.yaml")
+    >>> parse_yaml("a: 1\\na: 2", "my.yaml")
     Traceback (most recent call last):
         ...
-    rollbook.train.config.values.ConfigError: a: is there twice, expected once (my.yaml, line 2)
+    rollbook.train.config.values.ConfigError: a: duplicate key (my.yaml, line 2)
     """  # noqa: E501
-    yaml = yaml_module()
-    origins: dict[Place, str] = {}
+    yaml = _import_yaml()
+    origins: dict[KeyPath, str] = {}
     try:
         node = _loader()(text).get_single_node()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "context", None) or str(error)
-        raise ConfigError(f"{name}{f', line {mark.line + 1}' if mark else ''}", f"is no YAML: {problem}") from None
+        raise ConfigError(f"{name}{f', line {mark.line + 1}' if mark else ''}", f"invalid YAML: {problem}") from None
     except RecursionError:
-        raise ConfigError(name, f"got more than {DEEPEST} mappings and lists in each other, expected fewer") from None
-    left = iter(range(MOST))
-    return (None if node is None else _value(node, (), name, origins, [], left)), origins
+        raise ConfigError(name, f"got more than {MAX_DEPTH} levels of nesting, expected fewer") from None
+    budget = iter(range(MAX_VALUES))
+    return (None if node is None else _convert_node(node, (), name, origins, [], budget)), origins
 
 
-def _value(node: Any, place: Place, name: str, origins: dict[Place, str], above: list[Any], left: Iterator[int]) -> Any:
+def _convert_node(
+    node: Node, path: KeyPath, name: str, origins: dict[KeyPath, str], parents: list[Node], budget: Iterator[int]
+) -> Any:
     source = f"{name}, line {node.start_mark.line + 1}"
-    where = ".".join(place) or name
-    if next(left, None) is None or len(above) > DEEPEST:
-        raise ConfigError(where, f"got more than {MOST} values or {DEEPEST} levels, expected fewer", source)
-    if node in above:
-        raise ConfigError(where, "got a value that contains itself, expected one that ends", source)
+    where = ".".join(path) or name
+    if next(budget, None) is None or len(parents) > MAX_DEPTH:
+        raise ConfigError(where, f"got more than {MAX_VALUES} values or {MAX_DEPTH} levels, expected fewer", source)
+    if node in parents:
+        raise ConfigError(where, "got a value that contains itself", source)
     if node.tag not in ("plain", "untagged", "tag:yaml.org,2002:str"):
         raise ConfigError(where, f"got the tag {node.tag!r}, expected plain values", source)
     if node.id == "scalar":
         try:
-            return scalar(node.value) if node.tag == "plain" else node.value
+            return parse_scalar(node.value) if node.tag == "plain" else node.value
         except ValueError as error:
             raise ConfigError(where, str(error), source) from None
-    inside = [*above, node]
+    parents = [*parents, node]
     if node.id == "sequence":
-        return [_value(child, (*place, str(i)), name, origins, inside, left) for i, child in enumerate(node.value)]
-    mapping: dict[Any, Any] = {}
-    for key, value in node.value:
-        line = f"{name}, line {key.start_mark.line + 1}"
-        if key.id != "scalar":
+        return [
+            _convert_node(child, (*path, str(i)), name, origins, parents, budget) for i, child in enumerate(node.value)
+        ]
+    mapping: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = f"{name}, line {key_node.start_mark.line + 1}"
+        if key_node.id != "scalar":
             raise ConfigError(where, "got a list or a mapping as a key, expected text", line)
-        word = _value(key, place, name, origins, inside, left)
-        if not isinstance(word, str):
-            raise ConfigError(where, f"got {key.value!r} as a key, expected text (in quotes: '{key.value}')", line)
-        if word in mapping:
-            raise ConfigError(".".join((*place, word)), "is there twice, expected once", line)
-        origins[*place, word] = line
-        mapping[word] = _value(value, (*place, word), name, origins, inside, left)
+        key = _convert_node(key_node, path, name, origins, parents, budget)
+        if not isinstance(key, str):
+            text = key_node.value
+            raise ConfigError(where, f"got {text!r} as a key, expected text (in quotes: '{text}')", line)
+        if key in mapping:
+            raise ConfigError(".".join((*path, key)), "duplicate key", line)
+        origins[*path, key] = line
+        mapping[key] = _convert_node(value_node, (*path, key), name, origins, parents, budget)
     return mapping
 
 
 def read_file(path: Path, name: str | None = None) -> Document:
-    """A YAML or TOML file, by its ending."""
-    called = name or str(path)
-    if path.suffix not in (".yaml", ".yml", ".toml"):
-        raise ConfigError(called, "got a file of no known kind, expected .yaml, .yml or .toml")
+    """Read a YAML or TOML file, by its suffix.
+
+    Args:
+        path: The file.
+        name: Name of the file in errors; `None`: its path.
+
+    Raises:
+        ConfigError: The file is neither, or is not valid.
+    """
+    name = name or str(path)
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(name, f"got the suffix {path.suffix!r}, expected .yaml, .yml or .toml")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(called, f"is no UTF-8 text: {error.reason} at byte {error.start}") from None
-    origins: dict[Place, str] = {}
+        raise ConfigError(name, f"invalid UTF-8: {error.reason} at byte {error.start}") from None
+    origins: dict[KeyPath, str] = {}
     if path.suffix == ".toml":
         try:
             values: Any = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise ConfigError(called, f"is no TOML: {error}") from None
-        origins = {(): called}
+            raise ConfigError(name, f"invalid TOML: {error}") from None
+        origins = {(): name}
     else:
-        values, origins = yaml_values(text, called)
+        values, origins = parse_yaml(text, name)
     if not isinstance(values, dict | None):
-        raise ConfigError(called, f"got a {type(values).__name__}, expected sections and keys")
+        raise ConfigError(name, f"got a {type(values).__name__}, expected sections and keys")
     return Document(values or {}, origins)
 
 
-def argument(text: str) -> Any:
-    """A value from the command line: a plain word, or a list, mapping or quoted text as YAML writes them.
+def parse_argument(text: str) -> Any:
+    """Parse a value of the command line: an unquoted scalar, or a list, mapping or quoted text as in YAML.
 
-    >>> argument("3e-4"), argument("[a, 1]"), argument("cuda:1"), argument('"7"')
+    Args:
+        text: The value.
+
+    >>> parse_argument("3e-4"), parse_argument("[a, 1]"), parse_argument("cuda:1"), parse_argument('"7"')
     (0.0003, ['a', 1], 'cuda:1', '7')
     """
     if text[:1] not in ("[", "{", '"', "'"):
-        return scalar(text)
+        return parse_scalar(text)
     try:
-        return json.loads(text, object_pairs_hook=_once)  # most such values; needs no PyYAML
+        return json.loads(text, object_pairs_hook=_reject_duplicates)  # does not need PyYAML
     except ConfigError:
         raise
     except (ValueError, RecursionError):
-        return yaml_values(text, "the command line")[0]
+        return parse_yaml(text, "the command line")[0]
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(twice, "is there twice in a mapping, expected once")
+        raise ConfigError(next(name for name in names if names.count(name) > 1), "duplicate key")
     return mapping
 
 
-DEFAULT = "letters"
-"""The recipe that is run where none is named."""
-ARGUMENTS = "the command line"
-RECIPES = Path(__file__).parent.parent / "recipes"
-_ENDINGS = (".yaml", ".yml", ".toml")
-_LAYOUT = ("columns", "keep")
-"""Keys of `data` that say what a file looks like: another file from the command line has the same layout."""
+# --- files and recipes ------------------------------------------------------------------------------------------------
+
+DEFAULT_RECIPE = "letters"
+"""The recipe that `rollbook train` runs by default."""
+COMMAND_LINE = "the command line"
+RECIPE_FOLDER = Path(__file__).parent.parent / "recipes"
+_SUFFIXES = (".yaml", ".yml", ".toml")
+_LAYOUT_KEYS = ("columns", "keep")
+"""Keys of `data` that describe the layout of a file. They still apply to a file named on the command line."""
 
 
-def recipes() -> dict[str, Path]:
-    """The embedded recipes by name."""
-    files = sorted(RECIPES.iterdir()) if RECIPES.is_dir() else []
-    return {path.stem: path for path in files if path.suffix in _ENDINGS}
+def list_recipes() -> dict[str, Path]:
+    """Return the files of the embedded recipes by name."""
+    files = sorted(RECIPE_FOLDER.iterdir()) if RECIPE_FOLDER.is_dir() else []
+    return {path.stem: path for path in files if path.suffix in _SUFFIXES}
 
 
-def effective(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The whole configuration of a file, or of a recipe by its name, with `section.key=value` changes.
+def load_config(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Load a configuration file or a recipe.
+
+    Args:
+        config: A YAML or TOML file, or the name of a recipe; `None`: the default recipe.
+        overrides: Changes, as `section.key=value`.
+
+    Raises:
+        ConfigError: A key or a value is not valid.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = Path(folder, "my.toml")
     ...     _ = file.write_text('[optimizer]\\nlr = 1e-4')
-    ...     found = effective(file, ["optimizer.warmup_steps=5", "algorithm=rloo"])
-    >>> found.optimizer.lr, found.optimizer.warmup_steps, found.algorithm.estimator
+    ...     config = load_config(file, ["optimizer.warmup_steps=5", "algorithm=rloo"])
+    >>> config.optimizer.lr, config.optimizer.warmup_steps, config.algorithm.estimator
     (0.0001, 5, 'rloo')
     """
-    layers = _with_bases(_find(DEFAULT if config is None else config, None), [])
-    layers = merged(layers, overriding(overrides), arguments=True)
+    layers = _read_with_bases(_find_file(DEFAULT_RECIPE if config is None else config, None), [])
+    layers = merge_layers(layers, parse_arguments(overrides), arguments=True)
     try:
-        return Config.of(layers.values)
+        return Config.from_dict(layers.values)
     except ConfigError as error:
-        raise error.at(_origin(error.path, layers.origins)) from None
+        raise error.at(_find_origin(error.path, layers.origins)) from None
 
 
-def _find(name: str | Path, beside: Path | None) -> Path:
-    """The file that a name stands for: a path (relative to the folder `beside`), else a recipe's name."""
-    path = Path(name).expanduser() if beside is None else beside / Path(name).expanduser()
+def _find_file(name: str | Path, folder: Path | None) -> Path:
+    """Return the file of a path, relative to `folder`, or of the name of a recipe."""
+    path = Path(name).expanduser() if folder is None else folder / Path(name).expanduser()
     check_regular(path)
-    if path.suffix in _ENDINGS or path.is_file():
+    if path.suffix in _SUFFIXES or path.is_file():
         if not path.is_file():
             raise ConfigError(str(path), "there is no such file")
         return path
-    names = recipes()
+    names = list_recipes()
     if str(name) not in names:
-        from rollbook.core.checks import suggest
-
         raise ConfigError(str(name), f"is neither a file nor a recipe{suggest(str(name), list(names))}")
     return names[str(name)]
 
 
-def _with_bases(path: Path, below: list[Path]) -> Document:
-    """A file over its base, and that over its own."""
-    if path.resolve() in below:
-        raise ConfigError("base", f"goes round in a circle: {' <- '.join(file.name for file in [*below, path])}")
-    document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPES else None)
-    if path.parent != RECIPES:
-        document.values = _beside_file(document.values, section_of(Config), path.parent)
+def _read_with_bases(path: Path, files: list[Path]) -> Document:
+    """Read a file and merge it with its base; `files` are those that it is a base of."""
+    if path.resolve() in files:
+        raise ConfigError("base", f"files form a cycle: {' <- '.join(file.name for file in [*files, path])}")
+    document = read_file(path, f"recipe {path.stem}" if path.parent == RECIPE_FOLDER else None)
+    if path.parent != RECIPE_FOLDER:
+        document.values = _resolve_paths(document.values, get_section(Config), path.parent)
     base = document.values.pop("base", None)
     if base is None:
-        return merged(Document({}), document)
-    source = _origin("base", document.origins)
+        return merge_layers(Document({}), document)
+    source = _find_origin("base", document.origins)
     if not isinstance(base, str):
         raise ConfigError("base", f"got {base!r}, expected a file, relative to this one, or a recipe's name", source)
     try:
-        under = _find(base, path.parent)
+        base_path = _find_file(base, path.parent)
     except ConfigError as error:
         raise ConfigError("base", f"{error.path} {error.message}", source) from None
-    return merged(_with_bases(under, [*below, path.resolve()]), document)
+    return merge_layers(_read_with_bases(base_path, [*files, path.resolve()]), document)
 
 
-def _beside_file(value: Any, kind: Kind | None, folder: Path) -> Any:
-    """Make the paths of a file's values relative to its folder, if something is there.
+def _resolve_paths(value: RawValue, kind: Kind | None, folder: Path) -> Any:
+    """Resolve the paths in a file that exist relative to its folder.
 
-    Other paths stay as they are, relative to the working directory: some are names on the hub, and the configuration
-    kept with a run has paths from the command line.
+    Other paths remain relative to the working directory: some are names on the hub, and the configuration stored with
+    a run has paths of the command line.
     """
-    section = section_in(kind) if kind is not None else None
+    section = find_section(kind) if kind is not None else None
     if isinstance(value, list):
-        return [_beside_file(entry, kind, folder) for entry in value]
+        return [_resolve_paths(entry, kind, folder) for entry in value]
     if section is None:
         return value
-    if isinstance(value, str) and section.short and section.keys[section.short].path:
-        return _existing(value, folder)
+    if isinstance(value, str) and section.short_key and section.keys[section.short_key].path:
+        return _resolve_path(value, folder)
     if not isinstance(value, Mapping):
         return value
-    anchored = dict(value)
+    resolved = dict(value)
     for name, entry in value.items():
         key = section.keys.get(name)
         if key is not None and key.path and isinstance(entry, str):
-            anchored[name] = _existing(entry, folder)
+            resolved[name] = _resolve_path(entry, folder)
         elif key is not None:
-            anchored[name] = _beside_file(entry, key.kind, folder)
-    return anchored
+            resolved[name] = _resolve_paths(entry, key.kind, folder)
+    return resolved
 
 
-def _existing(text: str, folder: Path) -> str:
-    """A path, or `file.py:function`, joined to a folder if the file is in it."""
+def _resolve_path(text: str, folder: Path) -> str:
+    """Join a path, or `file.py:function`, to a folder if the file is in it."""
     file, ending, function = text.partition(".py:")
     path = Path(file + ending.removesuffix(":"))
     if path.is_absolute() or not (folder / path).exists():
@@ -307,100 +359,112 @@ def _existing(text: str, folder: Path) -> str:
     return os.path.normpath(folder / path) + (f":{function}" if ending else "")
 
 
-def overriding(arguments: Sequence[str]) -> Document:
-    """`section.key=value` arguments as one layer; of two for the same key the later one counts.
+def parse_arguments(arguments: Sequence[str]) -> Document:
+    """Parse `section.key=value` arguments.
 
-    A key of text takes the value as it stands; others take numbers, true, false, null, [lists] and {mappings}.
+    Values of text keys are taken literally; others are parsed as numbers, true, false, null, [lists] and {mappings}.
 
-    >>> overriding(["algorithm=ppo", "algorithm.group_size=2"]).values
+    Args:
+        arguments: The arguments. Of two for the same key, the later one counts.
+
+    Raises:
+        ConfigError: An argument has no key or no `=`, or its value cannot be parsed.
+
+    >>> parse_arguments(["algorithm=ppo", "algorithm.group_size=2"]).values
     {'algorithm': {'preset': 'ppo', 'group_size': 2}}
-    >>> overriding(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
+    >>> parse_arguments(["name=2026", "steps=20", "sampling.stop=[END]", "rewards.0.weight=2"]).values
     {'name': '2026', 'steps': 20, 'sampling': {'stop': ['END']}, 'rewards': {'0': {'weight': 2}}}
     """
     layer = Document({})
     for argument in arguments:
-        path, equals, text = argument.partition("=")
-        place = tuple(path.strip().split("."))
-        if not equals or not all(place):
-            raise ConfigError(argument, "is no change, expected section.key=value", ARGUMENTS)
-        if place == ("base",):
-            raise ConfigError(path, "got it as a change, expected it in a file", ARGUMENTS)
+        name, equals, text = argument.partition("=")
+        path = tuple(name.strip().split("."))
+        if not equals or not all(path):
+            raise ConfigError(argument, "expected section.key=value", COMMAND_LINE)
+        if path == ("base",):
+            raise ConfigError(name, "cannot be changed on the command line, expected it in a file", COMMAND_LINE)
         try:
-            value = _typed(_kind_at(place), text)
+            value = _parse_value(_kind_at(path), text)
         except ConfigError as error:
-            raise ConfigError(path, error.message, ARGUMENTS) from None
+            raise ConfigError(name, error.message, COMMAND_LINE) from None
         except ValueError as error:
-            raise ConfigError(path, str(error), ARGUMENTS) from None
-        inner = layer.values
-        for at, part in enumerate(place[:-1]):
-            if not isinstance(inner.get(part), dict):
-                inner[part] = _opened(_kind_at(place[: at + 1]), inner.get(part))
-            inner = inner[part]
-        existing, spread = inner.get(place[-1]), _opened(_kind_at(place), value) if isinstance(value, str) else {}
-        # `data=x.jsonl` after `data.limit=5` is a key beside it: it does not matter which of the two is said first.
-        inner[place[-1]] = {**existing, **spread} if isinstance(existing, dict) and spread else value
-        layer.origins[place] = ARGUMENTS
+            raise ConfigError(name, str(error), COMMAND_LINE) from None
+        section = layer.values
+        for depth, part in enumerate(path[:-1], 1):
+            if not isinstance(section.get(part), dict):
+                section[part] = _as_mapping(_kind_at(path[:depth]), section.get(part))
+            section = section[part]
+        existing, expanded = section.get(path[-1]), _as_mapping(_kind_at(path), value) if isinstance(value, str) else {}
+        # `data=x.jsonl` after `data.limit=5` does not remove the limit: the order of the two does not matter.
+        section[path[-1]] = {**existing, **expanded} if isinstance(existing, dict) and expanded else value
+        layer.origins[path] = COMMAND_LINE
     return layer
 
 
-def _opened(kind: Kind | None, value: Any) -> dict[str, Any]:
-    """What stands for a section, or for a list of one, as a mapping that more keys go into."""
+def _as_mapping(kind: Kind | None, value: RawValue) -> dict[str, Any]:
+    """Expand the short form of a section, or of a list of one, to a mapping that takes more keys."""
     kind = kind.inner if isinstance(kind, Nullable) else kind
     if value is None:
         return {}
-    if isinstance(kind, Listing):
-        return {"0": _opened(kind.item, value)}
-    section = kind.spread(value) if isinstance(kind, Section) else None
+    if isinstance(kind, ListOf):
+        return {"0": _as_mapping(kind.item, value)}
+    section = kind.expand(value) if isinstance(kind, Section) else None
     return dict(section) if isinstance(section, Mapping) else {}
 
 
-def _kind_at(place: Place) -> Kind | None:
-    """The kind of the key at a place; `None` where there is none, or any plain value."""
-    kind: Kind = section_of(Config)
-    for part in place:
+def _kind_at(path: KeyPath) -> Kind | None:
+    """Return the kind of a key; `None` if it is unknown or takes any value."""
+    kind: Kind = get_section(Config)
+    for part in path:
         kind = kind.inner if isinstance(kind, Nullable) else kind
-        if isinstance(kind, Listing) and part.isdecimal():
+        if isinstance(kind, ListOf) and part.isdecimal():
             kind = kind.item
         elif isinstance(kind, Section) and part in kind.keys:
             kind = kind.keys[part].kind
-        elif isinstance(kind, Table):
+        elif isinstance(kind, MappingOf):
             kind = kind.item
         else:
             return None
     return kind
 
 
-def _typed(kind: Kind | None, text: str) -> Any:
+def _parse_value(kind: Kind | None, text: str) -> Any:
     inner = kind.inner if isinstance(kind, Nullable) else kind
     if isinstance(kind, Nullable) and text in ("null", "~", ""):
         return None
-    words = isinstance(inner.item if isinstance(inner, Listing) else inner, Text)
-    if words and text[:1] not in ("'", '"', "[" if isinstance(inner, Listing) else "'"):
+    is_text = isinstance(inner.item if isinstance(inner, ListOf) else inner, Text)
+    if is_text and text[:1] not in ("'", '"', "[" if isinstance(inner, ListOf) else "'"):
         return text
-    return argument(text)
+    return parse_argument(text)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def merged(old: Document, new: Document, arguments: bool = False) -> Document:
-    """One layer over another; `arguments`: the new one is from the command line."""
+def merge_layers(old: Document, new: Document, arguments: bool = False) -> Document:
+    """Merge a document over another one.
+
+    Args:
+        old: The base.
+        new: The document whose values take precedence.
+        arguments: Whether `new` is from the command line.
+    """
     try:
-        values = _over(old.values, new.values, section_of(Config), arguments)
+        values = _merge(old.values, new.values, get_section(Config), arguments)
     except ConfigError as error:
-        raise error.at(_origin(error.path, new.origins)) from None
+        raise error.at(_find_origin(error.path, new.origins)) from None
     return Document(values, {**old.origins, **new.origins})
 
 
-def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any:
-    """A value over another one: mappings key by key, anything else in its place."""
-    section = section_in(kind) if kind is not None else None
+def _merge(old: RawValue, new: RawValue, kind: Kind | None, arguments: bool = False) -> Any:
+    """Merge a value over another one: mappings key by key, anything else is replaced."""
+    section = find_section(kind) if kind is not None else None
     if section is not None and new is not None:
-        old, new = section.spread(old), section.spread(new)
-    lists = isinstance(kind.inner if isinstance(kind, Nullable) else kind, Listing)
-    if lists and isinstance(new, Mapping) and new and all(str(name).isdecimal() for name in new):
-        return _items(old, new, section)
-    if not isinstance(new, Mapping) or not isinstance(old, Mapping) or lists:
+        old, new = section.expand(old), section.expand(new)
+    is_list = isinstance(kind.inner if isinstance(kind, Nullable) else kind, ListOf)
+    if is_list and isinstance(new, Mapping) and new and all(str(name).isdecimal() for name in new):
+        return _merge_items(old, new, section)
+    if not isinstance(new, Mapping) or not isinstance(old, Mapping) or is_list:
         return new
     keys = section.keys if section is not None else {}
     combined = dict(old)
@@ -411,116 +475,128 @@ def _over(old: Any, new: Any, kind: Kind | None, arguments: bool = False) -> Any
         )
         if is_complete:
             combined.pop(name, None)
-        if key is not None and value is not None and _is_another(old.get(name), value, bool(is_complete)):
-            gone = old if "*" in key.anew else [other for other in key.anew if other != name]
-            same_layout = arguments and old.get(name) is not None
-            for other in gone:
-                if not (same_layout and other in _LAYOUT):
+        if key is not None and value is not None and _is_different(old.get(name), value, bool(is_complete)):
+            reset = old if "*" in key.resets else [other for other in key.resets if other != name]
+            keeps_layout = arguments and old.get(name) is not None
+            for other in reset:
+                if not (keeps_layout and other in _LAYOUT_KEYS):
                     combined.pop(other, None)
         try:
-            combined[name] = _over(combined.get(name), value, key.kind if key is not None else None, arguments)
+            combined[name] = _merge(combined.get(name), value, key.kind if key is not None else None, arguments)
         except ConfigError as error:
             raise error.under(name) from None
-    # What this layer says itself was not dropped by it, in whatever order it says so.
+    # A layer does not reset the keys that it sets itself, in whatever order.
     return {**combined, **{name: combined.get(name, new[name]) for name in new}}
 
 
-def _is_another(old: Any, new: Any, is_complete: bool) -> bool:
+def _is_different(old: RawValue, new: RawValue, is_complete: bool) -> bool:
     return is_complete or (old is None if isinstance(new, Mapping) else old != new)
 
 
-def _items(old: Any, new: Mapping[str, Any], section: Section | None) -> Any:
-    """Single items of a list changed, by their numbers."""
+def _merge_items(old: RawValue, new: Mapping[str, Any], section: Section | None) -> list[Any]:
+    """Change single items of a list, by their indices."""
     items = [] if old is None else list(old) if isinstance(old, (list, tuple)) else [old]
     for name, value in sorted(new.items(), key=lambda pair: int(pair[0])):
         if int(name) > len(items):
             raise ConfigError(str(name), f"got item {name} of a list of {len(items)}, expected at most {len(items)}")
         before = items[int(name)] if int(name) < len(items) else None
-        items[int(name) : int(name) + 1] = [_over(before, value, section)]
+        items[int(name) : int(name) + 1] = [_merge(before, value, section)]
     return items
 
 
-def _origin(path: str, origins: Mapping[Place, str]) -> str:
-    """Where the key at a path was written: by an argument for a part of it, itself, or what holds it."""
-    place = tuple(path.replace("[", ".").replace("]", "").split("."))
-    if any(other[: len(place)] == place and source == ARGUMENTS for other, source in origins.items()):
-        return ARGUMENTS
-    sources = (origins[place[:n]] for n in range(len(place), -1, -1) if place[:n] in origins)
+def _find_origin(name: str, origins: Mapping[KeyPath, str]) -> str:
+    """Return where a key was set: on the command line (also if only a part of it), or in a file."""
+    path = tuple(name.replace("[", ".").replace("]", "").split("."))
+    if any(other[: len(path)] == path and source == COMMAND_LINE for other, source in origins.items()):
+        return COMMAND_LINE
+    sources = (origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in origins)
     return next(sources, "")
 
 
-_BARE = re.compile(r"[A-Za-z_/][\w/.@+-]*(:[\w/.@+-]+)*", re.ASCII)
-_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
-"""What some reader takes for more than text."""
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+_UNQUOTED = re.compile(r"[A-Za-z_/][\w/.@+-]*(:[\w/.@+-]+)*", re.ASCII)
+_AMBIGUOUS_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""Words that some YAML readers do not take for text."""
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
-def shown(config: Config) -> str:
-    """The whole configuration, defaults included: what a key is for stands over it, its default beside another value.
+def dump_config(config: Config) -> str:
+    """Write a configuration as YAML: all keys, with their descriptions and defaults as comments.
 
-    >>> for line in shown(Config(name="mine", optimizer={"lr": 1e-5})).splitlines()[:4]:
+    Args:
+        config: The configuration.
+
+    >>> for line in dump_config(Config(name="mine", optimizer={"lr": 1e-5})).splitlines()[:4]:
     ...     print(line)
     # Name of the run.
     name: mine  # default: run
     # Folder of the run; null: runs/NAME.
     out: null
     """
-    return "\n".join(_section(config.to_dict(), section_of(Config), "")) + "\n"
+    return "\n".join(_section_lines(config.to_dict(), get_section(Config), "")) + "\n"
 
 
-def _section(values: Mapping[str, Any], section: Section, indent: str) -> Iterator[str]:
-    usual = section.usual(values)
+def _section_lines(values: Mapping[str, Any], section: Section, indent: str) -> Iterator[str]:
+    default = section.defaults(values)
     for name, key in section.keys.items():
-        inner = section_in(key.kind)
-        doc = key.doc or (summary(inner) if inner is not None else "")
+        inner = find_section(key.kind)
+        doc = key.doc or (summarize(inner) if inner is not None else "")
         if inner is not None and not indent:
             yield ""
         yield from textwrap.wrap(doc, 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
         value = values[name]
         if inner is not None and isinstance(value, Mapping):
             yield f"{indent}{name}:"
-            yield from _section(value, inner, indent + "  ")
+            yield from _section_lines(value, inner, indent + "  ")
         elif inner is not None and isinstance(value, list) and value:
             yield f"{indent}{name}:"
             for entry in value:
                 yield f"{indent}-"
-                yield from _section(entry, inner, indent + "  ")
+                yield from _section_lines(entry, inner, indent + "  ")
         else:
-            yield f"{indent}{name}: {flow(value)}{_aside(value, usual[name])}"
+            yield f"{indent}{name}: {format_value(value)}{_default_comment(value, default[name])}"
 
 
-def _aside(value: Any, usual: Any) -> str:
-    return "" if value == usual or usual in (None, {}, []) else f"  # default: {flow(usual)}"
+def _default_comment(value: RawValue, default: RawValue) -> str:
+    return "" if value == default or default in (None, {}, []) else f"  # default: {format_value(default)}"
 
 
-def summary(section: Section) -> str:
-    """What a section is: the first paragraph of its class's documentation."""
-    return " ".join((section.of.__doc__ or "").split("\n\n")[0].split())
+def summarize(section: Section) -> str:
+    """Return the first paragraph of the docstring of a section.
+
+    Args:
+        section: The section.
+    """
+    return " ".join((section.cls.__doc__ or "").split("\n\n")[0].split())
 
 
-def flow(value: Any) -> str:
-    """A value in one line.
+def format_value(value: RawValue) -> str:
+    """Write a value as YAML in one line.
 
-    >>> print(flow({"lr": 1e-5, "on": ["no", "module:function", "a b", 3, None]}))
+    Args:
+        value: The value.
+
+    >>> print(format_value({"lr": 1e-5, "on": ["no", "module:function", "a b", 3, None]}))
     {lr: 1.0e-05, "on": ["no", module:function, "a b", 3, null]}
     """
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{text(name)}: {flow(entry)}" for name, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_text(name)}: {format_value(entry)}" for name, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(flow, value)) + "]"
+        return "[" + ", ".join(map(format_value, value)) + "]"
     if isinstance(value, str):
-        return text(value)
+        return _format_text(value)
     if isinstance(value, float):
-        return number(value)
+        return _format_number(value)
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
     )
 
 
-def number(value: float) -> str:
-    """A number that every reader takes for one: 1e-05 is text to some.
+def _format_number(value: float) -> str:
+    """Write a number that every YAML reader takes for one; 1e-05 is text to some.
 
-    >>> number(1e-5), number(0.1), number(1e22), number(float("inf"))
+    >>> _format_number(1e-5), _format_number(0.1), _format_number(1e22), _format_number(float("inf"))
     ('1.0e-05', '0.1', '1.0e+22', '.inf')
     """
     if math.isinf(value):
@@ -529,17 +605,17 @@ def number(value: float) -> str:
     return f"{digits if '.' in digits else digits + '.0'}{mark}{power}" if mark else digits
 
 
-def text(value: str) -> str:
-    """A text, in quotes unless it is text to every reader."""
-    if _BARE.fullmatch(value) and value.lower() not in _WORDS and isinstance(scalar(value), str):
+def _format_text(value: str) -> str:
+    """Write a text, in quotes unless every YAML reader takes it for text."""
+    if _UNQUOTED.fullmatch(value) and value.lower() not in _AMBIGUOUS_WORDS and isinstance(parse_scalar(value), str):
         return value
-    return '"' + "".join(_ESCAPES.get(char) or (char if _is_plain(char) else _escaped(char)) for char in value) + '"'
+    return '"' + "".join(_ESCAPES.get(char) or (char if _is_plain(char) else _escape(char)) for char in value) + '"'
 
 
 def _is_plain(char: str) -> bool:
     return char.isprintable() and char != "\ufeff"
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

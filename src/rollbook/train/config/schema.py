@@ -18,21 +18,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from rollbook.book.sampler import SAMPLERS
 from rollbook.train.config.values import (
     ConfigError,
+    check_fields,
     check_secrets,
-    checked,
+    find_section,
+    flatten,
+    get_section,
     key,
-    leaves,
-    plain,
-    section_in,
-    section_of,
-    unknown,
+    to_plain,
+    unknown_key_error,
 )
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from rollbook.train.algorithm import AlgorithmConfig
     from rollbook.train.learner import MinibatchConfig
     from rollbook.train.optimizer import OptimizerConfig
-    from rollbook.train.replay_config import ReplayConfig as Taken
+    from rollbook.train.replay_config import ReplayConfig
     from rollbook.train.sft_warmup import WarmupConfig
 
 
@@ -41,62 +43,63 @@ FUNCTION: dict[str, Any] = {
     "description": "'module:function' or 'file.py:function'",
     "path": True,
 }
-_SOURCES = ("function", "recipe", "remote", "model", "name", "options")
-COLUMNS = (
+_SOURCE_KEYS = ("function", "recipe", "remote", "model", "name", "options")
+DATA_COLUMNS = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
     *("response", "chosen", "rejected"),
 )
 """Columns of the data."""
 
 
-def one_of(self: Any, *names: str) -> None:
+def check_at_most_one(section: DataclassInstance, *names: str) -> None:
     """Raise `ConfigError` if more than one of the keys is set."""
-    present = [name for name in names if getattr(self, name) is not None]
+    present = [name for name in names if getattr(section, name) is not None]
     if len(present) > 1:
         raise ConfigError(present[1], f"got it beside {present[0]}, expected one of {', '.join(names)}")
 
 
-def needs(self: Any, name: str, other: str) -> None:
+def check_required(section: DataclassInstance, name: str, other: str) -> None:
     """Raise `ConfigError` if a key is set without another one that it requires."""
-    if getattr(self, name) and getattr(self, other) is None:
-        raise ConfigError(name, f"got {getattr(self, name)!r} without {other}, which it is for")
+    if getattr(section, name) and getattr(section, other) is None:
+        raise ConfigError(name, f"got {getattr(section, name)!r}, which requires {other}")
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class ModelSource:
-    """What the sections of models have in common."""
+@dataclass(frozen=True, kw_only=True)
+class _ModelSource:
+    """Base class of the sections of models."""
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None
-    config: Mapping[str, Any] | None
+    path: str | None = None
+    config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         sources = ("path", "config", "builder") if hasattr(self, "builder") else ("path", "config")
-        one_of(self, *sources)
+        check_at_most_one(self, *sources)
         if "builder" in sources:
-            needs(self, "options", "builder")
+            check_required(self, "options", "builder")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ConfigError("config.model_type", "missing, expected a model type of transformers, such as llama")
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the section names a model."""
         return any(getattr(self, name, None) is not None for name in ("path", "config", "builder"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model(ModelSource):
+class ModelSection(_ModelSource):
     """The policy: weights from `path`, random weights from `config`, or the result of `builder`."""
 
-    path: str | None = key(None, path=True, anew=("config", "builder", "options", "tokenizer", "processor"))
+    path: str | None = key(None, path=True, resets=("config", "builder", "options", "tokenizer", "processor"))
     """Folder that transformers can load, or a model name on the Hugging Face Hub."""
-    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path", "builder", "options"))
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", resets=("path", "builder", "options"))
     """Transformers configuration with its `model_type`, for random weights; without it, changes to that of the base."""
-    builder: str | None = key(None, anew=("path", "config", "options", "tokenizer", "processor"), **FUNCTION)
+    builder: str | None = key(None, resets=("path", "config", "options", "tokenizer", "processor"), **FUNCTION)
     """Function that returns an `Actor`, or a model and its tokenizer; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `builder`."""
@@ -107,10 +110,10 @@ class Model(ModelSource):
     precision: Literal["float32", "bfloat16", "autocast"] = key("float32")
     """`float32`, `bfloat16` (bfloat16 weights, float32 copies in the optimizer) or `autocast` (float32 weights, model
     passes in bfloat16)."""
-    attention: str | None = key(None, free=True)
+    attention: str | None = key(None, changeable=True)
     """Attention implementation of transformers (eager, sdpa, flash_attention_2, flex_attention, varlen, ...); null: the
     default of transformers."""
-    gradient_checkpointing: bool = key(False, free=True)
+    gradient_checkpointing: bool = key(False, changeable=True)
     """Recompute activations in the backward pass to save memory."""
     lora: Mapping[str, Any] | None = key(None)
     """Options of `peft.LoraConfig` (`r`, `lora_alpha`, `target_modules`, ...) to train adapters; null: train all
@@ -120,26 +123,26 @@ class Model(ModelSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Critic(ModelSource):
+class CriticSection(_ModelSource):
     """The critic of algorithms that have one; by default it begins with the weights of the policy."""
 
-    path: str | None = key(None, path=True, anew=("config",))
+    path: str | None = key(None, path=True, resets=("config",))
     """Folder or hub name of the initial model; null: the weights of the policy."""
-    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path",))
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", resets=("path",))
     """Transformers configuration with its `model_type`, for random weights."""
     value_head: Literal["zeros", "normal"] = key("zeros")
     """Initialization of the value head: zeros, or random."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher(ModelSource):
+class TeacherSection(_ModelSource):
     """The teacher of algorithms that have one."""
 
-    path: str | None = key(None, path=True, anew=("config", "builder", "options"))
+    path: str | None = key(None, path=True, resets=("config", "builder", "options"))
     """Folder that transformers can load, or a model name on the Hugging Face Hub."""
-    config: Mapping[str, Any] | None = key(None, complete_with="model_type", anew=("path", "builder", "options"))
+    config: Mapping[str, Any] | None = key(None, complete_with="model_type", resets=("path", "builder", "options"))
     """Transformers configuration with its `model_type`, for random weights."""
-    builder: str | None = key(None, anew=("path", "config", "options"), **FUNCTION)
+    builder: str | None = key(None, resets=("path", "config", "options"), **FUNCTION)
     """Function that returns the teacher; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `builder`."""
@@ -149,14 +152,14 @@ class Teacher(ModelSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class DataSection:
     """Training prompts (and answers, for `sft` and `dpo`) from a file, a dataset or a function."""
 
     SHORT: ClassVar[str] = "path"
 
-    path: str | None = key(None, path=True, anew=("function", "options", "split", "subset", "columns", "keep"))
+    path: str | None = key(None, path=True, resets=("function", "options", "split", "subset", "columns", "keep"))
     """JSONL, JSON or Parquet file, folder of such files, or folder or name of a Hugging Face dataset."""
-    function: str | None = key(None, anew=("path", "options", "split", "subset", "columns", "keep"), **FUNCTION)
+    function: str | None = key(None, resets=("path", "options", "split", "subset", "columns", "keep"), **FUNCTION)
     """Function that returns the rows, instead of a file; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `function`."""
@@ -164,7 +167,7 @@ class Data:
     """Split of the dataset; null: its only split."""
     subset: str | None = key(None)
     """Subset of the dataset; null: its only subset."""
-    columns: Mapping[str, str | None] = key({}, names=COLUMNS)
+    columns: Mapping[str, str | None] = key({}, names=DATA_COLUMNS)
     """Column names in the data, such as {prompt: question, reference: answer}; null: the data has no such column."""
     keep: tuple[str, ...] | None = key(None)
     """Other columns to pass to rewards and records in `info`; null: all."""
@@ -184,22 +187,22 @@ class Data:
     """System message to prepend to chats that have none; null: none."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "path", "function")
-        needs(self, "options", "function")
+        check_fields(self)
+        check_at_most_one(self, "path", "function")
+        check_required(self, "options", "function")
         for name in ("split", "subset"):
-            needs(self, name, "path")
+            check_required(self, name, "path")
         if self.overflow != "error" and self.max_prompt_tokens is None:
-            raise ConfigError("overflow", f"got {self.overflow!r} without max_prompt_tokens, which it is for")
+            raise ConfigError("overflow", f"got {self.overflow!r}, which requires max_prompt_tokens")
 
     @property
-    def given(self) -> bool:
-        """Whether there is any."""
+    def is_set(self) -> bool:
+        """Whether the section names data."""
         return (self.path, self.function) != (None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup:
+class WarmupSection:
     """Supervised fine-tuning on the rows' `response` before the training; off if `steps` is 0."""
 
     steps: int = key(0, low=0, high=10**6)
@@ -220,7 +223,7 @@ class Warmup:
     """Gradient norm above which gradients are clipped; 0 disables clipping."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
     def warmup_config(self) -> WarmupConfig:
         """Return the settings for `rollbook.train.sft_warmup.warm_up`."""
@@ -238,20 +241,20 @@ class Warmup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
+class RewardSection:
     """A reward source. The rewards of several sources are added, multiplied by their weights."""
 
     SHORT: ClassVar[str] = "function"
 
-    function: str | None = key(None, path=True, anew=_SOURCES)
+    function: str | None = key(None, path=True, resets=_SOURCE_KEYS)
     """Built-in function (`exact_match`, `numeric_match`, `gsm8k`, ...), `module:function` or `file.py:function`."""
-    recipe: Mapping[str, Any] | None = key(None, anew=_SOURCES)
+    recipe: Mapping[str, Any] | None = key(None, resets=_SOURCE_KEYS)
     """Reward components by the label of a row: {label: [[type, key, weight], ...]}."""
     remote: tuple[str, ...] | None = key(
-        None, anew=_SOURCES, pattern=r"https?://\S+", description="an http:// or https:// URL"
+        None, resets=_SOURCE_KEYS, pattern=r"https?://\S+", description="an http:// or https:// URL"
     )
     """URL of a reward server, or URLs of its replicas."""
-    model: str | None = key(None, path=True, anew=_SOURCES)
+    model: str | None = key(None, path=True, resets=_SOURCE_KEYS)
     """Folder or hub name of a sequence classifier."""
     weight: float = key(1.0)
     """Factor of this source in the sum of rewards."""
@@ -261,26 +264,27 @@ class Reward:
     """Keyword arguments of `rollbook.rewards.as_reward` (`time_limit`, `on_error`, `pool`) and of the function."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "function", "recipe", "remote", "model")
+        check_fields(self)
+        check_at_most_one(self, "function", "recipe", "remote", "model")
         if (self.function, self.recipe, self.remote, self.model) == (None, None, None, None):
-            raise ConfigError("function", "is missing, expected one of function, recipe, remote, model")
+            raise ConfigError("function", "missing, expected one of function, recipe, remote, model")
         for label, lines in (self.recipe or {}).items():
             if not isinstance(lines, (list, tuple)) or not all(isinstance(line, (list, tuple)) for line in lines):
                 raise ConfigError(f"recipe.{label}", f"got {lines!r}, expected [[type, key, weight], ...]")
         if self.function is not None and not re.fullmatch(rf"{FUNCTION['pattern']}|[\w.-]+\.py|\w+", self.function):
             raise ConfigError(
-                "function", f"got {self.function!r}, expected a ready function's name, {FUNCTION['description']}"
+                "function",
+                f"got {self.function!r}, expected the name of a built-in function, {FUNCTION['description']}",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Environment:
+class EnvironmentSection:
     """Multi-turn episodes with an environment, such as a tool or a game; off unless `function` is set."""
 
     SHORT: ClassVar[str] = "function"
 
-    function: str | None = key(None, anew=("options",), **FUNCTION)
+    function: str | None = key(None, resets=("options",), **FUNCTION)
     """Function that returns the environment of an episode, called with the prompt and `options`; null: single-turn."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `function`."""
@@ -298,45 +302,45 @@ class Environment:
     """Options of `rollbook.rollout.Episode`."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        needs(self, "options", "function")
+        check_fields(self)
+        check_required(self, "options", "function")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class EngineSection:
     """The engine that samples responses: transformers in this process, or a server."""
 
-    kind: Literal["transformers", "openai"] = key("transformers", anew=("url", "model", "api_key_env", "options"))
+    kind: Literal["transformers", "openai"] = key("transformers", resets=("url", "model", "api_key_env", "options"))
     """`transformers`: sample in this process from the weights that are trained; `openai`: a server at `url`, such as
     vLLM. The server keeps its own weights; `algorithm.correction` corrects for the difference."""
-    url: str | None = key(None, free=True, pattern=r"https?://\S+", description="an http:// or https:// URL")
+    url: str | None = key(None, changeable=True, pattern=r"https?://\S+", description="an http:// or https:// URL")
     """URL of the server."""
     model: str | None = key(None)
     """Model name on the server; null: its only model."""
-    api_key_env: str | None = key(None, free=True, pattern=r"[A-Za-z_]\w*", description="the name of a variable")
+    api_key_env: str | None = key(None, changeable=True, pattern=r"[A-Za-z_]\w*", description="the name of a variable")
     """Environment variable with the API key of the server."""
-    timeout: float = key(1800.0, free=True, above=0, high=1e6)
+    timeout: float = key(1800.0, changeable=True, above=0, high=1e6)
     """Timeout of a request to the server in seconds."""
-    concurrency: int = key(64, free=True, low=1, high=10**5)
+    concurrency: int = key(64, changeable=True, low=1, high=10**5)
     """Maximum number of concurrent requests to the server."""
-    max_batch_rows: int = key(256, free=True, low=1, high=10**6)
+    max_batch_rows: int = key(256, changeable=True, low=1, high=10**6)
     """Maximum number of responses that transformers samples in a batch."""
-    max_batch_tokens: int = key(262_144, free=True, low=1, high=10**9)
+    max_batch_tokens: int = key(262_144, changeable=True, low=1, high=10**9)
     """Maximum number of tokens in such a batch."""
     options: Mapping[str, Any] = key({})
     """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         if self.kind == "openai" and self.url is None:
-            raise ConfigError("url", "is missing, expected the server's URL for kind openai")
+            raise ConfigError("url", "missing, expected the URL of the server for kind openai")
         for name in ("url", "model", "api_key_env"):
             if self.kind == "transformers" and getattr(self, name) is not None:
                 raise ConfigError(name, f"got {getattr(self, name)!r} for kind transformers, expected it for openai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingSection:
     """Sampling options in training. The number of responses per prompt is `algorithm.group_size`."""
 
     max_tokens: int = key(1024, low=1, high=10**7)
@@ -363,22 +367,22 @@ class Sampling:
     """Server-specific options, passed on unchanged."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         if self.min_tokens > self.max_tokens:
             raise ConfigError("min_tokens", f"got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
         if "" in self.stop:
-            raise ConfigError("stop", "got an empty text, expected texts that are not")
+            raise ConfigError("stop", "got an empty text, expected texts with at least one character")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
+class ReplaySection:
     """Which records a training step takes from the book."""
 
     kind: Literal["on_policy", "replay"] = key(
-        "on_policy", anew=("sampler", "sampler_options", "reuse", "rollout_interval")
+        "on_policy", resets=("sampler", "sampler_options", "reuse", "rollout_interval")
     )
     """`on_policy`: the groups that the step generated; `replay`: groups that the sampler selects from the book."""
-    sampler: str | None = key(None, anew=("sampler_options",), choices=tuple(SAMPLERS))
+    sampler: str | None = key(None, resets=("sampler_options",), choices=tuple(SAMPLERS))
     """Sampler of the book for `replay`; null: `uniform`."""
     sampler_options: Mapping[str, Any] = key({})
     """Keyword arguments of the sampler."""
@@ -388,9 +392,9 @@ class ReplayConfig:
     """Maximum age of a record in policy versions; null: no limit."""
     rollout_interval: int = key(1, low=1, high=10**4)
     """Generate new rollouts every N steps; the steps in between replay existing records."""
-    timeout: float = key(0.0, free=True, low=0)
+    timeout: float = key(0.0, changeable=True, low=0)
     """Seconds to wait for records that other processes append."""
-    lease_seconds: float = key(3600.0, free=True, low=1, high=1e9)
+    lease_seconds: float = key(3600.0, changeable=True, low=1, high=1e9)
     """Lease duration in seconds. Must exceed the longest training step."""
     expert: str | None = key(None, path=True)
     """Book of expert records to mix in; null: none."""
@@ -398,29 +402,29 @@ class ReplayConfig:
     """Share of expert records among the records of a step."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
         if self.expert_share > 0 and self.expert is None:
-            raise ConfigError("expert_share", f"got {self.expert_share:g} without expert, which it is for")
+            raise ConfigError("expert_share", f"got {self.expert_share:g}, which requires expert")
         if self.kind == "on_policy":
             for name, least in {"reuse": 1, "rollout_interval": 1, "sampler": None}.items():
                 if getattr(self, name) != least:
                     raise ConfigError(name, f"got {getattr(self, name)!r} for kind on_policy, expected it for replay")
-        needs(self, "sampler_options", "sampler")
+        check_required(self, "sampler_options", "sampler")
 
-    def replay_config(self) -> Taken:
+    def replay_config(self) -> ReplayConfig:
         """Return the settings for a `Trainer`, without `expert`."""
-        from rollbook.train.replay_config import ReplayConfig as Taken
+        from rollbook.train.replay_config import ReplayConfig
 
-        return Taken(**{name: value for name, value in vars(self).items() if name != "expert"})
+        return ReplayConfig(**{name: value for name, value in vars(self).items() if name != "expert"})
 
 
-_FREE = {"free": True}
+_CHANGEABLE = {"changeable": True}
 
-# --- how it learns ----------------------------------------------------------------------------------------------------
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSection:
     """Size of a step, and its split into minibatches and micro-batches."""
 
     prompts_per_step: int = key(64, low=1, high=10**6)
@@ -429,10 +433,10 @@ class Batch:
     """Number of updates in each pass over the records of a step."""
     epochs: int = key(1, low=1, high=10**4)
     """Number of passes over the records of a step."""
-    token_budget: int = key(16384, free=True, low=1, high=10**9)
+    token_budget: int = key(16384, changeable=True, low=1, high=10**9)
     """Maximum number of tokens in one forward and backward pass. A smaller budget needs less memory and changes results
     by rounding only."""
-    packed: bool | None = key(None, free=True)
+    packed: bool | None = key(None, changeable=True)
     """Pack sequences instead of padding them; null: if the attention implementation makes packing cheap."""
     shuffle: bool = key(True)
     """Assign records to minibatches in a random order, by the seed."""
@@ -442,7 +446,7 @@ class Batch:
     """Leave out records whose advantages are all 0."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
     def minibatch_config(self) -> MinibatchConfig:
         """Return the settings for a `Learner`, without `prompts_per_step`."""
@@ -452,11 +456,11 @@ class Batch:
         return MinibatchConfig(**{name: getattr(self, name) for name in names})
 
 
-# --- what is kept and shown -------------------------------------------------------------------------------------------
+# --- checkpoints, evaluation, tracking --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointSection:
     """Checkpoints: weights, optimizer states, random states, position in the data, and a checkpoint of the book."""
 
     interval: int = key(50, low=0)
@@ -467,18 +471,18 @@ class Checkpoint:
     """Save a checkpoint after the last step."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationSection:
     """Evaluation on prompts that are never trained on."""
 
-    data: str | None = key(None, path=True, anew=("function", "options"))
+    data: str | None = key(None, path=True, resets=("function", "options"))
     """File or dataset of prompts, with the columns of `data`; null: the rows of `data.held_out`."""
     split: str | None = key(None)
     """Split of that dataset or, without one, of `data.path`; null: its only split."""
-    function: str | None = key(None, anew=("data", "options"), **FUNCTION)
+    function: str | None = key(None, resets=("data", "options"), **FUNCTION)
     """Function that returns the rows, instead of a file; called with `options`."""
     options: Mapping[str, Any] = key({})
     """Keyword arguments of `function`."""
@@ -500,7 +504,7 @@ class Evaluation:
     """Nucleus sampling probability; null: as in training."""
     max_tokens: int | None = key(None, low=1, high=10**7)
     """Maximum response length in tokens; null: as in training."""
-    rewards: tuple[Reward, ...] = key(())
+    rewards: tuple[RewardSection, ...] = key(())
     """Reward sources of the evaluation, as in `rewards`; empty: those of the training."""
     success: float | str = key(1.0)
     """Minimum reward of a success, or the name of a reward part that must be at least 1."""
@@ -508,18 +512,18 @@ class Evaluation:
     """Confidence level of the intervals."""
 
     def __post_init__(self) -> None:
-        checked(self)
-        one_of(self, "data", "function")
-        one_of(self, "split", "function")
-        needs(self, "options", "function")
+        check_fields(self)
+        check_at_most_one(self, "data", "function")
+        check_at_most_one(self, "split", "function")
+        check_required(self, "options", "function")
         if self.greedy and self.k > 1:
-            raise ConfigError("k", f"got {self.k} with greedy, which gives the same each time, expected 1")
+            raise ConfigError("k", f"got {self.k} with greedy, expected 1: greedy samples are all equal")
         if self.greedy and self.temperature is not None:
             raise ConfigError("temperature", f"got {self.temperature:g} with greedy, expected one of the two")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracking:
+class TrackingSection:
     """Trackers of metrics, in addition to the book."""
 
     display: bool = key(True)
@@ -536,19 +540,19 @@ class Tracking:
     `after` and `config` that its parameters name."""
 
     def __post_init__(self) -> None:
-        checked(self)
+        check_fields(self)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- the configuration ------------------------------------------------------------------------------------------------
 
 
-def _algorithm() -> AlgorithmConfig:
+def _default_algorithm() -> AlgorithmConfig:
     from rollbook.train.algorithm import AlgorithmConfig
 
     return AlgorithmConfig.preset("grpo")
 
 
-def _optimizing() -> OptimizerConfig:
+def _default_optimizer() -> OptimizerConfig:
     from rollbook.train.optimizer import OptimizerConfig
 
     return OptimizerConfig()
@@ -558,7 +562,10 @@ def _optimizing() -> OptimizerConfig:
 class Config:
     """The configuration of a training run.
 
-    Sections are given as mappings or as the dataclasses of this module.
+    Sections may be mappings. The string below a key is its description, also on the reference page.
+
+    Attributes:
+        folder: The folder of the run.
 
     >>> config = Config(model="some/folder", data={"path": "train.jsonl"}, algorithm="dapo", optimizer={"lr": 1e-5})
     >>> config.algorithm.loss_options, config.optimizer.lr, str(config.folder)
@@ -570,71 +577,80 @@ class Config:
     weight_decay, max_grad_norm, warmup_steps, schedule, min_lr_ratio, steps)
     """
 
-    name: str = key("run", free=True, pattern=r"[\w.+-]*\w[\w.+-]*", description="letters, digits and any of . _ + -")
+    name: str = key(
+        "run", changeable=True, pattern=r"[\w.+-]*\w[\w.+-]*", description="letters, digits and any of . _ + -"
+    )
     """Name of the run."""
-    out: str | None = key(None, free=True)
+    out: str | None = key(None, changeable=True)
     """Folder of the run; null: runs/NAME."""
     seed: int = key(0, low=0, high=2**32 - 1)
     """Seed of every random choice of the run."""
-    steps: int = key(100, free=True, low=0, high=10**9, anew=("epochs",))
+    steps: int = key(100, changeable=True, low=0, high=10**9, resets=("epochs",))
     """Number of training steps, those before a resume included. Setting it replaces the `epochs` of a base."""
-    epochs: float | None = key(None, free=True, above=0, high=10**6)
+    epochs: float | None = key(None, changeable=True, above=0, high=10**6)
     """Passes over the training data. Sets `steps` from the number of rows and `batch.prompts_per_step`."""
     device: str = key(
-        "auto", free=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
+        "auto", changeable=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
     )
     """Device of the models; `auto`: a GPU if there is one."""
-    threads: int | None = key(None, free=True, low=1, high=1024)
+    threads: int | None = key(None, changeable=True, low=1, high=1024)
     """Number of CPU threads of torch; 1 is fastest for models of a few million weights. null: the default of torch."""
-    deterministic: bool = key(False, free=True)
+    deterministic: bool = key(False, changeable=True)
     """Use only deterministic operations of torch, also on a GPU."""
-    resume: bool = key(True, free=True)
+    resume: bool = key(True, changeable=True)
     """Continue a run in the folder from its last checkpoint; if false, such a folder is an error."""
-    overwrite: bool = key(False, free=True)
+    overwrite: bool = key(False, changeable=True)
     """Delete a run in the folder first, regardless of `resume`. Folders without a run are never deleted."""
-    nonfinite_limit: int = key(3, free=True, low=1)
+    nonfinite_limit: int = key(3, changeable=True, low=1)
     """Number of consecutive updates with a non-finite loss or gradient after which the run stops."""
-    model: Model = field(default_factory=Model)
-    critic: Critic = field(default_factory=Critic)
+    model: ModelSection = field(default_factory=ModelSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     reference: str | None = key(None, path=True)
     """Folder or hub name of the reference model; null: the policy before step 1."""
-    teacher: Teacher = field(default_factory=Teacher)
-    data: Data = field(default_factory=Data)
-    warmup: Warmup = field(default_factory=Warmup)
-    rewards: tuple[Reward, ...] = key(())
+    teacher: TeacherSection = field(default_factory=TeacherSection)
+    data: DataSection = field(default_factory=DataSection)
+    warmup: WarmupSection = field(default_factory=WarmupSection)
+    rewards: tuple[RewardSection, ...] = key(())
     """Reward sources: one, or a list of which the weighted sum is the reward."""
-    environment: Environment = field(default_factory=Environment)
-    engine: Engine = field(default_factory=Engine)
-    sampling: Sampling = field(default_factory=Sampling)
-    algorithm: AlgorithmConfig = field(default_factory=_algorithm)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    engine: EngineSection = field(default_factory=EngineSection)
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+    algorithm: AlgorithmConfig = field(default_factory=_default_algorithm)
     """The preset and changes to it; with `preset: null`, all settings are given."""
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    batch: Batch = field(default_factory=Batch)
-    optimizer: OptimizerConfig = field(default_factory=_optimizing)
+    replay: ReplaySection = field(default_factory=ReplaySection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    optimizer: OptimizerConfig = field(default_factory=_default_optimizer)
     critic_optimizer: OptimizerConfig | None = field(default=None)
     """Optimizer of the critic, with the keys of `optimizer`; null: that of the policy."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint, metadata=_FREE)
-    evaluation: Evaluation = field(default_factory=Evaluation, metadata=_FREE)
-    tracking: Tracking = field(default_factory=Tracking, metadata=_FREE)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection, metadata=_CHANGEABLE)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection, metadata=_CHANGEABLE)
+    tracking: TrackingSection = field(default_factory=TrackingSection, metadata=_CHANGEABLE)
 
     def __post_init__(self) -> None:
         try:
-            checked(self)
+            check_fields(self)
         except ConfigError as error:
-            raise _placed(error) from None
-        check_secrets(plain(self))
+            raise _suggest_section(error) from None
+        check_secrets(to_plain(self))
         names = [source.name for source in self.rewards if source.name is not None]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError("rewards", f"got the name {twice!r} twice, expected names that differ")
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ConfigError("rewards", f"got the name {duplicate!r} twice, expected distinct names")
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Config:
-        """Build a configuration from a mapping such as `to_dict` returns."""
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Build a configuration from a mapping, such as `to_dict` returns.
+
+        Args:
+            values: Keys and sections.
+
+        Raises:
+            ConfigError: A key or a value is not valid.
+        """
         try:
-            config: Config = section_of(cls).read(values)
+            config: Config = get_section(Config).read(values)
         except ConfigError as error:
-            raise _placed(error) from None
+            raise _suggest_section(error) from None
         return config
 
     @property
@@ -644,26 +660,26 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all keys, defaults included, as plain values: text, numbers, lists, mappings."""
-        values: dict[str, Any] = plain(self)
+        values: dict[str, Any] = to_plain(self)
         return values
 
     def require(self) -> None:
         """Raise `ConfigError` if a model, data, or something that the algorithm needs is missing."""
-        if not self.model.given:
-            raise ConfigError("model", "got none, expected one of path, config, builder")
-        if not self.data.given:
-            raise ConfigError("data", "got none, expected one of path, function")
+        if not self.model.is_set:
+            raise ConfigError("model", "missing, expected one of path, config, builder")
+        if not self.data.is_set:
+            raise ConfigError("data", "missing, expected one of path, function")
         algorithm = self.algorithm
         if algorithm.needs_rollouts and not (
             algorithm.needs_teacher or self.rewards or self.environment.function is not None
         ):
-            raise ConfigError("rewards", f"got none, which {algorithm.name} needs; an environment can give them too")
-        if algorithm.needs_teacher and not self.teacher.given:
+            raise ConfigError("rewards", f"missing, required by {algorithm.name} unless an environment gives them")
+        if algorithm.needs_teacher and not self.teacher.is_set:
             raise ConfigError(
-                "teacher", f"got none, which {algorithm.name} needs; expected one of path, config, builder"
+                "teacher", f"missing, required by {algorithm.name}, expected one of path, config, builder"
             )
         if algorithm.mixed and self.replay.expert is None:
-            raise ConfigError("replay.expert", f"got none, which {algorithm.name} needs; expected the path of a book")
+            raise ConfigError("replay.expert", f"missing, required by {algorithm.name}, expected the path of a book")
         entry = algorithm.estimator_entry
         lone = algorithm.estimator_options.get("singleton", "zero")
         if algorithm.group_size == 1 and entry is not None and entry.compares_runs and lone == "zero":
@@ -679,7 +695,7 @@ class Config:
             ):
                 if value is not None:
                     instead = "environment.context_limit" if place.startswith("data") else "rewards"
-                    raise ConfigError(place, f"got it with an environment, for which {instead} says it")
+                    raise ConfigError(place, f"cannot be set with an environment, expected {instead}")
         sources = (
             *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
         )
@@ -688,87 +704,79 @@ class Config:
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that must not change when a run is resumed."""
-        fixed = {path: value for path, value, free in leaves(self) if not free}
+        fixed = {path: value for path, value, changeable in flatten(self) if not changeable}
         text = json.dumps(fixed, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Difference(NamedTuple):
-    """A key whose value differs between two configurations."""
+    """A key whose value differs between two configurations.
+
+    Args:
+        path: Path of the key.
+        before: Plain value in the first configuration.
+        after: Plain value in the second one.
+        changeable: Whether a run may be resumed with the new value.
+
+    >>> str(Difference("optimizer.lr", 0.1, 0.2, False))
+    'optimizer.lr: 0.2, was 0.1'
+    """
 
     path: str
     before: Any
     after: Any
-    free: bool
-    """Whether a run may be resumed with the new value."""
+    changeable: bool
 
     def __str__(self) -> str:
         return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
 
 
-def differences(before: Config, after: Config) -> list[Difference]:
-    """Return the keys whose values differ, in order.
+def compare_configs(before: Config, after: Config) -> list[Difference]:
+    """Return the keys whose values differ, in the order of the sections.
 
     Args:
         before: A configuration.
         after: Another one.
 
-    >>> [str(one) for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
+    >>> [str(difference) for difference in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
     ['steps: 7, was 100', 'optimizer.lr: 0.001, was 1e-06']
-    >>> [one.path for one in differences(Config(), Config(optimizer={"lr": 1e-3}, steps=7)) if not one.free]
+    >>> both = (Config(), Config(optimizer={"lr": 1e-3}, steps=7))
+    >>> [difference.path for difference in compare_configs(*both) if not difference.changeable]
     ['optimizer.lr']
     """
-    old, new = ({path: (value, free) for path, value, free in leaves(config)} for config in (before, after))
-    order = list(section_of(Config).keys)
+    old, new = (
+        {path: (value, changeable) for path, value, changeable in flatten(config)} for config in (before, after)
+    )
+    order = list(get_section(Config).keys)
     changes = []
     for path in sorted({**old, **new}, key=lambda key_path: order.index(key_path.partition(".")[0])):
-        # A mapping that is empty here and has names there differs in those names.
+        # If a mapping is empty on one side only, its entries on the other side are the differences.
         if any(path not in values and any(other.startswith(f"{path}.") for other in values) for values in (old, new)):
             continue
-        (was, free), (now, also) = old.get(path, (None, False)), new.get(path, (None, False))
+        (was, changeable), (now, also_changeable) = old.get(path, (None, False)), new.get(path, (None, False))
         if was != now:
-            changes.append(Difference(path, was, now, free or also))
+            changes.append(Difference(path, was, now, changeable or also_changeable))
     return changes
 
 
 _SYNONYMS = {"n": "group_size"}
-"""Names of other projects for keys of another section."""
+"""Keys by their names in other projects."""
 
 
-def _placed(error: ConfigError) -> ConfigError:
-    """Suggest the section of a key that is in another one: `lr` at the top is `optimizer.lr`."""
+def _suggest_section(error: ConfigError) -> ConfigError:
+    """Suggest the section of an unknown key: `optimizer.lr` for `lr`."""
     name = error.path.rpartition(".")[2]
     if not error.message.startswith("unknown key"):
         return error
-    top = section_of(Config)
+    top = get_section(Config)
     name = _SYNONYMS.get(name, name)
     places = [
         f"{section_name}.{name}"
         for section_name, spec in top.keys.items()
-        if (inner := section_in(spec.kind)) and name in inner.keys
+        if (inner := find_section(spec.kind)) and name in inner.keys
     ]
     places = [*([name] if name in top.keys else []), *places]
-    return ConfigError(error.path, unknown(name, (), places).message) if places else error
+    return ConfigError(error.path, unknown_key_error(name, (), places).message) if places else error
 
 
-__all__ = [
-    "Batch",
-    "Checkpoint",
-    "Config",
-    "ConfigError",
-    "Critic",
-    "Data",
-    "Difference",
-    "Engine",
-    "Environment",
-    "Evaluation",
-    "Model",
-    "ReplayConfig",
-    "Reward",
-    "Sampling",
-    "Teacher",
-    "Tracking",
-    "Warmup",
-    "differences",
-    "section_of",
-]
+__all__ = ["Config", "ConfigError", "Difference", "compare_configs"]

@@ -1,13 +1,14 @@
-"""Types of configuration values, dataclasses as sections, and secrets, which are refused as text.
+"""Kinds of configuration values, dataclasses as sections, and the rejection of secrets.
 
-Invariant: a value that is read is of exactly the annotated type, within its bounds, plain (text, numbers, true, false,
-null, lists, mappings) and shared with nobody; anything else is a `ConfigError` that names the key by its full path.
+Invariant: a value that was read has exactly the annotated type and is within its bounds. It is plain (text, numbers,
+booleans, null, lists, mappings) and a copy. Anything else is a `ConfigError` with the full path of the key.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -19,18 +20,30 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from urllib.parse import quote
 
 from rollbook.core.addresses import is_secret_name, redacted, url_secrets
+from rollbook.core.checks import suggest
 from rollbook.core.errors import RollbookError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from rollbook.train.algorithm import AlgorithmConfig
 
 
+RawValue: TypeAlias = "str | float | bool | Sequence[Any] | Mapping[str, Any] | None"
+"""A value of a file, of the command line or of a caller, before it is checked."""
+
+
 class ConfigError(RollbookError, ValueError):
-    """A key that is not as it should be: its `path`, what is wrong (`message`), and the file or argument it came from.
+    """Raised for an invalid key or value of a configuration.
+
+    Args:
+        path: Path of the key.
+        message: What is wrong.
+        source: File and line, or argument, that set the key.
 
     >>> error = ConfigError("lr", "got -1, expected a number above 0").under("optimizer")
     >>> str(error), str(error.at("my.yaml, line 3"))
@@ -42,41 +55,41 @@ class ConfigError(RollbookError, ValueError):
         self.path, self.message, self.source = path, message, source
 
     def under(self, name: str) -> ConfigError:
-        """The same, of a key of `name`."""
+        """Return the error with `name` before its path."""
         return ConfigError(f"{name}.{self.path}" if self.path else name, self.message, self.source)
 
     def at(self, source: str) -> ConfigError:
-        """The same, with where it was written."""
+        """Return the error with another source."""
         return ConfigError(self.path, self.message, source)
 
 
 class Kind(Protocol):
-    """A kind of value."""
+    """A kind of value: a type with bounds."""
 
     @property
     def expected(self) -> str:
-        """What there should be, as an error says it."""
+        """Description for errors: `a number from 0 to 1`."""
 
-    def read(self, value: Any) -> Any:
-        """The value as it is kept, or a `ConfigError` whose path is relative to the key."""
+    def read(self, value: RawValue) -> Any:
+        """Check and convert a value; raise `ConfigError` with a path relative to the key."""
 
 
-def _got(value: Any, expected: str, hint: str = "") -> ConfigError:
-    shown = repr(redacted(value) if isinstance(value, str) else value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else shown
-    return ConfigError("", f"got {shown}, expected {expected}{hint}")
+def _value_error(value: RawValue, expected: str, hint: str = "") -> ConfigError:
+    text = repr(redacted(value) if isinstance(value, str) else value)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else text
+    return ConfigError("", f"got {text}, expected {expected}{hint}")
 
 
 @dataclass(frozen=True)
-class Switch:
-    """True or false, and nothing that only counts as one of them."""
+class Boolean:
+    """True or false; 0 and 1 are rejected."""
 
     expected: str = "true or false"
 
-    def read(self, value: Any) -> bool:
+    def read(self, value: RawValue) -> bool:
         if not isinstance(value, bool):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         return value
 
 
@@ -84,8 +97,13 @@ class Switch:
 class Number:
     """A finite number within its bounds.
 
-    `above` and `below` leave the bound itself out. `whole_from`: from there on only whole numbers make sense, as in a
-    share (0.1) or a count (100).
+    Args:
+        integer: Whether only integers are allowed.
+        low: Lower bound.
+        high: Upper bound.
+        above: Lower bound, itself excluded.
+        below: Upper bound, itself excluded.
+        whole_from: Value from which only integers are allowed, for keys that are a share (0.1) or a count (100).
 
     >>> Number(integer=True, low=1).read(1e3), Number(above=0, high=1).expected
     (1000, 'a number above 0, up to 1')
@@ -102,48 +120,54 @@ class Number:
     def expected(self) -> str:
         text = "a whole number" if self.integer else "a number"
         bounds = [
-            *([f"from {_short(self.low)}"] if self.low is not None else []),
-            *([f"above {_short(self.above)}"] if self.above is not None else []),
-            *([f"to {_short(self.high)}"] if self.high is not None and self.low is not None else []),
-            *([f"up to {_short(self.high)}"] if self.high is not None and self.low is None else []),
-            *([f"below {_short(self.below)}"] if self.below is not None else []),
+            *([f"from {_format_bound(self.low)}"] if self.low is not None else []),
+            *([f"above {_format_bound(self.above)}"] if self.above is not None else []),
+            *([f"to {_format_bound(self.high)}"] if self.high is not None and self.low is not None else []),
+            *([f"up to {_format_bound(self.high)}"] if self.high is not None and self.low is None else []),
+            *([f"below {_format_bound(self.below)}"] if self.below is not None else []),
         ]
         open_end = self.low is not None and self.high is None and self.below is None
         text = " ".join([text, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
         text += " on" if open_end else ""
         return text + (
-            f" (a share below {_short(self.whole_from)}, a whole number from there)" if self.whole_from else ""
+            f" (a share below {_format_bound(self.whole_from)}, a whole number from there)" if self.whole_from else ""
         )
 
-    def read(self, value: Any) -> float | int:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if fits:
-            is_whole = isinstance(value, int) or value.is_integer()
-            fits = (
-                (not self.integer or is_whole)
-                and (self.low is None or value >= self.low)
-                and (self.high is None or value <= self.high)
-                and (self.above is None or value > self.above)
-                and (self.below is None or value < self.below)
-                and (self.whole_from is None or value < self.whole_from or is_whole)
-            )
+    def read(self, value: RawValue) -> float | int:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise _value_error(value, self.expected)
+        is_whole = isinstance(value, int) or value.is_integer()
+        fits = (
+            (not self.integer or is_whole)
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.whole_from is None or value < self.whole_from or is_whole)
+        )
         if not fits:
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         if self.integer or (self.whole_from is not None and value >= self.whole_from):
             return int(value)
         try:
             return float(value)
         except OverflowError:
-            raise _got(value, self.expected) from None
+            raise _value_error(value, self.expected) from None
 
 
-def _short(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text: any, one of some, or one of a form."""
+    """A text.
+
+    Args:
+        choices: Allowed texts; empty: any.
+        pattern: Regular expression that must match.
+        description: Description of the pattern in errors.
+    """
 
     choices: tuple[str, ...] = ()
     pattern: str = ""
@@ -153,28 +177,22 @@ class Text:
     def expected(self) -> str:
         return f"one of {', '.join(self.choices)}" if self.choices else self.description or "text"
 
-    def read(self, value: Any) -> str:
+    def read(self, value: RawValue) -> str:
         if not isinstance(value, str):
-            scalar = isinstance(value, (int, float, bool)) and not self.choices and not self.pattern
-            written = str(value).lower() if isinstance(value, bool) else value
-            raise _got(value, self.expected, f' (in quotes it would be: "{written}")' if scalar else "")
+            can_be_quoted = isinstance(value, (int, float, bool)) and not self.choices and not self.pattern
+            text = str(value).lower() if isinstance(value, bool) else value
+            raise _value_error(value, self.expected, f' (in quotes it would be: "{text}")' if can_be_quoted else "")
         if self.choices and value not in self.choices:
-            raise _got(value, self.expected, _nearest(value, self.choices))
+            close = difflib.get_close_matches(value, self.choices, n=1)
+            raise _value_error(value, self.expected, f"; did you mean {close[0]!r}?" if close else "")
         if self.pattern and not re.fullmatch(self.pattern, value):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         return value
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @dataclass(frozen=True)
 class Nullable:
-    """What may also be null."""
+    """A value or null."""
 
     inner: Kind
 
@@ -182,17 +200,17 @@ class Nullable:
     def expected(self) -> str:
         return f"{self.inner.expected}, or null"
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: RawValue) -> Any:
         try:
             return None if value is None else self.inner.read(value)
         except ConfigError as error:
-            is_own = not error.path and error.message.endswith(f"expected {self.inner.expected}")
-            raise ConfigError("", f"{error.message}, or null") if is_own else error from None
+            is_of_value = not error.path and error.message.endswith(f"expected {self.inner.expected}")
+            raise ConfigError("", f"{error.message}, or null") if is_of_value else error from None
 
 
 @dataclass(frozen=True)
 class Either:
-    """One kind or another; the first that takes a value has it."""
+    """One of several kinds; the first that accepts a value reads it."""
 
     kinds: tuple[Kind, ...]
 
@@ -200,18 +218,18 @@ class Either:
     def expected(self) -> str:
         return " or ".join(kind.expected for kind in self.kinds)
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: RawValue) -> Any:
         for kind in self.kinds:
             try:
                 return kind.read(value)
             except ConfigError:
                 continue
-        raise _got(value, self.expected)
+        raise _value_error(value, self.expected)
 
 
 @dataclass(frozen=True)
-class Listing:
-    """A list of values of one kind, kept as a tuple; one value alone is a list of one, unless a length is asked for."""
+class ListOf:
+    """A list of values of one kind, read as a tuple. Without a `length`, a single value is a list of one."""
 
     item: Kind
     length: int | None = None
@@ -222,43 +240,45 @@ class Listing:
             return f"a list of {self.length}: each {self.item.expected}"
         return f"a list: each {self.item.expected}"
 
-    def read(self, value: Any) -> tuple[Any, ...]:
-        alone = not isinstance(value, (list, tuple))
-        if alone and (self.length is not None or value is None):
-            raise _got(value, self.expected)
-        entries = [value] if alone else value
+    def read(self, value: RawValue) -> tuple[Any, ...]:
+        if isinstance(value, (list, tuple)):
+            entries: Sequence[Any] = value
+        elif self.length is not None or value is None:
+            raise _value_error(value, self.expected)
+        else:
+            entries = [value]
         if self.length is not None and len(entries) != self.length:
-            raise _got(value, self.expected)
-        checked_entries = []
+            raise _value_error(value, self.expected)
+        items = []
         for i, entry in enumerate(entries):
             try:
-                checked_entries.append(self.item.read(entry))
+                items.append(self.item.read(entry))
             except ConfigError as error:
                 raise error.under(str(i)) from None
-        return tuple(checked_entries)
+        return tuple(items)
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Any plain value; what it means is known to whoever it is passed on to."""
+class PlainValue:
+    """Any plain value, such as an option that is passed on."""
 
     expected: str = "text, a number, true, false, null, a list or a mapping"
 
-    def read(self, value: Any, depth: int = 0) -> Any:
+    def read(self, value: RawValue, depth: int = 0) -> Any:
         if depth > 50:
-            raise ConfigError("", "got more than 50 mappings and lists in each other, expected fewer")
+            raise ConfigError("", "got more than 50 levels of nesting, expected fewer")
         if isinstance(value, Mapping):
-            return _mapping(value, lambda entry: self.read(entry, depth + 1))
+            return _read_mapping(value, lambda entry: self.read(entry, depth + 1))
         if isinstance(value, (list, tuple)):
             return [self.read(entry, depth + 1) for entry in value]
         if value is None or (isinstance(value, (str, bool, int, float)) and value == value):
             return value
-        raise _got(value, self.expected)
+        raise _value_error(value, self.expected)
 
 
 @dataclass(frozen=True)
-class Table:
-    """A mapping from names to values of one kind: `names` are those there can be, if not any."""
+class MappingOf:
+    """A mapping from names to values of one kind; `names` are those allowed, if not any."""
 
     item: Kind
     names: tuple[str, ...] = ()
@@ -266,18 +286,18 @@ class Table:
     @property
     def expected(self) -> str:
         text = f"a mapping of {', '.join(self.names)}" if self.names else "a mapping"
-        return text if isinstance(self.item, Plain) else f"{text}, each {self.item.expected}"
+        return text if isinstance(self.item, PlainValue) else f"{text}, each {self.item.expected}"
 
-    def read(self, value: Any) -> dict[str, Any]:
+    def read(self, value: RawValue) -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         for name in value:
             if self.names and name not in self.names:
-                raise unknown(str(name), self.names)
-        return _mapping(value, self.item.read)
+                raise unknown_key_error(str(name), self.names)
+        return _read_mapping(value, self.item.read)
 
 
-def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+def _read_mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
     entries = {}
     for name, entry in value.items():
         if not isinstance(name, str):
@@ -289,10 +309,14 @@ def _mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[str, 
     return entries
 
 
-def unknown(name: str, names: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
-    """What to say of a key that does not exist: the nearest that does, here or in another section."""
-    from rollbook.core.checks import suggest
+def unknown_key_error(name: str, names: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
+    """Build the error of an unknown key, which suggests another one.
 
+    Args:
+        name: The unknown key.
+        names: Keys of the section.
+        elsewhere: Paths of keys with this name in other sections, which are suggested instead.
+    """
     name = name or "''"
     if elsewhere:
         return ConfigError(name, f"unknown key; did you mean {' or '.join(map(repr, elsewhere))}?")
@@ -304,122 +328,154 @@ def unknown(name: str, names: Sequence[str], elsewhere: Sequence[str] = ()) -> C
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section: its name, kind, default (as it is written in a file) and what it is for."""
+    """A key of a section.
+
+    Args:
+        name: Its name.
+        kind: Kind of its values.
+        default: Default, as in a file.
+        doc: Description.
+        changeable: Whether a run may be resumed with another value.
+        resets: Keys of the same section that return to their defaults if a file or an argument changes this one; `*`:
+            all.
+        complete_with: Name that makes a mapping complete. Such a mapping replaces that of the base; another one is
+            merged with it.
+        path: Whether a text may be a path, which is relative to the file that contains it.
+    """
 
     name: str
     kind: Kind
     default: Any
     doc: str
-    free: bool = False
-    """Whether an interrupted run may be gone on with under another value."""
-    anew: tuple[str, ...] = ()
-    """Keys of the same section, of a base, that another value of this one leaves no meaning for; `*`: all."""
+    changeable: bool = False
+    resets: tuple[str, ...] = ()
     complete_with: str = ""
-    """Of a mapping: with this name in it, it is complete and takes the place of the base's; otherwise it changes it."""
     path: bool = False
-    """Whether a text is, or may be, a path: in a file it is relative to that file."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A dataclass as a section of a configuration."""
+    """A dataclass as a section of a configuration.
 
-    of: type
+    Args:
+        cls: The dataclass.
+        keys: Keys by name.
+        build: Builds an instance from the values of its keys.
+        values: Returns the values of the keys of an instance.
+        defaults: Returns the plain defaults for the plain values of a section, which may name a preset.
+        short_key: The key that a text in place of the section sets.
+    """
+
+    cls: type
     keys: Mapping[str, Key]
-    make: Callable[[dict[str, Any]], Any]
-    parts: Callable[[Any], dict[str, Any]]
-    """From an instance back to the values of its keys."""
-    usual: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """From the section's plain values to its plain defaults, which a preset among them decides."""
-    short: str = ""
-    """The key that a text in place of the section is for."""
+    build: Callable[[dict[str, Any]], Any]
+    values: Callable[[Any], dict[str, Any]]
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    short_key: str = ""
 
     @property
     def expected(self) -> str:
-        return f"a mapping of its keys{f', or its {self.short}' if self.short else ''}"
+        return f"a mapping of its keys{f', or its {self.short_key}' if self.short_key else ''}"
 
-    def read(self, value: Any) -> Any:
-        if isinstance(value, self.of):
+    def read(self, value: RawValue) -> Any:
+        if isinstance(value, self.cls):
             return value
-        value = self.spread(value)
+        value = self.expand(value)
         if not isinstance(value, Mapping):
-            raise _got(value, self.expected)
+            raise _value_error(value, self.expected)
         values = {}
         for name, entry in value.items():
             if name not in self.keys:
-                raise unknown(str(name), list(self.keys))
+                raise unknown_key_error(str(name), list(self.keys))
             try:
                 values[name] = self.keys[name].kind.read(entry)
             except ConfigError as error:
                 raise error.under(name) from None
         try:
-            return self.make(values)
+            return self.build(values)
         except ConfigError:
             raise
-        except ValueError as error:  # of a dataclass of the library's own: "optimizer.lr: got ..."
+        except ValueError as error:  # of a dataclass that checks its fields: "optimizer.lr: got ..."
             where, _, message = str(error).partition(": ")
             raise ConfigError(where.rpartition(".")[2], message) from error
 
-    def spread(self, value: Any) -> Any:
-        """A text in place of the section as a mapping of its key, and null as one of none."""
+    def expand(self, value: RawValue) -> Any:
+        """Expand the short form of a section, a text, to a mapping; null becomes an empty one."""
         if value is None:
             return {}
-        return {self.short: value} if self.short and isinstance(value, str) else value
+        return {self.short_key: value} if self.short_key and isinstance(value, str) else value
 
 
-def section_in(kind: Kind) -> Section | None:
-    """The section that a kind is, or may be, or is a list of."""
-    while isinstance(kind, (Nullable, Listing)):
+def find_section(kind: Kind) -> Section | None:
+    """Return the section of a kind that is a section, an optional one, or a list of them; else `None`.
+
+    Args:
+        kind: The kind.
+    """
+    while isinstance(kind, (Nullable, ListOf)):
         kind = kind.inner if isinstance(kind, Nullable) else kind.item
     return kind if isinstance(kind, Section) else None
 
 
-def kind_of(hint: Any, limits: Mapping[str, Any], section: Callable[[type], Section]) -> Kind:
-    """The kind of an annotation, with what limits it.
+def parse_annotation(hint: Any, limits: Mapping[str, Any]) -> Kind:
+    """Return the kind of a type annotation.
 
-    >>> kind_of(float | None, {"above": 0}, section=None).expected
+    Args:
+        hint: The annotation.
+        limits: Arguments of `Number`, `Text` or `MappingOf`.
+
+    Raises:
+        TypeError: Keys cannot have this annotation.
+
+    >>> parse_annotation(float | None, {"above": 0}).expected
     'a number above 0, or null'
-    >>> kind_of(tuple[str, ...], {}, section=None).read("stop")
+    >>> parse_annotation(tuple[str, ...], {}).read("stop")
     ('stop',)
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         rest = [arg for arg in args if arg is not type(None)]
-        kinds = tuple(kind_of(arg, limits, section) for arg in rest)
+        kinds = tuple(parse_annotation(arg, limits) for arg in rest)
         kind = kinds[0] if len(kinds) == 1 else Either(kinds)
         return kind if len(rest) == len(args) else Nullable(kind)
     if origin is Literal:
         return Text(choices=args)
     if origin is tuple and args[-1] is ...:
-        return Listing(kind_of(args[0], limits, section))
+        return ListOf(parse_annotation(args[0], limits))
     if origin is tuple and len(set(args)) == 1:
-        return Listing(kind_of(args[0], limits, section), len(args))
+        return ListOf(parse_annotation(args[0], limits), len(args))
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return Table(kind_of(args[1], {}, section), limits.get("names", ()))
+        return MappingOf(parse_annotation(args[1], {}), limits.get("names", ()))
     if hint is Any:
-        return Plain()
+        return PlainValue()
     if hint is bool:
-        return Switch()
+        return Boolean()
     if hint in (int, float):
         return Number(integer=hint is int, **limits)
     if hint is str:
         return Text(**limits)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return section(hint)
-    raise TypeError(f"{hint!r} is no annotation that a key can have")
+        return get_section(hint)
+    raise TypeError(f"annotation: got {hint!r}, expected one that keys can have")
 
 
 @functools.cache
-def docs_of(cls: type) -> dict[str, str]:
-    """The strings under a dataclass's fields, by field, each in one line.
+def read_field_docs(cls: type) -> dict[str, str]:
+    """Return the strings under the fields of a dataclass, each in one line.
+
+    Args:
+        cls: The dataclass.
+
+    Returns:
+        Descriptions by field; empty if the source code is not installed.
 
     >>> from rollbook.train.optimizer import OptimizerConfig
-    >>> docs_of(OptimizerConfig)["eps"]
+    >>> read_field_docs(OptimizerConfig)["eps"]
     "Term added to AdamW's denominator."
     """
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except OSError:  # an installation without sources has no strings to show, and needs none to run
+    except OSError:
         return {}
     docs: dict[str, str] = {}
     lines = body.body if isinstance(body, ast.ClassDef) else []
@@ -434,8 +490,8 @@ def docs_of(cls: type) -> dict[str, str]:
 def key(
     default: Any,
     *,
-    free: bool = False,
-    anew: tuple[str, ...] = (),
+    changeable: bool = False,
+    resets: tuple[str, ...] = (),
     complete_with: str = "",
     path: bool = False,
     **limits: Any,
@@ -444,126 +500,157 @@ def key(
 
     Args:
         default: The default value.
-        free: See `Key`; so are `anew`, `complete_with` and `path`.
+        changeable: As in `Key`; so are the following.
+        resets: Keys of the same section that return to their defaults.
+        complete_with: Name that makes a mapping complete.
+        path: Whether a text may be a path.
         limits: `low`, `high`, `above`, `below` and `whole_from` of numbers; `choices`, `pattern` and `description` of
             texts; `names` of mappings.
     """
-    metadata = {"limits": limits, "free": free, "anew": anew, "complete_with": complete_with, "path": path}
+    metadata = {
+        "limits": limits,
+        "changeable": changeable,
+        "resets": resets,
+        "complete_with": complete_with,
+        "path": path,
+    }
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def checked(self: Any) -> None:
-    """Read every field of a section by its kind, and put what was read in its place."""
-    for name, spec in section_of(type(self)).keys.items():
+def check_fields(instance: DataclassInstance) -> None:
+    """Read every field of a section by its kind and store the result.
+
+    Args:
+        instance: The section, in its `__post_init__`.
+
+    Raises:
+        ConfigError: A value is not valid.
+    """
+    for name, spec in get_section(type(instance)).keys.items():
         try:
-            value = spec.kind.read(getattr(self, name))
+            value = spec.kind.read(getattr(instance, name))
         except ConfigError as error:
             raise error.under(name) from None
-        object.__setattr__(self, name, value)
-
-
-def section_of(cls: type) -> Section:
-    """A dataclass as a section: its keys by name."""
-    return _section_of(cls)
+        object.__setattr__(instance, name, value)
 
 
 @functools.cache
-def _section_of(cls: type) -> Section:
-    # These load torch: when a configuration is made, not when its modules are imported.
+def get_section(cls: type) -> Section:
+    """Return a dataclass as a section.
+
+    Args:
+        cls: The dataclass.
+    """
+    # These load torch, so they are imported when a configuration is created.
     from rollbook.train.algorithm import PRESET_NAMES, AlgorithmConfig
     from rollbook.train.optimizer import OptimizerConfig
 
     names = {"AlgorithmConfig": AlgorithmConfig, "OptimizerConfig": OptimizerConfig}
-    hints, docs = typing.get_type_hints(cls, localns=names), docs_of(cls)
+    hints, docs = typing.get_type_hints(cls, localns=names), read_field_docs(cls)
     keys = {}
     if cls is AlgorithmConfig:
-        doc = "The algorithm to begin from; null: one's own, of its parts."
-        keys["preset"] = Key("preset", Nullable(Text(choices=tuple(PRESET_NAMES))), "grpo", doc, anew=("*",))
+        doc = "Preset to start from; null: all settings are given."
+        keys["preset"] = Key("preset", Nullable(Text(choices=tuple(PRESET_NAMES))), "grpo", doc, resets=("*",))
     for spec in dataclasses.fields(cls):
         metadata = spec.metadata
         default = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
         keys[spec.name] = Key(
             spec.name,
-            kind_of(hints[spec.name], metadata.get("limits", {}), section_of),
+            parse_annotation(hints[spec.name], metadata.get("limits", {})),
             list(default) if isinstance(default, tuple) else default,
             docs.get(spec.name, ""),
-            metadata.get("free", False),
-            metadata.get("anew", _ANEW.get(spec.name, ()) if cls is AlgorithmConfig else ()),
+            metadata.get("changeable", False),
+            metadata.get("resets", _RESETS.get(spec.name, ()) if cls is AlgorithmConfig else ()),
             metadata.get("complete_with", ""),
             metadata.get("path", False),
         )
     if cls is AlgorithmConfig:
-        return Section(cls, keys, _algorithm, _of_algorithm, _preset, "preset")
-    usual = {name: plain(spec.default) for name, spec in keys.items()}
-    return Section(cls, keys, lambda values: cls(**values), vars, lambda values: usual, getattr(cls, "SHORT", ""))
+        return Section(cls, keys, _build_algorithm, _algorithm_values, _preset_values, "preset")
+    defaults = {name: to_plain(spec.default) for name, spec in keys.items()}
+    return Section(cls, keys, lambda values: cls(**values), vars, lambda values: defaults, getattr(cls, "SHORT", ""))
 
 
-_ANEW = {"loss": ("loss_options",), "estimator": ("estimator_options",)}
+_RESETS = {"loss": ("loss_options",), "estimator": ("estimator_options",)}
 
 
-def _algorithm(values: dict[str, Any]) -> AlgorithmConfig:
+def _build_algorithm(values: dict[str, Any]) -> AlgorithmConfig:
     from rollbook.train.algorithm import AlgorithmConfig
 
     preset = values.pop("preset", "grpo")
     return AlgorithmConfig(**values) if preset is None else AlgorithmConfig.preset(preset, **values)
 
 
-def _of_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
+def _algorithm_values(algorithm: AlgorithmConfig) -> dict[str, Any]:
     from rollbook.train.algorithm import PRESET_NAMES
 
     return {"preset": algorithm.name if algorithm.name in PRESET_NAMES else None, **algorithm.to_dict()}
 
 
-def _preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the preset that an algorithm's values begin from."""
-    return _of_algorithm(_algorithm({"preset": values["preset"]})) | {"preset": "grpo"}
+def _preset_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the preset that the values of an algorithm start from."""
+    return _algorithm_values(_build_algorithm({"preset": values["preset"]})) | {"preset": "grpo"}
 
 
-def plain(value: Any) -> Any:
-    """A section as plain values: text, numbers, lists, mappings."""
+def to_plain(value: RawValue | DataclassInstance) -> Any:
+    """Convert a section, or a value of one, to plain values: texts, numbers, lists, mappings.
+
+    Args:
+        value: The section or value.
+
+    >>> from rollbook.train.optimizer import OptimizerConfig
+    >>> to_plain(OptimizerConfig(betas=(0.9, 0.95)))["betas"]
+    [0.9, 0.95]
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        section = section_of(type(value))
-        parts = section.parts(value)
-        return {name: plain(parts[name]) for name in section.keys}
+        section = get_section(type(value))
+        values = section.values(value)
+        return {name: to_plain(values[name]) for name in section.keys}
     if isinstance(value, Mapping):
-        return {name: plain(entry) for name, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+        return {name: to_plain(entry) for name, entry in value.items()}
+    return [to_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def leaves(config: Any) -> Iterator[tuple[str, Any, bool]]:
-    """(path, plain value, whether it may change) of every key, mappings and lists of sections taken apart."""
+def flatten(config: DataclassInstance) -> Iterator[tuple[str, Any, bool]]:
+    """Iterate over the keys of all sections.
 
-    def walk(path: str, value: Any, section: Section | None, free: bool) -> Iterator[tuple[str, Any, bool]]:
+    Args:
+        config: A section that contains others.
+
+    Yields:
+        The path of a key, its plain value, and whether a resumed run may change it.
+    """
+
+    def walk(path: str, value: RawValue, section: Section | None, changeable: bool) -> Iterator[tuple[str, Any, bool]]:
         if isinstance(value, Mapping) and value:
             for name, entry in value.items():
                 spec = section.keys[name] if section is not None else None
-                inner = section_in(spec.kind) if spec is not None else None
-                mine = free or (spec is not None and spec.free)
-                yield from walk(f"{path}.{name}" if path else name, entry, inner, mine)
+                inner = find_section(spec.kind) if spec is not None else None
+                is_changeable = changeable or (spec is not None and spec.changeable)
+                yield from walk(f"{path}.{name}" if path else name, entry, inner, is_changeable)
         elif isinstance(value, list) and section is not None:
             for i, entry in enumerate(value):
-                yield from walk(f"{path}.{i}", entry, section, free)
+                yield from walk(f"{path}.{i}", entry, section, changeable)
         else:
-            yield path, value, free
+            yield path, value, changeable
 
-    yield from walk("", plain(config), section_of(type(config)), False)
+    yield from walk("", to_plain(config), get_section(type(config)), False)
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
-Leaf = Callable[[str, str, bool], str]
-"""(path, text, whether its name is a secret's) -> the text to have in its place."""
+TextFunction = Callable[[str, str, bool], str]
+"""Maps the path of a text, the text, and whether its key is named like a secret, to a new text."""
 
 
 def check_secrets(values: Mapping[str, Any]) -> None:
-    """Refuse secrets that are written out.
+    """Reject secrets that are written out.
 
     Args:
         values: A configuration as plain values.
 
     Raises:
-        ConfigError: A URL, a header or an option holds one. The message names the key and does not quote the value.
+        ConfigError: A URL, a header or an option contains one. The message does not quote it.
 
     >>> check_secrets({"engine": {"url": "https://ana:${WORD}@host", "options": {"headers": {"X-Run": "7"}}}})
     >>> check_secrets({"engine": {"options": {"headers": {"Authorization": "Bearer abc"}}}})
@@ -572,10 +659,10 @@ def check_secrets(values: Mapping[str, Any]) -> None:
     rollbook.train.config.values.ConfigError: engine.options.headers.Authorization: got a secret as text, which
     config.yaml and --show-config would show, expected an environment variable: "${NAME}"
     """
-    _mapped(values, "", _checked)
+    _map_texts(values, "", _check_text)
 
 
-def expanded(value: Any, path: str) -> Any:
+def expand_variables(value: RawValue, path: str) -> Any:
     """Replace `${NAME}` in the URLs, headers and secret options of a value by environment variables.
 
     Args:
@@ -586,16 +673,17 @@ def expanded(value: Any, path: str) -> Any:
         ConfigError: A variable is not set.
 
     >>> os.environ["WORD"] = "a/b"
-    >>> expanded({"url": "https://ana:${WORD}@host", "headers": {"X-Api-Key": "${WORD}"}, "text": "${WORD}"}, "options")
+    >>> options = {"url": "https://ana:${WORD}@host", "headers": {"X-Api-Key": "${WORD}"}, "text": "${WORD}"}
+    >>> expand_variables(options, "options")
     {'url': 'https://ana:a%2Fb@host', 'headers': {'X-Api-Key': 'a/b'}, 'text': '${WORD}'}
     """
-    return _mapped(value, path, _expanded)
+    return _map_texts(value, path, _expand_text)
 
 
-def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bool = False) -> Any:
+def _map_texts(value: RawValue, path: str, leaf: TextFunction, headers: bool = False, secret: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: _mapped(
+            name: _map_texts(
                 entry,
                 f"{path}.{name}" if path else str(name),
                 leaf,
@@ -605,17 +693,17 @@ def _mapped(value: Any, path: str, leaf: Leaf, headers: bool = False, secret: bo
             for name, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_mapped(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
+        return [_map_texts(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
     if isinstance(value, str) and value:
         return leaf(path, value, secret)
     return value
 
 
-def _checked(path: str, text: str, secret: bool) -> str:
+def _check_text(path: str, text: str, secret: bool) -> str:
     try:
         secrets = [text] if secret else list(url_secrets(text).values())
     except ImportError:
-        secrets = []  # without psycopg no book in PostgreSQL is opened
+        secrets = []  # without psycopg no PostgreSQL address is used
     except ValueError as error:
         raise ConfigError(path, str(error).removeprefix("url: ")) from None
     if all(_VARIABLE.search(part) for part in secrets):
@@ -627,7 +715,7 @@ def _checked(path: str, text: str, secret: bool) -> str:
     )
 
 
-def _expanded(path: str, text: str, secret: bool) -> str:
+def _expand_text(path: str, text: str, secret: bool) -> str:
     is_url = "://" in text
 
     def variable(match: re.Match[str]) -> str:

@@ -1,9 +1,9 @@
-"""Sort six letters: a task, a tokenizer and a model small enough that reinforcement is seen to work in two minutes.
+"""Sort six letters: a task, a tokenizer and a model small enough to train in two minutes.
 
-Invariant: everything follows from a seed: the model's first weights, the rows, their order, the teacher. What an expert
-shows and a teacher was taught are words that no run of the same seed trains on or is judged by.
+The prompt `dbfaec>` has the answer `abcdef` and the end token; the reward is 1 for exactly that, else 0.
 
-`dbfaec>` is to be answered with `abcdef` and the end token: reward 1 if it is all right and ended by itself, else 0.
+Invariant: initial weights, rows, their order and the teacher depend only on the seed. The words of expert and teacher
+are not among those that a run of the same seed trains on or is evaluated on.
 
     python -m rollbook.train.recipes.letters expert runs/expert     # the expert's book, for the recipe `letters-mix`
 """
@@ -15,41 +15,59 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["chance", "model", "pairs", "reward", "rows", "taught", "tokenizer"]
-# What a configuration may name without being asked for trust: none of these writes or runs a file.
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from rollbook.core.ids import EID
+
+__all__ = ["model", "pairs", "random_reward", "reward", "rows", "tokenizer", "trained_model"]
+# A configuration may name these without `--trust`: none of them writes or runs a file.
 
 LETTERS = "abcdefghij"
-_SIGNS = "0123456789>=+-*/()[]., :;!?"
-_SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+_PUNCTUATION = "0123456789>=+-*/()[]., :;!?"
+_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 
 
-def tokenizer(signs: str = "") -> Any:
-    """A tokenizer of one token for each character: small letters, digits, common signs, and `signs`.
+def tokenizer(signs: str = "") -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character: lowercase letters, digits, punctuation, and `signs`.
 
-    >>> made = tokenizer()
-    >>> made.decode(made("dbfa>").input_ids), made.padding_side
+    Args:
+        signs: Further characters.
+
+    >>> characters = tokenizer()
+    >>> characters.decode(characters("dbfa>").input_ids), characters.padding_side
     ('dbfa>', 'left')
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _SIGNS + signs)
-    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate((*_SPECIAL, *characters))}, unk_token="<unk>"))
+    characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _PUNCTUATION + signs)
+    inner = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate((*_SPECIAL_TOKENS, *characters))}, unk_token="<unk>")
+    )
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), _SPECIAL, strict=True))
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), _SPECIAL_TOKENS, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=inner, padding_side="left", **names)  # type: ignore[no-untyped-call]
 
 
 def model(
     seed: int = 0, hidden: int = 96, layers: int = 2, heads: int = 3, positions: int = 64, signs: str = ""
-) -> tuple[Any, Any]:
-    """A Llama of 0.19 million random weights, and its tokenizer.
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Build a Llama with random weights, by default 0.19 million, and its tokenizer.
 
-    >>> made, _ = model(hidden=32, heads=1)
-    >>> made.config.model_type
+    Args:
+        seed: Seed of the weights.
+        hidden: Hidden size.
+        layers: Number of layers.
+        heads: Number of attention heads.
+        positions: Context length.
+        signs: Further characters of the tokenizer.
+
+    >>> network, _ = model(hidden=32, heads=1)
+    >>> network.config.model_type
     'llama'
     """
     import torch
@@ -75,7 +93,16 @@ def model(
 
 
 def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> list[dict[str, Any]]:
-    """Tasks: `count` different words of `length` letters, with their answers; those that come after the first `skip`.
+    """Generate prompts with answers: `count` distinct words, after the first `skip`.
+
+    Args:
+        count: Number of words.
+        length: Letters of a word.
+        seed: Seed of the words.
+        skip: Number of words to skip.
+
+    Raises:
+        ValueError: There are not that many words.
 
     >>> rows(1, length=4)[0].keys()
     dict_keys(['prompt', 'reference', 'response'])
@@ -92,7 +119,7 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
     return [{"prompt": f"{word}>", "reference": answer, "response": answer} for word, answer in answers]
 
 
-def taught(
+def trained_model(
     seed: int = 0,
     steps: int = 150,
     until: float | None = None,
@@ -100,12 +127,20 @@ def taught(
     length: int = 6,
     skip: int = 20_000,
     hidden: int = 96,
-) -> tuple[Any, Any]:
-    """A model that was shown answers: with 150 steps, which take about twenty seconds, a teacher, right nineteen times
-    out of twenty; `until` it is right that often, a beginner. The words are those after the first `skip`.
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Train a model on answers. With 150 steps, about twenty seconds, it is a teacher that is correct 19 times of 20.
 
-    >>> made, _ = taught(steps=2, count=256, hidden=48)
-    >>> made.config.hidden_size
+    Args:
+        seed: Seed of weights and words.
+        steps: Number of supervised steps.
+        until: Success rate at which training stops; `None`: after all steps.
+        count: Number of words.
+        length: Letters of a word.
+        skip: Number of words to skip.
+        hidden: Hidden size.
+
+    >>> network, _ = trained_model(steps=2, count=256, hidden=48)
+    >>> network.config.hidden_size
     48
     """
     from rollbook.models import Actor
@@ -114,11 +149,13 @@ def taught(
     from rollbook.train.sft_warmup import WarmupConfig, warm_up
 
     network, words = model(seed, hidden)
-    pace: dict[str, Any] = {} if until is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
+    schedule: dict[str, Any] = {} if until is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
     warm_up(
         Actor(network, tokenizer=words),
         Prompts(rows(count, length, seed, skip), seed=seed),
-        WarmupConfig(steps=steps, target_accuracy=until, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, **pace)),
+        WarmupConfig(
+            steps=steps, target_accuracy=until, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, **schedule)
+        ),
         reward=reward,
         sampling={"max_tokens": length + 1},
         seed=seed,
@@ -129,11 +166,18 @@ def taught(
 def pairs(
     count: int = 8000, length: int = 6, seed: int = 0, until: float = 0.2, skip: int = 20_000, hidden: int = 96
 ) -> list[dict[str, Any]]:
-    """The tasks that a beginner fails at, with two answers each: the right one, and the beginner's, who is right as
-    often as `until` says and learnt from words after the first `skip`.
+    """Generate preference pairs: the correct answer, and the wrong one of a model with a low success rate.
 
-    >>> made = pairs(40, length=4, skip=40, until=0.0, hidden=48)
-    >>> all(row["chosen"] == row["reference"] != row["rejected"] for row in made)
+    Args:
+        count: Number of words, of which those that the model gets right are left out.
+        length: Letters of a word.
+        seed: Seed of words and model.
+        until: Success rate of the model.
+        skip: Number of words before those that the model was trained on.
+        hidden: Hidden size of the model.
+
+    >>> rejected_pairs = pairs(40, length=4, skip=40, until=0.0, hidden=48)
+    >>> all(row["chosen"] == row["reference"] != row["rejected"] for row in rejected_pairs)
     True
     """
     from rollbook.models import Actor
@@ -141,7 +185,7 @@ def pairs(
     from rollbook.train.evaluation import evaluate
     from rollbook.train.prompts import Prompts
 
-    network, words = taught(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
+    network, words = trained_model(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
     tasks = rows(count, length, seed)
     engine, sampling = TransformersEngine(Actor(network, tokenizer=words)), {"max_tokens": length + 1}
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
@@ -150,12 +194,22 @@ def pairs(
     return [row for row in both if row["rejected"] not in ("", row["chosen"])]
 
 
-def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:
-    """Write a book of right answers, as somebody who knows how to sort gives them; how many records it has.
+def write_expert_book(folder: str | Path, count: int = 2000, length: int = 6, seed: int = 0, skip: int = 20_000) -> int:
+    """Write a book of correct answers.
+
+    Args:
+        folder: Folder of the book.
+        count: Number of answers.
+        length: Letters of a word.
+        seed: Seed of the words.
+        skip: Number of words to skip.
+
+    Returns:
+        The number of records.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     expert(f"{place}/expert", count=20)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_expert_book(f"{folder}/expert", count=20)
     20
     """
     from rollbook.book.book import open as open_book
@@ -171,7 +225,12 @@ def expert(folder: Any, count: int = 2000, length: int = 6, seed: int = 0, skip:
 
 
 def reward(response: str, reference: str, finish_reason: str) -> float:
-    """1 if the answer is the reference and ended by itself, else 0.
+    """Return 1 if the response is the reference and ends with the end token, else 0.
+
+    Args:
+        response: The response.
+        reference: The correct answer.
+        finish_reason: Why the response ended.
 
     >>> reward("abcdef", "abcdef", "stop"), reward("abcdef", "abcdef", "length"), reward("abcdfe", "abcdef", "stop")
     (1.0, 0.0, 0.0)
@@ -179,13 +238,14 @@ def reward(response: str, reference: str, finish_reason: str) -> float:
     return float(response == reference and finish_reason == "stop")
 
 
-def chance(eid: Any) -> float:
-    """A reward that has nothing to do with the answer: the control to measure learning against.
+def random_reward(eid: EID) -> float:
+    """Return 1 for about a quarter of the samples, by a hash of the id: the control of a trained reward.
 
-    1 for about a quarter of the samples, by a hash of the sample's id.
+    Args:
+        eid: Id of the sample.
 
     >>> from rollbook.core.ids import EID
-    >>> sum(chance(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
+    >>> sum(random_reward(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
     0.26
     """
     digest = hashlib.blake2b(eid.uid.encode(), digest_size=8).digest()
@@ -193,20 +253,20 @@ def chance(eid: Any) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the expert's book."""
+    """Run the command line, which writes the expert's book."""
     import argparse
 
     program = argparse.ArgumentParser(prog="python -m rollbook.train.recipes.letters")
     parser = program.add_subparsers(required=True).add_parser(
-        "expert", help="write a book of right answers, for `rollbook train letters-mix replay.expert=FOLDER`"
+        "expert", help="write a book of correct answers, for `rollbook train letters-mix replay.expert=FOLDER`"
     )
-    parser.add_argument("folder", type=Path, help="where the book goes")
-    parser.add_argument("--count", type=int, default=2000, help="how many answers")
+    parser.add_argument("folder", type=Path, help="folder of the book")
+    parser.add_argument("--count", type=int, default=2000, help="number of answers")
     parser.add_argument("--length", type=int, default=6, help="letters of a word")
-    parser.add_argument("--seed", type=int, default=0, help="that of the run which is to learn from it")
-    parser.add_argument("--skip", type=int, default=20_000, help="how many words that run has of its own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run that will train on it")
+    parser.add_argument("--skip", type=int, default=20_000, help="number of words of that run")
     options = program.parse_args(arguments)
-    print(f"{expert(**vars(options)):,} right answers in {options.folder}")
+    print(f"{write_expert_book(**vars(options)):,} correct answers in {options.folder}")
 
 
 if __name__ == "__main__":

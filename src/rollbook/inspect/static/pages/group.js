@@ -16,7 +16,7 @@ const GROUP_MOST_SAMPLES = 128; // read at once; a larger group shows its first 
 const GROUP_SYNC = ["off", "token", "percent", "turn"];
 const GROUP_SORTS = [
   ["extremes", "best and worst"], ["best", "best first"], ["worst", "worst first"], ["longest", "longest first"], ["shortest", "shortest first"],
-  ["entropy", "highest entropy"], ["kl", "highest KL"], ["mismatch", "largest mismatch"], ["run", "as sampled"],
+  ["entropy", "highest entropy"], ["kl", "highest KL"], ["mismatch", "largest train-inference mismatch"], ["run", "as sampled"],
 ];
 
 function groupKey(value) {

@@ -140,13 +140,13 @@ export async function openMetrics(context) {
     const steps = ordered();
     facts.textContent = steps.length ? plural(sections.reduce((sum, [, list]) => sum + list.length, 0), "name") + " · " + plural(steps.length, "step") + " · last " + steps[steps.length - 1][0] : "";
     if (!keys.size) {
-      empty(body, el("section", { class: "panel" }, emptyState("No metrics yet", "What a trainer logs appears here: “rollbook train” does, and “book.log(step, {\"loss\": 0.5})”.")));
+      empty(body, el("section", { class: "panel" }, emptyState("No metrics yet", "Metrics logged by “rollbook train” or “book.log(step, {\"loss\": 0.5})” appear here.")));
       return;
     }
     if (words.length) {
       const found = sections.flatMap(([, list]) => list).filter((key) => words.every((word) => key.toLowerCase().includes(word)));
       if (!found.length) {
-        empty(body, el("section", { class: "panel" }, emptyState("No name matches", "The search looks in names such as " + visible([...keys][0]) + ".")));
+        empty(body, el("section", { class: "panel" }, emptyState("No matching name", "The search covers names such as " + visible([...keys][0]) + ".")));
         return;
       }
       empty(body, el("p", { class: "muted", role: "status", text: plural(found.length, "name") + " found" }), el("div", { class: "cards" }, found.map(chart)));

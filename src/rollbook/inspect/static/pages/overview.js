@@ -1,5 +1,5 @@
-// overview.js: the whole run on one page: curves, health, what to look at, steps.
-// Invariant: news of a live run are added to what is here; nothing is asked for twice.
+// overview.js: the overview of a run: curves, health, findings, steps.
+// Invariant: updates of a live run are added to the page; nothing is requested twice.
 
 import { compact, count, debounce, el, empty, emptyState, explain, icon, number, percent, plural, stepShare, visible } from "../dom.js";
 import { chartGroup, sparkline, stepChart } from "../charts.js";
@@ -33,8 +33,8 @@ const overviewShareNames = ["zero variance", "solved", "truncated", "loops", "du
 export async function openOverview(context) {
   const { root, params, run, api, link } = context;
   const evaluation = () => (params.get("evaluation") === "1" ? 1 : 0);
-  // The doctor takes seconds on a large run: what it finds is painted when it comes.
-  const look = () => api.json("/api/look", { evaluation: evaluation() });
+  // The doctor takes seconds on a large run, so findings are shown when they arrive.
+  const loadFindings = () => api.json("/api/findings", { evaluation: evaluation() });
   const steps = await api.json("/api/steps", { evaluation: evaluation() });
   const held = new Map(steps.steps.map((step) => [step.step, step]));
   let cursor = steps.cursor;
@@ -70,15 +70,15 @@ export async function openOverview(context) {
       el("option", { value: "*", text: "all parts", selected: now === "*" }),
       names.map((name) => el("option", { value: "=" + name, text: visible(name), selected: now === "=" + name })));
   }
-  // KL and the trainer's difference to the engine share a card: both say how far two policies are apart.
+  // KL and train-inference mismatch share a card: both are differences between two policies.
   function gapPicker(now) {
-    return el("select", { class: "select", aria: { label: "KL or mismatch" }, on: { change: (event) => {
+    return el("select", { class: "select", aria: { label: "KL or train-inference mismatch" }, on: { change: (event) => {
       params.set({ gap: event.target.value === "kl" ? null : event.target.value });
       buildCards();
-    } } }, el("option", { value: "kl", text: "to the reference", selected: now === "kl" }), el("option", { value: "mismatch", text: "trainer − engine", selected: now === "mismatch" }));
+    } } }, el("option", { value: "kl", text: "KL to the reference", selected: now === "kl" }), el("option", { value: "mismatch", text: "train-inference mismatch", selected: now === "mismatch" }));
   }
   const has = (id) => ordered.some((step) => step[id]);
-  // While a run is read, nobody knows yet what was recorded.
+  // While a run is being read, it is unknown what was recorded.
   const reading = () => !!run.progress && run.progress.total > run.progress.measured;
   const kinds = () => overviewCards.map((card) => has(card.id)).concat(reading()).join();
   let built = "";
@@ -109,7 +109,7 @@ export async function openOverview(context) {
     charts.push(shares);
     nodes.push(shares.root);
     if (bare.length && !reading()) {
-      // What has nothing to show shares one card, which says what to record.
+      // Charts without data share one card that says what to record.
       nodes.push( el("section", { class: "panel chart not-recorded", aria: { label: "Not recorded" } },
         el("div", { class: "chart-head" }, el("h2", { text: "Not recorded" })),
         el("div", { class: "missing" }, bare.map((card) => el("p", null, el("b", { text: card.title }), el("span", { class: "muted", text: " · " + card.advice }))))));
@@ -146,19 +146,19 @@ export async function openOverview(context) {
 
   // ---- findings
 
-  const lookList = el("div", { class: "look" });
-  const lookCount = el("span", { class: "muted" });
-  const lookFirst = 6;
-  const lookFew = 64;
-  // Words that came and went, and prompts newly solved or broken, are on the page that compares.
-  function lookChange() {
+  const findingList = el("div", { class: "findings" });
+  const findingCount = el("span", { class: "muted" });
+  const findingsShown = 6;
+  const fewSamples = 64;
+  // Changed phrases and newly solved or broken prompts are on the compare page.
+  function compareLink() {
     const quarter = Math.floor(ordered.length / 4);
     if (quarter < 1 || evaluation()) return null;
     const span = (list) => list[0].step + "-" + list[list.length - 1].step;
     return el("a", { class: "button small", href: link("compare", { a: span(ordered.slice(0, quarter)), b: span(ordered.slice(-quarter)) }), text: "Compare start and end",
       title: "Compare the first and last quarter of the steps: distributions, phrases, newly solved and newly broken prompts" });
   }
-  function lookOpen(item) {
+  function findingLink(item) {
     const filter = item.filter || "";
     if (filter) return link("samples", { filter });
     if (item.uids && item.uids.length === 1) return link("t", item.uids[0]);
@@ -166,30 +166,30 @@ export async function openOverview(context) {
     if (item.steps && item.steps[0] !== null && item.steps[0] !== undefined) return link("step", item.steps[1]);
     return null;
   }
-  function paintLook(answer) {
+  function paintFindings(answer) {
     const items = answer.items || [];
-    const all = params.get("look") === "all";
-    lookCount.textContent = items.length ? plural(items.length, "finding") + ", most severe first" : "";
+    const all = params.get("findings") === "all";
+    findingCount.textContent = items.length ? plural(items.length, "finding") + ", most severe first" : "";
     if (!items.length) {
-      empty(lookList, answer.error ? emptyState("The checks could not run", visible(answer.error))
-        : el("div", { class: "look-item" }, el("span", { class: "good" }, icon("check")), el("p", null, "No findings.", run.records < lookFew ? el("span", { class: "muted", text: " Most checks need more samples." }) : null)));
+      empty(findingList, answer.error ? emptyState("The checks could not run", visible(answer.error))
+        : el("div", { class: "finding-item" }, el("span", { class: "good" }, icon("check")), el("p", null, "No findings.", run.records < fewSamples ? el("span", { class: "muted", text: " Most checks need more samples." }) : null)));
       return;
     }
-    empty(lookList,
-      (all ? items : items.slice(0, lookFirst)).map((item) => {
+    empty(findingList,
+      (all ? items : items.slice(0, findingsShown)).map((item) => {
         const tone = item.severity === "high" ? "bad" : item.severity === "medium" ? "warn" : "muted";
-        const href = lookOpen(item);
+        const href = findingLink(item);
         const where = item.steps && item.steps[0] !== null && item.steps[0] !== undefined ? (item.steps[0] === item.steps[1] ? "step " + item.steps[0] : "steps " + item.steps[0] + "–" + item.steps[1]) : "";
-        return el("article", { class: "look-item" },
+        return el("article", { class: "finding-item" },
           el("span", { class: tone, role: "img", aria: { label: "severity: " + (item.severity === "high" ? "high" : item.severity === "medium" ? "medium" : "low") } }, icon(item.severity === "high" ? "high" : item.severity === "medium" ? "medium" : "low")),
           el("div", null,
-            el("p", { class: "look-title" }, visible(item.title), where ? el("span", { class: "steps", text: where }) : null),
-            el("p", { class: "look-detail", title: visible(item.recommendation || "") }, visible(item.detail || ""), item.recommendation ? el("span", { class: "advice", text: " → " + visible(item.recommendation) }) : null)),
+            el("p", { class: "finding-title" }, visible(item.title), where ? el("span", { class: "steps", text: where }) : null),
+            el("p", { class: "finding-detail", title: visible(item.recommendation || "") }, visible(item.detail || ""), item.recommendation ? el("span", { class: "advice", text: " → " + visible(item.recommendation) }) : null)),
           href ? el("a", { class: "button small", href, aria: { label: "Open: " + visible(item.title) } }, "Open" + (item.count ? " " + count(item.count) : "")) : el("span"));
       }),
-      items.length > lookFirst ? el("div", { class: "look-more" }, el("button", { class: "button small", type: "button", text: all ? "Show the first " + lookFirst : "Show all " + items.length, on: { click: () => {
-        params.set({ look: all ? null : "all" });
-        paintLook(answer);
+      items.length > findingsShown ? el("div", { class: "finding-more" }, el("button", { class: "button small", type: "button", text: all ? "Show the first " + findingsShown : "Show all " + items.length, on: { click: () => {
+        params.set({ loadFindings: all ? null : "all" });
+        paintFindings(answer);
       } } })) : null);
   }
 
@@ -288,14 +288,14 @@ export async function openOverview(context) {
   } else {
     empty(root, heading, problems, cards,
       el("section", { class: "panel", aria: { label: "Health" } }, el("div", { class: "panel-head" }, el("h2", { text: "Health" }), healthStep), el("div", { class: "health" }, health.map((item) => item.node))),
-      el("section", { class: "panel", aria: { label: "Findings" } }, el("div", { class: "panel-head" }, el("h2", { text: "Findings" }), lookCount, el("span", { class: "spring" }), lookChange()), lookList),
+      el("section", { class: "panel", aria: { label: "Findings" } }, el("div", { class: "panel-head" }, el("h2", { text: "Findings" }), findingCount, el("span", { class: "spring" }), compareLink()), findingList),
       el("section", { class: "panel", aria: { label: "Steps" } }, el("div", { class: "panel-head" }, el("h2", { text: "Steps" }), el("span", { class: "muted", text: "newest first" })), table.root,
         tableFoot([foot], [el("span", { class: "muted" }, el("kbd", { text: "j" }), " ", el("kbd", { text: "k" }), " move · ", el("kbd", { text: "⏎" }), " open")])));
     paintFacts();
     buildCards();
     paintHealth();
-    empty(lookList, el("div", { class: "look-item" }, el("span"), el("p", { class: "muted", text: "Running checks…" })));
-    look().catch((error) => ({ items: [], error: error.message })).then((answer) => !context.closed && paintLook(answer));
+    empty(findingList, el("div", { class: "finding-item" }, el("span"), el("p", { class: "muted", text: "Running checks…" })));
+    loadFindings().catch((error) => ({ items: [], error: error.message })).then((answer) => !context.closed && paintFindings(answer));
     sortRows();
     table.refresh();
     const at = Number(params.get("at"));
@@ -304,16 +304,16 @@ export async function openOverview(context) {
 
   paintProblems();
 
-  const refreshLook = debounce(async () => {
+  const refreshFindings = debounce(async () => {
     if (context.closed) return;
     try {
-      const answer = await look();
-      const held = [...lookList.querySelectorAll("a, button")].indexOf(document.activeElement);
-      paintLook(answer);
-      const again = lookList.querySelectorAll("a, button")[held];
+      const answer = await loadFindings();
+      const held = [...findingList.querySelectorAll("a, button")].indexOf(document.activeElement);
+      paintFindings(answer);
+      const again = findingList.querySelectorAll("a, button")[held];
       if (again) again.focus({ preventScroll: true });
     } catch {
-      // the old queue stays
+      // the old findings stay
     }
   }, 2000);
   let asking = false;
@@ -349,7 +349,7 @@ export async function openOverview(context) {
       sortRows();
       table.grew();
       if (added) context.announce("step " + ordered[ordered.length - 1].step);
-      refreshLook();
+      refreshFindings();
     } catch {
       // the next change asks again, from the same cursor
     } finally {

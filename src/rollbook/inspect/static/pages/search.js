@@ -103,7 +103,7 @@ export async function openSearch(context) {
     try {
       const found = await api.json("/api/search", { q, mode, limit, step: step.value || null }, abort.signal);
       if (mine !== turn || context.closed) return;
-      let words = found.rows.length === 0 ? "No results" : found.total === null ? "The first " + plural(found.rows.length, "place") : found.total > found.rows.length ? "The first " + count(found.rows.length) + " of " + plural(found.total, "place") : plural(found.total, "place");
+      let words = found.rows.length === 0 ? "No results" : found.total === null ? "The first " + plural(found.rows.length, "match", "matches") : found.total > found.rows.length ? "The first " + count(found.rows.length) + " of " + plural(found.total, "match", "matches") : plural(found.total, "match", "matches");
       words += ", newest step first · " + number(found.milliseconds, 1) + " ms";
       if (found.mode && found.mode !== mode) words += " · substring search: this script does not separate words";
       show(found.rows);

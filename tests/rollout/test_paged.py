@@ -1,0 +1,212 @@
+"""Decoding over a paged cache, here without CUDA graphs: the samples are those of decoding token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rollbook.core.sampling import Prompt, Sample
+from rollbook.rollout import TransformersEngine
+from rollbook.rollout.engine import Cancel
+from rollbook.rollout.paged import PagedDecoder, PagePool, why_not
+from tests import tiny
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LENGTHS = (5, 63, 64, 65, 130, 9)
+
+
+def make_model(name: str = "llama") -> Any:
+    torch.manual_seed(0)
+    if name == "gemma2":  # sliding windows and soft caps
+        config = Gemma2Config(**SHAPE, head_dim=8, query_pre_attn_scalar=8, sliding_window=20)
+        return Gemma2ForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+def paged_engine(model: Any, tokenizer: Any = None, rows: int = 6, **options: Any) -> TransformersEngine:
+    engine = TransformersEngine(model, tokenizer, max_batch_rows=rows, **options)
+    assert why_not(engine.runner) is None
+    decoder = PagedDecoder(engine.runner, rows, capture=False)
+    engine._paged_decoder = lambda: None if engine._not_paged else decoder  # type: ignore[method-assign]
+    engine._paged = decoder
+    return engine
+
+
+def assert_same(samples: list[Sample], others: list[Sample]) -> None:
+    for sample, other in zip(samples, others, strict=True):
+        assert sample.error is None
+        assert (sample.response_ids, sample.finish_reason, sample.stop_reason, sample.text) == (
+            other.response_ids,
+            other.finish_reason,
+            other.stop_reason,
+            other.text,
+        )
+        assert sample.logprobs == (other.logprobs and pytest.approx(other.logprobs, abs=1e-4))
+        assert sample.versions == other.versions
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "logprobs": None},
+        {"temperature": 0.3, "top_p": 0.9, "first_temperature": 2.0},
+        {"top_k": 5, "min_p": 0.01, "top_p": 0.95},
+        {"min_tokens": 10, "stop_token_ids": list(range(3, 97, 9)), "logprobs": "raw"},
+        {"suppress": [5, 6, 7], "logprobs": "tempered", "temperature": 0.8},
+    ],
+)
+def test_samples_are_those_of_the_loop(name: str, options: dict[str, Any]) -> None:
+    model = make_model(name)
+    arguments: dict[str, Any] = {"n": 3, "max_tokens": 40, "seed": 3, "ignore_eos": True, **options}
+    engine = paged_engine(model)
+    samples = engine.generate(make_prompts(), **arguments)  # 18 samples in 6 rows: most join later
+    assert_same(samples, TransformersEngine(model, max_batch_rows=6).generate(make_prompts(), **arguments))
+    assert engine._not_paged is None and engine._paged is not None
+    assert engine.stats.prompts == len(LENGTHS) and engine.stats.steps < 3 * 60
+    assert engine._paged.pool.available == engine._paged.cache.pages - 1
+
+
+def test_rows_leave_a_full_cache_and_come_back() -> None:
+    model = make_model()
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 200, "seed": 3, "ignore_eos": True}
+    engine = paged_engine(model, rows=12, max_batch_tokens=1024)
+    samples = engine.generate(make_prompts(), **arguments)
+    assert engine.stats.prompts > len(LENGTHS)  # some ran again
+    assert_same(samples, TransformersEngine(model).generate(make_prompts(), **arguments))
+
+
+def test_stop_texts_pauses_and_cancels() -> None:
+    model, tokenizer = tiny.llama(), tiny.bytes_()
+    prompts = [Prompt(text=text) for text in ("abc", "a longer prompt than the first", "z")]
+    arguments: dict[str, Any] = {"n": 4, "max_tokens": 40, "seed": 3, "stop": ["a", "the"], "batch": 1}
+    engine = paged_engine(model, tokenizer)
+    samples = engine.generate(prompts, **arguments)
+    assert_same(samples, TransformersEngine(model, tokenizer).generate(prompts, **arguments))
+    assert {"stop", "length"} & {sample.finish_reason for sample in samples}
+
+    parts = engine.generate(prompts, **arguments, pause_after=5)
+    assert max(len(part.response_ids) for part in parts) == 5
+    engine.version = 4
+    resumed = engine.generate([part for part in parts if part.finish_reason == "abort"])
+    expected = {str(sample.eid): sample.response_ids for sample in samples}
+    assert resumed and all(sample.response_ids == expected[str(sample.eid)] for sample in resumed)
+    assert resumed[0].versions is not None and resumed[0].versions[:6] == [0] * 5 + [4]
+
+    cancel = Cancel()
+    stream = engine.stream(prompts, n=20, max_tokens=60, ignore_eos=True, cancel=cancel)
+    first = next(stream)
+    cancel.request()
+    rest = list(stream)
+    assert len(rest) == 59 and "abort" in {sample.finish_reason for sample in rest} and first.finish_reason == "length"
+    assert engine._paged is not None and engine._paged.calls == 0
+
+
+def test_two_calls_at_once_share_the_cache() -> None:
+    engine = paged_engine(make_model(), rows=4)
+    arguments: dict[str, Any] = {"n": 3, "max_tokens": 40, "seed": 3, "ignore_eos": True, "batch": 1}
+    alone = engine.generate(make_prompts((9, 70)), **arguments)
+    inner: list[Sample] = []
+    for _ in engine.stream(make_prompts(), **arguments):
+        inner = inner or engine.generate(make_prompts((9, 70)), **arguments)
+    assert_same(inner, alone)
+
+
+def test_a_failing_prompt_fails_alone() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = torch.nan
+    samples = paged_engine(model).generate([[5, 6], [7, 8], [9, 10]], max_tokens=4, suppress=[7], ignore_eos=True)
+    assert [sample.finish_reason for sample in samples] == ["length", "error", "length"]
+    assert "logits are NaN" in str(samples[1].error)
+
+
+def test_models_that_cannot_be_paged_are_decoded_token_by_token() -> None:
+    model = make_model()
+    forward = model.model.norm.forward
+
+    def fail_on_one_token(hidden: torch.Tensor) -> torch.Tensor:
+        if model.config._attn_implementation == "rollbook_paged" and hidden.shape[1] == 1:
+            raise RuntimeError("cannot be captured")
+        return forward(hidden)
+
+    model.model.norm.forward = fail_on_one_token
+    engine = paged_engine(model)
+    with pytest.warns(UserWarning, match="without CUDA graphs: RuntimeError: cannot be captured"):
+        samples = engine.generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True, batch=1)
+    assert [len(sample.response_ids) for sample in samples] == [20] * len(LENGTHS)
+    assert model.config._attn_implementation == "sdpa"
+    assert_same(
+        samples, TransformersEngine(model).generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True, batch=1)
+    )
+    assert "does not let its attention be replaced" in str(why_not(TransformersEngine(_without_backend()).runner))
+
+
+def _without_backend() -> Any:
+    model = make_model()
+    model._supports_attention_backend = False
+    return model
+
+
+def test_images_are_decoded_after_their_own_prefill() -> None:
+    model, processor = tiny.llava()
+    prompts: list[Any] = [
+        Prompt(text=f"{processor.image_token}what?", images=[tiny.picture()]),
+        Prompt(text="no picture"),
+    ]
+    arguments: dict[str, Any] = {"n": 3, "max_tokens": 20, "seed": 3, "ignore_eos": True, "batch": 1}
+    engine = paged_engine(model, processor)
+    samples = engine.generate(prompts, **arguments)
+    assert_same(samples, TransformersEngine(model, processor).generate(prompts, **arguments))
+    assert engine._not_paged is None and engine.stats.prompts == 2
+
+    model = tiny.qwen_vl()  # positions in space
+    media = {"pixel_values": torch.randn(16, 1176), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    ids = [5, tiny.START, *[tiny.IMAGE] * 4, tiny.END, 7, 8]
+    prompts = [Prompt(token_ids=ids, images=media), Prompt(token_ids=[5, 6, 7])]
+    engine = paged_engine(model)
+    samples = engine.generate(prompts, **arguments)
+    assert_same(samples, TransformersEngine(model).generate(prompts, **arguments))
+    assert engine._not_paged is None and engine.stats.prompts == 2
+
+
+def test_hidden_positions_stay_hidden_when_short_rows_leave() -> None:
+    """The loop on CUDA rounds its cache up; once no row is padded, a mask of ones alone would show the zeros there."""
+    model = make_model()
+    arguments: dict[str, Any] = {"n": 3, "max_tokens": 40, "seed": 3, "ignore_eos": True, "logprobs": "raw"}
+    arguments |= {"min_tokens": 10, "stop_token_ids": list(range(3, 97, 9))}
+    engine = TransformersEngine(model, max_batch_rows=12)
+    engine.runner.stride = 64
+    samples = engine.generate(make_prompts((5, 63, 64, 65, 200, 9)), **arguments)
+    for sample in samples:
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_pages_are_counted() -> None:
+    pool = PagePool(5)
+    pages = pool.take(3)
+    pool.share(pages[:2])
+    pool.release(pages)
+    assert pool.available == 2
+    pool.release(pages[:2])
+    assert pool.available == 4 and 0 not in pool.take(4)
