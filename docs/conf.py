@@ -36,6 +36,7 @@ default_role = "code"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # "Attributes:" as a list: autodoc already documents annotated attributes
 
 
 def to_rst(docstring: str) -> str:
