@@ -7,8 +7,10 @@ caller allows it, and the sample records that. A missing, misaligned or invalid 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,10 +25,12 @@ from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
 from rollbook.rollout.llama_cpp import LlamaCpp
 from rollbook.rollout.server import (
     RETRY_STATUSES,
+    VLLM,
     Backoff,
     BadReplyError,
     Connection,
     Dialect,
+    LoopThread,
     PartialSample,
     RetryableError,
     ServerError,
@@ -37,7 +41,6 @@ from rollbook.rollout.server import (
     resolve_logprobs_kind,
 )
 from rollbook.rollout.sglang import SGLang
-from rollbook.rollout.vllm import VLLM
 
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect for dialect in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())
@@ -382,76 +385,90 @@ CANCEL_GRACE = 0.1
 """Seconds between a cancel and the end of connections, to receive tokens that were already sampled."""
 
 
-class OpenAIEngine(BaseEngine):
-    """Rollout engine over an OpenAI-compatible server.
+Start = Callable[[Emit], Sequence[concurrent.futures.Future[None]]]
+"""Starts calls that emit samples."""
 
-    The engine can be used from several threads and from any event loop. Its requests run in an event loop of its own,
-    which ends with `close()`, with a `with` block, with the last reference to the engine or with the program.
 
-    The n samples of a prompt are one request if the server seeds each of them (vLLM), otherwise n requests. With a
-    seed, the seed of each sample is sent and recorded. `generate` requests complete replies; with a `Cancel` of the
-    caller, and in `stream`, replies are streamed: a cancel closes the connections, and the partial samples can be
-    continued from their ids. A stop text that starts before such a pause and ends after it is not detected; without a
-    tokenizer, a character across the pause may be missing in the text.
+def collect(start: Start) -> Iterator[tuple[int, Sample]]:
+    """Yield the samples of calls until all of them have ended. Closing the generator cancels them.
 
     Args:
-        url: Address of the server, such as `http://127.0.0.1:8000`, with or without `/v1`.
-        model: Name of the model; by default the first that the server lists.
+        start: Starts the calls.
+    """
+    ready: queue.SimpleQueue[tuple[int, Sample] | None] = queue.SimpleQueue()
+    calls = start(ready.put)
+    for call in calls:
+        call.add_done_callback(lambda _: ready.put(None))  # also if the call was closed before it started
+    running = len(calls)
+    try:
+        while running:
+            entry = ready.get()
+            if entry is None:
+                running -= 1
+            else:
+                yield entry
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def acollect(start: Start) -> AsyncGenerator[tuple[int, Sample], None]:
+    """Do the same as `collect` in an event loop."""
+    here = asyncio.get_running_loop()
+    ready: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
+
+    def emit(entry: tuple[int, Sample] | None) -> None:
+        with suppress(RuntimeError):  # the caller's loop is closed
+            here.call_soon_threadsafe(ready.put_nowait, entry)
+
+    calls = start(emit)
+    for call in calls:
+        call.add_done_callback(lambda _: emit(None))
+    running = len(calls)
+    try:
+        while running:
+            entry = await ready.get()
+            if entry is None:
+                running -= 1
+            else:
+                yield entry
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+class JobEngine(BaseEngine, ABC):
+    """Base class of engines that run each prompt as a job in an event loop, with the API of a server.
+
+    A subclass defines `_server`, `_exchange` and `_tokenized`.
+
+    Args:
+        loop: The event loop.
+        model: Name of the model; `None` if it is not known yet.
         tokenizer: Tokenizer for `render="local"`, `retokenize` and `max_prompt_tokens`.
-        api_key: Bearer token.
-        backoff: Waits between retries of refusals that may pass (429, 503, ...), lost connections and timeouts.
-        timeout: Seconds without a byte.
-        concurrency: Largest number of requests in flight, over all calls.
-        dialect: Kind of server (`vllm`, `sglang`, `llama.cpp`, `transformers-serve`, `openai`), or `auto` to detect it
-            at first use.
-        headers: HTTP headers.
         version: Number of the policy.
-        render: Whether the `server` renders and tokenizes prompts (its ids are recorded) or the tokenizer here
-            (`local`), which sends ids. No special tokens are added to text.
-        logprobs_kind: Kind of the server's log-probs, if it was started with another than its default (vLLM:
-            `--logprobs-mode processed_logprobs`).
-        retokenize: Make ids from text if the server returns none; `info["retokenized"]` records it.
+        render: Whether the `server` renders and tokenizes prompts or the tokenizer here (`local`).
+        logprobs_kind: Kind of the log-probs, if it is not the default of the dialect.
+        retokenize: Make ids from text if the server returns none.
         allow_urls: Send image URLs for the server to fetch.
-
-    `Sampling.extra` is merged into the request; `None` removes a field. `max_prompt_tokens` is counted by the tokenizer
-    if there is one (a text is then sent as ids), otherwise by the server's `/tokenize`; if that is missing, a prompt
-    that is too long is an error.
-
-    >>> with OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", api_key="sk-1", concurrency=8) as engine:
-    ...     engine  # and engine.generate(["2+2="], max_tokens=8)
-    OpenAIEngine('http://127.0.0.1:8000', model='tiny', dialect='auto')
-    >>> engine = OpenAIEngine("http://127.0.0.1:8000")  # without a block
-    >>> engine.close()
     """
 
     def __init__(
         self,
-        url: str,
-        model: str | None = None,
-        tokenizer: Tokenizer | None = None,
+        loop: LoopThread,
+        model: str | None,
+        tokenizer: Tokenizer | None,
         *,
-        api_key: str | None = None,
-        backoff: Backoff | None = None,
-        timeout: float = 1800.0,
-        concurrency: int = 64,
-        dialect: str = "auto",
-        headers: Mapping[str, str] | None = None,
         version: int = 0,
         render: Literal["server", "local"] = "server",
         logprobs_kind: LogprobsKind | None = None,
         retokenize: bool = False,
         allow_urls: bool = False,
     ) -> None:
-        try:
-            import httpx  # noqa: F401  raise now, not in the middle of a run
-        except ImportError:
-            raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
-        check_choice("dialect", dialect, ("auto", *DIALECTS))
         check_choice("render", render, ("server", "local"))
         check_choice("logprobs_kind", logprobs_kind, (*KINDS, None))
         self.model = model
         self.tokenizer: Any = tokenizer
-        self.dialect = dialect
         self.version = version
         self.render = render
         self.logprobs_kind = logprobs_kind
@@ -460,28 +477,35 @@ class OpenAIEngine(BaseEngine):
         for name, needed in (("render='local'", render == "local"), ("retokenize=True", self.retokenize)):
             if needed and tokenizer is None:
                 raise ValueError(f"tokenizer: missing, and {name} needs it")
-        self._connection = Connection(
-            url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
-        )
-        self.url = self._connection.url
+        self._loop = loop
         self._fingerprints = (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer))
         self._server_info: Server | None = None
-        self._detection_lock: asyncio.Lock | None = None
         self._tokenize_error: ServerError | None = None  # set if the server has no /tokenize
 
-    def __repr__(self) -> str:
-        server = self._server_info
-        model, dialect = (self.model, self.dialect) if server is None else (server.model, server.dialect.name)
-        return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
+    @abstractmethod
+    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
+        """Return the kind, model and version of the server; `again` is called before each retry."""
 
-    # --- server -------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    async def _exchange(
+        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+    ) -> None:
+        """Run a request for samples `ks`. Adds a part to each and calls `finished` once for each."""
+
+    @abstractmethod
+    async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
+        """Return the ids of a text or a chat by the server; `None` if it cannot tokenize and needs no ids."""
+
+    def _redact(self, text: str) -> str:
+        """Remove secrets from an error message."""
+        return text
 
     @property
     def run(self) -> RunInfo:
         """Description of the server; one that cannot be reached has version `unknown`."""
         if self._server_info is None:
             with suppress(ServerError):
-                self._connection.submit(self._server()).result()
+                self._loop.submit(self._server()).result()
         return self._info()
 
     def _info(self) -> RunInfo:
@@ -503,85 +527,23 @@ class OpenAIEngine(BaseEngine):
             cannot=server.dialect.cannot,
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Return the run, the address and the kind of log-probs."""
-        run = self.run
-        kind = self.logprobs_kind or (None if self._server_info is None else self._server_info.dialect.logprobs_kind)
-        return {**run.to_dict(), "url": self.url, "logprobs_kind": kind, "render": self.render}
-
-    def health(self, timeout: float = 120.0) -> None:
-        """Wait until the server is ready.
-
-        Args:
-            timeout: Seconds to wait.
-
-        Raises:
-            TimeoutError: The server is not ready in time; has its last error.
-        """
-        check_float("timeout", timeout, 0, 1e9)
-        self._connection.submit(self._healthy(timeout)).result()
-
-    async def _healthy(self, timeout: float) -> None:
-        async def asked(path: str) -> None:
-            async with self._connection.open(path, timeout=10.0) as response:
-                await response.aread()
-
-        until, wait = time.monotonic() + timeout, 0.1
-        while True:
-            try:
-                try:
-                    return await self._connection.retry(lambda: asked("/health"), once=True)
-                except ServerError:  # which plain OpenAI servers do not have
-                    return await self._connection.retry(lambda: asked("/v1/models"), once=True)
-            except ServerError as error:
-                if time.monotonic() + wait > until:
-                    raise TimeoutError(f"not ready after {timeout:g} s: {error}") from None
-            await asyncio.sleep(wait)
-            wait = min(wait * 1.5, 2.0)
-
-    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
-        """Detect the server, once; `again` is called before each retry."""
-        if self._detection_lock is None:
-            self._detection_lock = asyncio.Lock()
-        async with self._detection_lock:
-            if self._server_info is None:
-                self._server_info = await detect_server(self._connection, self.dialect, self.model, again)
-        return self._server_info
-
     def close(self) -> None:
-        """Close the connections, which cancels running requests, and end the thread."""
-        self._connection.close()
+        """Cancel running requests, release the resources and end the thread."""
+        self._loop.close()
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
+    def _start(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> concurrent.futures.Future[None]:
+        """Start all requests in the loop; each `(place, sample)` is emitted as it finishes."""
+        return self._loop.submit(self._call(requests, cancel, emit))
+
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-        ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        call = self._connection.submit(self._call(requests, cancel, ready.put))
-        call.add_done_callback(lambda _: ready.put(None))  # also if the call was closed before it started
-        try:
-            while (item := ready.get()) is not None:
-                yield item
-        finally:
-            call.cancel()
+        return collect(lambda emit: [self._start(requests, cancel, emit)])
 
-    async def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
-        here = asyncio.get_running_loop()
-        ready: asyncio.Queue[Any] = asyncio.Queue()
-
-        def emit(entry: tuple[int, Sample] | None) -> None:
-            with suppress(RuntimeError):  # the caller's loop is closed
-                here.call_soon_threadsafe(ready.put_nowait, entry)
-
-        call = self._connection.submit(self._call(requests, cancel, emit))
-        call.add_done_callback(lambda _: emit(None))
-        try:
-            while (item := await ready.get()) is not None:
-                yield item
-        finally:
-            call.cancel()
+    def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
+        return acollect(lambda emit: [self._start(requests, cancel, emit)])
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> None:
-        """Run all requests; each `(place, sample)` is emitted as it finishes."""
         jobs = [PromptJob(request, self._context(), emit, cancel.shared) for request in requests]
 
         def again() -> None:
@@ -599,9 +561,7 @@ class OpenAIEngine(BaseEngine):
     def _context(self) -> EngineContext:
         dialect = self._server_info.dialect if self._server_info is not None else Dialect()
         run_id = self._info().id
-        return EngineContext(
-            dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._connection.redact
-        )
+        return EngineContext(dialect, run_id, self.tokenizer, self.retokenize, self.logprobs_kind, self._redact)
 
     async def _run_job(self, job: PromptJob, finding: asyncio.Future[Server]) -> None:
         """Run all samples of a prompt; failures are emitted."""
@@ -686,41 +646,6 @@ class OpenAIEngine(BaseEngine):
             tools=job.request.prompt.tools if form.messages is not None else None,
         )
 
-    async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
-    ) -> None:
-        """Send a request for samples `ks`, with retries; each sample is finished at most once."""
-        dialect, finished_ks = server.dialect, set[int]()
-        body = {name: v for name, v in (dialect.body(ask) | dict(ask.sampling.extra)).items() if v is not None}
-        for k in ks:
-            job.parts[k].append(PartialSample())
-
-        async def attempt() -> None:
-            pieces = [PartialSample(version=self.version) for _ in ks]
-            for k, piece in zip(ks, pieces, strict=True):
-                job.parts[k][-1] = piece
-
-            def tell() -> None:
-                for k, piece in zip(ks, pieces, strict=True):
-                    if piece.finish is not None and k not in finished_ks:
-                        finished_ks.add(k)
-                        finished(k)
-
-            async with self._connection.open(dialect.path(ask), body) as response:
-                # Some servers and proxies never stream.
-                is_json = response.headers.get("content-type", "").startswith("application/json")
-                if body.get("stream") and not is_json:
-                    async for event in read_events(response):
-                        dialect.read_event(event, pieces)
-                        tell()
-                else:
-                    dialect.read_reply(parse_json(await response.aread()), pieces)
-                    tell()
-                if any(piece.finish is None for piece in pieces):
-                    raise RetryableError("the reply is incomplete")
-
-        await self._connection.retry(attempt, lambda: job.count_retry(ks))
-
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
@@ -782,6 +707,181 @@ class OpenAIEngine(BaseEngine):
     def _renders(self, chat: bool) -> bool:
         """Return whether the tokenizer can render a prompt; a chat needs a template."""
         return self.tokenizer is not None and (not chat or bool(getattr(self.tokenizer, "chat_template", None)))
+
+
+class OpenAIEngine(JobEngine):
+    """Rollout engine over an OpenAI-compatible server.
+
+    The engine can be used from several threads and from any event loop. Its requests run in an event loop of its own,
+    which ends with `close()`, with a `with` block, with the last reference to the engine or with the program.
+
+    The n samples of a prompt are one request if the server seeds each of them (vLLM), otherwise n requests. With a
+    seed, the seed of each sample is sent and recorded. `generate` requests complete replies; with a `Cancel` of the
+    caller, and in `stream`, replies are streamed: a cancel closes the connections, and the partial samples can be
+    continued from their ids. A stop text that starts before such a pause and ends after it is not detected; without a
+    tokenizer, a character across the pause may be missing in the text.
+
+    Args:
+        url: Address of the server, such as `http://127.0.0.1:8000`, with or without `/v1`.
+        model: Name of the model; by default the first that the server lists.
+        tokenizer: Tokenizer for `render="local"`, `retokenize` and `max_prompt_tokens`.
+        api_key: Bearer token.
+        backoff: Waits between retries of refusals that may pass (429, 503, ...), lost connections and timeouts.
+        timeout: Seconds without a byte.
+        concurrency: Largest number of requests in flight, over all calls.
+        dialect: Kind of server (`vllm`, `sglang`, `llama.cpp`, `transformers-serve`, `openai`), or `auto` to detect it
+            at first use.
+        headers: HTTP headers.
+        version: Number of the policy.
+        render: Whether the `server` renders and tokenizes prompts (its ids are recorded) or the tokenizer here
+            (`local`), which sends ids. No special tokens are added to text.
+        logprobs_kind: Kind of the server's log-probs, if it was started with another than its default (vLLM:
+            `--logprobs-mode processed_logprobs`).
+        retokenize: Make ids from text if the server returns none; `info["retokenized"]` records it.
+        allow_urls: Send image URLs for the server to fetch.
+
+    `Sampling.extra` is merged into the request; `None` removes a field. `max_prompt_tokens` is counted by the tokenizer
+    if there is one (a text is then sent as ids), otherwise by the server's `/tokenize`; if that is missing, a prompt
+    that is too long is an error.
+
+    >>> with OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", api_key="sk-1", concurrency=8) as engine:
+    ...     engine  # and engine.generate(["2+2="], max_tokens=8)
+    OpenAIEngine('http://127.0.0.1:8000', model='tiny', dialect='auto')
+    >>> engine = OpenAIEngine("http://127.0.0.1:8000")  # without a block
+    >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        api_key: str | None = None,
+        backoff: Backoff | None = None,
+        timeout: float = 1800.0,
+        concurrency: int = 64,
+        dialect: str = "auto",
+        headers: Mapping[str, str] | None = None,
+        version: int = 0,
+        render: Literal["server", "local"] = "server",
+        logprobs_kind: LogprobsKind | None = None,
+        retokenize: bool = False,
+        allow_urls: bool = False,
+    ) -> None:
+        try:
+            import httpx  # noqa: F401  raise now, not in the middle of a run
+        except ImportError:
+            raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
+        check_choice("dialect", dialect, ("auto", *DIALECTS))
+        self._connection = Connection(
+            url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
+        )
+        super().__init__(
+            self._connection.loop,
+            model,
+            tokenizer,
+            version=version,
+            render=render,
+            logprobs_kind=logprobs_kind,
+            retokenize=retokenize,
+            allow_urls=allow_urls,
+        )
+        self.dialect = dialect
+        self.url = self._connection.url
+        self._detection_lock: asyncio.Lock | None = None
+
+    def __repr__(self) -> str:
+        server = self._server_info
+        model, dialect = (self.model, self.dialect) if server is None else (server.model, server.dialect.name)
+        return f"{type(self).__name__}({self.url!r}, model={model!r}, dialect={dialect!r})"
+
+    # --- server -------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Return the run, the address and the kind of log-probs."""
+        run = self.run
+        kind = self.logprobs_kind or (None if self._server_info is None else self._server_info.dialect.logprobs_kind)
+        return {**run.to_dict(), "url": self.url, "logprobs_kind": kind, "render": self.render}
+
+    def health(self, timeout: float = 120.0) -> None:
+        """Wait until the server is ready.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            TimeoutError: The server is not ready in time; has its last error.
+        """
+        check_float("timeout", timeout, 0, 1e9)
+        self._loop.submit(self._healthy(timeout)).result()
+
+    async def _healthy(self, timeout: float) -> None:
+        async def asked(path: str) -> None:
+            async with self._connection.open(path, timeout=10.0) as response:
+                await response.aread()
+
+        until, wait = time.monotonic() + timeout, 0.1
+        while True:
+            try:
+                try:
+                    return await self._connection.retry(lambda: asked("/health"), once=True)
+                except ServerError:  # which plain OpenAI servers do not have
+                    return await self._connection.retry(lambda: asked("/v1/models"), once=True)
+            except ServerError as error:
+                if time.monotonic() + wait > until:
+                    raise TimeoutError(f"not ready after {timeout:g} s: {error}") from None
+            await asyncio.sleep(wait)
+            wait = min(wait * 1.5, 2.0)
+
+    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
+        """Detect the server, once; `again` is called before each retry."""
+        if self._detection_lock is None:
+            self._detection_lock = asyncio.Lock()
+        async with self._detection_lock:
+            if self._server_info is None:
+                self._server_info = await detect_server(self._connection, self.dialect, self.model, again)
+        return self._server_info
+
+    def _redact(self, text: str) -> str:
+        return self._connection.redact(text)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def _exchange(
+        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+    ) -> None:
+        """Send a request for samples `ks`, with retries; each sample is finished at most once."""
+        dialect, finished_ks = server.dialect, set[int]()
+        body = dialect.payload(ask)
+        for k in ks:
+            job.parts[k].append(PartialSample())
+
+        async def attempt() -> None:
+            pieces = [PartialSample(version=self.version) for _ in ks]
+            for k, piece in zip(ks, pieces, strict=True):
+                job.parts[k][-1] = piece
+
+            def tell() -> None:
+                for k, piece in zip(ks, pieces, strict=True):
+                    if piece.finish is not None and k not in finished_ks:
+                        finished_ks.add(k)
+                        finished(k)
+
+            async with self._connection.open(dialect.path(ask), body) as response:
+                # Some servers and proxies never stream.
+                is_json = response.headers.get("content-type", "").startswith("application/json")
+                if body.get("stream") and not is_json:
+                    async for event in read_events(response):
+                        dialect.read_event(event, pieces)
+                        tell()
+                else:
+                    dialect.read_reply(parse_json(await response.aread()), pieces)
+                    tell()
+                if any(piece.finish is None for piece in pieces):
+                    raise RetryableError("the reply is incomplete")
+
+        await self._connection.retry(attempt, lambda: job.count_retry(ks))
 
     async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
         """Request the ids of a text or a chat from the server; `None` if it cannot tokenize and needs no ids."""

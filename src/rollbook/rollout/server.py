@@ -115,11 +115,93 @@ class RetryableError(RollbookError):
         self.status = status
 
 
-class Connection:
-    """Connection to a server.
+class LoopThread:
+    """An event loop in a thread of its own.
 
-    Its event loop and thread start with the first request. They end with `close`, with the last reference to the
-    connection or with the program.
+    The thread starts with the first coroutine. It ends with `close`, with the last reference to the object or with the
+    program; coroutines that still run are cancelled.
+
+    Args:
+        name: Name of the thread.
+
+    >>> async def add(a: int, b: int) -> int:
+    ...     return a + b
+    >>> loop = LoopThread("doctest")
+    >>> loop.submit(add(1, 2)).result()
+    3
+    >>> loop.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        """Called in the loop at its end. They must not refer to this object."""
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._ended: weakref.finalize[Any, LoopThread] | None = None
+        self._closed = False
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine in the loop, from any thread."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise ValueError("engine: closed")
+            if self._loop is None or self._thread is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name=self.name, daemon=True)
+                self._thread.start()
+                # Not a method, which would keep the object alive. It also runs at the end of the program, before
+                # modules are torn down.
+                self._ended = weakref.finalize(self, _close_loop, self._loop, self._thread, self.closers)
+            elif not self._thread.is_alive():
+                work.close()
+                raise ValueError("engine: its thread has ended; a forked process needs its own engine")
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel running coroutines, call the closers and join the thread."""
+        with self._lock:
+            self._closed = True
+        if self._ended is not None:
+            self._ended()  # once
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop, in its thread."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _close_loop(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, closers: list[Callable[[], Awaitable[None]]]
+) -> None:
+    """Cancel the tasks of a loop, call the closers and join its thread."""
+    if not thread.is_alive():  # in a forked process
+        return
+
+    async def end() -> None:
+        try:
+            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in rest:
+                task.cancel()
+            await asyncio.gather(*rest, return_exceptions=True)
+            for closer in closers:
+                await closer()
+            await asyncio.sleep(0)  # lets callbacks of the tasks run
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
+    if threading.current_thread() is not thread:  # a task may hold the last reference
+        thread.join()
+
+
+class Connection:
+    """Connection to a server, in an event loop and thread of its own.
 
     Args:
         url: Address of the server, with or without `/v1`.
@@ -162,40 +244,13 @@ class Connection:
         self._auth = without_user(url)[1]
         header_secrets = [value for value in self._headers.values() if len(value) > 5]  # shorter ones are not secret
         self._secrets = [api_key or "", parts.password or "", (self._auth or ("", ""))[1], *header_secrets]
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._clients: list[httpx.AsyncClient] = []  # at most one
-        self._ended: weakref.finalize[Any, Connection] | None = None
+        self.loop = LoopThread("rollbook-http")
+        self._client: httpx.AsyncClient | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._closed = False
-
-    # --- event loop ---------------------------------------------------------------------------------------------------
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in the loop, from any thread."""
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise ValueError("engine: closed")
-            if self._loop is None or self._thread is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollbook-http", daemon=True)
-                self._thread.start()
-                # Not a method, which would keep the connection alive. It also runs at the end of the program, before
-                # modules are torn down.
-                self._ended = weakref.finalize(self, _close_loop, self._loop, self._thread, self._clients)
-            elif not self._thread.is_alive():
-                work.close()
-                raise ValueError("engine: its thread has ended; a forked process needs its own engine")
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """Cancel running requests, close the connections and join the thread."""
-        with self._lock:
-            self._closed = True
-        if self._ended is not None:
-            self._ended()  # once
+        self.loop.close()
 
     # --- requests (in the loop) ---------------------------------------------------------------------------------------
 
@@ -281,50 +336,19 @@ class Connection:
             await asyncio.sleep(max(wait, passing.wait))
 
     def _http(self) -> httpx.AsyncClient:
-        if not self._clients:
+        if self._client is None:
             import httpx
 
             most = self.concurrency + 1
-            self._clients.append(
-                httpx.AsyncClient(
-                    base_url=self.url,
-                    headers=self._headers,
-                    auth=self._auth,
-                    limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
-                    timeout=httpx.Timeout(self.timeout, pool=None),
-                )
+            self._client = httpx.AsyncClient(
+                base_url=self.url,
+                headers=self._headers,
+                auth=self._auth,
+                limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+                timeout=httpx.Timeout(self.timeout, pool=None),
             )
-        return self._clients[0]
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop of a connection, in its thread."""
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-def _close_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, clients: list[httpx.AsyncClient]) -> None:
-    """Cancel the tasks of a loop, close its connections and join its thread."""
-    if not thread.is_alive():  # in a forked process
-        return
-
-    async def end() -> None:
-        try:
-            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-            for client in clients:
-                await client.aclose()
-            await asyncio.sleep(0)  # lets callbacks of the tasks run
-        finally:
-            loop.stop()
-
-    asyncio.run_coroutine_threadsafe(end(), loop)
-    if threading.current_thread() is not thread:  # a task may hold the last reference
-        thread.join()
+            self.loop.closers.append(self._client.aclose)
+        return self._client
 
 
 async def read_events(response: httpx.Response) -> AsyncIterator[Any]:
@@ -553,6 +577,11 @@ class Dialect:
             body |= {"logprobs": 1} if request.messages is None else {"logprobs": True}
         return body
 
+    def payload(self, request: ServerRequest) -> dict[str, Any]:
+        """Return the body of a request with the fields of `Sampling.extra`; `None` removes a field."""
+        body = self.body(request) | dict(request.sampling.extra)
+        return {name: field_value for name, field_value in body.items() if field_value is not None}
+
     def _common_body(self, request: ServerRequest) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
@@ -689,6 +718,52 @@ class TransformersServe(Dialect):
         # It rejects unknown fields and ignores some known ones.
         left_out = {"n", "presence_penalty", "frequency_penalty"}
         return {name: value for name, value in self._common_body(request).items() if name not in left_out}
+
+
+class VLLM(Dialect):
+    """vLLM from 0.10.2 on: token ids with every reply, all options, n samples per request.
+
+    Sample k of a request has seed `seed + k`. Log-probs are `raw` unless the server was started with
+    `--logprobs-mode processed_logprobs`, which is not reported: then set `logprobs_kind="processed"`.
+    """
+
+    name = "vllm"
+    gives_ids = True
+    logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
+    supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    cannot = (
+        "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
+        "go on with a prompt that has images: only token ids are sent again",
+    )
+    ids_from = "vLLM gives them from 0.10.2 on (return_token_ids)"
+    logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
+    interval = 8
+    """Tokens per event of a stream. Smaller events are slower; a cancel loses fewer tokens than this."""
+
+    def shares_request(self, sampling: Sampling) -> bool:
+        return True
+
+    def seed_of(self, seed: int, k: int) -> int:
+        return seed + k
+
+    def body(self, request: ServerRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        body = self._common_body(request) | {
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "min_tokens": request.min_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "include_stop_str_in_output": sampling.include_stop,
+            "ignore_eos": sampling.ignore_eos,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+        }
+        if sampling.logprobs is not None:
+            body |= {"logprobs": 0} if request.messages is None else {"logprobs": True, "top_logprobs": 0}
+        if request.stream:
+            body["stream_interval"] = self.interval
+        return body
 
 
 def resolve_logprobs_kind(
