@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
     from rollbook.rollout.engine import Request as Request
+    from rollbook.rollout.engine import WeightSyncError as WeightSyncError
     from rollbook.rollout.environment import Environment as Environment
     from rollbook.rollout.environment import EnvironmentConfig as EnvironmentConfig
     from rollbook.rollout.environment import Episode as Episode
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from rollbook.rollout.scripted import Line as Line
     from rollbook.rollout.scripted import ScriptedEngine as ScriptedEngine
     from rollbook.rollout.transformers import TransformersEngine as TransformersEngine
+    from rollbook.rollout.vllm import VllmEngine as VllmEngine
+    from rollbook.rollout.weight_sync import StaleWeightsError as StaleWeightsError
+    from rollbook.rollout.weight_sync import check_sync as check_sync
 
 _HOMES = {
     "BaseEngine": "rollbook.rollout.engine",
@@ -55,8 +59,12 @@ _HOMES = {
     "Sample": "rollbook.core.sampling",
     "Sampling": "rollbook.core.sampling",
     "ScriptedEngine": "rollbook.rollout.scripted",
+    "StaleWeightsError": "rollbook.rollout.weight_sync",
     "TransformersEngine": "rollbook.rollout.transformers",
+    "VllmEngine": "rollbook.rollout.vllm",
+    "WeightSyncError": "rollbook.rollout.engine",
     "act_all": "rollbook.rollout.environment",
+    "check_sync": "rollbook.rollout.weight_sync",
     "play_episodes": "rollbook.rollout.environment",
 }
 

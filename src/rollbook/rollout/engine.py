@@ -15,15 +15,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
 from rollbook.core.checks import check_int
+from rollbook.core.errors import RollbookError
 from rollbook.core.ids import EID
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from rollbook.models.actor import Actor
 
 Message: TypeAlias = "Mapping[str, Any]"
 Ids: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
@@ -37,6 +40,12 @@ SamplingsLike: TypeAlias = "SamplingLike | Sequence[SamplingLike]"
 """Sampling options of all prompts, or a list with those of each."""
 SamplingOption: TypeAlias = "bool | float | str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None"
 """Value of a field of `Sampling`."""
+WeightSource: TypeAlias = "Actor | torch.nn.Module"
+"""A model whose weights an engine takes: a module, or an object that has one as `.model`."""
+
+
+class WeightSyncError(RollbookError, RuntimeError):
+    """Raised when an engine cannot take the weights of a model."""
 
 
 class Cancel:
@@ -205,12 +214,16 @@ class Engine(Protocol):
         """Do the same in an event loop."""
         ...
 
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Sample from the weights of `source` from now on; see `BaseEngine.update_weights`."""
+        ...
+
 
 class BaseEngine(ABC):
     """Base class of the engines: synchronous, asynchronous and streaming generation from one method.
 
     A subclass defines `run`, and `_run`, which yields `(place, sample)` as samples finish. `version` is the number of
-    the policy, set by the caller when the weights change.
+    the policy, set by `update_weights`, or by the caller when the weights change otherwise.
 
     >>> class Echo(BaseEngine):
     ...     run = RunInfo(engine="echo", engine_version="1", model="none")
@@ -225,6 +238,8 @@ class BaseEngine(ABC):
     """
 
     version: int = 0
+    takes_weights: ClassVar[bool] = False
+    """Whether `update_weights` takes the weights of a model. A trainer keeps such an engine in sync."""
 
     @property
     @abstractmethod
@@ -237,6 +252,27 @@ class BaseEngine(ABC):
 
     def close(self) -> None:  # noqa: B027  most engines hold no resources
         """Close connections and end threads. The engine cannot be used afterwards."""
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Sample from the weights of `source` from now on, and record `version` for tokens sampled after it.
+
+        Returns when the engine has the weights. Responses that are being sampled continue; each of their tokens has
+        the version that sampled it.
+
+        Args:
+            source: An `Actor`, or a module with the architecture of the engine's model.
+            version: Number of the policy.
+
+        Raises:
+            WeightSyncError: The engine cannot take weights, or the weights do not fit.
+        """
+        raise WeightSyncError(f"{type(self).__name__} cannot take weights: its model is fixed")
+
+    def sleep(self) -> None:  # noqa: B027  most engines keep their memory
+        """Release device memory until `wake`, if the engine can. Nothing may be sampling."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Take the memory back that `sleep` released."""
 
     def __enter__(self) -> Self:
         return self

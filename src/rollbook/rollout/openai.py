@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, RunInfo, Sample
@@ -42,6 +42,7 @@ from rollbook.rollout.server import (
 )
 from rollbook.rollout.sglang import SGLang
 
+T = TypeVar("T")
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect for dialect in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())
 }
@@ -138,6 +139,10 @@ class PromptForm:
     """Whether the ids are from the tokenizer here although messages are sent."""
     uncut: str = ""
     """Why the prompt could not be counted and truncated."""
+    media: Mapping[str, Any] | None = None
+    """Processed media, for the record."""
+    media_data: Mapping[str, list[Any]] | None = None
+    """Images and videos, for an engine in this process."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +344,7 @@ class PromptJob:
             run_id=self.context.run_id,
             group_size=before.group_size if before is not None else sampling.n,
             message=message if reason != "abort" else None,
+            media=self.form.media,
             metrics=self._metrics(k),
             info=info,
         )
@@ -500,6 +506,10 @@ class JobEngine(BaseEngine, ABC):
         """Remove secrets from an error message."""
         return text
 
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine in the event loop, from any thread."""
+        return self._loop.submit(work)
+
     @property
     def run(self) -> RunInfo:
         """Description of the server; one that cannot be reached has version `unknown`."""
@@ -533,15 +543,15 @@ class JobEngine(BaseEngine, ABC):
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
-    def _start(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> concurrent.futures.Future[None]:
+    def start(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> concurrent.futures.Future[None]:
         """Start all requests in the loop; each `(place, sample)` is emitted as it finishes."""
-        return self._loop.submit(self._call(requests, cancel, emit))
+        return self.submit(self._call(requests, cancel, emit))
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-        return collect(lambda emit: [self._start(requests, cancel, emit)])
+        return collect(lambda emit: [self.start(requests, cancel, emit)])
 
     def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
-        return acollect(lambda emit: [self._start(requests, cancel, emit)])
+        return acollect(lambda emit: [self.start(requests, cancel, emit)])
 
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> None:
         jobs = [PromptJob(request, self._context(), emit, cancel.shared) for request in requests]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
 from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
-from rollbook.rollout.engine import BaseEngine, Cancel, Request
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -124,6 +124,10 @@ class ScriptedEngine(BaseEngine):
             return row
 
         return cls(answer, tokenizer)
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Set the version; a script has no weights."""
+        self.version = version
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         run_id = self.run.id  # once, since the fingerprint of a large tokenizer is slow

@@ -14,6 +14,7 @@ import json
 import math
 import random
 import threading
+import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -430,6 +431,7 @@ class ServerRequest:
     ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,7 +51,7 @@ from rollbook.rollout.decoding import (
     StopTexts,
     find_stop_start,
 )
-from rollbook.rollout.engine import BaseEngine, Cancel, Request
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
 from rollbook.rollout.paged import PagedBatch, PagedDecoder, UnsupportedModelError, why_not
 
 if TYPE_CHECKING:
@@ -354,6 +354,8 @@ class TransformersEngine(BaseEngine):
     ([4, 4, 4, 4], [3, 3, 3, 3], 'length')
     """
 
+    takes_weights: ClassVar[bool] = True
+
     def __new__(cls, model: Actor | torch.nn.Module, *arguments: Any, **options: Any) -> Self:
         if not isinstance(model, Actor) or arguments or options:
             return super().__new__(cls)
@@ -428,6 +430,28 @@ class TransformersEngine(BaseEngine):
     @cached_property
     def _tokenizer_fingerprint(self) -> str | None:
         return tokenizer_fingerprint(self.tokenizer)  # slow for a large vocabulary
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Copy the weights of `source` into the model, in place and between two tokens, and set the version.
+
+        If `source` is the engine's own model, only the version is set.
+        """
+        model = _unwrap_model(source)
+        with self._turns:
+            if model is not self.model:
+                weights = model.state_dict()
+                shapes, expected = (
+                    {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                    for tensors in (weights, self.model.state_dict())
+                )
+                for name in sorted(shapes.keys() | expected.keys()):
+                    if shapes.get(name) != expected.get(name):
+                        raise WeightSyncError(
+                            f"source: {name}: got shape {shapes.get(name)}, expected {expected.get(name)}, as in the "
+                            "engine's model"
+                        )
+                self.model.load_state_dict(weights)
+            self.version = version
 
     # --- a call -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,874 @@
+"""`VllmEngine`: rollouts from vLLM, in this process or from servers, with weights that follow the trainer.
+
+Invariant: a token has the version of the weights that sampled it. vLLM labels the tokens of a request with the version
+of the weights; where it does not (chats with tools or images on a server), an update waits for the responses in flight.
+After an update no key or value of the earlier weights is used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+
+from rollbook.core.checks import check_bool, check_choice, check_int
+from rollbook.core.media import load_image
+from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
+from rollbook.core.vocabulary import Tokenizer
+from rollbook.models.actor import Actor
+from rollbook.models.head import device_of, unwrapped
+from rollbook.models.lora import has_adapters, save_base
+from rollbook.rollout.chat import has_media_parts
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
+from rollbook.rollout.openai import Emit, JobEngine, OpenAIEngine, PromptForm, PromptJob, Server, acollect, collect
+from rollbook.rollout.server import (
+    VLLM,
+    BadReplyError,
+    LoopThread,
+    PartialSample,
+    ServerError,
+    ServerRequest,
+    parse_version,
+)
+from rollbook.rollout.transformers import PromptPreparer, _split_media
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+Transfer = Literal["auto", "file", "ipc", "nccl"]
+KEPT_ADAPTERS = 8
+"""Number of versions whose adapters are kept, for responses in flight that use them."""
+ABORT_SECONDS = 5.0
+"""Time to receive the rest of a response after its request was aborted."""
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes as `max_lora_rank`."""
+_TASKS = 1 << 16
+"""Number of tasks whose replica is remembered."""
+
+
+def sampling_params(request: ServerRequest) -> dict[str, Any]:
+    """Return the fields of vLLM's `SamplingParams` for a request, with those of `Sampling.extra`.
+
+    Args:
+        request: The request.
+    """
+    sampling = request.sampling
+    return {
+        "n": request.n,
+        "max_tokens": request.max_tokens,
+        "min_tokens": request.min_tokens,
+        "temperature": request.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": request.seed,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "include_stop_str_in_output": sampling.include_stop,
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": None if sampling.logprobs is None else 0,
+        "logit_bias": dict.fromkeys(sampling.suppress, -100.0) or None,
+        "stream_interval": VLLM.interval if request.stream else None,
+        **sampling.extra,
+    }
+
+
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+class Replica(JobEngine, ABC):
+    """A vLLM engine with the controls that a weight update needs. All of them run in its event loop."""
+
+    adapter: Any = None
+    """LoRA adapter that requests use; `None` for the model itself."""
+    dtype: torch.dtype | None = None
+    """Type of the weights, if known."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop sampling after the current token, keep the requests and drop all keys and values."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue with the requests."""
+
+    @abstractmethod
+    async def load_checkpoint(self, folder: str) -> None:
+        """Load the weights of a folder."""
+
+    @abstractmethod
+    async def label(self, version: int) -> None:
+        """Label the tokens that are sampled from now on."""
+
+    @abstractmethod
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load a LoRA adapter, which requests use from now on."""
+
+    @abstractmethod
+    async def remove_adapter(self, name: str, number: int) -> None:
+        """Remove a LoRA adapter."""
+
+    @abstractmethod
+    async def transfer(self, step: str, info: Any = None) -> None:
+        """Take a step of vLLM's weight transfer: `init`, `start`, `update` or `finish`."""
+
+    @abstractmethod
+    async def world_size(self) -> int:
+        """Return the number of workers."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Offload the weights and free the cache."""
+
+    @abstractmethod
+    async def restore(self) -> None:
+        """Load the weights back."""
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request. It returns what it has sampled."""
+
+    async def _until_cancelled(
+        self, work: Coroutine[Any, Any, None], job: PromptJob, ks: list[int], request_id: str
+    ) -> None:
+        """Run a request. If it is cancelled after its first token, abort it and receive the rest with its versions."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done() and any(job.parts[k] and job.parts[k][-1].ids for k in ks):
+                with contextlib.suppress(ServerError):
+                    await self.abort(request_id)
+                    await asyncio.wait({task}, timeout=ABORT_SECONDS)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+
+
+class TokenDialect(VLLM):
+    """vLLM's `/inference/v1/generate`: ids in, ids and versions out. Chats with tools or images use the chat API."""
+
+    chats = "template"
+    tokenizes = True
+
+    def __init__(self) -> None:
+        self.labeled = False
+        """Whether an update has labeled the weights of the server."""
+
+    def path(self, request: ServerRequest) -> str:
+        return "/inference/v1/generate" if request.messages is None else super().path(request)
+
+    def payload(self, request: ServerRequest) -> dict[str, Any]:
+        if request.messages is not None:
+            return super().payload(request)
+        return {
+            "request_id": request.request_id,
+            "model": request.model,
+            "token_ids": list(request.ids or ()),
+            "sampling_params": sampling_params(request),
+            "stream": request.stream,
+            "output_mode": "text",
+            "return_token_ids": True,
+        }
+
+    def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, inner: str) -> None:
+        super()._choice(reply, choice, piece, inner)
+        labels = [span.get("version") for span in choice.get("weight_versions") or ()]
+        if self.labeled and "default" in labels:
+            raise BadReplyError("weight_versions: got 'default': the server was restarted and lost the weights it had")
+
+
+class ServerReplica(OpenAIEngine, Replica):
+    """A `vllm serve` process."""
+
+    def __init__(self, url: str, model: str | None, tokenizer: Tokenizer | None, **options: Any) -> None:
+        super().__init__(url, model, tokenizer, dialect="vllm", **options)
+        self._tokens = TokenDialect()
+        self._chats = 0  # requests in flight whose tokens are not labeled
+        self._updating = False
+        self._changed = asyncio.Condition()
+
+    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
+        server = await super()._server(again)
+        self._server_info = replace(server, dialect=self._tokens)
+        return self._server_info
+
+    def _make_request(self, *arguments: Any) -> ServerRequest:
+        request = super()._make_request(*arguments)
+        return request if self.adapter is None else replace(request, model=self.adapter)
+
+    async def _exchange(
+        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+    ) -> None:
+        work = super()._exchange
+        if ask.messages is None:
+            request_id = f"generate-tokens-{ask.request_id}"
+            return await self._until_cancelled(work(server, job, ks, ask, finished), job, ks, request_id)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._updating)
+            self._chats += 1
+        try:
+            await work(server, job, ks, ask, finished)
+        finally:
+            self._chats -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        async def attempt() -> bytes:
+            async with self._connection.open(path, body or {}) as response:
+                return await response.aread()
+
+        try:
+            return await self._connection.retry(attempt, once=True)
+        except ServerError as error:
+            if error.status == 404:
+                variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if "lora" in path else "VLLM_SERVER_DEV_MODE"
+                raise WeightSyncError(f"{error}; start the server with {variable}=1") from None
+            raise
+
+    async def pause(self) -> None:
+        async with self._changed:
+            self._updating = True
+            await self._changed.wait_for(lambda: not self._chats)
+        await self._post("/pause?mode=keep")
+        await self._post("/reset_prefix_cache?reset_running_requests=true")
+
+    async def resume(self) -> None:
+        try:
+            await self._post("/resume")
+        finally:
+            async with self._changed:
+                self._updating = False
+                self._changed.notify_all()
+
+    async def load_checkpoint(self, folder: str) -> None:
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+
+    async def label(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version)})
+        self._tokens.labeled = True
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        self.adapter = name
+
+    async def remove_adapter(self, name: str, number: int) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def transfer(self, step: str, info: Any = None) -> None:
+        path = {"init": "/init_weight_transfer_engine", "update": "/update_weights"}.get(step, f"/{step}_weight_update")
+        await self._post(path, None if info is None else {f"{step}_info": info})
+
+    async def world_size(self) -> int:
+        return int((await self._connection.json("/get_world_size", once=True))["world_size"])
+
+    async def release(self) -> None:
+        await self._post("/sleep?level=1")
+
+    async def restore(self) -> None:
+        await self._post("/wake_up")
+
+    async def abort(self, request_id: str) -> None:
+        await self._post("/inference/v1/abort_requests", {"request_ids": [request_id]})
+
+
+class LocalReplica(Replica):
+    """vLLM in this process: `AsyncLLM`, whose workers are child processes."""
+
+    def __init__(
+        self,
+        name: str,
+        engine_args: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+        processor: Tokenizer | None,
+        version: int,
+    ) -> None:
+        loop = LoopThread("rollbook-vllm")
+        try:
+            self._llm = loop.submit(_start_vllm(engine_args)).result()
+        except BaseException:
+            loop.close()
+            raise
+        loop.closers.append(partial(_stop_vllm, self._llm))
+        kind = {"processed_logprobs": "processed", "raw_logprobs": "raw"}.get(self._llm.model_config.logprobs_mode)
+        super().__init__(
+            loop,
+            name,
+            tokenizer if tokenizer is not None else self._llm.get_tokenizer(),
+            version=version,
+            render="local",
+            logprobs_kind=kind,  # type: ignore[arg-type]
+        )
+        import vllm
+
+        self.dtype = self._llm.model_config.dtype
+        self.processor = processor
+        self._server_info = Server(VLLM(), name, vllm.__version__)
+
+    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
+        if self._server_info is None:
+            raise ServerError("vLLM is not running")
+        return self._server_info
+
+    async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
+        return None  # prompts are rendered here
+
+    async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
+        prompt, sampling = job.request.prompt, job.request.sampling
+        if not (prompt.images or prompt.videos or has_media_parts(prompt)) or job.done:
+            return await super()._prompt_form(server, job)
+        if prompt.token_ids is not None or sampling.first_temperature is not None:
+            raise ValueError("prompt.images: expected text or messages with images, and no first_temperature")
+        preparer = PromptPreparer(self.tokenizer, self.processor, self._llm.model_config.hf_config)
+        prepared = preparer.prepare(prompt, sampling)
+        images, videos = list(prompt.images), list(prompt.videos)
+        if prompt.messages is not None:
+            _, images, videos = _split_media(prompt)
+        media = {"image": [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)], "video": videos}
+        ids = list(prepared.ids)
+        data = {name: entries for name, entries in media.items() if entries}
+        return PromptForm(text=prepared.text, ids=ids, prompt_ids=ids, media=prepared.media, media_data=data)
+
+    async def _exchange(
+        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+    ) -> None:
+        work = self._generate(job, ks, ask, finished)
+        await self._until_cancelled(work, job, ks, ask.request_id)
+
+    async def _generate(
+        self, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+        from vllm.sampling_params import RequestOutputKind
+
+        pieces = [PartialSample(version=self.version) for _ in ks]
+        for k, piece in zip(ks, pieces, strict=True):
+            job.parts[k].append(piece)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ask.ids or ())}
+        if job.form.media_data is not None:
+            prompt = {"prompt": job.form.text, "multi_modal_data": job.form.media_data}
+        parsed = parse_model_prompt(self._llm.model_config, prompt)
+        (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
+        output_kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**sampling_params(ask), output_kind=output_kind)
+        async for output in self._llm.generate(rendered, params, ask.request_id, lora_request=self.adapter):
+            for index in _read_output(output, pieces):
+                finished(ks[index])
+
+    async def pause(self) -> None:
+        await self._llm.pause_generation(mode="keep")
+        await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def load_checkpoint(self, folder: str) -> None:
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    async def label(self, version: int) -> None:
+        await self._llm.update_weight_version(str(version))
+
+    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=folder)
+        await self._llm.add_lora(adapter)
+        self.adapter = adapter
+
+    async def remove_adapter(self, name: str, number: int) -> None:
+        await self._llm.remove_lora(number)
+
+    async def transfer(self, step: str, info: Any = None) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        if step == "init":
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        elif step == "start":
+            await self._llm.start_weight_update()
+        elif step == "update":
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        else:
+            await self._llm.finish_weight_update()
+
+    async def world_size(self) -> int:
+        return int(self._llm.vllm_config.parallel_config.world_size_across_dp)
+
+    async def release(self) -> None:
+        await self._llm.sleep(level=1)
+
+    async def restore(self) -> None:
+        await self._llm.wake_up()
+
+    async def abort(self, request_id: str) -> None:
+        await self._llm.abort(request_id)
+
+
+def _read_output(output: RequestOutput, pieces: Sequence[PartialSample]) -> Iterator[int]:
+    """Add an output of vLLM to its samples, and yield the numbers of those that are finished."""
+    for completion in output.outputs:
+        piece, ids = pieces[completion.index], list(completion.token_ids)
+        logprobs = completion.logprobs
+        values: Any = None
+        if logprobs is not None:
+            values = [entries[token].logprob for token, entries in zip(ids, logprobs, strict=True)]
+        piece.more(ids, values, completion.text)
+        piece.prompt_ids = list(output.prompt_token_ids or ())
+        for span in completion.weight_versions or ():
+            version = parse_version(span.version)
+            if version is not None:
+                piece.spans.append((version, span.start, span.end))
+        piece.stop = completion.stop_reason
+        if completion.finish_reason is not None:
+            piece.finish = completion.finish_reason
+            yield completion.index
+
+
+async def _start_vllm(engine_args: Mapping[str, Any]) -> AsyncLLM:
+    """Start vLLM in the running event loop."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+
+
+async def _stop_vllm(llm: AsyncLLM) -> None:
+    llm.shutdown()
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class VllmEngine(BaseEngine):
+    """Rollout engine over vLLM, whose weights `update_weights` replaces.
+
+    Given an `Actor` or the path of a model, vLLM runs in this process (its workers are child processes). Given URLs, it
+    runs in servers started with `vllm serve` and `VLLM_SERVER_DEV_MODE=1`, which enables the routes for updates. All
+    samples of a task go to one replica, new tasks to the one with the fewest samples in flight.
+
+    `update_weights` pauses vLLM, loads the weights and continues with the responses in flight. The weights travel by
+    `transfer`:
+
+    - `file`: a checkpoint in `folder`, which vLLM reads. Works everywhere, also on vLLM's CPU build.
+    - `ipc`: CUDA IPC, for vLLM in this process on the device of the trainer.
+    - `nccl`: an NCCL broadcast from the trainer to all workers.
+    - `auto`: `ipc` in this process and `nccl` to servers if the model is on a CUDA device, else `file`.
+
+    If the source has LoRA adapters, only these are sent, as files. Responses in flight end with the adapters, and the
+    version, they started with.
+
+    Args:
+        source: An `Actor`, the path or hub name of a model, or one or several URLs.
+        tokenizer: Tokenizer; by default that of the actor or, in this process, of the model.
+        model: Name of the model on the servers; by default the first that each lists.
+        version: Number of the policy.
+        transfer: How weights travel.
+        folder: Folder for checkpoints and adapters, which servers must be able to read; by default a temporary one.
+        sleep: Whether `sleep` offloads vLLM's weights and frees its cache. A server also needs `--enable-sleep-mode`.
+        engine_args: Fields of `vllm.AsyncEngineArgs`, in this process.
+        api_key: Bearer token of the servers.
+        timeout: Seconds without a byte from a server.
+        concurrency: Largest number of requests in flight, for each server.
+        logprobs_kind: Kind of the servers' log-probs, if they were started with another `--logprobs-mode` than `raw`.
+            In this process log-probs are `processed`.
+
+    Raises:
+        ImportError: vLLM is not installed, and it is to run in this process.
+
+    >>> with VllmEngine(["http://127.0.0.1:8000", "http://127.0.0.1:8001"]) as engine:
+    ...     engine, engine.replica_count  # and engine.generate(["2+2="], max_tokens=8)
+    (VllmEngine('http://127.0.0.1:8000', 'http://127.0.0.1:8001'), 2)
+    """
+
+    takes_weights: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source: Actor | str | os.PathLike[str] | Sequence[str],
+        tokenizer: Tokenizer | None = None,
+        *,
+        model: str | None = None,
+        version: int = 0,
+        transfer: Transfer = "auto",
+        folder: str | os.PathLike[str] | None = None,
+        sleep: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+        api_key: str | None = None,
+        timeout: float = 1800.0,
+        concurrency: int = 64,
+        logprobs_kind: LogprobsKind | None = None,
+    ) -> None:
+        check_choice("transfer", transfer, get_args(Transfer))
+        self.transfer: Transfer = transfer
+        self._sleeps = check_bool("sleep", sleep)
+        self._temporary = None if folder is not None else tempfile.TemporaryDirectory(prefix="rollbook-vllm-")
+        self.folder = Path(folder if self._temporary is None else self._temporary.name).absolute()  # type: ignore[arg-type]
+        self._sync_lock = threading.Lock()
+        self._load_lock = threading.Lock()
+        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._adapters: list[tuple[str, int]] = []
+        self._sender: Any = None
+        self._replicas: list[Replica] = []
+        urls = _urls(source)
+        if urls:
+            if engine_args:
+                raise ValueError("engine_args: got some with URLs, expected them for vLLM in this process")
+            options: dict[str, Any] = {
+                "version": version,
+                "api_key": api_key,
+                "timeout": timeout,
+                "concurrency": concurrency,
+                "logprobs_kind": logprobs_kind,
+            }
+            self._replicas += [ServerReplica(url, model, tokenizer, **options) for url in urls]
+        else:
+            self._replicas.append(self._start(source, tokenizer, version, dict(engine_args or {})))
+        self.tokenizer: Any = self._replicas[0].tokenizer
+        self._loads = [0] * len(self._replicas)
+
+    def _start(self, source: Any, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
+        """Start vLLM in this process."""
+        require_vllm()
+        name, processor = str(source), None
+        defaults: dict[str, Any] = {
+            "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": self._sleeps,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if isinstance(source, Actor):
+            name = str(getattr(source.config, "_name_or_path", "") or type(unwrapped(source.model)).__name__)
+            tokenizer = tokenizer if tokenizer is not None else source.tokenizer
+            processor = source.processor
+            defaults["dtype"] = str(source.dtype).removeprefix("torch.")
+            if has_adapters(source.model):
+                ranks = [config.r for config in source.model.peft_config.values()]  # type: ignore[operator]
+                defaults |= {"enable_lora": True, "max_loras": 2}
+                defaults["max_lora_rank"] = next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
+            elif self._transfer_of(source.model, local=True) == "ipc":
+                # Handles of device memory are pickled, between this process and its children only.
+                os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+                defaults["weight_transfer_config"] = {"backend": "ipc"}
+            start = self.folder / "start"
+            save_checkpoint(source, start)
+            for part in (tokenizer, processor):
+                save: Any = getattr(part, "save_pretrained", lambda folder: None)
+                save(start)
+            source = start
+        return LocalReplica(name, {"model": str(source), **defaults, **engine_args}, tokenizer, processor, version)
+
+    def __repr__(self) -> str:
+        names = [getattr(replica, "url", replica.model) for replica in self._replicas]
+        return f"{type(self).__name__}({', '.join(map(repr, names))})"
+
+    # --- properties ---------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> RunInfo:
+        """Description of the first replica."""
+        return self._replicas[0].run
+
+    @property
+    def version(self) -> int:
+        """Number of the policy."""
+        return self._replicas[0].version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for replica in self._replicas:
+            replica.version = version
+
+    @property
+    def replica_count(self) -> int:
+        """Number of vLLM engines."""
+        return len(self._replicas)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of the weights; `None` if it is not known."""
+        return self._replicas[0].dtype
+
+    def health(self, timeout: float = 120.0) -> None:
+        """Wait until all servers are ready.
+
+        Args:
+            timeout: Seconds to wait for each.
+
+        Raises:
+            TimeoutError: A server is not ready in time.
+        """
+        for replica in self._replicas:
+            if isinstance(replica, ServerReplica):
+                replica.health(timeout)
+
+    def close(self) -> None:
+        """End vLLM in this process, or close the connections."""
+        for replica in self._replicas:
+            replica.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
+        return collect(partial(self._calls, requests, cancel))
+
+    def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
+        return acollect(partial(self._calls, requests, cancel))
+
+    def _calls(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> list[concurrent.futures.Future[None]]:
+        """Start the requests on their replicas."""
+        shares: dict[int, list[Request]] = {}
+        with self._load_lock:
+            for request in requests:
+                shares.setdefault(self._home(request), []).append(request)
+        return [self._call(i, share, cancel, emit) for i, share in shares.items()]
+
+    def _home(self, request: Request) -> int:
+        """Return the replica of a request, and count its samples there."""
+        task = request.eids[0].tid
+        home = self._homes.pop(task, None)
+        if home is None:
+            home = min(range(len(self._loads)), key=self._loads.__getitem__)
+        self._homes[task] = home
+        if len(self._homes) > _TASKS:
+            self._homes.popitem(last=False)
+        self._loads[home] += len(request.eids)
+        return home
+
+    def _call(
+        self, home: int, requests: Sequence[Request], cancel: Cancel, emit: Emit
+    ) -> concurrent.futures.Future[None]:
+        left = sum(len(request.eids) for request in requests)
+
+        def counted(entry: tuple[int, Sample]) -> None:
+            nonlocal left
+            with self._load_lock:
+                left -= 1
+                self._loads[home] -= 1
+            emit(entry)
+
+        def ended(_: concurrent.futures.Future[None]) -> None:
+            with self._load_lock:
+                self._loads[home] -= left
+
+        call = self._replicas[home].start(requests, cancel, counted)
+        call.add_done_callback(ended)
+        return call
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        """Send the weights of `source`, or its LoRA adapters, to all replicas. See the class."""
+        check_int("version", version, 0)
+        model: Any = source.model if isinstance(source, Actor) else source
+        with self._sync_lock:
+            if has_adapters(model):
+                self._send_adapters(model, version)
+            elif (transfer := self._transfer_of(model)) == "file":
+                self._send_file(model, version)
+            else:
+                self._send_tensors(model, version, transfer)
+            self.version = version
+
+    def _transfer_of(self, model: torch.nn.Module, local: bool | None = None) -> Transfer:
+        """Return how the weights of a model travel."""
+        if self.transfer != "auto":
+            return self.transfer
+        if device_of(model).type != "cuda":
+            return "file"
+        local = isinstance(self._replicas[0], LocalReplica) if local is None else local
+        return "ipc" if local else "nccl"
+
+    def _on_all(self, work: Callable[[Replica], Coroutine[Any, Any, T]]) -> list[T]:
+        """Run a coroutine for each replica, all at once."""
+        calls = [replica.submit(work(replica)) for replica in self._replicas]
+        concurrent.futures.wait(calls)
+        try:
+            return [call.result() for call in calls]
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"{self!r}: {type(error).__name__}: {error}") from error
+
+    def _send_file(self, model: PreTrainedModel, version: int) -> None:
+        folder = self.folder / f"version-{version}"
+        save_checkpoint(model, folder)
+
+        async def update(replica: Replica) -> None:
+            try:
+                await replica.pause()
+                await replica.load_checkpoint(str(folder))
+                await replica.label(version)
+            finally:
+                await replica.resume()
+
+        try:
+            self._on_all(update)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _send_adapters(self, model: Any, version: int) -> None:
+        # A new name for each version: vLLM caches keys and values by it, and requests in flight keep theirs.
+        number = self._adapters[-1][1] + 1 if self._adapters else 1
+        name = f"rollbook-{number}"
+        folder = self.folder / name
+        model.save_pretrained(folder)
+        self._on_all(lambda replica: replica.load_adapter(name, number, str(folder)))
+        self._adapters.append((name, number))
+        if len(self._adapters) > KEPT_ADAPTERS:
+            oldest = self._adapters.pop(0)
+            self._on_all(lambda replica: replica.remove_adapter(*oldest))
+            shutil.rmtree(self.folder / oldest[0], ignore_errors=True)
+
+    def _send_tensors(self, model: torch.nn.Module, version: int, transfer: Transfer) -> None:
+        """Send weights by vLLM's weight transfer (NCCL or IPC)."""
+        if self._sender is None:
+            self._sender = self._connect(model, transfer)
+        try:
+            self._on_all(lambda replica: replica.pause())
+            self._sender.send_weights()
+            self._on_all(lambda replica: replica.label(version))
+        finally:
+            self._on_all(lambda replica: replica.resume())
+
+    def _connect(self, model: torch.nn.Module, transfer: Transfer) -> Any:
+        """Return vLLM's trainer side of a weight transfer, connected to the workers."""
+        require_vllm()
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_ip, get_open_port
+
+        if transfer == "ipc" and not isinstance(self._replicas[0], LocalReplica):
+            raise WeightSyncError("transfer: got 'ipc', which needs vLLM in this process; expected 'nccl' or 'file'")
+        sizes = self._on_all(lambda replica: replica.world_size())
+        init_info: Any = IPCTrainerInitInfo(rank=0, packed=True)
+        if transfer == "nccl":
+            init_info = NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + sum(sizes), rank=0)
+        client = _TransferClient(self._on_all, self._replicas, sizes)
+        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Offload the weights and free the cache of all replicas, if the engine was created with `sleep=True`."""
+        if self._sleeps:
+            self._on_all(lambda replica: replica.release())
+
+    def wake(self) -> None:
+        """Load the weights back after `sleep`."""
+        if self._sleeps:
+            self._on_all(lambda replica: replica.restore())
+
+
+class _TransferClient:
+    """The client of vLLM's `VLLMWeightSyncClient` protocol for all replicas together."""
+
+    def __init__(self, on_all: Callable[..., list[Any]], replicas: Sequence[Replica], sizes: Sequence[int]) -> None:
+        self._on_all = on_all
+        self._offsets = {id(replica): sum(sizes[:i]) for i, replica in enumerate(replicas)}
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        def init(replica: Replica) -> Coroutine[Any, Any, None]:
+            info = dict(init_info)
+            if "rank_offset" in info:  # ranks of NCCL, where the trainer is rank 0
+                info["rank_offset"] += self._offsets[id(replica)]
+            return replica.transfer("init", info)
+
+        self._on_all(init)
+
+    def start_weight_update(self) -> None:
+        self._on_all(lambda replica: replica.transfer("start"))
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._on_all(lambda replica: replica.transfer("update", update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._on_all(lambda replica: replica.transfer("finish"))
+
+
+def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> None:
+    """Write a model for vLLM. Adapters are left out.
+
+    On the CPU, tied embeddings become two tensors: vLLM's CPU build (0.32) does not update a tied output head.
+
+    Args:
+        source: An `Actor`, or a transformers model.
+        folder: Where to write it.
+    """
+    model: Any = source.model if isinstance(source, Actor) else source
+    with _without_progress_bars():
+        if has_adapters(model):
+            save_base(model, str(folder))
+            return
+        head = model.get_output_embeddings()
+        tied = head is not None and head.weight is model.get_input_embeddings().weight
+        if not tied or device_of(model).type != "cpu":
+            model.save_pretrained(folder)
+            return
+        name = next(name for name, module in model.named_modules() if module is head)
+        weights = {**model.state_dict(), f"{name}.weight": head.weight.detach().clone()}
+        configs = [model.config, model.config.get_text_config()]  # of a language model the same object
+        was = [config.tie_word_embeddings for config in configs]
+        try:
+            for config in configs:
+                config.tie_word_embeddings = False
+            model.save_pretrained(folder, state_dict=weights)
+        finally:
+            for config, tie in zip(configs, was, strict=True):
+                config.tie_word_embeddings = tie
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was:
+            logging.enable_progress_bar()
+
+
+def require_vllm() -> None:
+    """Check that vLLM is installed.
+
+    Raises:
+        ImportError: It is not.
+    """
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        raise ImportError("vLLM in this process needs vllm: pip install 'rollbook[vllm]'") from None
+
+
+def _urls(source: Any) -> list[str]:
+    """Return the URLs of a source; none if it is a model."""
+    entries = [source] if isinstance(source, str) else source if isinstance(source, (list, tuple)) else []
+    urls = [entry for entry in entries if isinstance(entry, str) and entry.startswith(("http://", "https://"))]
+    if isinstance(source, (list, tuple)) and (len(urls) != len(source) or not urls):
+        raise ValueError(f"source: got {list(source)!r}, expected URLs")
+    return urls
+
+
+__all__ = ["VllmEngine", "save_checkpoint"]

@@ -1,0 +1,111 @@
+"""`check_sync`: whether an engine samples from the weights that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rollbook.core.sampling import Prompt
+from rollbook.models.head import device_of, scoring, text_config
+from rollbook.rollout.engine import BaseEngine, WeightSource, WeightSyncError
+
+TOLERANCES: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
+"""Largest mean difference of log-probs that rounding explains, by the type of the weights."""
+PROBE_TEXT = "The probe: 3 + 4 = 7, and then?"
+PROBE_TOKENS = 32
+
+
+class StaleWeightsError(WeightSyncError):
+    """Raised when an engine samples from other weights than the policy's."""
+
+
+def check_sync(
+    engine: BaseEngine,
+    policy: WeightSource,
+    version: int | None = None,
+    *,
+    probe: Sequence[int] | None = None,
+    tolerance: float | None = None,
+) -> float:
+    """Check that an engine samples from the weights of a policy.
+
+    The engine samples a response to a probe; the policy computes the log-probs of the same tokens. Engine and policy
+    differ by rounding, so the check finds updates that never arrived, went to another model or were loaded in part.
+    In 16 bits it does not find that the last, small update is missing; the version of the tokens does.
+
+    Args:
+        engine: The engine. All of its replicas are checked.
+        policy: An `Actor`, or a transformers model.
+        version: Version that the tokens must have; `None` to not check it.
+        probe: Token ids of the prompt. By default a short text, or a few ids if there is no tokenizer.
+        tolerance: Largest mean difference of the log-probs; by default that of `TOLERANCES` for the less precise of
+            the types of policy and engine.
+
+    Returns:
+        The mean difference.
+
+    Raises:
+        StaleWeightsError: The log-probs or the versions differ.
+        WeightSyncError: The engine could not sample the probe, or returned no log-probs.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from rollbook.rollout import TransformersEngine
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64)
+    >>> policy, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    >>> engine = TransformersEngine(other)
+    >>> engine.update_weights(policy, version=1)
+    >>> check_sync(engine, policy, version=1) < 1e-5
+    True
+    """
+    model = getattr(policy, "model", policy) if hasattr(policy, "token_stats") else policy
+    config = text_config(model)
+    if probe is None:
+        tokenizer = getattr(engine, "tokenizer", None)
+        probe = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"] if tokenizer is not None else ()
+        probe = probe or [token % config.vocab_size for token in range(5, 13)]
+    positions = getattr(config, "max_position_embeddings", None) or len(probe) + PROBE_TOKENS
+    samples = engine.generate(
+        # Idle replicas get one prompt each.
+        [Prompt(token_ids=list(probe)) for _ in range(getattr(engine, "replica_count", 1))],
+        max_tokens=min(PROBE_TOKENS, positions - len(probe)),
+        temperature=1.0,
+        logprobs="raw",
+        ignore_eos=True,
+        seed=0,
+    )
+    differences = []
+    for sample in samples:
+        if sample.failed or sample.logprobs is None or sample.logprobs_kind != "raw":
+            problem = sample.error or f"{sample.logprobs_kind} log-probs"
+            raise WeightSyncError(f"probe: got {problem}, expected a sample with raw log-probs")
+        if version is not None and set(sample.versions or (None,)) != {version}:
+            raise StaleWeightsError(
+                f"probe: got tokens of version {sorted(set(sample.versions or ()))}, expected {version}"
+            )
+        expected = _teacher_forced(model, sample.prompt_ids, sample.response_ids)
+        differences.append((torch.tensor(sample.logprobs) - expected).abs())
+    if tolerance is None:
+        dtypes = (next(model.parameters()).dtype, getattr(engine, "dtype", None) or torch.float32)
+        tolerance = max(TOLERANCES.get(dtype, max(TOLERANCES.values())) for dtype in dtypes)
+    worst = max(range(len(samples)), key=lambda i: float(differences[i].mean()))
+    mean, largest = float(differences[worst].mean()), float(differences[worst].max())
+    if not mean <= tolerance:
+        raise StaleWeightsError(
+            f"the engine does not sample from the policy's weights: the log-probs of {len(differences[worst])} tokens "
+            f"differ by {mean:.3g} on average and {largest:.3g} at most, expected an average of at most {tolerance:.3g}"
+        )
+    return mean
+
+
+def _teacher_forced(model: torch.nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> torch.Tensor:
+    """Return the raw log-probs [R] of a response, in float32 on the CPU."""
+    ids = torch.tensor([[*prompt_ids, *response_ids]], device=device_of(model))
+    with scoring(model):
+        logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float()
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu()
+    return logprobs
+
+
+__all__ = ["TOLERANCES", "StaleWeightsError", "check_sync"]
