@@ -842,12 +842,12 @@ def _without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     was = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if was:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def require_vllm() -> None:
