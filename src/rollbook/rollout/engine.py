@@ -268,11 +268,8 @@ class BaseEngine(ABC):
         """
         raise WeightSyncError(f"{type(self).__name__} cannot take weights: its model is fixed")
 
-    def sleep(self) -> None:  # noqa: B027  most engines keep their memory
-        """Release device memory until `wake`, if the engine can. Nothing may be sampling."""
-
-    def wake(self) -> None:  # noqa: B027
-        """Take the memory back that `sleep` released."""
+    def release_memory(self) -> None:  # noqa: B027  most engines keep their memory
+        """Free device memory until the next call, if the engine can. A trainer calls it before an update."""
 
     def __enter__(self) -> Self:
         return self

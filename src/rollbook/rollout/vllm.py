@@ -480,7 +480,8 @@ class VllmEngine(BaseEngine):
         version: Number of the policy.
         transfer: How weights travel.
         folder: Folder for checkpoints and adapters, which servers must be able to read; by default a temporary one.
-        sleep: Whether `sleep` offloads vLLM's weights and frees its cache. A server also needs `--enable-sleep-mode`.
+        sleep: Whether `release_memory` offloads vLLM's weights and frees its cache, for an engine on the device of the
+            trainer. A server also needs `--enable-sleep-mode`.
         engine_args: Fields of `vllm.AsyncEngineArgs`, in this process.
         api_key: Bearer token of the servers.
         timeout: Seconds without a byte from a server.
@@ -517,6 +518,7 @@ class VllmEngine(BaseEngine):
         check_choice("transfer", transfer, get_args(Transfer))
         self.transfer: Transfer = transfer
         self._sleeps = check_bool("sleep", sleep)
+        self._asleep = False
         self._temporary = None if folder is not None else tempfile.TemporaryDirectory(prefix="rollbook-vllm-")
         self.folder = Path(folder if self._temporary is None else self._temporary.name).absolute()  # type: ignore[arg-type]
         self._sync_lock = threading.Lock()
@@ -634,6 +636,9 @@ class VllmEngine(BaseEngine):
 
     def _calls(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> list[concurrent.futures.Future[None]]:
         """Start the requests on their replicas."""
+        if self._asleep:
+            with self._sync_lock:
+                self._wake()
         shares: dict[int, list[Request]] = {}
         with self._load_lock:
             for request in requests:
@@ -679,6 +684,7 @@ class VllmEngine(BaseEngine):
         check_int("version", version, 0)
         model: Any = source.model if isinstance(source, Actor) else source
         with self._sync_lock:
+            self._wake()
             if has_adapters(model):
                 self._send_adapters(model, version)
             elif (transfer := self._transfer_of(model)) == "file":
@@ -768,15 +774,20 @@ class VllmEngine(BaseEngine):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Offload the weights and free the cache of all replicas, if the engine was created with `sleep=True`."""
-        if self._sleeps:
-            self._on_all(lambda replica: replica.release())
+    def release_memory(self) -> None:
+        """Offload the weights and free the cache, if the engine was created with `sleep=True`.
 
-    def wake(self) -> None:
-        """Load the weights back after `sleep`."""
-        if self._sleeps:
+        The next call, or the next weight update, loads the weights back.
+        """
+        with self._sync_lock:
+            if self._sleeps and not self._asleep:
+                self._on_all(lambda replica: replica.release())
+                self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
             self._on_all(lambda replica: replica.restore())
+            self._asleep = False
 
 
 class _TransferClient:
