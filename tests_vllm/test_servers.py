@@ -1,0 +1,75 @@
+"""`VllmEngine` over two `vllm serve` processes, whose weights follow an actor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from rollbook.models import Actor
+from rollbook.rollout import VllmEngine, WeightSyncError
+from tests import tiny
+from tests_vllm import checks
+from tests_vllm.conftest import vllm
+
+LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+
+
+@pytest.fixture(scope="module")
+def actor(model):
+    return Actor(copy.deepcopy(model), tokenizer=tiny.bytes_())
+
+
+@pytest.fixture(scope="module")
+def urls(folder, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("vllm")
+    with vllm(folder, logs / "first", *LORA) as first, vllm(folder, logs / "second", *LORA) as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="module")
+def engine(urls):
+    with VllmEngine(urls) as made:
+        yield made
+
+
+def test_samples(engine, actor):
+    assert engine.run.engine == "vllm" and engine.replica_count == 2
+    checks.check_samples(engine, actor.model)
+
+
+def test_tasks_stay_on_a_replica(engine):
+    before = list(engine._loads)
+    engine.generate([[20], [30], [40], [50]], n=2, max_tokens=2, batch="sticky")
+    homes = {task: home for task, home in engine._homes.items() if "sticky" in task}
+    assert sorted(homes.values()) == [0, 0, 1, 1] and engine._loads == before == [0, 0]
+    engine.generate([[20], [30], [40], [50]], n=2, max_tokens=2, batch="sticky")
+    assert {task: home for task, home in engine._homes.items() if "sticky" in task} == homes
+
+
+def test_stops(engine):
+    checks.check_stops(engine)
+
+
+def test_tools(engine):
+    checks.check_tools(engine)
+
+
+def test_cancel(engine, actor):
+    checks.check_cancel(engine, actor.model)
+
+
+def test_adapters(urls, model):
+    actor = Actor(copy.deepcopy(model), tokenizer=tiny.bytes_(), lora={"r": 4, "target_modules": ["q_proj", "v_proj"]})
+    with VllmEngine(urls) as engine:
+        checks.check_adapters(engine, actor)
+
+
+def test_update(engine, actor):
+    checks.check_update(engine, actor)
+
+
+def test_wrong_weights(engine):
+    small = tiny.llama(len(tiny.bytes_()))
+    with pytest.raises(WeightSyncError, match="status 500"):
+        engine.update_weights(small, 9)
