@@ -15,7 +15,7 @@ from tests import tiny
 from tests_vllm.conftest import largest, model_logprobs
 
 CHAT = [{"role": "user", "content": "two plus three?"}]
-LONG = 700
+LONG = 1000
 
 
 def perturb(model: Any, seed: int, scale: float = 0.02) -> None:
@@ -75,7 +75,7 @@ def check_cancel(engine: VllmEngine, model: Any) -> None:
     assert part.unfinished and part.response_ids == want.response_ids[:11]
     assert engine.generate([part])[0].response_ids == want.response_ids
     cancel = Cancel()
-    threading.Timer(0.5, cancel.request).start()
+    threading.Timer(1.0, cancel.request).start()
     (part,) = engine.generate("once", max_tokens=LONG, temperature=0, ignore_eos=True, cancel=cancel)
     length = len(part.response_ids)
     assert part.unfinished and 0 < length < LONG and len(part.versions) == length
@@ -98,7 +98,7 @@ def check_update(engine: VllmEngine, actor: Actor) -> None:
     before = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
 
     def update() -> None:
-        time.sleep(0.5)
+        time.sleep(1.5)  # until there are some tokens
         perturb(actor.model, seed=2)
         engine.update_weights(actor, version + 2)
 

@@ -12,7 +12,10 @@ from tests import tiny
 from tests_vllm import checks
 from tests_vllm.conftest import vllm
 
-LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+OPTIONS = (
+    *("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +26,7 @@ def actor(model):
 @pytest.fixture(scope="module")
 def urls(folder, tmp_path_factory):
     logs = tmp_path_factory.mktemp("vllm")
-    with vllm(folder, logs / "first", *LORA) as first, vllm(folder, logs / "second", *LORA) as second:
+    with vllm(folder, logs / "first", *OPTIONS) as first, vllm(folder, logs / "second", *OPTIONS) as second:
         yield [first, second]
 
 

@@ -460,8 +460,10 @@ class VllmEngine(BaseEngine):
     """Rollout engine over vLLM, whose weights `update_weights` replaces.
 
     Given an `Actor` or the path of a model, vLLM runs in this process (its workers are child processes). Given URLs, it
-    runs in servers started with `vllm serve` and `VLLM_SERVER_DEV_MODE=1`, which enables the routes for updates. All
-    samples of a task go to one replica, new tasks to the one with the fewest samples in flight.
+    runs in servers, started with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out`: these enable the routes
+    for weight updates and for tokens with their versions. LoRA also needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` and
+    `--enable-lora`. The routes have no access control, so the servers belong on a private network. All samples of a
+    task go to one replica, new tasks to the one with the fewest samples in flight.
 
     `update_weights` pauses vLLM, loads the weights and continues with the responses in flight. The weights travel by
     `transfer`:
