@@ -1,0 +1,132 @@
+"""Weight updates of the engines that need no vLLM, and the check for stale weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from rollbook.models import Actor
+from rollbook.rollout import (
+    OpenAIEngine,
+    ScriptedEngine,
+    StaleWeightsError,
+    TransformersEngine,
+    VllmEngine,
+    WeightSyncError,
+    check_sync,
+)
+from rollbook.rollout.vllm import save_checkpoint
+from tests import tiny
+
+
+def changed(model: Any, scale: float = 0.05) -> Any:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return model
+
+
+def test_shared_parameters_take_only_the_version() -> None:
+    actor = Actor(tiny.llama())
+    engine = TransformersEngine(actor)
+    pointers = [parameter.data_ptr() for parameter in engine.model.parameters()]
+    engine.update_weights(actor, 4)
+    assert engine.version == 4 and [parameter.data_ptr() for parameter in actor.model.parameters()] == pointers
+    assert check_sync(engine, actor, 4) < 1e-5
+
+
+def test_another_model_is_copied_in_place() -> None:
+    policy, engine = Actor(changed(tiny.llama())), TransformersEngine(tiny.llama())
+    pointers = [parameter.data_ptr() for parameter in engine.model.parameters()]
+    with pytest.raises(StaleWeightsError, match=r"32 tokens differ by [\d.]+ on average and [\d.]+ at most, expected"):
+        check_sync(engine, policy)
+    engine.update_weights(policy, 1)
+    assert check_sync(engine, policy, 1) < 1e-5
+    assert [parameter.data_ptr() for parameter in engine.model.parameters()] == pointers
+    changed(policy.model)
+    with pytest.raises(StaleWeightsError, match="differ by"):
+        check_sync(engine, policy, 1)
+
+
+def test_an_update_in_the_middle_of_a_response() -> None:
+    engine, policy = TransformersEngine(tiny.llama(), version=1), changed(tiny.llama())
+
+    class UpdatedCancel:
+        """A cancel that is asked between two steps, and updates the weights there."""
+
+        shared, calls = True, 0
+
+        @property
+        def requested(self) -> bool:
+            self.calls += 1
+            if self.calls == 40:
+                engine.update_weights(policy, 2)
+            return False
+
+    options = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    (sample,) = engine.generate([[5, 6, 7]], **options, cancel=UpdatedCancel())  # type: ignore[arg-type]
+    cut = sample.versions.index(2)  # type: ignore[union-attr]
+    assert 0 < cut < 60 and sample.versions == [1] * cut + [2] * (60 - cut)
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    engine = TransformersEngine(tiny.llama(), version=3)
+    before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    with pytest.raises(WeightSyncError, match=r"got shape .*, expected .*, as in the engine's model"):
+        engine.update_weights(changed(tiny.llama(301)), 4)
+    assert engine.version == 3
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.model.state_dict().items())
+
+
+def test_engines_without_weights() -> None:
+    scripted = ScriptedEngine([[7, 8]])
+    scripted.update_weights(tiny.llama(), 5)
+    assert scripted.generate("x", max_tokens=2)[0].versions == [5, 5]
+    with OpenAIEngine("http://127.0.0.1:1") as engine, pytest.raises(WeightSyncError, match="OpenAIEngine cannot take"):
+        engine.update_weights(tiny.llama(), 1)
+
+
+def test_a_wrong_version_is_stale() -> None:
+    actor = Actor(tiny.llama())
+    engine = TransformersEngine(actor)
+    with pytest.raises(StaleWeightsError, match=r"tokens of version \[0\], expected 7"):
+        check_sync(engine, actor, 7)
+
+
+def test_a_probe_that_fails_is_no_success() -> None:
+    with pytest.raises(WeightSyncError, match="boom"):
+        check_sync(ScriptedEngine([RuntimeError("boom")]), Actor(tiny.llama()))
+
+
+def test_tied_embeddings_are_saved_apart(tmp_path: Any) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    model = tiny.qwen3()
+    save_checkpoint(model, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as weights:
+        assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(weights.keys())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.tie_word_embeddings and not loaded.config.tie_word_embeddings
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_is_missing() -> None:
+    with pytest.raises(ImportError, match=r"pip install 'rollbook\[vllm\]'"):
+        VllmEngine(Actor(tiny.llama(), tokenizer=tiny.bytes_()))
+
+
+def test_arguments_of_vllm() -> None:
+    with pytest.raises(ValueError, match="transfer: got 'post'"):
+        VllmEngine("http://127.0.0.1:1", transfer="post")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected URLs"):
+        VllmEngine(["http://127.0.0.1:1", "some/folder"])
+    with pytest.raises(ValueError, match="engine_args"):
+        VllmEngine("http://127.0.0.1:1", engine_args={"max_model_len": 8})
+    with VllmEngine("http://127.0.0.1:1") as engine, pytest.raises(WeightSyncError, match="ConnectError|connect"):
+        engine.update_weights(tiny.llama(), 1)
