@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from rollbook.models import Actor
-from rollbook.rollout import VllmEngine, WeightSyncError
+from rollbook.rollout import VllmEngine
 from tests import tiny
 from tests_vllm import checks
 from tests_vllm.conftest import vllm
@@ -72,7 +72,8 @@ def test_update(engine, actor):
     checks.check_update(engine, actor)
 
 
-def test_wrong_weights(engine):
-    small = tiny.llama(len(tiny.bytes_()))
-    with pytest.raises(WeightSyncError, match="status 500"):
-        engine.update_weights(small, 9)
+def test_a_failed_update_closes_the_engine(urls, actor):
+    with VllmEngine(urls[0], transfer="file", folder="/dev/null/no-such-folder") as engine:
+        with pytest.raises(OSError):
+            engine.update_weights(actor, 9)
+        assert engine.generate([[5, 6]], max_tokens=2)[0].error == "ValueError: engine: closed"

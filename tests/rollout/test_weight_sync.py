@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from rollbook.models import Actor
 from rollbook.rollout import (
+    Cancel,
     OpenAIEngine,
     ScriptedEngine,
     StaleWeightsError,
@@ -54,22 +56,26 @@ def test_another_model_is_copied_in_place() -> None:
 def test_an_update_in_the_middle_of_a_response() -> None:
     engine, policy = TransformersEngine(tiny.llama(), version=1), changed(tiny.llama())
 
-    class UpdatedCancel:
-        """A cancel that is asked between two steps, and updates the weights there."""
+    class UpdatingCancel(Cancel):
+        """Asked at every token; starts an update of the weights after some."""
 
-        shared, calls = True, 0
+        tokens = 0
+        updater = threading.Thread(target=engine.update_weights, args=(policy, 2))
 
         @property
         def requested(self) -> bool:
-            self.calls += 1
-            if self.calls == 40:
-                engine.update_weights(policy, 2)
+            self.tokens += 1
+            if self.tokens == 20:
+                self.updater.start()
             return False
 
-    options = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
-    (sample,) = engine.generate([[5, 6, 7]], **options, cancel=UpdatedCancel())  # type: ignore[arg-type]
-    cut = sample.versions.index(2)  # type: ignore[union-attr]
-    assert 0 < cut < 60 and sample.versions == [1] * cut + [2] * (60 - cut)
+    (sample,) = engine.generate([[5, 6, 7]], max_tokens=200, ignore_eos=True, seed=0, cancel=UpdatingCancel())
+    cut = list(sample.versions or ()).index(2)
+    assert 0 < cut < 200 and sample.versions == [1] * cut + [2] * (200 - cut)
+    # The first tokens are those of the first weights; a token's log-prob is from the pass that it was sampled from.
+    (first,) = TransformersEngine(tiny.llama()).generate([[5, 6, 7]], max_tokens=cut, ignore_eos=True, seed=0)
+    assert sample.response_ids[:cut] == first.response_ids
+    assert list(sample.logprobs or ())[:cut] == pytest.approx(list(first.logprobs or ()), abs=1e-5)
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:

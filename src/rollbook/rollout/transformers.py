@@ -321,6 +321,20 @@ _WINDOW = 4
 """Number of batches whose prompts are prepared and sorted by length before the first is run."""
 
 
+class _FairLock:
+    """A lock for `with` that serves threads in turn: who releases it and asks again waits for those that waited."""
+
+    def __init__(self) -> None:
+        self._lock, self._next = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 _actor_engines: WeakKeyDictionary[Actor, TransformersEngine] = WeakKeyDictionary()
 
 
@@ -399,7 +413,7 @@ class TransformersEngine(BaseEngine):
         self.runner.suppressed = tuple(sorted({*self.runner.suppressed, *suppress}))
         self.ends = _end_ids(self.runner.base, self.tokenizer)
         """Token ids that end a response."""
-        self._turns = threading.Lock()
+        self._turns = _FairLock()
         self._paged: PagedDecoder | None = None
         self._not_paged: str | None = None
         """Why the model is not decoded over a paged cache, once that is known."""

@@ -251,12 +251,10 @@ class ServerReplica(OpenAIEngine, Replica):
         await self._post("/reset_prefix_cache?reset_running_requests=true")
 
     async def resume(self) -> None:
-        try:
-            await self._post("/resume")
-        finally:
-            async with self._changed:
-                self._updating = False
-                self._changed.notify_all()
+        await self._post("/resume")
+        async with self._changed:
+            self._updating = False
+            self._changed.notify_all()
 
     async def load_checkpoint(self, folder: str) -> None:
         await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
@@ -686,19 +684,26 @@ class VllmEngine(BaseEngine):
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Send the weights of `source`, or its LoRA adapters, to all replicas. See the class."""
+        """Send the weights of `source`, or its LoRA adapters, to all replicas. See the class.
+
+        If that fails, some replicas may have a part of the weights, so the engine is closed.
+        """
         check_int("version", version, 0)
         model: Any = source.model if isinstance(source, Actor) else source
         with self._sync_lock:
-            self._wake()
-            if has_adapters(model):
-                self._send_adapters(model, version)
-            else:
-                transfer = self._transfer_of(device_of(model), isinstance(self._replicas[0], LocalReplica))
-                if transfer == "file":
-                    self._send_file(model, version)
+            try:
+                self._wake()
+                if has_adapters(model):
+                    self._send_adapters(model, version)
                 else:
-                    self._send_tensors(model, version, transfer)
+                    transfer = self._transfer_of(device_of(model), isinstance(self._replicas[0], LocalReplica))
+                    if transfer == "file":
+                        self._send_file(model, version)
+                    else:
+                        self._send_tensors(model, version, transfer)
+            except BaseException:
+                self.close()
+                raise
             self.version = version
 
     def _transfer_of(self, device: torch.device, local: bool) -> Transfer:
@@ -725,12 +730,10 @@ class VllmEngine(BaseEngine):
         save_checkpoint(model, folder)
 
         async def update(replica: Replica) -> None:
-            try:
-                await replica.pause()
-                await replica.load_checkpoint(str(folder))
-                await replica.label(version)
-            finally:
-                await replica.resume()
+            await replica.pause()
+            await replica.load_checkpoint(str(folder))
+            await replica.label(version)
+            await replica.resume()
 
         try:
             self._on_all(update)
@@ -754,12 +757,10 @@ class VllmEngine(BaseEngine):
         """Send weights by vLLM's weight transfer (NCCL or IPC)."""
         if self._sender is None:
             self._sender = self._connect(model, transfer)
-        try:
-            self._on_all(lambda replica: replica.pause())
-            self._sender.send_weights()
-            self._on_all(lambda replica: replica.label(version))
-        finally:
-            self._on_all(lambda replica: replica.resume())
+        self._on_all(lambda replica: replica.pause())
+        self._sender.send_weights()
+        self._on_all(lambda replica: replica.label(version))
+        self._on_all(lambda replica: replica.resume())
 
     def _connect(self, model: torch.nn.Module, transfer: Transfer) -> Any:
         """Return vLLM's trainer side of a weight transfer, connected to the workers."""
