@@ -33,9 +33,10 @@ test-gpu:  ## on a machine with a CUDA device, with the Python that has its torc
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_training
 
 VLLM_PYTHON ?= $(CURDIR)/.vllm/bin/python
-test-vllm: $(STAMP)  ## the engine against real servers: vLLM's CPU build in .vllm/ (about 4 GB), transformers serve
-	@test -x $(VLLM_PYTHON) || $(BIN)/python tests_vllm/install.py .vllm
+test-vllm: $(STAMP)  ## engines against real servers and vLLM in process: its CPU build in .vllm/ (about 4 GB), transformers serve
+	@test "$(VLLM_PYTHON)" != "$(CURDIR)/.vllm/bin/python" || $(BIN)/python tests_vllm/install.py .vllm
 	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -s tests_vllm
+	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -s tests_vllm/test_in_process.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
