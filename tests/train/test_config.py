@@ -283,6 +283,9 @@ BAD = {
     "replay.sampler: got 'unifrom', expected one of first": {"replay": {"kind": "replay", "sampler": "unifrom"}},
     "engine.url: missing": {"engine": {"kind": "openai"}},
     "engine.url: got 'http://x' for kind transformers": {"engine": {"url": "http://x"}},
+    "engine.url: got 2 URLs, expected the URL": {"engine": {"kind": "openai", "url": ["http://x", "http://y"]}},
+    "engine.sync_every: got 2 for kind openai": {"engine": {"kind": "openai", "url": "http://x", "sync_every": 2}},
+    "engine.sleep: got True for kind transformers": {"engine": {"sleep": True}},
     "evaluation.k: got 2 with greedy": {"evaluation": {"greedy": True, "k": 2}},
     "evaluation.success: got true, expected a number or text": {"evaluation": {"success": True}},
     "tracking.wandb.projct: unknown key; did you mean 'project'?": {"tracking": {"wandb": {"projct": "x"}}},
@@ -654,7 +657,7 @@ def test_importing_the_configuration_loads_no_torch() -> None:
 
 
 SECRETS: dict[str, list[str]] = {
-    "engine.url": ["engine.kind=openai", "engine.url=https://ana:hunter2@host"],
+    "engine.url.0": ["engine.kind=openai", "engine.url=https://ana:hunter2@host"],
     "engine.options.headers.Authorization": ["engine.options={headers: {Authorization: 'Bearer hunter2'}}"],
     "engine.options.api_key": ["engine.options.api_key=hunter2"],
     "rewards.0.remote.0": ["rewards={remote: 'https://hunter2@host/score'}"],

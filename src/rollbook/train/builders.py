@@ -508,7 +508,7 @@ def build_sampling(config: Config, actor: Actor | None = None) -> dict[str, Any]
             longest = getattr(text_config(actor), "max_position_embeddings", None) or 1 << 20
         if longest is not None:
             options["max_prompt_tokens"] = int(longest)
-    if config.engine.kind == "openai" and config.model.suppress:
+    if config.engine.kind != "transformers" and config.model.suppress:
         options["suppress"] = list(config.model.suppress)
     return options
 
@@ -526,24 +526,26 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
     settings = config.engine
     if settings.kind == "transformers":
         return TransformersEngine(actor)
-    from rollbook.rollout import OpenAIEngine
+    from rollbook.rollout import OpenAIEngine, VllmEngine
 
-    key = None if settings.api_key_env is None else os.environ.get(settings.api_key_env)
+    urls = expand_variables(settings.url, "engine.url")
+    shared: dict[str, Any] = {
+        "tokenizer": actor.tokenizer,
+        "model": settings.model,
+        "api_key": None if settings.api_key_env is None else os.environ.get(settings.api_key_env),
+        "timeout": settings.timeout,
+        "concurrency": settings.concurrency,
+    }
+    options: dict[str, Any] = expand_variables(settings.options, "engine.options")
     try:
-        engine = OpenAIEngine(
-            expand_variables(settings.url, "engine.url"),
-            settings.model,
-            actor.tokenizer,
-            api_key=key,
-            timeout=settings.timeout,
-            concurrency=settings.concurrency,
-            **expand_variables(settings.options, "engine.options"),
-        )
+        if settings.kind == "vllm":
+            return VllmEngine(actor if urls is None else list(urls), sleep=settings.sleep, **shared, **options)
+        engine = OpenAIEngine(urls[0], **shared, **options)
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
     hint = "" if config.algorithm.correction is not None else "; algorithm.correction corrects for the difference"
     advise(
-        f"engine.url: the server at {settings.url} keeps its own weights, so rollouts are off-policy after the first "
+        f"engine.url: the server at {urls[0]} keeps its own weights, so rollouts are off-policy after the first "
         f"update{hint}. Evaluations sample from the trained weights"
     )
     return engine
@@ -617,6 +619,8 @@ def build_trainer(config: Config, models: Models, prompts: Prompts, reward: Rewa
         prompts=prompts,
         reward=reward if config.algorithm.needs_rollouts else None,
         engine=build_engine(config, models.policy) if config.algorithm.needs_rollouts else None,
+        sync_every=config.engine.sync_every,
+        sync_tolerance=config.engine.sync_tolerance,
         environment=build_environment(config, models.policy),
         sampling=build_sampling(config, models.policy),
         prompts_per_step=config.batch.prompts_per_step,

@@ -106,12 +106,22 @@ def _check_engine(config: Config) -> None:
     engine = config.engine
     if engine.kind == "transformers":
         return
+    if engine.kind == "vllm" and engine.url is None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError("engine.kind", "got 'vllm' without a URL, which needs vllm: pip install 'rollbook[vllm]'")
+        return
     if engine.api_key_env is not None and os.environ.get(engine.api_key_env) is None:
         raise ConfigError("engine.api_key_env", f"got {engine.api_key_env!r}, which is not set in the environment")
     if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("engine.kind", "got 'openai', which needs httpx: pip install 'rollbook[remote]'")
+        raise ConfigError("engine.kind", f"got {engine.kind!r}, which needs httpx: pip install 'rollbook[remote]'")
+    for url in engine.url or ():
+        _check_server(url)
+
+
+def _check_server(url: str) -> None:
+    """Check that a server accepts connections."""
     try:
-        address = urlsplit(str(engine.url))
+        address = urlsplit(url)
         host, port = address.hostname or "", address.port or {"http": 80, "https": 443}[address.scheme]
     except ValueError as error:
         raise ConfigError("engine.url", f"cannot be parsed: {error}") from None
@@ -357,7 +367,7 @@ class Run:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
             outcome.warmed = self._warm_up(actor, prompts, eval_reward)
         models = builders.build_models(config, actor, device)
-        with open_book(self.folder / BOOK_FOLDER, tokenizer=actor.tokenizer) as book:
+        with open_book(self.folder / BOOK_FOLDER, tokenizer=actor.tokenizer) as book, contextlib.ExitStack() as stack:
             if not resumed and book.counts().admitted:
                 raise ConfigError(
                     "out",
@@ -365,6 +375,8 @@ class Run:
                     "another folder, or overwrite: true",
                 )
             trainer = self._trainer = builders.build_trainer(config, models, prompts, reward, book)
+            if trainer.engine is not None:
+                stack.callback(trainer.engine.close)
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
@@ -538,17 +550,20 @@ def evaluate_model(config: Config, step: int = 0) -> Evaluation:
     reward = builders.build_reward(config.evaluation.rewards or config.rewards, actor, "rewards")
     settings, sampling = config.evaluation, _evaluation_sampling(config)
     options: dict[str, Any] = {"success": settings.success, "confidence": settings.confidence}
-    return evaluate(
-        builders.build_engine(config, actor),
-        held_out,
-        reward,
-        k=settings.k,
-        sampling=sampling,
-        environment=builders.build_environment(config, actor),
-        step=step,
-        seed=config.seed,
-        **options,
-    )
+    with builders.build_engine(config, actor) as engine:
+        if config.engine.kind == "vllm":
+            engine.update_weights(actor, step)
+        return evaluate(
+            engine,
+            held_out,
+            reward,
+            k=settings.k,
+            sampling=sampling,
+            environment=builders.build_environment(config, actor),
+            step=step,
+            seed=config.seed,
+            **options,
+        )
 
 
 def _evaluation_sampling(config: Config) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import BaseEngine
 from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
+from rollbook.rollout.weight_sync import check_sync
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.checkpoint import CheckpointConfig
@@ -185,6 +186,9 @@ class Trainer:
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
         reward: Scores rollouts: whatever `rollbook.rewards.as_reward` takes.
         engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
+        sync_every: Send the weights to the engine every N steps, if it does not share them and takes some
+            (`engine.takes_weights`). After each update `check_sync` compares log-probs. `None`: never.
+        sync_tolerance: Tolerance of that check; by default by the type of the weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
         sampling: Sampling options; the number of responses per prompt is the algorithm's, the seed the trainer's.
         prompts_per_step: Prompts (groups) of a step.
@@ -226,6 +230,8 @@ class Trainer:
         prompts: Prompts | None = None,
         reward: RewardLike | None = None,
         engine: BaseEngine | None = None,
+        sync_every: int | None = 1,
+        sync_tolerance: float | None = None,
         environment: EnvironmentConfig | None = None,
         sampling: Sampling | Mapping[str, Any] | None = None,
         prompts_per_step: int = 64,
@@ -255,6 +261,9 @@ class Trainer:
         self._own_engine = TransformersEngine(actor) if isinstance(actor, Actor) else None
         """Engine over the weights that are trained; `None` if the policy is not an `Actor`."""
         self.engine: Any = self._own_engine if engine is None else engine
+        self.sync_every = None if sync_every is None else check_int("sync_every", sync_every, 1)
+        self.sync_tolerance = sync_tolerance
+        self._synced: int | None = None  # step whose weights the engine has
         self.sampling = self._sampling(sampling)
         self.max_response_tokens = self.sampling.max_tokens * (1 if environment is None else environment.max_turns)
         """Longest response, over all turns of an episode."""
@@ -336,6 +345,7 @@ class Trainer:
         appended = None
         with metrics.time("make"):
             if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
+                self._sync_engine(metrics)
                 appended = self._rollout(self.prompts, step, metrics)
         with self.book.lease(
             self.prompts_per_step,
@@ -350,7 +360,7 @@ class Trainer:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
             with metrics.time("learn"):
-                if isinstance(self.engine, TransformersEngine):
+                if isinstance(self.engine, BaseEngine):
                     self.engine.release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
                 records = self.completed(records, expert)
@@ -539,6 +549,23 @@ class Trainer:
         announced = self.book.policy_version
         if announced is None or announced < self.done:
             self.book.announce(self.done)
+
+    def _sync_engine(self, metrics: StepMetrics) -> None:
+        """Send the weights to an engine that does not share them, every `sync_every` steps, and check that it has them.
+
+        Raises:
+            StaleWeightsError: The engine samples from other weights after the update.
+        """
+        engine, every = self.engine, self.sync_every
+        if engine is self._own_engine or every is None or not getattr(engine, "takes_weights", False):
+            return
+        if self._synced is not None and self.done - self._synced < every:
+            return
+        with metrics.time("sync"):
+            engine.update_weights(self.actor, self.done)
+            difference = check_sync(engine, self.actor, self.done, tolerance=self.sync_tolerance)
+        self._synced = self.done
+        metrics.add({"sync/logprob_difference": difference})
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 

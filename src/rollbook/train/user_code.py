@@ -132,7 +132,7 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
     if "/" in (config.model.attention or ""):
         values["model.attention"] = str(config.model.attention)  # a kernel of the hub
     if remote and config.engine.url is not None:
-        values["engine.url"] = config.engine.url
+        values["engine.url"] = ", ".join(config.engine.url)
     expert = config.replay.expert
     if expert is not None and "://" in expert:
         # libpq sends the password in the environment, if there is one, to the server of this address.

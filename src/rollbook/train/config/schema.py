@@ -308,13 +308,18 @@ class EnvironmentSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """The engine that samples responses: transformers in this process, or a server."""
+    """The engine that samples responses: transformers or vLLM in this process, or servers."""
 
-    kind: Literal["transformers", "openai"] = key("transformers", resets=("url", "model", "api_key_env", "options"))
-    """`transformers`: sample in this process from the weights that are trained; `openai`: a server at `url`, such as
-    vLLM. The server keeps its own weights; `algorithm.correction` corrects for the difference."""
-    url: str | None = key(None, changeable=True, pattern=r"https?://\S+", description="an http:// or https:// URL")
-    """URL of the server."""
+    kind: Literal["transformers", "vllm", "openai"] = key(
+        "transformers",
+        resets=("url", "model", "api_key_env", "options", "sync_every", "sync_tolerance", "sleep"),
+    )
+    """`transformers`: the weights that are trained; `vllm`: vLLM in this process or at `url`, which receives them;
+    `openai`: a server with its own weights at `url`. `algorithm.correction` corrects for the difference."""
+    url: tuple[str, ...] | None = key(
+        None, changeable=True, pattern=r"https?://\S+", description="an http:// or https:// URL"
+    )
+    """URL of the server; with `vllm` also several, of replicas."""
     model: str | None = key(None)
     """Model name on the server; null: its only model."""
     api_key_env: str | None = key(None, changeable=True, pattern=r"[A-Za-z_]\w*", description="the name of a variable")
@@ -327,16 +332,29 @@ class EngineSection:
     """Maximum number of responses that transformers samples in a batch."""
     max_batch_tokens: int = key(262_144, changeable=True, low=1, high=10**9)
     """Maximum number of tokens in such a batch."""
+    sync_every: int = key(1, low=1, high=10**6)
+    """Send the weights to vLLM before the rollout of every N-th step."""
+    sync_tolerance: float | None = key(None, changeable=True, above=0, high=100)
+    """Largest mean difference between vLLM's log-probs of a probe and the trainer's after a sync; null: by the type of
+    the weights (float32: 0.001, float16: 0.02, bfloat16: 0.05)."""
+    sleep: bool = key(False, changeable=True)
+    """Free the memory of vLLM between rollouts, for vLLM on the device of the trainer."""
     options: Mapping[str, Any] = key({})
-    """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `add_special_tokens`, ...)."""
+    """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `transfer`, `engine_args`, ...)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.kind == "openai" and self.url is None:
-            raise ConfigError("url", "missing, expected the URL of the server for kind openai")
+        if self.kind == "openai" and (self.url is None or len(self.url) != 1):
+            problem = "missing" if self.url is None else f"got {len(self.url)} URLs"
+            raise ConfigError("url", f"{problem}, expected the URL of the server for kind openai")
         for name in ("url", "model", "api_key_env"):
-            if self.kind == "transformers" and getattr(self, name) is not None:
-                raise ConfigError(name, f"got {getattr(self, name)!r} for kind transformers, expected it for openai")
+            value = getattr(self, name)
+            if self.kind == "transformers" and value is not None:
+                text = value if isinstance(value, str) else ", ".join(value)
+                raise ConfigError(name, f"got {text!r} for kind transformers, expected it for vllm or openai")
+        for name, default in (("sync_every", 1), ("sync_tolerance", None), ("sleep", False)):
+            if self.kind != "vllm" and getattr(self, name) != default:
+                raise ConfigError(name, f"got {getattr(self, name)!r} for kind {self.kind}, expected it for vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
