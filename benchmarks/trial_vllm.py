@@ -81,8 +81,8 @@ def report(results: dict[str, list[dict[str, Any]]], steps: int) -> tuple[bool, 
         f"`PYTHONPATH=src .vllm/bin/python -m benchmarks.trial_vllm --steps {steps}`: `rollbook train letters` for "
         f"{steps} steps, {len(seeds)} seeds, vLLM 0.32 (CPU build), weights sent before every step. Held-out success "
         f"is the share of right answers to {first['prompts']} prompts, sampled by transformers, with a 95 % interval; "
-        "the interval of the mean is over seeds (Student's t). The difference is the largest mean difference of log-probs "
-        "between engine and trainer after a sync. Other work ran on the two cores at the same time.",
+        "the interval of the mean is over seeds (Student's t). The difference is the largest mean difference of "
+        "log-probs between engine and trainer after a sync. Other work ran on the two cores at the same time.",
         "",
         f"**The 95 % intervals of final held-out success {'overlap' if overlap else 'do NOT overlap'}.**",
         "",
