@@ -29,7 +29,7 @@ from rollbook.core.media import load_image
 from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.actor import Actor
-from rollbook.models.head import device_of, unwrapped
+from rollbook.models.head import get_device, unwrap
 from rollbook.models.lora import has_adapters, save_base
 from rollbook.rollout.chat import has_media_parts
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
@@ -556,7 +556,7 @@ class VllmEngine(BaseEngine):
             "use_tqdm_on_load": False,
         }
         if isinstance(source, Actor):
-            name = str(getattr(source.config, "_name_or_path", "") or type(unwrapped(source.model)).__name__)
+            name = str(getattr(source.config, "_name_or_path", "") or type(unwrap(source.model)).__name__)
             tokenizer = tokenizer if tokenizer is not None else source.tokenizer
             processor = source.processor
             defaults["dtype"] = str(source.dtype).removeprefix("torch.")
@@ -696,7 +696,7 @@ class VllmEngine(BaseEngine):
                 if has_adapters(model):
                     self._send_adapters(model, version)
                 else:
-                    transfer = self._transfer_of(device_of(model), isinstance(self._replicas[0], LocalReplica))
+                    transfer = self._transfer_of(get_device(model), isinstance(self._replicas[0], LocalReplica))
                     if transfer == "file":
                         self._send_file(model, version)
                     else:
@@ -840,7 +840,7 @@ def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> Non
             return
         head = model.get_output_embeddings()
         tied = head is not None and head.weight is model.get_input_embeddings().weight
-        if not tied or device_of(model).type != "cpu":
+        if not tied or get_device(model).type != "cpu":
             model.save_pretrained(folder)
             return
         name = next(name for name, module in model.named_modules() if module is head)

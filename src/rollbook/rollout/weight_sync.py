@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from rollbook.core.sampling import Prompt
-from rollbook.models.head import device_of, scoring, text_config
+from rollbook.models.head import get_device, get_dtype, probe_ids, scoring, text_config, unwrap
 from rollbook.rollout.engine import BaseEngine, WeightSource, WeightSyncError
 
 TOLERANCES: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest mean difference of log-probs that rounding explains, by the type of the weights."""
-PROBE_TEXT = "The probe: 3 + 4 = 7, and then?"
 PROBE_TOKENS = 32
+"""Length of the response that is compared."""
 
 
 class StaleWeightsError(WeightSyncError):
@@ -25,7 +26,6 @@ def check_sync(
     policy: WeightSource,
     version: int | None = None,
     *,
-    probe: Sequence[int] | None = None,
     tolerance: float | None = None,
 ) -> float:
     """Check that an engine samples from the weights of a policy.
@@ -38,7 +38,6 @@ def check_sync(
         engine: The engine. All of its replicas are checked.
         policy: An `Actor`, or a transformers model.
         version: Version that the tokens must have; `None` to not check it.
-        probe: Token ids of the prompt. By default a short text, or a few ids if there is no tokenizer.
         tolerance: Largest mean difference of the log-probs; by default that of `TOLERANCES` for the less precise of
             the types of policy and engine.
 
@@ -59,17 +58,13 @@ def check_sync(
     >>> check_sync(engine, policy, version=1) < 1e-5
     True
     """
-    model = getattr(policy, "model", policy) if hasattr(policy, "token_stats") else policy
-    config = text_config(model)
-    if probe is None:
-        tokenizer = getattr(engine, "tokenizer", None)
-        probe = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"] if tokenizer is not None else ()
-        probe = probe or [token % config.vocab_size for token in range(5, 13)]
-    positions = getattr(config, "max_position_embeddings", None) or len(probe) + PROBE_TOKENS
+    model: Any = policy.model if hasattr(policy, "token_stats") else policy
+    prompt = probe_ids(unwrap(model), torch.device("cpu"))[0].tolist()
+    positions = getattr(text_config(model), "max_position_embeddings", None) or len(prompt) + PROBE_TOKENS
     samples = engine.generate(
         # Idle replicas get one prompt each.
-        [Prompt(token_ids=list(probe)) for _ in range(getattr(engine, "replica_count", 1))],
-        max_tokens=min(PROBE_TOKENS, positions - len(probe)),
+        [Prompt(token_ids=prompt) for _ in range(getattr(engine, "replica_count", 1))],
+        max_tokens=min(PROBE_TOKENS, positions - len(prompt)),
         temperature=1.0,
         logprobs="raw",
         ignore_eos=True,
@@ -87,7 +82,7 @@ def check_sync(
         expected = _teacher_forced(model, sample.prompt_ids, sample.response_ids)
         differences.append((torch.tensor(sample.logprobs) - expected).abs())
     if tolerance is None:
-        dtypes = (next(model.parameters()).dtype, getattr(engine, "dtype", None) or torch.float32)
+        dtypes = (get_dtype(model), getattr(engine, "dtype", None) or torch.float32)
         tolerance = max(TOLERANCES.get(dtype, max(TOLERANCES.values())) for dtype in dtypes)
     worst = max(range(len(samples)), key=lambda i: float(differences[i].mean()))
     mean, largest = float(differences[worst].mean()), float(differences[worst].max())
@@ -101,7 +96,7 @@ def check_sync(
 
 def _teacher_forced(model: torch.nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> torch.Tensor:
     """Return the raw log-probs [R] of a response, in float32 on the CPU."""
-    ids = torch.tensor([[*prompt_ids, *response_ids]], device=device_of(model))
+    ids = torch.tensor([[*prompt_ids, *response_ids]], device=get_device(model))
     with scoring(model):
         logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float()
     logprobs: torch.Tensor = logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].cpu()
