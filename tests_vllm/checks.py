@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import rollbook
 from rollbook.models import Actor
 from rollbook.rollout import Cancel, Prompt, StaleWeightsError, VllmEngine, check_sync
+from rollbook.train.config import load_config
+from rollbook.train.run import run
 from tests import tiny
 from tests_vllm.conftest import largest, model_logprobs
 
@@ -143,3 +148,21 @@ def check_adapters(engine: VllmEngine, actor: Actor) -> None:
         assert check_sync(engine, actor, version) < 1e-4
     files = [file.name for file in engine.folder.rglob("*") if file.is_file() and "start" not in file.parts]
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+
+
+def check_letters(out: Path, *engine: str) -> None:
+    """A short run of the letters recipe; the engine has the weights of each step, and tokens their version."""
+    changes = ["steps=3", "batch.prompts_per_step=8", "warmup.steps=20", "data.held_out=50", f"out={out}"]
+    run(load_config("letters", [*changes, "engine.kind=vllm", *engine]), stream=io.StringIO())
+    with rollbook.open(out / "book", mode="r") as book:
+        metrics = {step: numbers for step, numbers in book.metrics() if "seconds" in numbers}
+        records = [record for record in book.where() if not str(record.eid.batch).startswith("eval")]
+    assert [metrics[step]["sync/logprob_difference"] < 1e-5 for step in (1, 2, 3)] == [True] * 3
+    assert {(record.eid.batch, version) for record in records for version in record.policy_versions.tolist()} == {
+        (1, 0),
+        (2, 1),
+        (3, 2),
+    }
+    # The recorded log-probs are those of the weights before the step, recomputed by the trainer.
+    for record in records:
+        assert largest(record.logprobs.tolist(), record.old_logprobs.tolist()) < 1e-4

@@ -53,3 +53,7 @@ def test_adapters(model):
     actor = Actor(copy.deepcopy(model), tokenizer=tiny.bytes_(), lora=lora)
     with VllmEngine(actor, engine_args=ARGS) as engine:
         checks.check_adapters(engine, actor)
+
+
+def test_letters(tmp_path):
+    checks.check_letters(tmp_path / "run", "engine.options={engine_args: {enforce_eager: true, max_num_seqs: 64}}")

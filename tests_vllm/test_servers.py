@@ -8,6 +8,8 @@ import pytest
 
 from rollbook.models import Actor
 from rollbook.rollout import VllmEngine
+from rollbook.rollout.vllm import save_checkpoint
+from rollbook.train.recipes import letters
 from tests import tiny
 from tests_vllm import checks
 from tests_vllm.conftest import vllm
@@ -77,3 +79,11 @@ def test_a_failed_update_closes_the_engine(urls, actor):
         with pytest.raises(OSError):
             engine.update_weights(actor, 9)
         assert engine.generate([[5, 6]], max_tokens=2)[0].error == "ValueError: engine: closed"
+
+
+def test_letters(tmp_path):
+    model, tokenizer = letters.model()
+    save_checkpoint(model, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with vllm(tmp_path / "model", tmp_path / "log", "--enable-scale-out", "--max-model-len", "64") as url:
+        checks.check_letters(tmp_path / "run", f"engine.url={url}")
