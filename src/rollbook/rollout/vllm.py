@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -46,12 +46,17 @@ from rollbook.rollout.server import (
 from rollbook.rollout.transformers import PromptPreparer, _split_media
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
 Transfer = Literal["auto", "file", "ipc", "nccl"]
+Source: TypeAlias = "Actor | str | os.PathLike[str] | Sequence[str]"
+"""What `VllmEngine` runs: an actor, the path of a model, or URLs."""
+TransferInfo: TypeAlias = "dict[str, Any] | list[dict[str, Any]] | None"
+"""Arguments of a step of vLLM's weight transfer."""
 KEPT_ADAPTERS = 8
 """Number of versions whose adapters are kept, for responses in flight that use them."""
 ABORT_SECONDS = 5.0
@@ -125,7 +130,7 @@ class Replica(JobEngine, ABC):
         """Remove a LoRA adapter."""
 
     @abstractmethod
-    async def transfer(self, step: str, info: Any = None) -> None:
+    async def transfer(self, step: str, info: TransferInfo = None) -> None:
         """Take a step of vLLM's weight transfer: `init`, `start`, `update` or `finish`."""
 
     @abstractmethod
@@ -270,7 +275,7 @@ class ServerReplica(OpenAIEngine, Replica):
     async def remove_adapter(self, name: str, number: int) -> None:
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def transfer(self, step: str, info: Any = None) -> None:
+    async def transfer(self, step: str, info: TransferInfo = None) -> None:
         path = {"init": "/init_weight_transfer_engine", "update": "/update_weights"}.get(step, f"/{step}_weight_update")
         await self._post(path, None if info is None else {f"{step}_info": info})
 
@@ -394,7 +399,7 @@ class LocalReplica(Replica):
     async def remove_adapter(self, name: str, number: int) -> None:
         await self._llm.remove_lora(number)
 
-    async def transfer(self, step: str, info: Any = None) -> None:
+    async def transfer(self, step: str, info: TransferInfo = None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         if step == "init":
@@ -502,7 +507,7 @@ class VllmEngine(BaseEngine):
 
     def __init__(
         self,
-        source: Actor | str | os.PathLike[str] | Sequence[str],
+        source: Source,
         tokenizer: Tokenizer | None = None,
         *,
         model: str | None = None,
@@ -545,7 +550,7 @@ class VllmEngine(BaseEngine):
         self.tokenizer: Any = self._replicas[0].tokenizer
         self._loads = [0] * len(self._replicas)
 
-    def _start(self, source: Any, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
+    def _start(self, source: Source, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
         """Start vLLM in this process."""
         require_vllm()
         name, processor = str(source), None
@@ -740,12 +745,12 @@ class VllmEngine(BaseEngine):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _send_adapters(self, model: Any, version: int) -> None:
+    def _send_adapters(self, model: PeftModel, version: int) -> None:
         # A new name for each version: vLLM caches keys and values by it, and requests in flight keep theirs.
         number = self._adapters[-1][1] + 1 if self._adapters else 1
         name = f"rollbook-{number}"
         folder = self.folder / name
-        model.save_pretrained(folder)
+        model.save_pretrained(str(folder))
         self._on_all(lambda replica: replica.load_adapter(name, number, str(folder)))
         self._adapters.append((name, number))
         if len(self._adapters) > KEPT_ADAPTERS:
@@ -881,7 +886,7 @@ def require_vllm() -> None:
         raise ImportError("vLLM in this process needs vllm: pip install 'rollbook[vllm]'") from None
 
 
-def _urls(source: Any) -> list[str]:
+def _urls(source: Source) -> list[str]:
     """Return the URLs of a source; none if it is a model."""
     entries = [source] if isinstance(source, str) else source if isinstance(source, (list, tuple)) else []
     urls = [entry for entry in entries if isinstance(entry, str) and entry.startswith(("http://", "https://"))]
