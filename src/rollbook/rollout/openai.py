@@ -868,7 +868,8 @@ class OpenAIEngine(JobEngine):
             job.parts[k].append(PartialSample())
 
         async def attempt() -> None:
-            pieces = [PartialSample(version=self.version) for _ in ks]
+            version = self.version if ask.version is None else ask.version
+            pieces = [PartialSample(version=version) for _ in ks]
             for k, piece in zip(ks, pieces, strict=True):
                 job.parts[k][-1] = piece
 

@@ -431,6 +431,8 @@ class ServerRequest:
     ids: Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    version: int | None = None
+    """Version of the policy; `None` for that of the engine when the request is sent."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

@@ -119,11 +119,11 @@ class Replica(JobEngine, ABC):
 
     @abstractmethod
     async def label(self, version: int) -> None:
-        """Label the tokens that are sampled from now on."""
+        """Label the tokens that are sampled from now on with a version."""
 
     @abstractmethod
-    async def load_adapter(self, name: str, number: int, folder: str) -> None:
-        """Load a LoRA adapter, which requests use from now on."""
+    async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
+        """Load a LoRA adapter, which requests use from now on, with this version."""
 
     @abstractmethod
     async def remove_adapter(self, name: str, number: int) -> None:
@@ -214,26 +214,25 @@ class ServerReplica(OpenAIEngine, Replica):
         self._server_info = replace(server, dialect=self._tokens)
         return self._server_info
 
-    def _make_request(self, *arguments: Any) -> ServerRequest:
-        request = super()._make_request(*arguments)
-        return request if self.adapter is None else replace(request, model=self.adapter)
-
     async def _exchange(
         self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
     ) -> None:
-        work = super()._exchange
         if ask.messages is None:
-            request_id = f"generate-tokens-{ask.request_id}"
-            return await self._until_cancelled(work(server, job, ks, ask, finished), job, ks, request_id)
+            work = super()._exchange(server, job, ks, self._with_adapter(ask), finished)
+            return await self._until_cancelled(work, job, ks, f"generate-tokens-{ask.request_id}")
         async with self._changed:
             await self._changed.wait_for(lambda: not self._updating)
             self._chats += 1
         try:
-            await work(server, job, ks, ask, finished)
+            await super()._exchange(server, job, ks, self._with_adapter(ask), finished)
         finally:
             self._chats -= 1
             async with self._changed:
                 self._changed.notify_all()
+
+    def _with_adapter(self, ask: ServerRequest) -> ServerRequest:
+        """Return a request with the adapter and the version of this moment, which go together."""
+        return replace(ask, model=self.adapter or ask.model, version=self.version)
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         async def attempt() -> bytes:
@@ -266,11 +265,11 @@ class ServerReplica(OpenAIEngine, Replica):
 
     async def label(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version)})
-        self._tokens.labeled = True
+        self.version, self._tokens.labeled = version, True
 
-    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+    async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        self.adapter = name
+        self.adapter, self.version = name, version
 
     async def remove_adapter(self, name: str, number: int) -> None:
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
@@ -362,7 +361,7 @@ class LocalReplica(Replica):
         from vllm.renderers.inputs.preprocess import parse_model_prompt
         from vllm.sampling_params import RequestOutputKind
 
-        pieces = [PartialSample(version=self.version) for _ in ks]
+        adapter, pieces = self.adapter, [PartialSample(version=self.version) for _ in ks]
         for k, piece in zip(ks, pieces, strict=True):
             job.parts[k].append(piece)
         prompt: dict[str, Any] = {"prompt_token_ids": list(ask.ids or ())}
@@ -372,7 +371,7 @@ class LocalReplica(Replica):
         (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
         output_kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**sampling_params(ask), output_kind=output_kind)
-        async for output in self._llm.generate(rendered, params, ask.request_id, lora_request=self.adapter):
+        async for output in self._llm.generate(rendered, params, ask.request_id, lora_request=adapter):
             for index in _read_output(output, pieces):
                 finished(ks[index])
 
@@ -388,13 +387,14 @@ class LocalReplica(Replica):
 
     async def label(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
+        self.version = version
 
-    async def load_adapter(self, name: str, number: int, folder: str) -> None:
+    async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
         from vllm.lora.request import LoRARequest
 
         adapter = LoRARequest(lora_name=name, lora_int_id=number, lora_path=folder)
         await self._llm.add_lora(adapter)
-        self.adapter = adapter
+        self.adapter, self.version = adapter, version
 
     async def remove_adapter(self, name: str, number: int) -> None:
         await self._llm.remove_lora(number)
@@ -531,7 +531,8 @@ class VllmEngine(BaseEngine):
         self._load_lock = threading.Lock()
         self._homes: OrderedDict[str, int] = OrderedDict()
         self._adapters: list[tuple[str, int]] = []
-        self._sender: Any = None
+        self._sender: Any = None  # vLLM's trainer side of a weight transfer, and the model that it sends
+        self._sent: torch.nn.Module | None = None
         self._replicas: list[Replica] = []
         urls = _urls(source)
         if urls:
@@ -709,7 +710,6 @@ class VllmEngine(BaseEngine):
             except BaseException:
                 self.close()
                 raise
-            self.version = version
 
     def _transfer_of(self, device: torch.device, local: bool) -> Transfer:
         """Return how the weights of a model on `device` travel; `local`: to vLLM in this process."""
@@ -751,7 +751,7 @@ class VllmEngine(BaseEngine):
         name = f"rollbook-{number}"
         folder = self.folder / name
         model.save_pretrained(str(folder))
-        self._on_all(lambda replica: replica.load_adapter(name, number, str(folder)))
+        self._on_all(lambda replica: replica.load_adapter(name, number, str(folder), version))
         self._adapters.append((name, number))
         if len(self._adapters) > KEPT_ADAPTERS:
             oldest = self._adapters.pop(0)
@@ -761,7 +761,9 @@ class VllmEngine(BaseEngine):
     def _send_tensors(self, model: torch.nn.Module, version: int, transfer: Transfer) -> None:
         """Send weights by vLLM's weight transfer (NCCL or IPC)."""
         if self._sender is None:
-            self._sender = self._connect(model, transfer)
+            self._sender, self._sent = self._connect(model, transfer), model
+        if model is not self._sent:
+            raise WeightSyncError("source: got another model than in the first update, expected the same one")
         self._on_all(lambda replica: replica.pause())
         self._sender.send_weights()
         self._on_all(lambda replica: replica.label(version))
