@@ -60,7 +60,7 @@ def started(command: list[str], port: int, log: Path) -> Iterator[str]:
         try:
             with OpenAIEngine(url, "tiny") as engine:
                 try:
-                    for _ in range(60):  # up to five minutes, but not after it has died
+                    for _ in range(120):  # up to ten minutes, but not after it has died
                         with contextlib.suppress(TimeoutError):
                             engine.health(5)
                             break

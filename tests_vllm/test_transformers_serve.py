@@ -27,7 +27,7 @@ def test_it_says_what_it_cannot(url, folder):
         text, chat, ids = engine.generate(["hello", CHAT, [20, 30]], max_tokens=4)
         assert engine.run.engine == "transformers-serve"
         for one in (text, chat):
-            assert "transformers-serve did not give the token ids of the response" in one.error
+            assert "transformers-serve did not return the token ids of the response" in one.error
         assert "prompt.token_ids: transformers-serve servers take no token ids" in ids.error
 
 
