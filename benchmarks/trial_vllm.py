@@ -33,9 +33,14 @@ ARGS = {"enforce_eager": True, "max_num_seqs": 256}
 
 
 def train(engine: list[str], seed: int, steps: int, out: Path) -> dict[str, Any]:
-    """Run the recipe and return its evaluations, the difference after each sync and the time of its steps."""
+    """Run the recipe and return its results."""
     command = [sys.executable, "-m", "rollbook", "train", "letters", f"seed={seed}", f"steps={steps}", f"out={out}"]
     subprocess.run([*command, "checkpoint.interval=0", *engine], check=True, stdout=subprocess.DEVNULL)
+    return read_run(seed, out)
+
+
+def read_run(seed: int, out: Path) -> dict[str, Any]:
+    """Return the evaluations of a run, the difference after each sync and the time of its steps."""
     with rollbook.open(out / "book", mode="r") as book:
         metrics = [numbers for _, numbers in book.metrics() if "seconds" in numbers]
     return {
