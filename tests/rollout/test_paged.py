@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.paged import PagedDecoder, PagePool, why_not
+from rollbook.rollout.paged import PagedDecoder, PagePool, unsupported_reason
 from tests import tiny
 
 SHAPE: dict[str, Any] = {
@@ -41,7 +41,7 @@ def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 def paged_engine(model: Any, tokenizer: Any = None, rows: int = 6, **options: Any) -> TransformersEngine:
     engine = TransformersEngine(model, tokenizer, max_batch_rows=rows, **options)
-    assert why_not(engine.runner) is None
+    assert unsupported_reason(engine.runner) is None
     decoder = PagedDecoder(engine.runner, rows, capture=False)
     engine._paged_decoder = lambda: None if engine._not_paged else decoder  # type: ignore[method-assign]
     engine._paged = decoder
@@ -155,7 +155,9 @@ def test_models_that_cannot_be_paged_are_decoded_token_by_token() -> None:
     assert_same(
         samples, TransformersEngine(model).generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True, batch=1)
     )
-    assert "does not let its attention be replaced" in str(why_not(TransformersEngine(_without_backend()).runner))
+    assert "does not let its attention be replaced" in str(
+        unsupported_reason(TransformersEngine(_without_backend()).runner)
+    )
 
 
 def _without_backend() -> Any:
