@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -212,3 +213,23 @@ def test_pages_are_counted() -> None:
     assert pool.available == 2
     pool.release(pages[:2])
     assert pool.available == 4 and 0 not in pool.take(4)
+
+
+def test_an_end_token_beyond_the_vocabulary_is_ignored() -> None:
+    model = make_model()
+    model.generation_config.eos_token_id = [5, 200]
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 30, "min_tokens": 10, "seed": 3}
+    engine = paged_engine(model)
+    samples = engine.generate(make_prompts(), **arguments)
+    assert_same(samples, TransformersEngine(model, max_batch_rows=6).generate(make_prompts(), **arguments))
+    assert engine._not_paged is None
+
+
+def test_engines_in_two_threads_do_not_mix_their_passes() -> None:
+    models = [make_model("llama"), make_model("gemma2")]
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 40, "seed": 3, "ignore_eos": True, "batch": 1}
+    alone = [paged_engine(model).generate(make_prompts(), **arguments) for model in models]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(paged_engine(model).generate, make_prompts(), **arguments) for model in models]
+        for call, expected in zip(calls, alone, strict=True):
+            assert_same(call.result(), expected)

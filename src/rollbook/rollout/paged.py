@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -303,8 +304,10 @@ def _dense_attention(
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
 
 
+_pass_lock = threading.Lock()
+"""Held during a forward pass. transformers calls `_attend` without saying for which pass, so one runs at a time."""
 _attention: PackedAttention | DecodeAttention | None = None
-"""Attention of the running forward pass. One pass runs at a time, under the engine's lock."""
+"""Attention of the running forward pass."""
 _windows: set[int] = set()
 """Sliding windows of the layers that the running forward pass has reached."""
 
@@ -338,14 +341,15 @@ def _use_attention(runner: ModelRunner, attention: PackedAttention | DecodeAtten
 
     AttentionInterface.register(ATTENTION, _attend)
     config = text_config(runner.base)
-    implementation, _attention = config._attn_implementation, attention
-    _windows.clear()
-    config._attn_implementation_internal = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = implementation
-        _attention = None
+    with _pass_lock:
+        implementation, _attention = config._attn_implementation, attention
+        _windows.clear()
+        config._attn_implementation_internal = ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation_internal = implementation
+            _attention = None
 
 
 # --- the decode step ------------------------------------------------------------------------------------------------
@@ -868,7 +872,9 @@ class PagedBatch:
         forbidden = [(token, _NEVER) for token in row.suppress]
         if min_tokens > len(row.ids):
             forbidden += [(token, min_tokens) for token in sorted(stops)]
-        return LiveRow(row, pages, offset, self.decoder.stop_set(stops), tuple(forbidden))
+        # A model can have an end token that is beyond its vocabulary.
+        in_vocabulary = tuple(pair for pair in forbidden if pair[0] < self.decoder.state.vocabulary)
+        return LiveRow(row, pages, offset, self.decoder.stop_set(stops), in_vocabulary)
 
     def remove_all(self) -> list[DecodingRow]:
         """Remove all rows and return them, with their tokens so far."""
