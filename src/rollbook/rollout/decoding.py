@@ -4,8 +4,8 @@ Invariant: a step that raises leaves every row unchanged. A row's tokens depend 
 its random stream, not on the other rows (up to the rounding of logits). A token of probability 0 is never sampled.
 
 Sampling options apply in this order: forbidden tokens get probability 0, then temperature, top-k, top-p over what top-k
-left, and min-p relative to the most likely token. A truncation keeps every token that is as likely as the last one it
-keeps, so that equal logits (common with 16 bits) do not depend on the sort order.
+left, and min-p relative to the most likely token. A truncation keeps all tokens that are as likely as the least
+likely one it keeps, so that equal logits (common with 16 bits) do not depend on the sort order.
 """
 
 from __future__ import annotations
@@ -242,9 +242,9 @@ class Rules:
             return logits
         return logits.to(torch.float32, copy=True).index_put_(self.suppressed, self.never)
 
-    def truncate(self, shares: torch.Tensor) -> torch.Tensor:
-        """Set the shares [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
-        return shares.masked_fill_(shares < _truncation_floors(shares, self), 0.0)
+    def truncate(self, probs: torch.Tensor) -> torch.Tensor:
+        """Set the probabilities [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
+        return probs.masked_fill_(probs < _truncation_floors(probs, self), 0.0)
 
 
 class TokenChoice(NamedTuple):
@@ -300,14 +300,14 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
     else:
         if numbers is None:
             raise ValueError("numbers: got None, expected a random number for each row that is not greedy")
-        shares = scores.softmax(-1, dtype=torch.float32)
+        probs = scores.softmax(-1, dtype=torch.float32)
         if rules.truncates:
-            rules.truncate(shares)
-        ids, total = sample_by_inverse_cdf(shares, numbers[:, None], rules.blocks)
-        share = shares.gather(1, ids)
+            rules.truncate(probs)
+        ids, total = sample_by_inverse_cdf(probs, numbers[:, None], rules.blocks)
+        prob = probs.gather(1, ids)
         if rules.truncates:
-            share = (share / total).float()
-        chosen_score = processed = share[:, 0].log()
+            prob = (prob / total).float()
+        chosen_score = processed = prob[:, 0].log()
         if best is not None and rules.greedy is not None:
             ids, processed = torch.where(rules.greedy[:, None], best, ids), processed.masked_fill(rules.greedy, 0.0)
     if rules.common_kind == "processed" and best is None:
@@ -350,37 +350,38 @@ class Blocks:
 
 
 def sample_by_inverse_cdf(
-    shares: torch.Tensor, numbers: torch.Tensor, blocks: Blocks
+    probs: torch.Tensor, numbers: torch.Tensor, blocks: Blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample tokens by the inverse of the distribution function, in float64.
 
     Finds the block of tokens in which the cumulative sum passes `number * total`, then the token in the block: one pass
-    over the vocabulary. A token of share 0 is never picked, since the sum does not grow there. The sum within a block
-    is rounded differently and may stay below the target; then the last token with a share is picked.
+    over the vocabulary. A token of probability 0 is never picked, since the sum does not grow there. The sum
+    within a block is rounded differently and may stay below the target; then the last token of nonzero probability is
+    picked.
 
     Args:
-        shares: [rows, V] Unnormalized probabilities.
+        probs: [rows, V] Unnormalized probabilities.
         numbers: [rows, 1] Multiples of 2^-52 below 1.
         blocks: Division of the vocabulary.
 
     Returns:
-        Token ids [rows, 1] and totals of the shares [rows, 1].
+        Token ids [rows, 1] and sums of the probabilities [rows, 1].
 
-    >>> shares = torch.tensor([[0.0, 1.0, 3.0, 0.0]] * 3)
+    >>> probs = torch.tensor([[0.0, 1.0, 3.0, 0.0]] * 3)
     >>> numbers = torch.tensor([[0.0], [0.25], [0.999]], dtype=torch.float64)
-    >>> sample_by_inverse_cdf(shares, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
+    >>> sample_by_inverse_cdf(probs, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
     tensor([1, 2, 2])
     """
-    parts = [blocks.zero, shares[:, : blocks.last_start].view(len(shares), -1, blocks.size).sum(-1)]
+    parts = [blocks.zero, probs[:, : blocks.last_start].view(len(probs), -1, blocks.size).sum(-1)]
     ragged = blocks.last_start < blocks.vocabulary
     if ragged:
-        parts.append(shares[:, blocks.last_start :].sum(-1, keepdim=True))
+        parts.append(probs[:, blocks.last_start :].sum(-1, keepdim=True))
     sums = torch.cat(parts, 1).double().cumsum(-1)
     target = numbers * sums[:, -1:]
     # The first sum is 0 and never past the target. The bounds are for NaN.
     before = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
     columns = torch.add(blocks.steps, before, alpha=blocks.size)
-    piece = shares.gather(1, columns.clamp(max=blocks.vocabulary - 1) if ragged else columns)
+    piece = probs.gather(1, columns.clamp(max=blocks.vocabulary - 1) if ragged else columns)
     if ragged:
         piece.masked_fill_(columns >= blocks.vocabulary, 0.0)
     inside = piece.double().cumsum(-1)
@@ -389,9 +390,9 @@ def sample_by_inverse_cdf(
     return torch.add(torch.minimum(index, last), before, alpha=blocks.size), sums[:, -1:]
 
 
-def _truncation_floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """Return the smallest share that each row keeps [rows, 1]."""
-    truncated = shares if rules.truncated is None else shares[rules.truncated]
+def _truncation_floors(probs: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Return the smallest probability that each row keeps [rows, 1]."""
+    truncated = probs if rules.truncated is None else probs[rules.truncated]
     floor = truncated.new_zeros((len(truncated), 1))
     if rules.min_p is not None:
         floor = truncated.amax(-1, keepdim=True) * rules.min_p[:, None]
@@ -407,21 +408,21 @@ def _truncation_floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
         floor = torch.maximum(floor, _nucleus_floors(truncated, rules.top_p[:, None], total))
     if rules.truncated is None:
         return floor
-    return shares.new_zeros((len(shares), 1)).index_copy_(0, rules.truncated, floor)
+    return probs.new_zeros((len(probs), 1)).index_copy_(0, rules.truncated, floor)
 
 
-def _nucleus_floors(shares: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
-    """Return the largest share [rows, 1] such that the shares not below it sum to at least `top_p * total`."""
-    size = min(NUCLEUS_SIZE, shares.shape[1])
-    best = shares.topk(size, sorted=True).values
+def _nucleus_floors(probs: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
+    """Return the largest p [rows, 1] such that the probabilities >= p sum to at least `top_p * total`."""
+    size = min(NUCLEUS_SIZE, probs.shape[1])
+    best = probs.topk(size, sorted=True).values
     target = top_p * total
     mass = best.double().cumsum(-1)
     floor = best.gather(1, (mass < target).sum(-1, keepdim=True).clamp_(max=size - 1))
     floor = floor.masked_fill(top_p >= 1, 0.0)
-    if size < shares.shape[1]:
+    if size < probs.shape[1]:
         wide = ((mass[:, -1:] < target) & (top_p < 1)).nonzero()[:, 0]  # synchronizes with the device
         if len(wide):
-            best = shares[wide].sort(-1, descending=True).values
+            best = probs[wide].sort(-1, descending=True).values
             mass = best.double().cumsum(-1)
             floor[wide] = best.gather(1, (mass < target[wide]).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1))
     return floor

@@ -412,33 +412,33 @@ class StepRules(Rules):
         penalty = torch.where(count[:, None] < min_counts, -torch.inf, 0.0).to(scores.dtype)
         return scores.scatter_add_(1, tokens, penalty)
 
-    def truncate(self, shares: torch.Tensor) -> torch.Tensor:
+    def truncate(self, probs: torch.Tensor) -> torch.Tensor:
         rows, floats = self.variant.rows, self.state.floats
-        floor = shares.new_zeros((rows, 1))
+        floor = probs.new_zeros((rows, 1))
         if self.variant.min_p:
-            floor = shares.amax(-1, keepdim=True) * floats[_MIN_P, :rows, None].float()
+            floor = probs.amax(-1, keepdim=True) * floats[_MIN_P, :rows, None].float()
         mass: torch.Tensor | float = 1.0
         if self.variant.top_k:
             top_k = self.state.integers[_TOP_K, :rows].float()
-            top_k_floor = _find_floors(shares, top_k, mass=False)
+            top_k_floor = _find_floors(probs, top_k, mass=False)
             floor = torch.maximum(floor, top_k_floor)
-            mass = shares.masked_fill(shares < top_k_floor, 0.0).sum(-1)
+            mass = probs.masked_fill(probs < top_k_floor, 0.0).sum(-1)
         if self.variant.top_p:
             top_p = floats[_TOP_P, :rows].float()
-            top_p_floor = _find_floors(shares, top_p * mass, mass=True)
+            top_p_floor = _find_floors(probs, top_p * mass, mass=True)
             floor = torch.maximum(floor, top_p_floor.masked_fill(top_p[:, None] >= 1, 0.0))
-        return shares.masked_fill_(shares < floor, 0.0)
+        return probs.masked_fill_(probs < floor, 0.0)
 
 
-def _find_floors(shares: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
+def _find_floors(probs: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
     """Compute `decode_triton.find_floors` on any device."""
-    if shares.device.type == "cuda":
-        return decode_triton.find_floors(shares, targets, mass=mass)
-    ordered = shares.sort(-1, descending=True).values
-    reached = ordered.double().cumsum(-1) if mass else torch.arange(1, shares.shape[1] + 1).expand_as(shares)
+    if probs.device.type == "cuda":
+        return decode_triton.find_floors(probs, targets, mass=mass)
+    ordered = probs.sort(-1, descending=True).values
+    reached = ordered.double().cumsum(-1) if mass else torch.arange(1, probs.shape[1] + 1).expand_as(probs)
     below = (reached < targets[:, None]).sum(-1, keepdim=True)
-    floors = ordered.gather(1, below.clamp(max=shares.shape[1] - 1))
-    return floors.masked_fill(below >= shares.shape[1], 0.0)
+    floors = ordered.gather(1, below.clamp(max=probs.shape[1] - 1))
+    return floors.masked_fill(below >= probs.shape[1], 0.0)
 
 
 class StepState:
