@@ -18,7 +18,7 @@ import torch
 
 from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, Lengths, read_columns
 from rollbook.batch.device import Device, copy_columns, pin_memory, to
-from rollbook.batch.media import GRIDS, TYPES, config_of, media_inputs, rope_positions
+from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.freeform import same
@@ -418,7 +418,7 @@ class Batch:
             inputs["input_ids"] = self.tokens
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        config = config_of(get_rope_index) if config is None else config
+        config = get_model_config(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config) if self.media else {}
         if not self.media or not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids

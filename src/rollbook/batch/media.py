@@ -89,7 +89,7 @@ def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelCon
     return filled
 
 
-def config_of(get_rope_index: Callable[..., Any] | None) -> Any:
+def get_model_config(get_rope_index: Callable[..., Any] | None) -> Any:
     """Return the configuration of the model that a method belongs to, or `None`."""
     return getattr(getattr(get_rope_index, "__self__", None), "config", None)
 

@@ -198,7 +198,7 @@ def plan(
         may_be_empty=empty == "allow",
         atom_of=atom_of,
         kinds=kinds,
-        atoms=Atoms.of(atom_of, tokens, image_counts, costs, kinds),
+        atoms=Atoms.from_samples(atom_of, tokens, image_counts, costs, kinds),
     )
     return _assemble(request, *_place(request))
 
@@ -366,7 +366,7 @@ class Plan:
 
     def report(self) -> PlanReport:
         """Return the balance and the waste of the plan; print it for a table."""
-        return PlanReport.of(self)
+        return PlanReport.from_plan(self)
 
     def __repr__(self) -> str:
         cap = "" if self.token_cap is None else f", at most {self.token_cap} tokens each"
@@ -435,7 +435,7 @@ class PlanReport:
     modalities: Mapping[Hashable, tuple[int, int]]
 
     @classmethod
-    def of(cls, plan: Plan) -> PlanReport:
+    def from_plan(cls, plan: Plan) -> PlanReport:
         """Compute the report of a plan."""
         shape = (plan.ranks, plan.steps)
         batches = plan.micro_batches
@@ -765,9 +765,9 @@ class Request:
     """[N] Samples that are equal in everything but the group have the same number."""
     atoms: Atoms
 
-    def atoms_of(self, codes: Ints | None) -> Atoms:
+    def make_atoms(self, codes: Ints | None) -> Atoms:
         """Return one atom for each sample, or for each group that `codes` [N] numbers."""
-        return Atoms.of(codes, self.lengths, self.images, self.costs, self.kinds)
+        return Atoms.from_samples(codes, self.lengths, self.images, self.costs, self.kinds)
 
     def samples(self, atom: int) -> Ints:
         """Return the samples of an atom."""
@@ -1016,7 +1016,7 @@ def _check_oversize(request: Request, over: NDArray[np.bool_]) -> None:
 def _assign_groups(request: Request, groups: Ints) -> Ints:
     """[N] Assign whole groups to ranks; returns the rank of each sample."""
     keys = request.group_keys
-    blocks = request.atoms_of(groups)
+    blocks = request.make_atoms(groups)
     ids = np.arange(len(keys))
     if len(ids) < request.ranks and not request.may_be_empty:
         raise PlanError(
@@ -1069,7 +1069,7 @@ def _lower_bound(request: Request, ids: Ints) -> int:
         return min(len(ids), 1)
     if request.atom_of is not None and limits.padded:
         # The padding that a group causes depends on its neighbors: bounded by its samples, each for itself.
-        ids, atoms = np.flatnonzero(np.isin(request.atom_of, ids)), request.atoms_of(None)
+        ids, atoms = np.flatnonzero(np.isin(request.atom_of, ids)), request.make_atoms(None)
     bounds = [1]
     if limits.token_cap is not None:
         if limits.padded:  # of samples, cutting the sorted row is optimal
@@ -1181,7 +1181,7 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         cost = (counts * _largest(request.costs, slot, slots)).tolist()
     else:
         sizes, cost = tokens, np.bincount(slot, weights=request.costs, minlength=slots).tolist()
-    over = np.flatnonzero(request.limits.over(request.atoms if request.atom_of is None else request.atoms_of(None)))
+    over = np.flatnonzero(request.limits.over(request.atoms if request.atom_of is None else request.make_atoms(None)))
     oversize = set(slot[over].tolist())
     denominators = Denominators(int(request.loss_tokens.sum()), int((request.loss_tokens > 0).sum()), count)
     kinds: list[Hashable] = [None] * slots
@@ -1276,7 +1276,7 @@ class Atoms:
     place: Ints
 
     @classmethod
-    def of(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
+    def from_samples(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
         """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0.
 
         `kinds` [N] sorts the samples by what is in them: those with the same number may stand for each other.

@@ -49,7 +49,7 @@ from rollbook.book.segments.files import Place
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.columns import Values
 from rollbook.core.errors import WireError
-from rollbook.core.experiences import Experiences, from_rows, uncollected
+from rollbook.core.experiences import Experiences, from_rows, gc_paused
 from rollbook.core.metrics import advise
 from rollbook.core.wire import RowLayout, decode, encode
 
@@ -162,8 +162,8 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
     """Encode records, and compute their hashes and index columns."""
     # Tensors are gathered once, into the frame; hashes and index columns are computed there. The next append of this
     # thread reuses the memory of the frame, so columns of the caller must not refer to it.
-    with uncollected():
-        layout = None if isinstance(records, Experiences) else RowLayout.of(records)
+    with gc_paused():
+        layout = None if isinstance(records, Experiences) else RowLayout.from_rows(records)
         columns: Experiences | RowLayout
         blobs: Mapping[str, Blob] = {}
         uses: Sequence[tuple[str, ...]] = ()

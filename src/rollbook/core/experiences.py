@@ -23,7 +23,7 @@ from rollbook.core import columns
 from rollbook.core.columns import Column, Columns
 from rollbook.core.fields import COLUMN_NAMES, COLUMNAR, DTYPES, FIELDS, INTEGERS, OWNERS, Field
 from rollbook.core.ids import EID
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import Ragged, compute_offsets
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ HTML_ROWS = 20
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause garbage collection while thousands of objects without cycles are created."""
     was_on = gc.isenabled()
     gc.disable()
@@ -94,7 +94,8 @@ class Experiences(Sequence["Experience"]):
     # --- construction---------------------------------------------------------------------------------------
 
     @classmethod
-    def _of(cls, parts: Columns, count: int) -> Experiences:
+    def _wrap(cls, parts: Columns, count: int) -> Experiences:
+        """Return the records of physical columns, without checks."""
         self = cls.__new__(cls)
         self.columns, self._count = parts, count
         return self
@@ -136,7 +137,7 @@ class Experiences(Sequence["Experience"]):
                 raise ValueError(f"from_columns: {name!r} has {length} rows, expected {count} as 'tokens' has")
         complete(parts, count)
         columns.check_columns(parts, count)
-        return cls._of(parts, count)
+        return cls._wrap(parts, count)
 
     @classmethod
     def concat(cls, parts: Iterable[Experiences]) -> Experiences:
@@ -154,7 +155,7 @@ class Experiences(Sequence["Experience"]):
         filled = [part for part in parts if len(part)]
         if len(filled) <= 1:
             return filled[0] if filled else cls()
-        return cls._of(
+        return cls._wrap(
             columns.concat([(dict(part.columns), part._count) for part in filled]), sum(part._count for part in filled)
         )
 
@@ -179,7 +180,7 @@ class Experiences(Sequence["Experience"]):
                 for name, column in self.columns.items():
                     end = stop if isinstance(column, Ragged) else stop - start
                     parts[name] = column.slice(start, end)
-                return Experiences._of(parts, stop - start)
+                return Experiences._wrap(parts, stop - start)
             return self.take(np.arange(start, stop, step))
         if isinstance(index, int) or getattr(index, "ndim", None) == 0:
             number = operator.index(index)  # type: ignore[arg-type]
@@ -198,7 +199,7 @@ class Experiences(Sequence["Experience"]):
         """Return all rows, faster than by iterating."""
         from rollbook.core.experience import odd_fields, row_from_values
 
-        with uncollected():
+        with gc_paused():
             states: list[dict[str, Any]] = [{} for _ in range(self._count)]
             in_side_column = np.zeros(self._count, dtype=np.bool_)
             for name, field in FIELDS.items():
@@ -282,7 +283,7 @@ class Experiences(Sequence["Experience"]):
         parts: Columns = {}
         for name, column in self.columns.items():
             parts[name] = column.take(chosen if isinstance(column, Ragged) else arrow_indices)
-        return Experiences._of(parts, len(chosen))
+        return Experiences._wrap(parts, len(chosen))
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
         """Select the records that a predicate or a mask accepts.
@@ -359,7 +360,7 @@ class Experiences(Sequence["Experience"]):
                 parts.pop(key, None)
             parts |= encoded
         columns.check_columns(parts, self._count)
-        return self._of(parts, self._count)
+        return self._wrap(parts, self._count)
 
     def missing(self, column: str) -> NDArray[np.int64]:
         """Find the records whose field is `None`.
@@ -439,7 +440,7 @@ class Experiences(Sequence["Experience"]):
         for key, column in self.columns.items():
             if key in OWNERS and OWNERS[key][0].name in selected:
                 parts[key] = column
-        return self._of(parts, self._count)
+        return self._wrap(parts, self._count)
 
     def compact(self) -> Experiences:
         """Return the records on memory of their own. A slice keeps the memory of its source alive."""
@@ -540,7 +541,7 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     """
     from rollbook.core.experience import Experience, validate
 
-    with uncollected():
+    with gc_paused():
         for i, row in enumerate(rows):
             if not isinstance(row, Experience):
                 raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
@@ -572,7 +573,7 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
             for i, row in enumerate(rows):
                 validate(row, f"record {i}: ")
             raise
-    return Experiences._of(parts, len(rows))
+    return Experiences._wrap(parts, len(rows))
 
 
 def _encode_column(field: Field, entries: ColumnValues) -> Columns:
@@ -583,7 +584,7 @@ def _encode_column(field: Field, entries: ColumnValues) -> Columns:
         flat = entries.values.detach().cpu().contiguous()  # type: ignore[attr-defined]
         dtype = str(flat.dtype).removeprefix("torch.")
         if dtype in COLUMNAR and dtype != "bfloat16":
-            entries = Ragged(flat.numpy().view(DTYPES[dtype].storage), offsets_of(entries.lengths), dtype)
+            entries = Ragged(flat.numpy().view(DTYPES[dtype].storage), compute_offsets(entries.lengths), dtype)
     if not isinstance(entries, (Sequence, np.ndarray, Ragged)) and not hasattr(entries, "__iter__"):
         raise ValueError(f"{field.name}: got {type(entries).__name__}, expected a value for each record")
     if (
@@ -666,7 +667,7 @@ def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: 
         logprobs = parts.get("logprobs")
         widths = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)
         fill[cut] = 0
-    added = Ragged(np.repeat(fill, widths), offsets_of(widths), "bool", missing, owned=True)
+    added = Ragged(np.repeat(fill, widths), compute_offsets(widths), "bool", missing, owned=True)
     if missing.all():
         added.valid = None
         parts["action_mask"] = added

@@ -96,7 +96,7 @@ class _Budget:
     work: int
 
     @classmethod
-    def of(cls, size: int) -> _Budget:
+    def for_size(cls, size: int) -> _Budget:
         # A container takes 50 times the memory of the byte that creates it, so memory has a large base. A payload of a
         # kilobyte needs no more work than about 16,000 visits of an item.
         return cls(memory=(1 << 26) + 16 * size, work=(1 << 19) + 32 * size)
@@ -624,7 +624,7 @@ def _load_prefix(
 ) -> tuple[Any, int]:
     """Read the pickle at `offset`; return its value and its end."""
     size = len(data) - offset
-    machine = _Machine(data, offset, frozenset(records), _Budget.of(size))
+    machine = _Machine(data, offset, frozenset(records), _Budget.for_size(size))
     loaded = machine.run()
     machine.check(loaded, max_depth, max(100_000, size) if max_items is None else max_items)
     return loaded, machine.pos

@@ -107,7 +107,7 @@ class Actor(Wrapper):
             or head.suppress != self.suppress
             or (head.layer is not None and unwrap(self.model).get_output_embeddings() is not head.layer)
         ):
-            head = self._head = Head.of(self.model, self.suppress)
+            head = self._head = Head.from_model(self.model, self.suppress)
         return head
 
     @property

@@ -132,7 +132,7 @@ class Critic(Wrapper):
     def _values(self, batch: Batch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         if batch.layout == "packed":
             self._check_packs()
-        slots = Slots.of(batch)
+        slots = Slots.from_batch(batch)
         output = run(self.backbone, model_inputs(self.backbone, batch, media))
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):

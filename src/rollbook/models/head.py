@@ -35,7 +35,7 @@ class Slots:
 
     >>> batch = Batch(tokens=torch.tensor([[0, 5, 6, 7]]), action_mask=torch.ones(1, 2).bool(),
     ...               attention_mask=torch.tensor([[0, 1, 1, 1]]))
-    >>> slots = Slots.of(batch)
+    >>> slots = Slots.from_batch(batch)
     >>> slots.index.tolist(), slots.labels.tolist()
     ([1, 2], [6, 7])
     >>> slots.put(torch.tensor([-0.5, -0.25]))
@@ -54,7 +54,7 @@ class Slots:
     """Number of slots of each sample, if packed."""
 
     @classmethod
-    def of(cls, batch: Batch) -> Slots:
+    def from_batch(cls, batch: Batch) -> Slots:
         """Find the slots with a prediction in a batch, padded or packed."""
         tokens = batch.tokens
         if isinstance(tokens, Rows):
@@ -308,7 +308,7 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
+    def from_model(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
         """Probe a model on a few tokens."""
         inner, backbone = unwrap(model), get_backbone(model)
         layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -346,7 +346,7 @@ class Head:
         entropy: bool = False,
     ) -> tuple[TokenStats, Any]:
         """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model."""
-        slots = Slots.of(batch)
+        slots = Slots.from_batch(batch)
         inputs = model_inputs(self.model, batch, media)
         if self.layer is None:
             output, picked = self._logits(inputs, slots)

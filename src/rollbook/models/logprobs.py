@@ -171,7 +171,7 @@ def from_hidden(
     >>> from_logits(hidden @ weight.T, torch.tensor([2])).logprobs
     tensor([-0.4076])
     """
-    layer = OutputLayer.of(hidden, weight, bias, softcap)
+    layer = OutputLayer.from_tensors(hidden, weight, bias, softcap)
     targets = _targets("hidden", hidden, labels, len(weight), temperature, ignore_index)
     flat = hidden.reshape(labels.numel(), weight.shape[1])
     logprobs, entropies = _FromHidden.apply(flat, weight, bias, layer, targets, entropy)  # type: ignore[no-untyped-call]
@@ -236,7 +236,7 @@ def top_k_from_hidden(
     >>> top_k_from_hidden(hidden, weight, 2)
     TopK(ids=tensor([2, 1]), logprobs=tensor([-0.4076, -1.4076]))
     """
-    layer = OutputLayer.of(hidden, weight, bias, softcap)
+    layer = OutputLayer.from_tensors(hidden, weight, bias, softcap)
     targets = _targets("hidden", hidden, _unlabeled(hidden), len(weight), temperature, _IGNORE)
     k = _check_k(k, len(weight))
     with torch.no_grad():
@@ -383,7 +383,7 @@ class _FromLogits(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return None, None, None
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        state = BackwardState.of(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
+        state = BackwardState.from_saved(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
         logits_gradient(logits, gradient, ctx.targets, 0, state)
         return gradient, None, None
 
@@ -425,7 +425,7 @@ class _FromHidden(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return (None,) * 6
         layer = OutputLayer(weight, bias, ctx.cap, ctx.dtype, ctx.factor_dtype)
-        state = BackwardState.of(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
+        state = BackwardState.from_saved(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
         with torch.autocast(hidden.device.type, enabled=False):
             return *layer.gradients(hidden, ctx.targets, state, ctx.needs_input_grad), None, None, None
 
@@ -443,7 +443,9 @@ class OutputLayer:
     """Type of the factors: 16 bits where the device accumulates such products in float32."""
 
     @staticmethod
-    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> OutputLayer:
+    def from_tensors(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
+    ) -> OutputLayer:
         """Check weight, bias and soft cap against hidden states [..., D]."""
         for name, part in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             if part is not None:

@@ -190,7 +190,7 @@ class EnvironmentConfig:
         if self.context_limit is not None:
             check_int("context_limit", self.context_limit, 1)
 
-    def tokenizer_of(self, engine: Engine) -> Any:
+    def get_tokenizer(self, engine: Engine) -> Any:
         """Return what renders turns: `tokenizer`, or the engine's processor or tokenizer.
 
         Raises:
@@ -267,7 +267,7 @@ class _Play:
         if sampling.max_prompt_tokens is not None:
             raise ValueError("max_prompt_tokens: not supported for episodes; use context_limit")
         self.engine, self.sampling, self.environment, self.metrics = engine, sampling, environment, metrics
-        self.tokenizer = environment.tokenizer_of(engine)
+        self.tokenizer = environment.get_tokenizer(engine)
         self.context_limit = environment.context_limit
         if self.context_limit is None and isinstance(engine, TransformersEngine):
             self.context_limit = engine.runner.positions
@@ -583,7 +583,7 @@ class Episode:
     @property
     def eid(self) -> EID:
         """Id of this branch's record: that of the run, with the number of the branch as its step."""
-        return self._tree.id_of(self._branch)
+        return self._tree.record_eid(self._branch)
 
     @property
     def number(self) -> int:
@@ -1022,7 +1022,7 @@ class Recorder:
         candidates = [origin, *branches] if any(other is origin for other in branches) else branches
         for candidate in candidates:
             if candidate.numbers[: len(path)] == path:
-                return None if candidate is branch else self.tree.id_of(candidate).uid
+                return None if candidate is branch else self.tree.record_eid(candidate).uid
         return None
 
     def _record(
@@ -1061,7 +1061,7 @@ class Recorder:
         reward, by_token = self._rewards(branch, end, response, mask, outcome)
         renderer, tools = self.tree.renderer, self.tree.prompt.tools
         return Experience(
-            eid=self.tree.id_of(branch),
+            eid=self.tree.record_eid(branch),
             tokens=[token for span in spans for token in span.ids],
             prompt_length=prompt,
             action_mask=mask,

@@ -362,7 +362,7 @@ class Tree:
         """Whether the conversation consists of messages."""
         return self.renderer is not None and self.renderer.chat
 
-    def id_of(self, branch: Branch) -> EID:
+    def record_eid(self, branch: Branch) -> EID:
         """Return the id of a branch's record."""
         return branch_eid(self.eid, branch.number)
 
@@ -437,7 +437,7 @@ class Tree:
             tools=None,
             token_ids=tokens[: len(tokens) - len(done)],
             images=branch.images,
-            eid=self.id_of(branch),
+            eid=self.record_eid(branch),
         )
         if self.context_limit is not None:
             room = self.context_limit - len(prompt.token_ids or ())
@@ -458,7 +458,7 @@ class Tree:
         branch.full, branch.failed = True, None
         return Sample(
             prompt=prompt,
-            eid=self.id_of(branch),
+            eid=self.record_eid(branch),
             prompt_ids=list(prompt.token_ids or ()),
             response_ids=[],
             finish_reason="length",
@@ -469,7 +469,7 @@ class Tree:
         """Return the unfinished sample for an engine to continue."""
         return Sample(
             prompt=prompt,
-            eid=self.id_of(branch),
+            eid=self.record_eid(branch),
             prompt_ids=list(prompt.token_ids or ()),
             response_ids=list(turn.ids),
             logprobs=turn.joined("logprobs"),

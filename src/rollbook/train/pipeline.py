@@ -346,7 +346,7 @@ def estimate(
         raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
         rewards, shaping = shape_rewards(
             raw_rewards,
-            Layout.of(mask).counts,
+            Layout.from_tokens(mask).counts,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty=algorithm.overlong_penalty,
             max_tokens=max_tokens,
@@ -489,7 +489,7 @@ def _token_rewards(
     has_own[inputs["without_token_rewards"]] = False
     # What shaping added to a row's reward goes on its last action; the rest is on its tokens.
     placed = place_rewards(torch.where(has_own, rewards - recorded, rewards), inputs["mask"], token_rewards=penalty)[0]
-    layout = Layout.of(inputs["mask"])
+    layout = Layout.from_tokens(inputs["mask"])
     tokens = layout.tensor("token_rewards", placed) + scale * layout.tensor("token_rewards", token_rewards).float()
     return layout.restore(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 

@@ -45,7 +45,7 @@ def on_policy_distill(
     >>> on_policy_distill(torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.25, -3.0]])).advantages
     tensor([[ 0.2500, -2.0000]])
     """
-    layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
     student = layout.take("old_logprobs", old_logprobs).detach()
     teacher = layout.take("teacher_logprobs", teacher_logprobs).detach()
     gap = student - teacher
@@ -99,7 +99,7 @@ def jsd(
     check_bool("normalize", normalize)
     check_float("beta", beta, 0, 1)
     check_float("coef", coef)
-    layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
     student = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
     teacher = layout.take("teacher_logprobs", teacher_logprobs).detach().to(torch.float64)
     gap = teacher - student
@@ -196,7 +196,7 @@ def _entropy_change(
     estimate: Advantages, mask: PerToken, old_logprobs: PerToken, entropy: PerToken
 ) -> tuple[Layout, torch.Tensor, torch.Tensor]:
     """Return the layout, the advantages, and S = p (H + log p) of each token in float64."""
-    layout = Layout.of(mask, old_logprobs=old_logprobs, entropy=entropy)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, entropy=entropy)
     logprobs = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
     entropies = layout.take("entropy", entropy).detach().to(torch.float64)
     change = layout.masked(logprobs.exp() * (entropies + logprobs))

@@ -221,7 +221,7 @@ class BackwardState:
     are NaN, which multiplying by the incoming gradient would not give: 0 * NaN is NaN."""
 
     @staticmethod
-    def of(
+    def from_saved(
         saved: tuple[torch.Tensor, ...], ignored: torch.Tensor, grads: tuple[torch.Tensor | None, torch.Tensor | None]
     ) -> BackwardState:
         """Build the state from saved tensors (`top`, `log_mass`, `entropy`) and incoming gradients."""

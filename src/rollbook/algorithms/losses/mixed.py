@@ -45,7 +45,7 @@ def mix_denominators(mask: PerToken, expert_mask: PerRow) -> Parts:
     >>> usual
     Denominators(tokens=2, sequences=1, samples=2)
     """
-    layout = Layout.of(mask)
+    layout = Layout.from_tokens(mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
 
     def count(rows: torch.Tensor) -> Denominators:
@@ -248,7 +248,7 @@ def _mixed(
     new_logprobs, old_logprobs, advantages, expert_mask, mask = data
     layout = policy_layout(new_logprobs, old_logprobs, advantages, mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
     usual = ppo_terms(batch, **options).loss("pg_loss", batch.layout, mode, norm, of_usual, weights)
     layout = layout.narrowed(layout.spread(flags))
     ours = layout.take("new_logprobs", new_logprobs)

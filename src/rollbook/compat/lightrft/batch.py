@@ -777,10 +777,10 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        from rollbook.batch.media import GRIDS, TYPES, config_of
+        from rollbook.batch.media import GRIDS, TYPES, get_model_config
         from rollbook.compat.lightrft.ragged_batch import media_inputs, rope_positions
 
-        config = config_of(get_rope_index) if config is None else config
+        config = get_model_config(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config)
         if not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids

@@ -976,7 +976,7 @@ class NaiveExperienceMaker:
             rows = Rows(logprobs, lengths), Rows(ref_logprobs, lengths)
             kl = token_kl(*rows, counted, estimator=self.config.kl_estimator).values
         rollout.put_column("kl", kl, lengths)
-        counts = Layout.of(counted).counts.numpy()
+        counts = Layout.from_tokens(counted).counts.numpy()
         rollout.put_numbers("kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), counts))
 
     def _resume_training(self) -> None:
