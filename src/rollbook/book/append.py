@@ -50,7 +50,7 @@ from rollbook.core.checks import check_float, check_int
 from rollbook.core.columns import Values
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows, gc_paused
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.core.wire import RowLayout, decode, encode
 
 if TYPE_CHECKING:
@@ -958,7 +958,7 @@ def encode_vocabulary(book: Book) -> str | None:
     try:
         vocabulary = Vocabulary.from_tokenizer(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
-        advise(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
+        warn_user(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None
         return None
     return base64.b64encode(vocabulary.to_bytes()).decode("ascii")

@@ -727,7 +727,7 @@ class RowLayout:
             return None
         states = [row.__dict__ for row in rows]
         names = set[str]().union(*states)
-        if "odd" in names or "unknown" in names:
+        if "malformed_fields" in names or "unknown" in names:
             return None
         layout = cls(len(rows))
         try:

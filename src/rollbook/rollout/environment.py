@@ -28,7 +28,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.media import encode_for_record
-from rollbook.core.metrics import StepMetrics, advise
+from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.rollout.chat import Drifts
@@ -291,7 +291,7 @@ class _Play:
             rows = [row for run in runs for row in run.rows]
             stage["tokens"] = int(sum(row.metrics.get("trained_tokens", 0) for row in rows))
         if runs and all(run.error is not None for run in runs):
-            advise(f"episodes: all {len(runs)} failed; the first: {runs[0].error}")
+            warn_user(f"episodes: all {len(runs)} failed; the first: {runs[0].error}")
         if runs:
             self.metrics.add(_episode_metrics(runs))
         return Experiences(rows)
@@ -314,7 +314,7 @@ class _Play:
         while live:
             samples = act_all([run.episode for run in live if run.episode is not None])
             if is_first and all(sample.finish_reason == "length" for sample in samples):
-                advise(
+                warn_user(
                     f"episodes: all {len(samples)} first turns were truncated at "
                     f"max_tokens={self.sampling.max_tokens}; raise sampling.max_tokens"
                 )

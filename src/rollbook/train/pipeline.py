@@ -28,7 +28,7 @@ from rollbook.algorithms.shaping import RunningNorm, clip_scores, normalize_adva
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.media import as_path
-from rollbook.core.metrics import StepMetrics, advise
+from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
@@ -116,7 +116,7 @@ def generate(
         lengths = [len(sample.response_ids) for sample in samples if not sample.failed]
         stage["tokens"] = sum(lengths)
     if samples and not lengths:
-        advise(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
+        warn_user(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
     rows = [sample.to_experience() for sample in samples]
     for row, sample in zip(rows, samples, strict=True):
         if sample.failed:
@@ -400,7 +400,7 @@ def _estimator_options(algorithm: AlgorithmConfig, entry: Estimator, process_gro
 def _kl_penalty(inputs: Inputs, algorithm: AlgorithmConfig, entry: Estimator, metrics: StepMetrics) -> Rows | None:
     """Return the KL penalty per token, or `None` if the estimator takes no token rewards."""
     if not entry.kl_in_reward:
-        advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
+        warn_user(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
         return None
     for name in ("old_logprobs", "ref_logprobs"):
         if inputs[name] is None:
@@ -428,7 +428,7 @@ def _row_scores(
     groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
     group_of_row = groups["groups"]
     if process_group is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
-        advise(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
+        warn_user(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
     arguments = {"rewards": rewards, **groups}
     arguments |= {name: inputs[name] for name in ("ids", "steps") if name in entry.inputs}
     arguments = {name: column for name, column in arguments.items() if name in entry.inputs}
@@ -505,7 +505,7 @@ def _mark_missing_rewards(
     if not missing:
         return records
     names = ", ".join(records[row].eid.uid for row in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    advise(
+    warn_user(
         f"reward: {len(missing)} of {len(records)} records have none ({names}): their advantages are 0, and they are "
         "not trained on"
     )
