@@ -94,7 +94,7 @@ def importance_weights(
         logprobs: [B, R] or packed: log-probs of the engine, of the *same* distribution, temperature and top-p
             truncation included. Otherwise every ratio is off by the log of the remaining mass.
         mask: [B, R] or packed: which tokens count. `None`: all.
-        versions: Policy versions, as of `staleness_weights`.
+        versions: Policy versions, see `staleness_weights`.
         level: `"token"`, `"sequence"` or `"geometric"`.
         truncate: Largest weight; `None`: no cap.
         low: Smallest weight; `None`: no floor.

@@ -134,7 +134,7 @@ class Batch:
         side: Side = "left",
         device: Device = "cpu",
     ) -> Batch:
-        """Build a batch from columns that are already read; arguments as of `from_records`."""
+        """Build a batch from columns that are already read. For the arguments, see `from_records`."""
         target = torch.device(device)
         flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_token}
         if target.type != "cpu":

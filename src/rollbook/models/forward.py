@@ -187,10 +187,10 @@ def run_micro_batches(
         planned_rows = np.concatenate(order)
         counts = response_lengths[planned_rows]
         shifts = compute_offsets(response_lengths)[planned_rows] - compute_offsets(counts)[:-1]
-        places = torch.from_numpy(np.arange(int(counts.sum())) + np.repeat(shifts, counts))
+        row_index = torch.from_numpy(np.arange(int(counts.sum())) + np.repeat(shifts, counts))
         for name, pieces in parts.items():
             column = torch.cat(pieces).cpu()
-            flat[name] = torch.empty_like(column).index_copy_(0, places, column)
+            flat[name] = torch.empty_like(column).index_copy_(0, row_index, column)
     if stats is not None and clock is not None:
         stats["forward_seconds"] = clock.seconds()
         stats["seconds"] = time.perf_counter() - began

@@ -53,10 +53,10 @@ def best_attention(device: Device, dtype: DType, config: PretrainedConfig | None
     >>> best_attention("cpu", torch.bfloat16), best_attention("cuda", torch.float32)
     ('sdpa', 'sdpa')
     """
-    place = torch.device(device)
-    if as_dtype(dtype) not in _HALF or place.type != "cuda" or not torch.cuda.is_available():
+    target = torch.device(device)
+    if as_dtype(dtype) not in _HALF or target.type != "cuda" or not torch.cuda.is_available():
         return "sdpa"
-    if torch.cuda.get_device_capability(place)[0] < 8:
+    if torch.cuda.get_device_capability(target)[0] < 8:
         return "sdpa"  # neither supports earlier devices
     if transformers_module().utils.is_flash_attn_2_available():
         return "flash_attention_2"

@@ -198,7 +198,7 @@ def mix_chord(
         peak: Weight after the warmup.
         valley: Final weight.
         phi: Whether the expert part is `sft_phi`; else maximum likelihood.
-        cutoff: As of `sft_phi`.
+        cutoff: See `sft_phi`.
         clip_low: Lower clip range of the ratio: 1 - `clip_low`.
         clip_high: Upper clip range of the ratio: 1 + `clip_high`.
         dual_clip: Bound of the loss where A < 0: -A * `dual_clip`. `None`: no bound.

@@ -268,7 +268,7 @@ def dpo_sums(
             that if no row is empty.
 
     Returns:
-        The loss and its metrics: as of `dpo`.
+        The loss and the metrics of `dpo`.
 
     Raises:
         ValueError: If shapes differ, the reference is missing, or an option is invalid.
