@@ -154,8 +154,8 @@ class EnvironmentConfig:
             see the turn. `respond`: the environment replies as usual, as in a game whose moves have a fixed number of
             tokens. An episode that the environment then ends has finish reason `stop`.
         rewards: Whether the reward of an episode is the `sum` of the rewards of its turns, or the `last` one; 0 if
-            there are none. With `sum`, `token_level_reward` has the reward of each turn on its last token, for estimators
-            over time (`ppo`, `gae`, `reinforce`, ...).
+            there are none. With `sum`, `token_level_reward` has the reward of each turn on its last token, for
+            temporal estimators (`ppo`, `gae`, `reinforce`, ...).
         workers: Number of environments that respond concurrently, in threads.
         episode: Options of `Episode`: `on_fork`, `on_realign`, `parse`, `template_options`.
         tokenizer: Renders turns. `None`: the engine's processor or tokenizer.
