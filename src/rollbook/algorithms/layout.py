@@ -127,7 +127,7 @@ class Layout:
 
     @property
     def packed(self) -> bool:
-        """Whether rows lie end to end."""
+        """Whether rows are packed end to end."""
         return self.lengths is not None
 
     @cached_property
@@ -352,10 +352,10 @@ def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
-    """Whether a value has one entry for each row, (B,), and not for each token.
+    """Return whether a value has one entry for each row [B], not for each token.
 
-    Among packed tokens both values end to end and numbers of rows are flat. Where B rows have B tokens in all, but not
-    one each, a flat tensor is taken for numbers of rows, and refused if other tokens of the call are end to end, too.
+    In a packed layout, both forms are flat tensors. If B rows have B tokens in total, but not one each, a flat tensor is
+    read as one number per row, and rejected if another argument of the call is a flat tensor of tokens.
 
     >>> layout = Layout.from_tokens(None, logprobs=[[-1.0, -2.0], [-3.0]])
     >>> [is_per_row(layout, "weights", value) for value in ([1.0, 2.0], [[1.0, 2.0], [3.0]], torch.ones(3))]

@@ -56,7 +56,7 @@ def gae_scan(
         gamma: Discount per token, 0 to 1.
         lam: Lambda of GAE, 0 to 1.
         observations: Which masked tokens (tool output) take part. Their results are 0 in any case.
-            `skip`: none; they are no states and cost no discount. `through`: those between the first and the last token
+            `skip`: none; they are left out of the recursion. `through`: those between the first and the last token
             of a row that counts, or all of `response`, with their values and rewards. `zeroed`: the same, with values
             and rewards of 0.
         response: bool, in the same layout: slots that are not padding.

@@ -1145,7 +1145,7 @@ def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float]
         costs = [sum(count[a] for a in members) * max((peak[a] for a in members), default=0.0) for members in bins]
     else:
         costs = [sum(sorted(cost[a] for a in members)) for members in bins]
-    first = [int(request.atoms.place[members[0]]) if members else 0 for members in bins]
+    first = [int(request.atoms.rank[members[0]]) if members else 0 for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], not bins[b], first[b]))
     for at in range(0, len(order), len(ranks)):
         idlest = sorted(ranks, key=lambda rank: (totals[rank], rank))
@@ -1251,7 +1251,7 @@ def _largest(values: NDArray[Any], slot: Ints, slots: int) -> NDArray[Any]:
 
 # --- bin packing ------------------------------------------------------------------------------------------------------
 
-_LEVEL = 5e-4  # the costliest bin at most this far above the mean: nobody can measure less
+_LEVEL = 5e-4  # stop if the costliest bin is at most this far above the mean: a smaller difference cannot be measured
 _SWEEPS = 64
 _HALVINGS = 20
 _SHIFTS = 4
@@ -1264,29 +1264,34 @@ _MAX_COMPLETE_ATOMS = 16_384  # taking atoms out of a long list takes longer tha
 
 @dataclass(frozen=True)
 class Atoms:
-    """[A] What is placed whole: tokens, samples and images in each, its longest sample, what all of it costs, and what
-    its costliest sample does; and its place among all atoms sorted by what is in them, and only then by number."""
+    """A atoms: samples or groups of samples that are not split. All fields are arrays [A]."""
 
     tokens: Ints
     count: Ints
+    """Number of samples."""
     longest: Ints
+    """Tokens of the longest sample."""
     images: Ints
     cost: Floats
+    """Sum of the costs of the samples."""
     peak: Floats
-    place: Ints
+    """Largest cost of a sample."""
+    rank: Ints
+    """Rank among all atoms, sorted by content, then by index. It breaks ties, so that the order of samples does not
+    matter."""
 
     @classmethod
     def from_samples(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
-        """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0.
+        """Build an atom for each sample, or for each group if `codes` [N] has the group of each sample, from 0.
 
-        `kinds` [N] sorts the samples by what is in them: those with the same number may stand for each other.
+        `kinds` [N] numbers the samples by content: samples with the same number are interchangeable.
         """
         order = np.argsort(kinds, kind="stable")
-        place = np.empty_like(order)
+        rank = np.empty_like(order)
         if codes is None:
-            place[order] = np.arange(len(order))
-            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, place)
-        # In order of their kinds, so that sums of floats do not depend on the order in which samples were given.
+            rank[order] = np.arange(len(order))
+            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, rank)
+        # In the order of kinds, so that sums of floats do not depend on the order of the samples.
         codes, lengths, images, costs = codes[order], lengths[order], images[order], costs[order]
         groups = int(codes.max(initial=-1)) + 1
         tokens, image_count, cost = np.zeros(groups, np.int64), np.zeros(groups, np.int64), np.zeros(groups)
@@ -1300,9 +1305,9 @@ class Atoms:
         members = kinds[order][np.argsort(codes, kind="stable")].tolist()  # group by group, sorted in each
         ends = np.cumsum(count).tolist()
         contents = [members[end - size : end] for end, size in zip(ends, count.tolist(), strict=True)]
-        place = np.empty(groups, np.int64)
-        place[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
-        return cls(tokens, count, longest, image_count, cost, peak, place)
+        rank = np.empty(groups, np.int64)
+        rank[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
+        return cls(tokens, count, longest, image_count, cost, peak, rank)
 
 
 @dataclass(frozen=True)
@@ -1634,13 +1639,13 @@ def _level_rows(atoms: Atoms, ids: Ints, count: int, limits: Limits, start: Bins
 
 
 def _by_size(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((atoms.place[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
+    return ids[np.lexsort((atoms.rank[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
 
 
 def _by_cost(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((atoms.place[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
+    return ids[np.lexsort((atoms.rank[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
 
 
 def _by_length(atoms: Atoms, ids: Ints) -> Ints:
-    keys = (atoms.place, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
+    keys = (atoms.rank, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
     return ids[np.lexsort([key[ids] for key in keys])]

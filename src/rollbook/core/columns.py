@@ -641,7 +641,7 @@ def from_arrays(arrays: Mapping[str, pa.Array], memory: NDArray[np.uint8] | None
 
     Args:
         arrays: The arrays, by column name.
-        memory: The writable bytes that the arrays lie in, if tensors may be views of them.
+        memory: The writable bytes of the arrays, if tensors may be views of them.
 
     Returns:
         The columns; `__dtype` columns become part of their tensor columns.

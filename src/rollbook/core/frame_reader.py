@@ -536,7 +536,7 @@ def _rebase(tables: list[Any], node: _Node) -> tuple[Any, list[Span]]:
     shifted = [np.zeros(1, dtype=tables[0].dtype)]
     for table in tables:
         first, stop = int(table[0]), int(table[-1])
-        # Ascending across runs, too: no byte of the child is read twice.
+        # Offsets ascend across runs, too, so that no byte of the child is read twice.
         if first < last or stop < first or (table[1:] < table[:-1]).any():
             raise WireError("offsets decrease, or exceed their values")
         shifted.append(table[1:] + (total - first))

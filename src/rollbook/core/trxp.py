@@ -117,7 +117,7 @@ class _Internal:
 
 
 class _Machine:
-    """A pickle machine that knows only the opcodes and names below."""
+    """A pickle machine that supports only the opcodes and names below."""
 
     def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], budget: _Budget) -> None:
         self.data, self.pos, self.records = data, pos, records
@@ -426,7 +426,7 @@ class _Machine:
         return _Internal("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
 
     def storage(self, stream: Pickled) -> Any:
-        """Read the legacy stream of torch, of which a pickled tensor has one storage."""
+        """Read torch's legacy stream; a pickled tensor has exactly one storage in it."""
         zipped = self.exact(stream, bytes, bytearray)[:2] == b"PK"
         self.need(not zipped, "a torch storage in zip format, which is not read")
         self.charge_work(_TENSOR_COST + 2 * len(stream))

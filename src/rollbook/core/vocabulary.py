@@ -360,7 +360,7 @@ def _character_starts(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that stand for bytes in byte-level tokenizers; printable Latin-1 stands for itself."""
+    """Return the character of each byte in byte-level tokenizers; printable Latin-1 characters map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

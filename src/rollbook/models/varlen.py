@@ -3,7 +3,7 @@
 Invariant: a token attends to the tokens of its own sample up to itself, and no others. The output for a packed sample
 equals that for the sample alone with SDPA, up to rounding. No mask over all pairs of tokens is allocated.
 
-transformers knows it by the name `NAME`. A call is packed if it has boundaries (`cu_seq_lens_q`, of
+It is registered in transformers as `NAME`. A call is packed if it has boundaries (`cu_seq_lens_q`, of
 `Batch.model_inputs`). On CUDA in half precision it uses torch's kernel for ragged input (`torch.nn.attention.varlen`);
 elsewhere, and where the kernel is not supported (float32, dropout, head sizes), SDPA for one sample after the other.
 All other calls (padded batches, generation with a cache) go to SDPA, with SDPA's masks, and are bit-equal to it.
