@@ -354,7 +354,7 @@ def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
 def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
     """Return whether a value has one entry for each row [B], not for each token.
 
-    In a packed layout, both forms are flat tensors. If B rows have B tokens in total, but not one each, a flat tensor is
+    In a packed layout, both forms are flat tensors. If B rows have B tokens, but not one each, a flat tensor is
     read as one number per row, and rejected if another argument of the call is a flat tensor of tokens.
 
     >>> layout = Layout.from_tokens(None, logprobs=[[-1.0, -2.0], [-3.0]])
