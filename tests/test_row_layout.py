@@ -63,7 +63,7 @@ def check_same(layout: RowLayout, rows: list[Experience]) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_plain_rows_give_what_columns_give(seed: int) -> None:
     rows = plain_rows(seed)
-    layout = RowLayout.of(rows)
+    layout = RowLayout.from_rows(rows)
     assert layout is not None
     assert not may_hold_media(layout)
     check_same(layout, rows)
@@ -73,7 +73,7 @@ def test_plain_rows_give_what_columns_give(seed: int) -> None:
 @given(record_lists(max_size=3))
 def test_any_rows_give_what_columns_give(rows: list[Experience]) -> None:
     assert encode(rows) == encode(Experiences(rows))
-    layout = RowLayout.of(rows)
+    layout = RowLayout.from_rows(rows)
     if layout is not None and not any("\0" in row.eid.uid for row in rows):
         check_same(layout, rows)
 
@@ -99,7 +99,7 @@ def test_any_rows_give_what_columns_give(rows: list[Experience]) -> None:
 def test_what_cannot_be_kept_is_refused_as_in_columns(name: str, value: Any) -> None:
     row = Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25], reward=1.0)
     setattr(row, name, value)
-    assert RowLayout.of([row]) is None
+    assert RowLayout.from_rows([row]) is None
     with pytest.raises(ValueError) as by_columns:
         Experiences([row])
     with pytest.raises(ValueError) as by_rows:

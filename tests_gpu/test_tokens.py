@@ -232,7 +232,7 @@ def test_where_there_is_no_distribution(dtype: torch.dtype) -> None:
 def test_ignored_hidden_states_may_be_anything(
     poison: float, dtype: torch.dtype, softcap: float | None, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_TILE_BACK", entries)
+    monkeypatch.setattr(logprobs, "_BACKWARD_TILE_ENTRIES", entries)
     shapes = ((200, 64), (1500, 64), (1500,))
     parts = [(torch.randn(*shape, device=DEVICE) / 3).to(dtype) for shape in shapes]
     labels = torch.randint(0, 1500, (200,), device=DEVICE)
@@ -318,7 +318,7 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
         close(tiled.entropy, fused.entropy, 2e-5)
     grads = []
     for entries in (1 << 25, 1 << 16):
-        monkeypatch.setattr(logprobs, "_TILE_BACK", entries)
+        monkeypatch.setattr(logprobs, "_BACKWARD_TILE_ENTRIES", entries)
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         weights(from_hidden(leaves[0], leaves[1], labels, entropy=True)).backward()
         grads.append([leaf.grad for leaf in leaves])

@@ -100,15 +100,15 @@ def test_row_sums_and_counts_have_gradients_that_agree(rows: list[list[tuple[flo
     lengths = [len(row) for row in rows]
 
     def through(tokens: torch.Tensor) -> torch.Tensor:
-        layout = Layout.of(mask, values=Rows(tokens, lengths))
+        layout = Layout.from_tokens(mask, values=Rows(tokens, lengths))
         taken = layout.take("values", tokens)
         return layout.row_means(taken**2) + layout.row_sums(taken * layout.spread(layout.row_sums(taken)))
 
     if len(flat):
         assert torch.autograd.gradcheck(through, (flat,))
-    layout = Layout.of(mask)
+    layout = Layout.from_tokens(mask)
     assert layout.counts.tolist() == [sum(row) for row in mask]
-    assert layout.row_of.tolist() == [i for i, row in enumerate(rows) for _ in row]
+    assert layout.row_index.tolist() == [i for i, row in enumerate(rows) for _ in row]
 
 
 @given(rows=ROWS, std=st.sampled_from(["sample", "population"]), eps_in=st.sampled_from(["variance", "std", "floor"]))
@@ -126,7 +126,7 @@ def test_whitening_equals_its_loop_in_every_layout(rows: list[list[tuple[float, 
     expected = [[0.0 if same or not m else (v - mean) / divisor[eps_in] for v, m in row] for row in rows]
     for values, mask in layouts(rows):
         found = whiten(values, mask, std=std, eps=eps, eps_in=eps_in)
-        layout = Layout.of(mask, values=values)
+        layout = Layout.from_tokens(mask, values=values)
         tokens = layout.tensor("found", found)
         assert tokens[layout.mask].tolist() == pytest.approx(
             [v for row, r in zip(expected, rows, strict=True) for v, (_, m) in zip(row, r, strict=True) if m], abs=1e-6
@@ -146,13 +146,16 @@ def test_whitening_can_keep_mean_or_deviation() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Layout.of(None), "tokens: got nothing without row lengths, expected a matrix (B, R), or Rows"),
-        (lambda: Layout.of(torch.ones(3)), "tokens: got mask without row lengths"),
-        (lambda: Layout.of(torch.ones(1, 2, 3)), "mask: got 3 dimensions, expected 2 (B, R), or packed rows"),
-        (lambda: Layout.of([[1, 2]]), "mask: got 2, expected 0 and 1 only"),
-        (lambda: Layout.of([[math.nan]]), "mask: got nan, expected 0 and 1 only"),
-        (lambda: Layout.of("ab"), "mask: got str, expected a matrix"),
-        (lambda: Layout.of([1, 0]), "mask: got a flat list, expected one row for each sample"),
+        (
+            lambda: Layout.from_tokens(None),
+            "tokens: got nothing without row lengths, expected a matrix (B, R), or Rows",
+        ),
+        (lambda: Layout.from_tokens(torch.ones(3)), "tokens: got mask without row lengths"),
+        (lambda: Layout.from_tokens(torch.ones(1, 2, 3)), "mask: got 3 dimensions, expected 2 (B, R), or packed rows"),
+        (lambda: Layout.from_tokens([[1, 2]]), "mask: got 2, expected 0 and 1 only"),
+        (lambda: Layout.from_tokens([[math.nan]]), "mask: got nan, expected 0 and 1 only"),
+        (lambda: Layout.from_tokens("ab"), "mask: got str, expected a matrix"),
+        (lambda: Layout.from_tokens([1, 0]), "mask: got a flat list, expected one row for each sample"),
         (lambda: aggregate(torch.ones(2, 3), torch.ones(2, 2)), "values: got shape [2, 3], expected [2, 2]"),
         (
             lambda: aggregate([[1.0], [1.0, 2.0]], [[1], [1]]),
@@ -191,7 +194,7 @@ def test_registries_refuse_what_would_be_silent() -> None:
 
 
 def test_a_matrix_beside_lists_makes_them_matrices() -> None:
-    layout = Layout.of([[1, 0], [1, 1]], values=torch.ones(2, 2))
+    layout = Layout.from_tokens([[1, 0], [1, 1]], values=torch.ones(2, 2))
     assert not layout.packed and layout.mask.tolist() == [[True, False], [True, True]]
     assert layout.take("more", np.array([[1.5, 2.5], [3.5, 4.5]])).tolist() == [[1.5, 0.0], [3.5, 4.5]]
 
@@ -216,7 +219,7 @@ def test_long_packed_rows_do_not_drift() -> None:
     torch.manual_seed(0)
     values = torch.rand(2, 1 << 17)
     lengths = [1 << 17] * 2
-    padded_, packed = Layout.of(None, v=values), Layout.of(None, v=Rows(values.reshape(-1), lengths))
+    padded_, packed = Layout.from_tokens(None, v=values), Layout.from_tokens(None, v=Rows(values.reshape(-1), lengths))
     right = values.to(torch.float64).sum(-1)
     for layout, tokens in ((padded_, values), (packed, values.reshape(-1))):
         torch.testing.assert_close(layout.row_sums(tokens).to(torch.float64), right, rtol=1e-7, atol=0)
@@ -224,12 +227,12 @@ def test_long_packed_rows_do_not_drift() -> None:
 
 def test_arrays_of_any_kind_are_read() -> None:
     mask = np.array([[1, 0], [1, 1]])
-    assert Layout.of(mask[:, ::-1]).mask.tolist() == [[False, True], [True, True]]
-    assert Layout.of(mask.astype(">i4")).counts.tolist() == [1, 2]
+    assert Layout.from_tokens(mask[:, ::-1]).mask.tolist() == [[False, True], [True, True]]
+    assert Layout.from_tokens(mask.astype(">i4")).counts.tolist() == [1, 2]
     frozen = np.ones((1, 2))
     frozen.flags.writeable = False
     assert aggregate(frozen).item() == 1
-    assert Layout.of([[1, 1], []]).tensor("ids", [[5, 6], []]).dtype == torch.int64
+    assert Layout.from_tokens([[1, 1], []]).tensor("ids", [[5, 6], []]).dtype == torch.int64
     assert check_float("gamma", np.float32(0.5), 0, 1) == 0.5
 
 

@@ -306,7 +306,7 @@ def test_the_survey_counts_by_row(rows: list[list[tuple[Any, ...]]]) -> None:
 @given(rows_of_tokens)
 def test_places_finds_the_nearest_action(rows: list[list[tuple[Any, ...]]]) -> None:
     mask = columns(rows)[2]
-    place = scan.TokenPlaces(packed(mask, torch.bool), [len(row) for row in rows])
+    place = scan.TokenPositions(packed(mask, torch.bool), [len(row) for row in rows])
     start = 0
     expected: dict[int, int] = {}
     for row in mask:

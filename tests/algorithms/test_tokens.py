@@ -238,21 +238,22 @@ def sixteen_bits() -> Iterator[set[tuple[torch.dtype, ...]]]:
     A CPU has no product of them that is summed in float32, so they are widened for the product, and for nothing else.
     """
     seen: set[tuple[torch.dtype, ...]] = set()
-    of, product = OutputLayer.of, OutputLayer.product
+    from_tensors, product = OutputLayer.from_tensors, OutputLayer.product
 
     def narrow(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
     ) -> OutputLayer:
-        return replace(of(hidden, weight, bias, softcap), factor_dtype=torch.promote_types(hidden.dtype, weight.dtype))
+        layer = from_tensors(hidden, weight, bias, softcap)
+        return replace(layer, factor_dtype=torch.promote_types(hidden.dtype, weight.dtype))
 
     def widened(
-        head: OutputLayer, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, onto: bool = False
+        head: OutputLayer, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False
     ) -> torch.Tensor:
         seen.add((left.dtype, right.dtype, out.dtype))
-        return product(head, left.to(out.dtype), right.to(out.dtype), out, onto)
+        return product(head, left.to(out.dtype), right.to(out.dtype), out, add)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputLayer, "of", staticmethod(narrow))
+        patch.setattr(OutputLayer, "from_tensors", staticmethod(narrow))
         patch.setattr(OutputLayer, "product", widened)
         yield seen
 

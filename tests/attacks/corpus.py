@@ -151,7 +151,7 @@ def odd_shapes() -> list[Experience]:
         Experience(eid=eid(42), tokens=[4, 5, 6], logprobs=torch.zeros(2), info={"k": 1}),
     ]
     # What a foreign payload may hold: a response-axis value of a shape that it cannot have, kept and named.
-    rows[2].__dict__.update(advantages=torch.zeros(2, 5), odd=frozenset(["advantages"]))
+    rows[2].__dict__.update(advantages=torch.zeros(2, 5), malformed_fields=frozenset(["advantages"]))
     return rows
 
 

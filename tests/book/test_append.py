@@ -262,7 +262,7 @@ def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None
 
 def test_columns_of_a_newer_version_survive(url: str) -> None:
     many = from_rows(records(2))
-    many = Experiences._of({**many.columns, "from_the_future": pa.array([1, None])}, 2)
+    many = Experiences._wrap({**many.columns, "from_the_future": pa.array([1, None])}, 2)
     assert many[0].unknown
     with rollbook.open(url) as book:
         book.append(many)

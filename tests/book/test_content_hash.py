@@ -420,7 +420,7 @@ def test_odd_shapes_are_added_as_they_are() -> None:
     old = full_record("multi_turn", advantages=None, info={"n": 1})
     given = {name: getattr(old, name) for name in FIELDS}
     new = restore({**given, "advantages": torch.ones(7), "info": {"m": 2}, "reward": None}, "test")
-    assert new.odd == {"advantages"}
+    assert new.malformed_fields == {"advantages"}
     addition = compare(old, new)
     assert addition.conflict is None
     assert addition.merged.advantages.tolist() == [1.0] * 7

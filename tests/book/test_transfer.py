@@ -130,11 +130,11 @@ def test_unknown_columns_and_declared_fields(tmp_path: Path) -> None:
 
 def test_odd_shapes_survive(tmp_path: Path) -> None:
     odd = Experience.deserialize(to_trxp([Experience(tokens=[1, 2, 3])]))
-    odd.__dict__.update(logprobs=torch.ones(5), odd=frozenset({"logprobs"}))
+    odd.__dict__.update(logprobs=torch.ones(5), malformed_fields=frozenset({"logprobs"}))
     for name in ("parquet", "jsonl", "frames"):
         write(Experiences([odd]), tmp_path / f"x.{name}")
         (row,) = back(tmp_path / f"x.{name}")
-        assert row.odd == {"logprobs"} and row == odd
+        assert row.malformed_fields == {"logprobs"} and row == odd
     wrong = orjson.loads((tmp_path / "x.jsonl").read_bytes())
     del wrong["odd"]
     (tmp_path / "x.jsonl").write_bytes(orjson.dumps(wrong))

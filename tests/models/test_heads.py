@@ -149,13 +149,13 @@ def test_logits_never_lie_in_memory(layout: str) -> None:
 
 
 def test_what_the_model_does_to_logits_is_found_out() -> None:
-    assert [Head.of(zoo.text(name)).scale for name in ("llama", "cohere", "granite")] == [1.0, 0.25, 0.25]
-    assert [Head.of(zoo.text(name)).softcap for name in ("llama", "gemma2")] == [None, 2.0]
+    assert [Head.from_model(zoo.text(name)).scale for name in ("llama", "cohere", "granite")] == [1.0, 0.25, 0.25]
+    assert [Head.from_model(zoo.text(name)).softcap for name in ("llama", "gemma2")] == [None, 2.0]
 
 
 def test_a_cap_that_leaves_no_trace_here_is_kept() -> None:
     config = transformers.Gemma2Config(**{**zoo.TEXT, "initializer_range": 0.001}, head_dim=8)
-    head = Head.of(zoo._made(config))
+    head = Head.from_model(zoo._made(config))
     assert (head.path, head.softcap) == ("hidden", config.final_logit_softcapping)
 
 

@@ -109,7 +109,7 @@ def test_a_failing_program_that_printed_the_answer_fails() -> None:
 @pytest.mark.parametrize("tests", [None, [], {}, {"inputs": ["1"], "outputs": []}, [3], 5])
 def test_tests_are_checked(tests: Any) -> None:
     with pytest.raises(ValueError, match="tests"):
-        ProgramTests.of(tests)
+        ProgramTests.from_reference(tests)
 
 
 def test_the_program_in_a_response() -> None:

@@ -481,7 +481,7 @@ def test_a_context_limit_cuts_turns_and_then_refuses_them() -> None:
     episode.observe(RESULT)
     sample = episode.act()
     assert sample.finish_reason == "length" and not sample.response_ids and episode.tokens_left == 0
-    assert episode.engine._turn == 2  # the engine was not asked
+    assert episode.engine._next == 2  # the engine was not asked
     (record,) = episode.experiences()
     assert len(record.tokens) == 41 and record.info["left_out_tokens"] == 5
     assert record.finish_reason == "length" and len(record.messages) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.paged import PagedDecoder, PagePool, why_not
+from rollbook.rollout.paged import PagedDecoder, PagePool, unsupported_reason
 from tests import tiny
 
 SHAPE: dict[str, Any] = {
@@ -41,7 +42,7 @@ def make_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
 
 def paged_engine(model: Any, tokenizer: Any = None, rows: int = 6, **options: Any) -> TransformersEngine:
     engine = TransformersEngine(model, tokenizer, max_batch_rows=rows, **options)
-    assert why_not(engine.runner) is None
+    assert unsupported_reason(engine.runner) is None
     decoder = PagedDecoder(engine.runner, rows, capture=False)
     engine._paged_decoder = lambda: None if engine._not_paged else decoder  # type: ignore[method-assign]
     engine._paged = decoder
@@ -155,7 +156,9 @@ def test_models_that_cannot_be_paged_are_decoded_token_by_token() -> None:
     assert_same(
         samples, TransformersEngine(model).generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True, batch=1)
     )
-    assert "does not let its attention be replaced" in str(why_not(TransformersEngine(_without_backend()).runner))
+    assert "does not let its attention be replaced" in str(
+        unsupported_reason(TransformersEngine(_without_backend()).runner)
+    )
 
 
 def _without_backend() -> Any:
@@ -210,3 +213,23 @@ def test_pages_are_counted() -> None:
     assert pool.available == 2
     pool.release(pages[:2])
     assert pool.available == 4 and 0 not in pool.take(4)
+
+
+def test_an_end_token_beyond_the_vocabulary_is_ignored() -> None:
+    model = make_model()
+    model.generation_config.eos_token_id = [5, 200]
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 30, "min_tokens": 10, "seed": 3}
+    engine = paged_engine(model)
+    samples = engine.generate(make_prompts(), **arguments)
+    assert_same(samples, TransformersEngine(model, max_batch_rows=6).generate(make_prompts(), **arguments))
+    assert engine._not_paged is None
+
+
+def test_engines_in_two_threads_do_not_mix_their_passes() -> None:
+    models = [make_model("llama"), make_model("gemma2")]
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 40, "seed": 3, "ignore_eos": True, "batch": 1}
+    alone = [paged_engine(model).generate(make_prompts(), **arguments) for model in models]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(paged_engine(model).generate, make_prompts(), **arguments) for model in models]
+        for call, expected in zip(calls, alone, strict=True):
+            assert_same(call.result(), expected)

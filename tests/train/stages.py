@@ -71,7 +71,7 @@ class Player:
         records = generate(self.engine, named, sampling, self.environment, metrics=collected)
         if self.reward is None:
             return records
-        tokenizer = self.environment.tokenizer_of(self.engine)
+        tokenizer = self.environment.get_tokenizer(self.engine)
         return score(records, self.reward, tokenizer, prompts=named, metrics=collected)
 
     def make_records(self, prompts: Sequence[Any], **options: Any) -> Experiences:

@@ -20,7 +20,7 @@ from PIL import Image
 import rollbook
 from rollbook import EID, Experience, Experiences
 from rollbook.core import freeform
-from rollbook.core.ids import step_of
+from rollbook.core.ids import record_step
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.images import Album, ImageExtractor
 from rollbook.inspect.records import Reader, convert_records, decode_tagged, read_trajectories, record_json
@@ -235,7 +235,7 @@ def test_a_preference_pair() -> None:
 
 
 def test_steps() -> None:
-    assert [step_of(batch, 5) for batch in (0, 12, "12", "train/12", "12/eval", "eval-12", "x")] == [
+    assert [record_step(batch, 5) for batch in (0, 12, "12", "train/12", "12/eval", "eval-12", "x")] == [
         0,
         12,
         12,
@@ -244,7 +244,7 @@ def test_steps() -> None:
         12,
         5,
     ]
-    assert step_of("", None) == 0 and step_of(-3, None) == 3
+    assert record_step("", None) == 0 and record_step(-3, None) == 3
     assert one_of(Experience(eid={"batch": "x"}, tokens=[20, 21], policy_versions=9)).step == 9
 
 

@@ -64,7 +64,7 @@ def aggregate(
     >>> round(sum(parts).item(), 4)
     2.3333
     """
-    layout = Layout.of(mask, values=values)
+    layout = Layout.from_tokens(mask, values=values)
     tokens = layout.take("values", values)
     if weights is not None:
         tokens = tokens * layout.take("weights", weights)
@@ -89,7 +89,7 @@ def count_denominators(mask: PerToken) -> Denominators:
     >>> count_denominators([[1, 1, 0], [0, 0, 0]])
     Denominators(tokens=2, sequences=1, samples=2)
     """
-    layout = Layout.of(mask)
+    layout = Layout.from_tokens(mask)
     return Denominators(int(layout.mask.sum()), int((layout.counts > 0).sum()), layout.rows)
 
 
@@ -150,7 +150,7 @@ def masked_mean(
     tensor([0.])
     """
     if isinstance(values, (Rows, Ragged)):
-        layout = Layout.of(mask, values=values)
+        layout = Layout.from_tokens(mask, values=values)
         tokens = layout.take("values", values)
         if dim is None:
             return tokens.sum() / layout.mask.sum().clamp(min=1)
@@ -182,7 +182,7 @@ class PolicyTensors:
     advantages: torch.Tensor
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         new_logprobs: PerToken,
         old_logprobs: PerToken,
@@ -215,7 +215,7 @@ def policy_layout(
 ) -> Layout:
     """Determine the layout of the arguments of a policy loss; advantages of rows do not affect it."""
     matrix = advantages if getattr(advantages, "ndim", 0) == 2 else None
-    return Layout.of(mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs, advantages=matrix)
+    return Layout.from_tokens(mask, new_logprobs=new_logprobs, old_logprobs=old_logprobs, advantages=matrix)
 
 
 @dataclass(frozen=True)

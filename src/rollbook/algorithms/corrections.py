@@ -94,7 +94,7 @@ def importance_weights(
         logprobs: [B, R] or packed: log-probs of the engine, of the *same* distribution, temperature and top-p
             truncation included. Otherwise every ratio is off by the log of the remaining mass.
         mask: [B, R] or packed: which tokens count. `None`: all.
-        versions: Policy versions, as of `staleness_weights`.
+        versions: Policy versions, see `staleness_weights`.
         level: `"token"`, `"sequence"` or `"geometric"`.
         truncate: Largest weight; `None`: no cap.
         low: Smallest weight; `None`: no floor.
@@ -209,7 +209,7 @@ def staleness_weights(
         raise ValueError("versions: got None, expected the version of each token, of each row, or one for all")
     if mask is None and (_is_scalar(versions) or _is_flat(versions)):
         raise ValueError("mask: got None, expected a mask beside one version for each row, or for all")
-    layout = Layout.of(mask) if mask is not None else Layout.of(None, versions=versions)  # type: ignore[arg-type]
+    layout = Layout.from_tokens(mask) if mask is not None else Layout.from_tokens(None, versions=versions)  # type: ignore[arg-type]
     age = _staleness(layout, versions, current)
     weights = torch.ones_like(age)
     if kind == "linear":
@@ -286,7 +286,7 @@ def _read_logprobs(
     old_logprobs: PerToken, logprobs: PerToken, mask: PerToken | None
 ) -> tuple[Layout, torch.dtype, torch.Tensor, torch.Tensor]:
     """Return the layout, the type of results, and both log-probs in float64, 0 where the mask is False."""
-    layout = Layout.of(mask, old_logprobs=old_logprobs, logprobs=logprobs)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, logprobs=logprobs)
     policy = layout.take("old_logprobs", old_logprobs).detach()
     engine = layout.take("logprobs", logprobs).detach()
     dtype = torch.float64 if torch.float64 in (policy.dtype, engine.dtype) else torch.float32

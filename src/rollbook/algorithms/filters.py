@@ -307,7 +307,7 @@ def truncated(
     ([[True, True], [False, False], [True, True]], [1], [2])
     """
     causes = (reasons,) if isinstance(reasons, str) else reasons  # `in` on a string would match substrings
-    layout = Layout.of(mask)
+    layout = Layout.from_tokens(mask)
     rows = as_ids("finish", finish, layout.rows)
     odd = next(
         (i for i, status in enumerate(rows) if not (status is None or isinstance(status, str) or status in (0, 1))),
@@ -640,7 +640,7 @@ def high_entropy_mask(
     """
     check_choice("over", over, ("sample", "batch"))
     check_float("ratio", ratio)
-    layout = Layout.of(mask, entropy=entropy)
+    layout = Layout.from_tokens(mask, entropy=entropy)
     values = layout.tensor("entropy", entropy).detach()
     if ratio <= 0 or ratio >= 1 or not values.numel():
         return layout.restore(layout.mask.clone())
@@ -699,7 +699,7 @@ def _mark_padded(layout: Layout, keys: torch.Tensor, quota: torch.Tensor, ratio:
 def _mark_packed(layout: Layout, keys: torch.Tensor, quota: torch.Tensor) -> torch.Tensor:
     """Mark tokens of packed rows: sort by row and falling key, and take the first of each row that count."""
     order = torch.argsort(keys, descending=True, stable=True)
-    order = order[torch.argsort(layout.row_of[order], stable=True)]
+    order = order[torch.argsort(layout.row_index[order], stable=True)]
     counting = layout.mask[order]
     rank = counting.cumsum(0) - layout.spread(layout.counts.cumsum(0) - layout.counts)  # among tokens that count
     return torch.zeros_like(layout.mask).scatter(0, order, counting & (rank <= layout.spread(quota)))

@@ -108,7 +108,7 @@ def whiten(
     """
     check_choice("eps_in", eps_in, ("variance", "std", "floor"))
     check_float("eps", eps, 0)
-    layout = Layout.of(mask, values=values)
+    layout = Layout.from_tokens(mask, values=values)
     tokens = layout.take("values", values)
     statistics = moments(tokens, layout.mask, process_group)
     deviation = statistics.std(std)
@@ -464,7 +464,7 @@ def spread_to_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report
     """Spread the score of each row [B] over its tokens that count."""
     if mask is None:
         return Advantages(scores.clone(), None, scores, None, report)
-    layout = Layout.of(mask)
+    layout = Layout.from_tokens(mask)
     if layout.rows != len(scores):
         raise ValueError(f"mask: got {layout.rows} rows, expected {len(scores)}, one for each reward")
     on_device = scores.to(layout.mask.device)

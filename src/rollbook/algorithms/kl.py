@@ -26,7 +26,7 @@ from rollbook.algorithms.layout import (
 )
 from rollbook.algorithms.registry import Entry, Registry
 from rollbook.algorithms.results import Loss, Report, rows_where
-from rollbook.algorithms.scan import TokenPlaces
+from rollbook.algorithms.scan import TokenPositions
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
 from rollbook.core.ragged import Ragged
@@ -320,7 +320,7 @@ def token_kl(
     >>> token_kl(torch.tensor([[-1.0, -2.0, -9.0]]), [[-1.5, -1.0, float("-inf")]], [[1, 1, 0]])
     tensor([[ 0.5000, -1.0000,  0.0000]])
     """
-    layout = Layout.of(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    layout = Layout.from_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return layout.restore(_token_estimates(layout, logprobs, ref_logprobs, old_logprobs, estimator, options))
 
 
@@ -375,7 +375,7 @@ def kl_loss(
     (tensor(0.1562), tensor(0.3125))
     """
     coef = _coefficient(coef)
-    layout = Layout.of(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
+    layout = Layout.from_tokens(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
     tokens = _token_estimates(layout, new_logprobs, ref_logprobs, old_logprobs, estimator, estimator_options or {})
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()
@@ -436,7 +436,7 @@ def penalize(
     """
     coef = _coefficient(coef)
     by_row = rewards is not None and _are_row_rewards(mask, kl, rewards)
-    layout = Layout.of(mask, kl=kl, **({} if by_row else {"rewards": rewards}))
+    layout = Layout.from_tokens(mask, kl=kl, **({} if by_row else {"rewards": rewards}))
     token_rewards = _read_rewards(layout, rewards, by_row)
     missing = token_rewards.isnan()
     token_rewards = torch.where(missing, 0.0, token_rewards)
@@ -482,7 +482,7 @@ def kl_penalty(
     >>> kl_penalty([[-1.0, -2.0]], [[-1.5, -2.0]], coef=0.1).rewards
     [tensor([-0.0500,  0.0000])]
     """
-    layout = Layout.of(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    layout = Layout.from_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     tokens = _token_estimates(layout, logprobs, ref_logprobs, None, estimator, {})
     metrics = {"kl": reduce(layout, tokens, "seq-mean-token-mean").item(), "kl_coef": check_float("coef", coef, 0)}
     report = Report(layout.rows, {"no actions": rows_where(layout.counts == 0)}, metrics)
@@ -493,7 +493,7 @@ def _are_row_rewards(mask: PerToken | None, kl: PerToken | None, rewards: PerTok
     """Return whether rewards are of rows, given the number of rows of the mask or the KL."""
     if mask is None and kl is None:
         return False
-    return is_per_row(Layout.of(mask, kl=kl), "rewards", rewards)
+    return is_per_row(Layout.from_tokens(mask, kl=kl), "rewards", rewards)
 
 
 def _read_rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> torch.Tensor:
@@ -506,7 +506,7 @@ def _read_rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> t
 
 def _place_on_last_action(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
     """[of `shape`] Place the number of each row on its last token that counts."""
-    filled, _, last = TokenPlaces(layout.mask, layout.lengths).ends()
+    filled, _, last = TokenPositions(layout.mask, layout.lengths).ends()
     return rows.new_zeros(layout.mask.numel()).index_put((last,), rows[filled]).reshape(layout.shape)
 
 

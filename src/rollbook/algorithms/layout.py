@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rollbook.core.checks import check_float
 from rollbook.core.fields import DTYPES
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import NUMPY, Rows, memory
 
 _CPU = torch.device("cpu")
@@ -38,10 +38,10 @@ class Layout:
     A function reads its arguments with `take`, computes on plain tensors [B, R] or [total], and converts results back
     with `restore`. Without a mask, every slot is a token.
 
-    >>> padded = Layout.of(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    >>> padded = Layout.from_tokens(torch.tensor([[1, 1, 0], [1, 1, 1]]))
     >>> padded.row_sums(torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])).tolist()
     [3.0, 12.0]
-    >>> packed = Layout.of(None, values=[[1.0, 2.0], [3.0, 4.0, 5.0]])
+    >>> packed = Layout.from_tokens(None, values=[[1.0, 2.0], [3.0, 4.0, 5.0]])
     >>> packed.row_sums(packed.take("values", [[1.0, 2.0], [3.0, 4.0, 5.0]])).tolist()
     [3.0, 12.0]
     >>> packed.restore(packed.spread(torch.tensor([7.0, 8.0])))
@@ -70,7 +70,7 @@ class Layout:
         """Whether some packed tokens were passed as a one-dimensional tensor, end to end."""
 
     @classmethod
-    def of(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
+    def from_tokens(cls, mask: PerToken | None, **tokens: PerToken | None) -> Layout:
         """Determine the layout of a mask and of arguments by name; `take` checks each against it.
 
         If one of them is a matrix, tokens are padded, and nested lists are matrices too; otherwise they are packed. A
@@ -127,13 +127,13 @@ class Layout:
 
     @property
     def packed(self) -> bool:
-        """Whether rows lie end to end."""
+        """Whether rows are packed end to end."""
         return self.lengths is not None
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """[B + 1] Start of each packed row, and the end."""
-        return offsets_of(self.lengths or [])
+        return compute_offsets(self.lengths or [])
 
     @cached_property
     def counts(self) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Layout:
         return torch.tensor(self.lengths, dtype=torch.int64, device=self.mask.device)
 
     @cached_property
-    def row_of(self) -> torch.Tensor:
+    def row_index(self) -> torch.Tensor:
         """[of `shape`] int64: row of each token."""
         return self.spread(torch.arange(self.rows, device=self.mask.device))
 
@@ -352,15 +352,15 @@ def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
-    """Whether a value has one entry for each row, (B,), and not for each token.
+    """Return whether a value has one entry for each row [B], not for each token.
 
-    Among packed tokens both values end to end and numbers of rows are flat. Where B rows have B tokens in all, but not
-    one each, a flat tensor is taken for numbers of rows, and refused if other tokens of the call are end to end, too.
+    In a packed layout, both forms are flat tensors. If B rows have B tokens, but not one each, a flat tensor is
+    read as one number per row, and rejected if another argument of the call is a flat tensor of tokens.
 
-    >>> layout = Layout.of(None, logprobs=[[-1.0, -2.0], [-3.0]])
+    >>> layout = Layout.from_tokens(None, logprobs=[[-1.0, -2.0], [-3.0]])
     >>> [is_per_row(layout, "weights", value) for value in ([1.0, 2.0], [[1.0, 2.0], [3.0]], torch.ones(3))]
     [True, False, False]
-    >>> is_per_row(Layout.of(None, logprobs=[[-1.0, -2.0], []]), "weights", torch.ones(2))
+    >>> is_per_row(Layout.from_tokens(None, logprobs=[[-1.0, -2.0], []]), "weights", torch.ones(2))
     True
     """
     if isinstance(value, (Rows, Ragged)):
@@ -384,7 +384,7 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
 def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
     """[B] Convert numbers of rows to float32 or float64.
 
-    >>> row_numbers(Layout.of(torch.ones(2, 3)), "rewards", [1, 0])
+    >>> row_numbers(Layout.from_tokens(torch.ones(2, 3)), "rewards", [1, 0])
     tensor([1., 0.])
     """
     tensor = as_tensor(name, value, layout.mask.device)
@@ -396,7 +396,7 @@ def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
 def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
     """[B] Convert flags of rows to bool, and check that they are 0 or 1.
 
-    >>> row_flags(Layout.of(torch.ones(2, 3)), "chosen", [1, 0])
+    >>> row_flags(Layout.from_tokens(torch.ones(2, 3)), "chosen", [1, 0])
     tensor([ True, False])
     """
     tensor = as_tensor(name, value, layout.mask.device)
@@ -411,7 +411,7 @@ def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
 def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tensor:
     """[of `layout.shape`] Read numbers of tokens, or repeat numbers of rows on their tokens.
 
-    >>> on_tokens(Layout.of(torch.tensor([[1, 1, 0], [1, 0, 0]])), "advantages", [0.5, -1.0])
+    >>> on_tokens(Layout.from_tokens(torch.tensor([[1, 1, 0], [1, 0, 0]])), "advantages", [0.5, -1.0])
     tensor([[ 0.5000,  0.5000,  0.0000],
             [-1.0000,  0.0000,  0.0000]])
     """

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.core.checks import check_choice, check_float
-from rollbook.core.ragged import offsets_of
+from rollbook.core.ragged import compute_offsets
 from rollbook.core.rows import empty
 
 OBSERVATIONS = ("skip", "through", "zeroed")
@@ -56,7 +56,7 @@ def gae_scan(
         gamma: Discount per token, 0 to 1.
         lam: Lambda of GAE, 0 to 1.
         observations: Which masked tokens (tool output) take part. Their results are 0 in any case.
-            `skip`: none; they are no states and cost no discount. `through`: those between the first and the last token
+            `skip`: none; they are left out of the recursion. `through`: those between the first and the last token
             of a row that counts, or all of `response`, with their values and rewards. `zeroed`: the same, with values
             and rewards of 0.
         response: bool, in the same layout: slots that are not padding.
@@ -135,15 +135,15 @@ def scan_mask(
         return mask
     if response is not None:
         return mask | response
-    _, first, last = TokenPlaces(mask, lengths).ends()
+    _, first, last = TokenPositions(mask, lengths).ends()
     change = torch.zeros(mask.numel() + 1, dtype=torch.int32, device=mask.device)
     change[first] = 1
     change[last + 1] -= 1
     return (change.cumsum(0)[:-1] > 0).reshape(mask.shape)
 
 
-class TokenPlaces:
-    """Positions of the tokens that count among the slots of all rows, which are numbered end to end in any layout."""
+class TokenPositions:
+    """Slots of the masked-in tokens, numbered over all rows in order, whether rows are padded or packed."""
 
     def __init__(self, mask: torch.Tensor, lengths: list[int] | None) -> None:
         self.offsets = torch.from_numpy(_offsets(mask, lengths)).to(mask.device)
@@ -159,14 +159,14 @@ class TokenPlaces:
         rows = (self.end > self.begin).nonzero()[:, 0]
         return rows, self.index[self.begin[rows]], self.index[self.end[rows] - 1]
 
-    def row_of(self, slots: torch.Tensor) -> torch.Tensor:
+    def rows_at(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the row of each slot."""
         return torch.searchsorted(self.offsets, slots, right=True) - 1
 
     def nearest(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the last slot that counts at or before each slot of the same row, or else the row's first one."""
         before = torch.searchsorted(self.index, slots, right=True) - 1
-        return self.index[torch.maximum(before, self.begin[self.row_of(slots)])]
+        return self.index[torch.maximum(before, self.begin[self.rows_at(slots)])]
 
 
 def spread_scores(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torch.Tensor:
@@ -215,9 +215,9 @@ def count_rewards(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int]
         finite = torch.isfinite(rewards)
         odd = torch.where(taken, ~finite, finite & (rewards != 0))
         if not odd.any():  # the usual case, which copies a single flag to the host
-            place = TokenPlaces(taken, lengths)
+            positions = TokenPositions(taken, lengths)
             none = np.zeros(len(offsets) - 1, dtype=np.int64)
-            return RewardCounts((place.end - place.begin).cpu().numpy(), none, none)
+            return RewardCounts((positions.end - positions.begin).cpu().numpy(), none, none)
     flat, mask = _flat(rewards), _flat(taken)
     compiled = _compiled(len(flat))
     if compiled is not None and flat.dtype in (np.float32, np.float64):
@@ -289,13 +289,13 @@ def _flat(tensor: torch.Tensor) -> NDArray[Any]:
 def _offsets(mask: torch.Tensor, lengths: list[int] | None) -> Ints:
     """[B + 1] Start of each row in the flat tensor, and the end."""
     if lengths is not None:
-        return offsets_of(lengths)
+        return compute_offsets(lengths)
     return np.arange(mask.shape[0] + 1, dtype=np.int64) * mask.shape[1]
 
 
 def _offsets_on(tensor: torch.Tensor, lengths: list[int] | None) -> torch.Tensor | None:
     """[B + 1] Copy the offsets to a CUDA device, without synchronizing."""
-    return None if lengths is None else torch.from_numpy(offsets_of(lengths)).to(tensor.device, non_blocking=True)
+    return None if lengths is None else torch.from_numpy(compute_offsets(lengths)).to(tensor.device, non_blocking=True)
 
 
 # --- choice of the implementation -----------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def repetition_penalty(
     >>> repetition_penalty([[1, 2, 1, 2, 1], [1, 2, 3, 4], [7]], n=2)
     tensor([-0.5000,  0.0000,  0.0000])
     """
-    layout = Layout.of(mask, tokens=tokens)
+    layout = Layout.from_tokens(mask, tokens=tokens)
     penalty = _compute_repetition_penalty(layout, tokens, n, max_penalty)
     return torch.from_numpy(penalty).to(layout.mask.device, torch.float32)
 
@@ -501,7 +501,7 @@ def shape_repetition(
     >>> shaped.rewards, shaped.report.which("repetition")
     (tensor([0.5000, 1.0000]), [0])
     """
-    before, layout = as_rewards("rewards", rewards), Layout.of(mask, tokens=tokens)
+    before, layout = as_rewards("rewards", rewards), Layout.from_tokens(mask, tokens=tokens)
     if layout.rows != len(before):
         raise ValueError(f"tokens: got {layout.rows} rows, expected {len(before)}, one for each reward")
     penalty = _compute_repetition_penalty(layout, tokens, n, max_penalty)
@@ -635,7 +635,7 @@ def normalize_advantages(
     (tensor([[ 1.0000, -0.5000]]), {'advantage/clip_fraction': 0.5})
     """
     if normalize is not None:
-        layout = Layout.of(mask)
+        layout = Layout.from_tokens(mask)
         counted = layout.restore(layout.mask & layout.spread(has_reward))
         advantages = whiten(
             advantages, counted, eps_in="std", scale=normalize == "mean_std", process_group=process_group
@@ -787,7 +787,7 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
     """
     check_float("bound", bound, 1e-30, what="a positive number")
     check_choice("over", over, ("tokens", "slots"))
-    layout = Layout.of(mask, advantages=advantages)
+    layout = Layout.from_tokens(mask, advantages=advantages)
     tokens = layout.take("advantages", advantages)
     outside = layout.row_sums((tokens.detach().abs() > bound).to(torch.float64)).cpu()
     counts = (layout.counts if over == "tokens" else layout.row_lengths).cpu()

@@ -18,7 +18,7 @@ import torch
 
 from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, Lengths, read_columns
 from rollbook.batch.device import Device, copy_columns, pin_memory, to
-from rollbook.batch.media import GRIDS, TYPES, config_of, media_inputs, rope_positions
+from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.freeform import same
@@ -109,7 +109,7 @@ class Batch:
             columns: Fields of the batch to read beside tokens, media and ids. `None`: all that the records have.
                 Without `action_mask`, the mask covers every response token. A field that some records lack is 0 in
                 their rows; a field that all lack is `None`.
-            packed: Whether rows lie end to end instead of padded.
+            packed: Whether rows are packed end to end instead of padded.
             pad_token_id: Token id of the padding.
             side: Side of the padding: `left`, so that all rows end together; `right`, after the responses, which begin
                 together.
@@ -134,7 +134,7 @@ class Batch:
         side: Side = "left",
         device: Device = "cpu",
     ) -> Batch:
-        """Build a batch from columns that are already read; arguments as of `from_records`."""
+        """Build a batch from columns that are already read. For the arguments, see `from_records`."""
         target = torch.device(device)
         flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_token}
         if target.type != "cpu":
@@ -262,8 +262,8 @@ class Batch:
         end = np.maximum(np.minimum(last - (width - slots), slots), begin)
         return Spans(last - first, first, width), Spans(end - begin, begin, slots)
 
-    def places(self) -> list[tuple[int, int, int]]:
-        """[B] Return for each record its row in the model's input, its start there, and its length."""
+    def row_bounds(self) -> list[tuple[int, int, int]]:
+        """[B] Return for each record its row in the model input, and its start and length in that row."""
         if isinstance(self.tokens, Rows):
             return [(0, start, stop - start) for start, stop in pairwise(self.tokens.offsets.tolist())]
         spans = self._row_spans[0]
@@ -274,7 +274,7 @@ class Batch:
         """[B] Return the token ids of each record without padding, as views."""
         if isinstance(self.tokens, Rows):
             return list(self.tokens)
-        return [self.tokens[row, start : start + length] for row, start, length in self.places()]
+        return [self.tokens[row, start : start + length] for row, start, length in self.row_bounds()]
 
     def flatten_response(self, column: Tokens) -> torch.Tensor:
         """Remove the padding of a response-axis column of this batch, such as the output of a model.
@@ -418,7 +418,7 @@ class Batch:
             inputs["input_ids"] = self.tokens
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        config = config_of(get_rope_index) if config is None else config
+        config = get_model_config(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config) if self.media else {}
         if not self.media or not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids

@@ -1,7 +1,6 @@
-"""Columns of records in the form a batch needs: every row with an entry for each of its tokens.
+"""`read_columns` reads the columns of records that a batch needs: `BatchColumns`, one entry per token.
 
-Invariant: a column that every record has is not copied. Only a column that some records lack, or whose rows differ in
-type, is copied row by row.
+Invariant: a column is copied, row by row, only if some records lack it or its rows differ in dtype.
 """
 
 from __future__ import annotations
@@ -27,43 +26,43 @@ TOKEN_COLUMNS = (
     *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy"),
     *("values", "advantages", "returns", "loss_weights"),
 )
-"""Fields of a `Batch` with an entry for each response token, beside its `action_mask`."""
+"""Fields of a `Batch` with an entry for each response token, besides `action_mask`."""
 
 
 @dataclass
 class BatchColumns:
-    """Columns of B records, each without padding: T tokens and R response tokens in all."""
+    """Columns of B records without padding; T tokens and R response tokens in total."""
 
     lengths: Lengths
-    """[B] Tokens of each record."""
+    """[B] Number of tokens of each record."""
     response_lengths: Lengths
-    """[B] Response tokens of each record."""
+    """[B] Number of response tokens of each record."""
     tokens: Column
-    """(T,) Token ids."""
+    """[T] Token ids."""
     by_token: dict[str, Column] = field(default_factory=dict)
-    """(R, ...) by name: `action_mask`, `TOKEN_COLUMNS`, and any other field of the response axis."""
+    """[R, ...] By name: `action_mask`, `TOKEN_COLUMNS`, and any other field of the response axis."""
     reward: torch.Tensor | None = None
-    """[B] NaN where a record has none."""
+    """[B] Rewards; NaN if a record has none."""
     by_record: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[B, ...] by name: custom fields."""
+    """[B, ...] By name: custom fields."""
     media: dict[str, list[Any]] = field(default_factory=dict)
-    """By the model's name, each record's tensor or `None`."""
+    """By name of the model input: for each record, a tensor or `None`."""
     eids: list[EID] = field(default_factory=list)
 
 
 def read_columns(records: Experiences, names: Sequence[str] | None = None) -> BatchColumns:
-    """Read what a batch of records needs.
+    """Read the columns that a batch needs.
 
     Args:
-        records: Records that are no preference pairs.
-        names: Columns to read beside tokens, media and ids. `None`: all that a record has.
+        records: Records without preference pairs.
+        names: Columns to read besides tokens, media and ids. `None`: all columns.
 
     Returns:
-        The columns. Where a record lacks one that others have, its entries are 0, and True in `action_mask`. A column
-        that no record has is left out.
+        The columns. A record that lacks a column has entries of 0 in it (of True in `action_mask`). A column that no
+        record has is left out.
 
     Raises:
-        ValueError: If a name is unknown, a record is a preference pair, or a column has another length than its record.
+        ValueError: If a name is unknown, a record is a preference pair, or an entry has the wrong length.
     """
     lengths, response_lengths = token_counts(records)
     tokens = _read_column(records, "tokens", lengths)
@@ -132,15 +131,15 @@ def token_counts(records: Experiences) -> tuple[Lengths, Lengths]:
 
 
 def mask_unpredicted(records: Experiences) -> Experiences:
-    """Clear the first mask entry of records without a prompt: no model predicts a sample's first token.
+    """Clear the first mask entry of records without a prompt, since no model predicts the first token of a sample.
 
-    Whatever trains on records, or counts what is trained on, reads their masks through this.
+    Code that trains on records, or counts their trained tokens, calls this before it reads their masks.
 
     Args:
-        records: Any records; they stay as they are.
+        records: Any records. They are not changed.
 
     Returns:
-        The same records, those with `prompt_length=0` with `action_mask[0]` False.
+        The records. Those with `prompt_length=0` have `action_mask[0]` False.
 
     >>> from rollbook import Experience
     >>> records = Experiences([Experience(tokens=[1, 2], prompt_length=0, action_mask=[True, True])])
@@ -161,7 +160,7 @@ def mask_unpredicted(records: Experiences) -> Experiences:
 
 
 def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | None:
-    """A tensor field with an entry for each token: the column as it lies, or copied together where it has gaps."""
+    """Return a tensor field with an entry for each token: the stored column, or a copy in which gaps are filled."""
     column = records.column(name)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
         if not np.array_equal(column.lengths, lengths):
@@ -171,14 +170,14 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
     present = [row for row in rows if row is not None]
     if not present:
         return None
-    present = [row for row in present if isinstance(row, torch.Tensor)]  # the others are one number for all tokens
+    tensors = [row for row in present if isinstance(row, torch.Tensor)]  # the others are one number for all tokens
     spec = FIELDS[name]
-    dtypes = {str(row.dtype).removeprefix("torch.") for row in present} or {spec.dtype}
-    joint = promote(dtypes)
-    if joint is None:
+    dtypes = {str(row.dtype).removeprefix("torch.") for row in tensors} or {spec.dtype}
+    common = promote(dtypes)
+    if common is None:
         raise ValueError(f"{name}: got rows of {', '.join(sorted(dtypes))}, expected types that one can hold exactly")
-    dtype = getattr(torch, joint)
-    trailing = tuple(present[0].shape[1:]) if present else ()
+    dtype = getattr(torch, common)
+    trailing = tuple(tensors[0].shape[1:]) if tensors else ()
     fill = int(name == "action_mask")  # without a mask, every token is an action
     filled = [
         row.to(dtype)
@@ -201,19 +200,19 @@ def _wrong_length(records: Experiences, name: str, counts: Lengths, lengths: Len
 
 
 def _read_media(records: Experiences) -> dict[str, list[Any]]:
-    """By the model's name of an input, each record's tensor or `None`."""
+    """Return by name of the model input, for each record, a tensor or `None`."""
     inputs = [media or {} for media in records.values("multi_modal_inputs")]
     return {name: [media.get(name) for media in inputs] for name in dict.fromkeys(key for m in inputs for key in m)}
 
 
 def custom_columns(records: Experiences) -> dict[str, torch.Tensor]:
-    """Read the `info` entries that the records' custom fields name.
+    """Read the custom fields of records from their `info`.
 
     Args:
-        records: Records with the same custom fields, and the `info` entries they read, all of one shape.
+        records: Records with the same custom fields. The `info` entries of a field have the same shape.
 
     Returns:
-        [B, ...] by destination.
+        Tensors [B, ...] by destination field.
 
     Raises:
         ValueError: If records differ in custom fields, or lack an entry.
@@ -225,8 +224,8 @@ def custom_columns(records: Experiences) -> dict[str, torch.Tensor]:
     for i, custom_fields in enumerate(fields_of_records):
         if set(custom_fields) != set(expected):
             raise ValueError(
-                f"record {i} ({ids[i]}): custom_fields: got {_shown(custom_fields)}, "
-                f"expected {_shown(expected)}, the same as record 0"
+                f"record {i} ({ids[i]}): custom_fields: got {_format_fields(custom_fields)}, "
+                f"expected {_format_fields(expected)}, the same as record 0"
             )
     columns = {}
     for custom in dict.fromkeys(expected):
@@ -243,9 +242,9 @@ def custom_columns(records: Experiences) -> dict[str, torch.Tensor]:
     return columns
 
 
-def _shown(custom_fields: tuple[CustomField, ...]) -> str:
-    shown = [f"{c.source_field!r} as {c.destination_field!r} ({c.data_type})" for c in custom_fields]
-    return ", ".join(shown) or "none"
+def _format_fields(custom_fields: tuple[CustomField, ...]) -> str:
+    texts = [f"{c.source_field!r} as {c.destination_field!r} ({c.data_type})" for c in custom_fields]
+    return ", ".join(texts) or "none"
 
 
 def _custom_value(custom: CustomField, info: Mapping[str, Any], record: str) -> torch.Tensor:

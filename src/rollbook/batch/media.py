@@ -89,7 +89,7 @@ def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelCon
     return filled
 
 
-def config_of(get_rope_index: Callable[..., Any] | None) -> Any:
+def get_model_config(get_rope_index: Callable[..., Any] | None) -> Any:
     """Return the configuration of the model that a method belongs to, or `None`."""
     return getattr(getattr(get_rope_index, "__self__", None), "config", None)
 
@@ -165,7 +165,7 @@ def _join(name: str, parts: list[Any]) -> torch.Tensor:
 def _lay_out_by_token(batch: Batch, name: str, parts: list[Any]) -> torch.Tensor:
     expected = next(part for part in parts if part is not None)
     matrix: torch.Tensor = expected.new_zeros(batch.input_shape)
-    for i, ((row, start, length), part) in enumerate(zip(batch.places(), parts, strict=True)):
+    for i, ((row, start, length), part) in enumerate(zip(batch.row_bounds(), parts, strict=True)):
         if part is not None:
             entries = part.reshape(-1)
             if len(entries) > length:
@@ -186,7 +186,7 @@ def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Mod
         (4, B, S) or, packed, (4, 1, tokens): the position in the text, then the three in space; 1 on padding.
     """
     positions = torch.ones((4, *batch.input_shape), dtype=torch.int64, device=batch.device)
-    for i, ((row, start, length), ids) in enumerate(zip(batch.places(), batch.token_rows(), strict=True)):
+    for i, ((row, start, length), ids) in enumerate(zip(batch.row_bounds(), batch.token_rows(), strict=True)):
         media: dict[str, torch.Tensor] = {}
         for name, parts in batch.media.items():
             part = parts[i]

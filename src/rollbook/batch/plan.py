@@ -198,7 +198,7 @@ def plan(
         may_be_empty=empty == "allow",
         atom_of=atom_of,
         kinds=kinds,
-        atoms=Atoms.of(atom_of, tokens, image_counts, costs, kinds),
+        atoms=Atoms.from_samples(atom_of, tokens, image_counts, costs, kinds),
     )
     return _assemble(request, *_place(request))
 
@@ -366,7 +366,7 @@ class Plan:
 
     def report(self) -> PlanReport:
         """Return the balance and the waste of the plan; print it for a table."""
-        return PlanReport.of(self)
+        return PlanReport.from_plan(self)
 
     def __repr__(self) -> str:
         cap = "" if self.token_cap is None else f", at most {self.token_cap} tokens each"
@@ -435,7 +435,7 @@ class PlanReport:
     modalities: Mapping[Hashable, tuple[int, int]]
 
     @classmethod
-    def of(cls, plan: Plan) -> PlanReport:
+    def from_plan(cls, plan: Plan) -> PlanReport:
         """Compute the report of a plan."""
         shape = (plan.ranks, plan.steps)
         batches = plan.micro_batches
@@ -765,9 +765,9 @@ class Request:
     """[N] Samples that are equal in everything but the group have the same number."""
     atoms: Atoms
 
-    def atoms_of(self, codes: Ints | None) -> Atoms:
+    def make_atoms(self, codes: Ints | None) -> Atoms:
         """Return one atom for each sample, or for each group that `codes` [N] numbers."""
-        return Atoms.of(codes, self.lengths, self.images, self.costs, self.kinds)
+        return Atoms.from_samples(codes, self.lengths, self.images, self.costs, self.kinds)
 
     def samples(self, atom: int) -> Ints:
         """Return the samples of an atom."""
@@ -1016,7 +1016,7 @@ def _check_oversize(request: Request, over: NDArray[np.bool_]) -> None:
 def _assign_groups(request: Request, groups: Ints) -> Ints:
     """[N] Assign whole groups to ranks; returns the rank of each sample."""
     keys = request.group_keys
-    blocks = request.atoms_of(groups)
+    blocks = request.make_atoms(groups)
     ids = np.arange(len(keys))
     if len(ids) < request.ranks and not request.may_be_empty:
         raise PlanError(
@@ -1069,7 +1069,7 @@ def _lower_bound(request: Request, ids: Ints) -> int:
         return min(len(ids), 1)
     if request.atom_of is not None and limits.padded:
         # The padding that a group causes depends on its neighbors: bounded by its samples, each for itself.
-        ids, atoms = np.flatnonzero(np.isin(request.atom_of, ids)), request.atoms_of(None)
+        ids, atoms = np.flatnonzero(np.isin(request.atom_of, ids)), request.make_atoms(None)
     bounds = [1]
     if limits.token_cap is not None:
         if limits.padded:  # of samples, cutting the sorted row is optimal
@@ -1145,7 +1145,7 @@ def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float]
         costs = [sum(count[a] for a in members) * max((peak[a] for a in members), default=0.0) for members in bins]
     else:
         costs = [sum(sorted(cost[a] for a in members)) for members in bins]
-    first = [int(request.atoms.place[members[0]]) if members else 0 for members in bins]
+    first = [int(request.atoms.rank[members[0]]) if members else 0 for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-costs[b], not bins[b], first[b]))
     for at in range(0, len(order), len(ranks)):
         idlest = sorted(ranks, key=lambda rank: (totals[rank], rank))
@@ -1181,7 +1181,7 @@ def _assemble(request: Request, grid: list[Bins], labels: list[Hashable], phases
         cost = (counts * _largest(request.costs, slot, slots)).tolist()
     else:
         sizes, cost = tokens, np.bincount(slot, weights=request.costs, minlength=slots).tolist()
-    over = np.flatnonzero(request.limits.over(request.atoms if request.atom_of is None else request.atoms_of(None)))
+    over = np.flatnonzero(request.limits.over(request.atoms if request.atom_of is None else request.make_atoms(None)))
     oversize = set(slot[over].tolist())
     denominators = Denominators(int(request.loss_tokens.sum()), int((request.loss_tokens > 0).sum()), count)
     kinds: list[Hashable] = [None] * slots
@@ -1251,7 +1251,7 @@ def _largest(values: NDArray[Any], slot: Ints, slots: int) -> NDArray[Any]:
 
 # --- bin packing ------------------------------------------------------------------------------------------------------
 
-_LEVEL = 5e-4  # the costliest bin at most this far above the mean: nobody can measure less
+_LEVEL = 5e-4  # stop if the costliest bin is at most this far above the mean: a smaller difference cannot be measured
 _SWEEPS = 64
 _HALVINGS = 20
 _SHIFTS = 4
@@ -1264,29 +1264,34 @@ _MAX_COMPLETE_ATOMS = 16_384  # taking atoms out of a long list takes longer tha
 
 @dataclass(frozen=True)
 class Atoms:
-    """[A] What is placed whole: tokens, samples and images in each, its longest sample, what all of it costs, and what
-    its costliest sample does; and its place among all atoms sorted by what is in them, and only then by number."""
+    """A atoms: samples or groups of samples that are not split. All fields are arrays [A]."""
 
     tokens: Ints
     count: Ints
+    """Number of samples."""
     longest: Ints
+    """Tokens of the longest sample."""
     images: Ints
     cost: Floats
+    """Sum of the costs of the samples."""
     peak: Floats
-    place: Ints
+    """Largest cost of a sample."""
+    rank: Ints
+    """Rank among all atoms, sorted by content, then by index. It breaks ties, so that the order of samples does not
+    matter."""
 
     @classmethod
-    def of(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
-        """One atom for each sample, or for each group where `codes` [N] numbers the groups from 0.
+    def from_samples(cls, codes: Ints | None, lengths: Ints, images: Ints, costs: Floats, kinds: Ints) -> Atoms:
+        """Build an atom for each sample, or for each group if `codes` [N] has the group of each sample, from 0.
 
-        `kinds` [N] sorts the samples by what is in them: those with the same number may stand for each other.
+        `kinds` [N] numbers the samples by content: samples with the same number are interchangeable.
         """
         order = np.argsort(kinds, kind="stable")
-        place = np.empty_like(order)
+        rank = np.empty_like(order)
         if codes is None:
-            place[order] = np.arange(len(order))
-            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, place)
-        # In order of their kinds, so that sums of floats do not depend on the order in which samples were given.
+            rank[order] = np.arange(len(order))
+            return cls(lengths, np.ones_like(lengths), lengths, images, costs, costs, rank)
+        # In the order of kinds, so that sums of floats do not depend on the order of the samples.
         codes, lengths, images, costs = codes[order], lengths[order], images[order], costs[order]
         groups = int(codes.max(initial=-1)) + 1
         tokens, image_count, cost = np.zeros(groups, np.int64), np.zeros(groups, np.int64), np.zeros(groups)
@@ -1300,9 +1305,9 @@ class Atoms:
         members = kinds[order][np.argsort(codes, kind="stable")].tolist()  # group by group, sorted in each
         ends = np.cumsum(count).tolist()
         contents = [members[end - size : end] for end, size in zip(ends, count.tolist(), strict=True)]
-        place = np.empty(groups, np.int64)
-        place[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
-        return cls(tokens, count, longest, image_count, cost, peak, place)
+        rank = np.empty(groups, np.int64)
+        rank[sorted(range(groups), key=contents.__getitem__)] = np.arange(groups)
+        return cls(tokens, count, longest, image_count, cost, peak, rank)
 
 
 @dataclass(frozen=True)
@@ -1634,13 +1639,13 @@ def _level_rows(atoms: Atoms, ids: Ints, count: int, limits: Limits, start: Bins
 
 
 def _by_size(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((atoms.place[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
+    return ids[np.lexsort((atoms.rank[ids], -atoms.cost[ids], -atoms.images[ids], -atoms.tokens[ids]))]
 
 
 def _by_cost(atoms: Atoms, ids: Ints) -> Ints:
-    return ids[np.lexsort((atoms.place[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
+    return ids[np.lexsort((atoms.rank[ids], -atoms.images[ids], -atoms.tokens[ids], -atoms.cost[ids]))]
 
 
 def _by_length(atoms: Atoms, ids: Ints) -> Ints:
-    keys = (atoms.place, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
+    keys = (atoms.rank, -atoms.images, -atoms.count, -atoms.peak, -atoms.longest)
     return ids[np.lexsort([key[ids] for key in keys])]

@@ -49,8 +49,8 @@ from rollbook.book.segments.files import Place
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.columns import Values
 from rollbook.core.errors import WireError
-from rollbook.core.experiences import Experiences, from_rows, uncollected
-from rollbook.core.metrics import advise
+from rollbook.core.experiences import Experiences, from_rows, gc_paused
+from rollbook.core.metrics import warn_user
 from rollbook.core.wire import RowLayout, decode, encode
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def _prepare(records: Experiences | list[Any], evaluation: bool) -> PendingAppen
     """Encode records, and compute their hashes and index columns."""
     # Tensors are gathered once, into the frame; hashes and index columns are computed there. The next append of this
     # thread reuses the memory of the frame, so columns of the caller must not refer to it.
-    with uncollected():
-        layout = None if isinstance(records, Experiences) else RowLayout.of(records)
+    with gc_paused():
+        layout = None if isinstance(records, Experiences) else RowLayout.from_rows(records)
         columns: Experiences | RowLayout
         blobs: Mapping[str, Blob] = {}
         uses: Sequence[tuple[str, ...]] = ()
@@ -958,7 +958,7 @@ def encode_vocabulary(book: Book) -> str | None:
     try:
         vocabulary = Vocabulary.from_tokenizer(book.pending_tokenizer)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
-        advise(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
+        warn_user(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None
         return None
     return base64.b64encode(vocabulary.to_bytes()).decode("ascii")

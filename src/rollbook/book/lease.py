@@ -45,7 +45,7 @@ from rollbook.book.read import fetch, get_uids, read_numbers
 from rollbook.book.sampler import First, Proportional
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.experiences import Experiences
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 
 if TYPE_CHECKING:
     from rollbook.batch import Batch
@@ -467,7 +467,7 @@ class Lease:
         was_lost = self._known_lost  # `nack` changes it.
         if self._remaining and self._claim.id:
             if error is None:
-                advise(
+                warn_user(
                     f"{len(self._remaining)} leased records were not acknowledged and go back: call lease.ack(step=...)"
                 )
             try:

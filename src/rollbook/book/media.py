@@ -60,7 +60,7 @@ from rollbook.core.columns import MEDIA, Columns, Values
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
-from rollbook.core.ragged import allocate, check_shape, offsets_of
+from rollbook.core.ragged import allocate, check_shape, compute_offsets
 from rollbook.core.wire import DEFAULT_LIMITS, RowLayout
 
 Kind = Literal["tensor", "bytes", "text"]
@@ -329,7 +329,9 @@ def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation:
         )
     if any(evaluation):
         stripped_columns[EVALUATION_COLUMN] = pa.array(evaluation, pa.bool_())
-    stripped = records if stripped_columns.keys() == columns.keys() else Experiences._of(stripped_columns, len(records))
+    stripped = (
+        records if stripped_columns.keys() == columns.keys() else Experiences._wrap(stripped_columns, len(records))
+    )
     uses: list[tuple[str, ...]] = [()] * len(records)
     for row, items in listed.items():
         uses[row] = _distinct_hashes(items)
@@ -397,7 +399,7 @@ def may_hold_media(layout: RowLayout) -> bool:
         if isinstance(column, Values) and column.flat is not None and column.data is not None:
             texts = [text for text in column.data if text is not None and len(text) >= MIN_BASE64]
             memory = np.frombuffer(b"".join(texts), dtype=np.uint8)
-            if texts and _rows_with_runs(memory, offsets_of(list(map(len, texts))), MIN_BASE64):
+            if texts and _rows_with_runs(memory, compute_offsets(list(map(len, texts))), MIN_BASE64):
                 return True
     return False
 
@@ -515,7 +517,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
         for name, column in columns.items()
         if name not in BOOK_COLUMNS
     }
-    return Experiences._of(restored, len(stripped))
+    return Experiences._wrap(restored, len(stripped))
 
 
 def _find_references(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:
@@ -588,7 +590,7 @@ def _apply_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
     if any(first.stop > other.start for first, other in pairwise(cuts)):
         raise WireError(f"{REFERENCES_COLUMN}: two references share a place")
     stops = np.array([cut.stop for cut in cuts], dtype=np.int64)
-    growth = offsets_of([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
+    growth = compute_offsets([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
     moved = bounds + growth[np.searchsorted(stops, bounds, side="right")] - bounds[0]
     joined = allocate((int(moved[-1]),), np.uint8)
     at, done = 0, int(bounds[0])

@@ -32,7 +32,7 @@ from rollbook.core.checks import check_float, check_int
 from rollbook.core.columns import PLAIN_TYPES
 from rollbook.core.errors import RollbookError
 from rollbook.core.fields import BY_CODE, COLUMNAR, DTYPES, FIELDS
-from rollbook.core.ids import EID, step_of
+from rollbook.core.ids import EID, record_step
 from rollbook.core.ragged import promote
 
 if TYPE_CHECKING:
@@ -973,7 +973,7 @@ class RecordsTable:
             arrays = ledger_arrays(tx, list(dict.fromkeys([*names, *needed])), seqs)
         if "train_step" in columns:
             pairs = zip(*(arrays[name].to_pylist() for name in _COMPUTED["train_step"]), strict=True)
-            arrays["train_step"] = pa.array([step_of(batch, version) for batch, version in pairs], pa.int64())
+            arrays["train_step"] = pa.array([record_step(batch, version) for batch, version in pairs], pa.int64())
         if "tid" in columns or "rid" in columns:
             parts = (arrays[name].to_pylist() for name in _COMPUTED["tid"])
             ids = [EID(batch, task, run, 0, "") for batch, task, run in zip(*parts, strict=True)]

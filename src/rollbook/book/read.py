@@ -27,7 +27,7 @@ from rollbook.book.segments.files import Place, check_place
 from rollbook.core import columns as arrow
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.errors import WireError
-from rollbook.core.experiences import Experiences, uncollected
+from rollbook.core.experiences import Experiences, gc_paused
 from rollbook.core.fields import FIELDS, owner
 from rollbook.core.frame_reader import Reader, Span, Stack, read_rows, read_stack
 from rollbook.core.wire import decode, decode_arrays, read_header
@@ -314,7 +314,7 @@ def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
     parts = {
         name: c for name, c in records.columns.items() if (entry := owner(name)) is not None and entry[0].name in fields
     }
-    return Experiences._of(parts, len(records))
+    return Experiences._wrap(parts, len(records))
 
 
 def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
@@ -325,7 +325,7 @@ def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
             return []
         parts = _read_parts(book, places, together=_in_order(places))
         restored = [restore_media(book, part) for part in (parts.parts if parts.order is None else [_join(parts)])]
-        with uncollected():
+        with gc_paused():
             return [row for part in restored for row in part.rows()]
 
     return retry_when_moved(book, list(located), read, skip=True, located=located) if located else []

@@ -113,7 +113,7 @@ def compare(old: Experience, new: Experience) -> Addition:
     if not added:
         return Addition(old)
     # A record that was read with unusual shapes keeps them only in its own `replace`.
-    return Addition(new.replace(**additions) if new.odd else old.replace(**changes_to_old), tuple(added))
+    return Addition(new.replace(**additions) if new.malformed_fields else old.replace(**changes_to_old), tuple(added))
 
 
 def _compare_entries(name: str, old: dict[Any, Any], new: dict[Any, Any]) -> tuple[dict[Any, Any], Difference | None]:

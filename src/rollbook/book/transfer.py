@@ -26,7 +26,7 @@ from rollbook.book.segments.files import Place
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
 from rollbook.core.checks import check_bool, suggest
 from rollbook.core.errors import WireError
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.core.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def import_records(
         for batch in reader:
             total += book.append(batch, evaluation=evaluation, author=author)
     if reader.report.count:
-        advise(
+        warn_user(
             f"import_records: {reader.report.count} rows of {os.fspath(path)} could not be read; the first: "
             f"{reader.report.skipped[0].why}"
         )

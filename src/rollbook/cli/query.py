@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.cli.run import LEDGER, resolve_book
 from rollbook.core.addresses import POSTGRES
-from rollbook.core.ids import step_of
+from rollbook.core.ids import record_step
 from rollbook.core.terminal import OK, figure, print_json, print_table, printable, size, styled, when, wrapped
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _last_step_and_reward(tx: Transaction, evaluation: int) -> tuple[int | None,
     if not rows:
         return None, None
     mean = tx.one(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {present}", (rows[0][0],))[0]
-    return step_of(*rows[0]), mean
+    return record_step(*rows[0]), mean
 
 
 def sql(options: argparse.Namespace) -> int:

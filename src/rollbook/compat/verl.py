@@ -30,7 +30,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from rollbook.batch.media import TYPES, config_of, sample_positions
+from rollbook.batch.media import TYPES, get_model_config, sample_positions
 from rollbook.compat.lightrft.batch import ExperienceBatch, Records
 from rollbook.compat.padded_columns import (
     COLUMN,
@@ -171,7 +171,7 @@ def _rope_positions(
 ) -> torch.Tensor:
     """Return [B, 4, P + R]: the positions of the text, then the three of images and videos."""
     ids, attention = tensors["input_ids"], tensors["attention_mask"]
-    config = config_of(get_rope_index)
+    config = get_model_config(get_rope_index)
     rows = []
     for i, media in enumerate(out.media):
         text = tensors["position_ids"][i]

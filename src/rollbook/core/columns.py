@@ -122,14 +122,14 @@ class EidParts(NamedTuple):
 
 
 def encode(
-    field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None = None, copy: bool = True
+    field: Field, values: Sequence[Any], malformed: Sequence[frozenset[str]] | None = None, copy: bool = True
 ) -> Columns:
     """Encode the values of a field as columns.
 
     Args:
         field: The field.
         values: One value per record, `None` where a record has none.
-        odd: For each record, the fields that it was read with in a shape they cannot have (see `Experience.odd`).
+        malformed: For each record, its `Experience.malformed_fields`.
         copy: Copy tensors now; `False` may leave them pending (see `Ragged.from_tensors`).
 
     Returns:
@@ -143,7 +143,7 @@ def encode(
         return {}
     if field.kind == "tensor":
         try:
-            return _encode_tensors(field, values, odd, copy)
+            return _encode_tensors(field, values, malformed, copy)
         except RuntimeError as error:
             # A device that cannot be read, or a layout without rows.
             raise ValueError(f"{name}: a tensor cannot be kept: {error}") from None
@@ -273,13 +273,13 @@ def _encode_media(name: str, values: Sequence[Any]) -> pa.Array:
 
 
 def _encode_tensors(
-    field: Field, values: Sequence[Any], odd: Sequence[frozenset[str]] | None, copy: bool = True
+    field: Field, values: Sequence[Any], malformed: Sequence[frozenset[str]] | None, copy: bool = True
 ) -> Columns:
     import torch
 
     name = field.name
     rows = list(values)
-    if not odd and not field.trailing and (dtype := uniform_dtype(list(filter(_is_present, rows)))):
+    if not malformed and not field.trailing and (dtype := uniform_dtype(list(filter(_is_present, rows)))):
         return {name: Ragged.from_tensors(rows, dtype, copy, uniform=True)}
     ones: dict[int, int] = {}
     others: dict[int, Any] = {}
@@ -297,7 +297,7 @@ def _encode_tensors(
             raise ValueError(f"record {i}: {name}: got {type(row).__name__}, expected a tensor")
         dtype = short.get(row.dtype) or short.setdefault(row.dtype, str(row.dtype).removeprefix("torch."))
         shape = row.shape
-        if dtype not in COLUMNAR or len(shape) != dimensions or 0 in shape[1:] or (odd and name in odd[i]):
+        if dtype not in COLUMNAR or len(shape) != dimensions or 0 in shape[1:] or (malformed and name in malformed[i]):
             others[i], rows[i] = row, None
         else:
             dtypes[dtype] += 1
@@ -641,7 +641,7 @@ def from_arrays(arrays: Mapping[str, pa.Array], memory: NDArray[np.uint8] | None
 
     Args:
         arrays: The arrays, by column name.
-        memory: The writable bytes that the arrays lie in, if tensors may be views of them.
+        memory: The writable bytes of the arrays, if tensors may be views of them.
 
     Returns:
         The columns; `__dtype` columns become part of their tensor columns.

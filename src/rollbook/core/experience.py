@@ -419,7 +419,7 @@ class Experience:
         entropy: torch.Tensor | None
         values: torch.Tensor | None
         experience_type: str
-        odd: frozenset[str]
+        malformed_fields: frozenset[str]
         unknown: Mapping[str, Any]
 
         def __init__(
@@ -580,7 +580,7 @@ class Experience:
         if "action_mask" not in changes and implied_mask(self):
             del arguments["action_mask"]  # recreated for the new tokens
         # A record that was read with invalid shapes keeps them unless they are changed.
-        new = restore(arguments, "replace") if self.odd else Experience(**arguments)
+        new = restore(arguments, "replace") if self.malformed_fields else Experience(**arguments)
         if self.unknown:
             new.__dict__["unknown"] = dict(self.unknown)
         return new
@@ -642,7 +642,7 @@ class Experience:
         return f"Experience({', '.join(parts)})"
 
 
-Experience.odd = frozenset()
+Experience.malformed_fields = frozenset()
 Experience.unknown = MappingProxyType({})
 
 
@@ -681,7 +681,7 @@ def implied_mask(record: Experience) -> bool:
     if (
         record.experience_type != "single_turn"
         or mask is None
-        or record.odd
+        or record.malformed_fields
         or mask.dtype != torch.bool
         or mask.is_meta
     ):
@@ -700,7 +700,7 @@ def validate(record: Experience, where: str = "") -> None:
         raise ValueError(f"{where}experience_type: got {kind!r}, expected one of {', '.join(EXPERIENCE_TYPES)}")
     for field in fields.TENSOR_FIELDS[None]:
         tensor = getattr(record, field.name)
-        if tensor is None or field.name in record.odd or (field.broadcast and isinstance(tensor, int)):
+        if tensor is None or field.name in record.malformed_fields or (field.broadcast and isinstance(tensor, int)):
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{where}{field.name}: got {type(tensor).__name__}, expected a tensor")
@@ -729,13 +729,14 @@ def validate(record: Experience, where: str = "") -> None:
             raise ValueError(f"{where}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
         expected, why = len(record.logprobs), "as logprobs, the prompt being truncated"
         mask = record.action_mask
-        if mask is not None and "action_mask" not in record.odd and not mask.is_meta and bool((mask != 0).any()):
+        malformed = "action_mask" in record.malformed_fields
+        if mask is not None and not malformed and not mask.is_meta and bool((mask != 0).any()):
             raise ValueError(
                 f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
             )
     for field in fields.TENSOR_FIELDS[None]:
         tensor = getattr(record, field.name)
-        if not isinstance(tensor, torch.Tensor) or field.name in record.odd:
+        if not isinstance(tensor, torch.Tensor) or field.name in record.malformed_fields:
             continue
         if field.axis == "response" and len(tensor) != expected:
             raise ValueError(f"{where}{field.name}: got {len(tensor)} entries, expected {expected} ({why})")
@@ -744,28 +745,28 @@ def validate(record: Experience, where: str = "") -> None:
 
 
 def row_from_values(
-    values: dict[str, Any], odd: frozenset[str] = frozenset(), unknown: dict[str, Any] | None = None
+    values: dict[str, Any], malformed: frozenset[str] = frozenset(), unknown: dict[str, Any] | None = None
 ) -> Experience:
     """Build a record from valid values, without checks: those of columns are checked when these are built."""
     row = Experience.__new__(Experience)
     for name, empty in _always:
         if name not in values:
             values[name] = empty()
-    if odd:
-        values["odd"] = odd
+    if malformed:
+        values["malformed_fields"] = malformed
     if unknown:
         values["unknown"] = unknown
     row.__dict__ = values
     return row
 
 
-def odd_fields(row: Experience) -> frozenset[str]:
+def find_malformed_fields(row: Experience) -> frozenset[str]:
     """Return the tensor fields whose shape the field table does not allow."""
     expected = len(row.tokens) - row.prompt_length
     cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
     if cut and row.logprobs is not None:
         expected = len(row.logprobs) if row.logprobs.dim() else -1
-    odd = set()
+    malformed = set()
     for field in fields.TENSOR_FIELDS[None]:
         tensor = getattr(row, field.name)
         if not isinstance(tensor, torch.Tensor) or field.name == "tokens":
@@ -773,14 +774,14 @@ def odd_fields(row: Experience) -> frozenset[str]:
         lengths = {"response": expected, "sequence": len(row.tokens)}
         fits = tensor.dim() == 1 + field.trailing and len(tensor) == lengths.get(field.axis, len(tensor))
         if not fits or (field.name == "action_mask" and cut and not tensor.is_meta and bool((tensor != 0).any())):
-            odd.add(field.name)
-    return frozenset(odd)
+            malformed.add(field.name)
+    return frozenset(malformed)
 
 
 def restore(values: Mapping[str, Any], where: str) -> Experience:
     """Build a record from a payload of another framework, which validates less.
 
-    Response-axis values of an invalid shape are kept and named in `odd`; reading them into a batch raises.
+    Response-axis values of an invalid shape are kept and named in `malformed_fields`; reading them into a batch raises.
 
     Args:
         values: The fields by name.
@@ -797,8 +798,8 @@ def restore(values: Mapping[str, Any], where: str) -> Experience:
         _build(row, values)
         if row.tokens.dim() != 1:
             raise ValueError(f"tokens: got shape {list(row.tokens.shape)}, expected one dimension")
-        if odd := odd_fields(row):
-            row.__dict__["odd"] = odd
+        if malformed := find_malformed_fields(row):
+            row.__dict__["malformed_fields"] = malformed
         validate(row)
     except (ValueError, TypeError) as error:
         raise WireError(f"{where}: {error}") from None

@@ -1,4 +1,4 @@
-"""`Experiences`: records as ragged columns, which behave like a sequence of `Experience`.
+"""`Experiences`, a sequence of records stored as ragged columns, and `Groups`, the result of `group_by`.
 
 Invariant: `Experiences(list(records)) == records`. Assigning to a row never changes the columns. Slices share memory;
 filters, sorts and index lists copy.
@@ -23,7 +23,7 @@ from rollbook.core import columns
 from rollbook.core.columns import Column, Columns
 from rollbook.core.fields import COLUMN_NAMES, COLUMNAR, DTYPES, FIELDS, INTEGERS, OWNERS, Field
 from rollbook.core.ids import EID
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import Ragged, compute_offsets
 
 if TYPE_CHECKING:
     import torch
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 ColumnValues: TypeAlias = Any
-"""A field of all records: a `Ragged`, `Rows`, a pair (values, offsets), an array, or a sequence of values."""
+"""Values of a field, one per record: a `Ragged`, `Rows`, a pair (values, offsets), an array or a sequence."""
 
 ID_TYPES = {"task": "tid", "run": "rid", "step": "sid"}
-"""Parts of an id that records are grouped by, and the property of `EID` for each."""
+"""Names of the id parts by which records are grouped, and the property of `EID` for each."""
 
 HTML_ROWS = 20
-"""Rows of a table in a notebook; its caption counts all."""
+"""Maximum number of rows of a table in a notebook."""
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Pause garbage collection while thousands of objects without cycles are created."""
-    was_on = gc.isenabled()
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection, which slows down the creation of thousands of objects."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
@@ -60,10 +60,10 @@ def id_part(id_type: str) -> str:
 
 
 class Experiences(Sequence["Experience"]):
-    """Records as columns, which behave like a sequence of `Experience`.
+    """A sequence of `Experience` records, stored as columns.
 
-    Rows are created on demand. Their tensors are views of the columns, so that in-place changes are visible in both;
-    only a row of another type than its column is a copy. Assigning to an attribute of a row changes that row only.
+    Rows are created on demand. Their tensors are views of the columns, so in-place changes are visible in both, except
+    if a row has another dtype than its column. Assigning to an attribute of a row changes only that row.
 
     Args:
         rows: The records.
@@ -91,10 +91,11 @@ class Experiences(Sequence["Experience"]):
         self.columns: Mapping[str, Column] = built.columns
         self._count: int = built._count
 
-    # --- construction---------------------------------------------------------------------------------------
+    # --- construction ---------------------------------------------------------------------------------------
 
     @classmethod
-    def _of(cls, parts: Columns, count: int) -> Experiences:
+    def _wrap(cls, parts: Columns, count: int) -> Experiences:
+        """Return the records of physical columns, without checks."""
         self = cls.__new__(cls)
         self.columns, self._count = parts, count
         return self
@@ -112,7 +113,7 @@ class Experiences(Sequence["Experience"]):
             The records.
 
         Raises:
-            ValueError: A name is not a field, or the columns do not fit each other.
+            ValueError: A name is not a field, or the columns have different or invalid lengths.
 
         >>> Experiences.from_columns({
         ...     "tokens": (np.arange(7, dtype=np.int32), [0, 3, 7]), "prompt_length": [1, 2], "reward": [0.0, 1.0]
@@ -134,9 +135,9 @@ class Experiences(Sequence["Experience"]):
         for name, length in counts.items():
             if length != count:
                 raise ValueError(f"from_columns: {name!r} has {length} rows, expected {count} as 'tokens' has")
-        complete(parts, count)
+        add_required_columns(parts, count)
         columns.check_columns(parts, count)
-        return cls._of(parts, count)
+        return cls._wrap(parts, count)
 
     @classmethod
     def concat(cls, parts: Iterable[Experiences]) -> Experiences:
@@ -146,16 +147,17 @@ class Experiences(Sequence["Experience"]):
             parts: The records, in order.
 
         Returns:
-            All records. A single part that is not empty is returned as it is.
+            All records. If only one part has records, that part itself.
 
         Raises:
             ValueError: Unknown columns have different types in the parts.
         """
-        filled = [part for part in parts if len(part)]
-        if len(filled) <= 1:
-            return filled[0] if filled else cls()
-        return cls._of(
-            columns.concat([(dict(part.columns), part._count) for part in filled]), sum(part._count for part in filled)
+        nonempty = [part for part in parts if len(part)]
+        if len(nonempty) <= 1:
+            return nonempty[0] if nonempty else cls()
+        return cls._wrap(
+            columns.concat([(dict(part.columns), part._count) for part in nonempty]),
+            sum(part._count for part in nonempty),
         )
 
     # --- sequence -------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class Experiences(Sequence["Experience"]):
                 for name, column in self.columns.items():
                     end = stop if isinstance(column, Ragged) else stop - start
                     parts[name] = column.slice(start, end)
-                return Experiences._of(parts, stop - start)
+                return Experiences._wrap(parts, stop - start)
             return self.take(np.arange(start, stop, step))
         if isinstance(index, int) or getattr(index, "ndim", None) == 0:
             number = operator.index(index)  # type: ignore[arg-type]
@@ -190,15 +192,15 @@ class Experiences(Sequence["Experience"]):
         return self.take(np.asarray(index))
 
     def __iter__(self) -> Iterator[Experience]:
-        # In chunks, so that the rows of a large book are not all alive at once.
+        # In chunks, so that not all rows of a large book are in memory at once.
         for start in range(0, self._count, 1024):
             yield from self[start : start + 1024].rows()
 
     def rows(self) -> list[Experience]:
-        """Return all rows, faster than by iterating."""
-        from rollbook.core.experience import odd_fields, row_from_values
+        """Return all rows as a list. This is faster than iterating."""
+        from rollbook.core.experience import find_malformed_fields, row_from_values
 
-        with uncollected():
+        with gc_paused():
             states: list[dict[str, Any]] = [{} for _ in range(self._count)]
             in_side_column = np.zeros(self._count, dtype=np.bool_)
             for name, field in FIELDS.items():
@@ -211,8 +213,8 @@ class Experiences(Sequence["Experience"]):
                     in_side_column |= np.asarray(self.columns[f"{name}__other"].is_valid())
             rows = list(map(row_from_values, states))
             for i in np.flatnonzero(in_side_column).tolist():
-                if odd := odd_fields(rows[i]):
-                    rows[i].__dict__["odd"] = odd
+                if malformed := find_malformed_fields(rows[i]):
+                    rows[i].__dict__["malformed_fields"] = malformed
             if self.columns.keys() - OWNERS:
                 unknown = columns.to_arrays({name: c for name, c in self.columns.items() if name not in OWNERS})
                 for i, row in enumerate(rows):
@@ -282,7 +284,7 @@ class Experiences(Sequence["Experience"]):
         parts: Columns = {}
         for name, column in self.columns.items():
             parts[name] = column.take(chosen if isinstance(column, Ragged) else arrow_indices)
-        return Experiences._of(parts, len(chosen))
+        return Experiences._wrap(parts, len(chosen))
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
         """Select the records that a predicate or a mask accepts.
@@ -340,11 +342,11 @@ class Experiences(Sequence["Experience"]):
             Records with the new fields. The other columns are shared; these records do not change.
 
         Raises:
-            ValueError: A name is not a field, or a column does not fit.
+            ValueError: A name is not a field, or a column has the wrong length or type.
 
-        >>> many = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
-        >>> more = many.assign(advantages=[[-1.0, -1.0], [1.0]])
-        >>> more[0].advantages.tolist(), many[0].advantages, more[1].reward
+        >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
+        >>> assigned = records.assign(advantages=[[-1.0, -1.0], [1.0]])
+        >>> assigned[0].advantages.tolist(), records[0].advantages, assigned[1].reward
         ([-1.0, -1.0], None, 1.0)
         """
         parts = dict(self.columns)
@@ -359,7 +361,7 @@ class Experiences(Sequence["Experience"]):
                 parts.pop(key, None)
             parts |= encoded
         columns.check_columns(parts, self._count)
-        return self._of(parts, self._count)
+        return self._wrap(parts, self._count)
 
     def missing(self, column: str) -> NDArray[np.int64]:
         """Find the records whose field is `None`.
@@ -389,15 +391,15 @@ class Experiences(Sequence["Experience"]):
     def fill(
         self, rows: Sequence[int] | NDArray[Any] | None = None, *, overwrite: bool = False, **columns: ColumnValues
     ) -> Experiences:
-        """Fill fields of the records that lack them; `assign` replaces them.
+        """Set fields of the records where they are `None`; `assign` replaces all values.
 
         Args:
-            rows: The indices of the records that the columns are for; `None`: all records, in order.
+            rows: Indices of the records to fill; `None`: all records, in order.
             overwrite: Also replace existing values of these records.
-            columns: By field name, a value for each of `rows`, as `assign` takes them.
+            columns: By field name, one value for each of `rows`, in a form that `assign` accepts.
 
         Returns:
-            The records with the columns; other values stay.
+            The filled records; these records do not change.
 
         >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [None, 1.0]})
         >>> records.fill(reward=[0.5, 0.5]).values("reward"), records.fill([0], reward=[0.25]).values("reward")
@@ -406,23 +408,23 @@ class Experiences(Sequence["Experience"]):
         chosen = np.arange(self._count) if rows is None else np.asarray(rows, dtype=np.int64)
         is_all = np.array_equal(chosen, np.arange(self._count))
         filled: dict[str, Any] = {}
-        for name, filling in columns.items():
-            if len(filling) != len(chosen):
-                raise ValueError(f"fill: {name!r} has {len(filling)} rows, expected {len(chosen)}")
+        for name, new_values in columns.items():
+            if len(new_values) != len(chosen):
+                raise ValueError(f"fill: {name!r} has {len(new_values)} rows, expected {len(chosen)}")
             absent = self.missing(name)
             if is_all and (overwrite or len(absent) == self._count):
-                filled[name] = filling
+                filled[name] = new_values
                 continue
             values = self.values(name)
             is_absent = set(absent.tolist())
-            for row, entry in zip(chosen.tolist(), filling, strict=True):
+            for row, entry in zip(chosen.tolist(), new_values, strict=True):
                 if overwrite or row in is_absent:
                     values[row] = entry
             filled[name] = values
         return self.assign(**filled)
 
     def select(self, *names: str) -> Experiences:
-        """Drop all but some fields, without copying.
+        """Keep only some fields, without copying.
 
         Args:
             names: Fields to keep besides `eid`, `tokens`, `prompt_length` and `experience_type`, which always stay.
@@ -439,10 +441,10 @@ class Experiences(Sequence["Experience"]):
         for key, column in self.columns.items():
             if key in OWNERS and OWNERS[key][0].name in selected:
                 parts[key] = column
-        return self._of(parts, self._count)
+        return self._wrap(parts, self._count)
 
     def compact(self) -> Experiences:
-        """Return the records on memory of their own. A slice keeps the memory of its source alive."""
+        """Copy the records. A slice, in contrast, keeps the memory of its source alive."""
         return self.take(np.arange(self._count))
 
     # --- columns --------------------------------------------------------------------------------------------
@@ -464,7 +466,7 @@ class Experiences(Sequence["Experience"]):
         return self.columns.get(name)
 
     def values(self, name: str) -> list[Any]:
-        """Return one field of every record, without building rows.
+        """Return the values of a field, without creating rows.
 
         Args:
             name: Name of the field.
@@ -530,7 +532,7 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
 
     Args:
         rows: The records.
-        copy: Copy the tensors now. `False` leaves that to the caller, who must do it before the records change.
+        copy: Copy the tensors now. With `False`, the caller must copy them before the records change.
 
     Returns:
         The records as columns.
@@ -540,20 +542,20 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     """
     from rollbook.core.experience import Experience, validate
 
-    with uncollected():
+    with gc_paused():
         for i, row in enumerate(rows):
             if not isinstance(row, Experience):
                 raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
         states = list(map(vars, rows))
         names = set[str]().union(*states)
-        odd = [row.odd for row in rows] if "odd" in names else None
+        malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
         parts: Columns = {}
         for name, field in FIELDS.items():
             if name not in names:
                 continue
             values = list(map(methodcaller("get", name), states))
             try:
-                parts.update(columns.encode(field, values, odd, copy))
+                parts.update(columns.encode(field, values, malformed, copy))
             except (AttributeError, LookupError, TypeError) as error:
                 raise ValueError(f"{name}: a record holds a value that its constructor rejects: {error}") from None
         if "unknown" in names:
@@ -572,18 +574,18 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
             for i, row in enumerate(rows):
                 validate(row, f"record {i}: ")
             raise
-    return Experiences._of(parts, len(rows))
+    return Experiences._wrap(parts, len(rows))
 
 
 def _encode_column(field: Field, entries: ColumnValues) -> Columns:
-    """Return the columns of a field from what `from_columns` or `assign` is given."""
+    """Encode the values of a field, in any form that `from_columns` and `assign` accept, as columns."""
     from rollbook.core.experience import convert
 
     if isinstance(entries, list) and hasattr(entries, "lengths"):  # `Rows`, whose module needs torch
         flat = entries.values.detach().cpu().contiguous()  # type: ignore[attr-defined]
         dtype = str(flat.dtype).removeprefix("torch.")
         if dtype in COLUMNAR and dtype != "bfloat16":
-            entries = Ragged(flat.numpy().view(DTYPES[dtype].storage), offsets_of(entries.lengths), dtype)
+            entries = Ragged(flat.numpy().view(DTYPES[dtype].storage), compute_offsets(entries.lengths), dtype)
     if not isinstance(entries, (Sequence, np.ndarray, Ragged)) and not hasattr(entries, "__iter__"):
         raise ValueError(f"{field.name}: got {type(entries).__name__}, expected a value for each record")
     if (
@@ -593,8 +595,8 @@ def _encode_column(field: Field, entries: ColumnValues) -> Columns:
         and isinstance(entries[0], np.ndarray)
     ):
         values, offsets = np.asarray(entries[0]), np.asarray(entries[1])
-        rising = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
-        if not rising or offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
+        is_vector = offsets.ndim == 1 and offsets.dtype.kind in "iu" and len(offsets) > 0
+        if not is_vector or offsets[0] < 0 or offsets[-1] > len(values) or (offsets[1:] < offsets[:-1]).any():
             raise ValueError(f"{field.name}: offsets must rise from 0 or more to at most {len(values)}")
         name = values.dtype.name
         if name not in COLUMNAR:
@@ -614,14 +616,14 @@ def _encode_column(field: Field, entries: ColumnValues) -> Columns:
     return columns.encode(field, list(map(convert, repeat(field), values)))
 
 
-def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
-    """Add the columns that every record needs: ids, prompt lengths, kinds and masks.
+def add_required_columns(parts: Columns, count: int, explicit_masks: bool = False) -> None:
+    """Add missing ids, prompt lengths, kinds and masks.
 
     Args:
-        parts: The columns, to which missing ones are added.
+        parts: The columns, changed in place.
         count: Number of records.
-        explicit_masks: Whether records have masks in any case. A mask makes a record `multi_turn`; with this option,
-            only if it is not the default mask of a single turn.
+        explicit_masks: Whether single-turn records may have masks, too. By default, a record with a mask becomes
+            `multi_turn`; with this option, only if the mask is not the default mask of a single turn.
     """
     kinds = FIELDS["experience_type"].name
     lengths, _ = columns.token_lengths(parts, count)
@@ -645,15 +647,15 @@ def complete(parts: Columns, count: int, explicit_masks: bool = False) -> None:
 
 
 def _implied_masks(parts: Columns, count: int, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N] Return whether the mask of a record is the default one of a single turn."""
+    """Return whether each record has the default mask of a single turn, [N]."""
     mask, prompt = parts.get("action_mask"), parts.get("prompt_length")
     if not isinstance(mask, Ragged) or mask.dtype != "bool" or mask.codes is not None:
         return np.zeros(count, dtype=np.bool_)
     prompts = np.ones(count, dtype=np.int64) if prompt is None else np.asarray(prompt.fill_null(1))
     ends = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     actions = ends[mask.offsets[1:]] - ends[mask.offsets[:-1]]
-    full = (mask.lengths == lengths - prompts) & (mask.lengths > 0) & (actions == mask.lengths)
-    implied: NDArray[np.bool_] = (prompts > 0) & np.where(columns.truncated(parts, count), actions == 0, full)
+    all_true = (mask.lengths == lengths - prompts) & (mask.lengths > 0) & (actions == mask.lengths)
+    implied: NDArray[np.bool_] = (prompts > 0) & np.where(columns.truncated(parts, count), actions == 0, all_true)
     return implied
 
 
@@ -666,7 +668,7 @@ def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: 
         logprobs = parts.get("logprobs")
         widths = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)
         fill[cut] = 0
-    added = Ragged(np.repeat(fill, widths), offsets_of(widths), "bool", missing, owned=True)
+    added = Ragged(np.repeat(fill, widths), compute_offsets(widths), "bool", missing, owned=True)
     if missing.all():
         added.valid = None
         parts["action_mask"] = added

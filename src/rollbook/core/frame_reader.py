@@ -135,7 +135,7 @@ class Stack:
             raise
         except ValueError as error:
             raise WireError(str(error)) from None
-        return Experiences._of(columns, count)
+        return Experiences._wrap(columns, count)
 
     def _read_runs(self, field: Field, kind: pa.DataType, node: int, buffer: int) -> RaggedRuns:
         """Read a tensor column, whose buffers are validity, offsets, and values with their own validity."""
@@ -308,7 +308,7 @@ def read_rows(
             raise
         except ValueError as error:
             raise WireError(str(error)) from None
-    return Experiences._of(columns, len(slots))
+    return Experiences._wrap(columns, len(slots))
 
 
 def drive(reader: Reader[Result], fetch: Callable[[list[Span]], list[Any]]) -> Result:
@@ -388,10 +388,10 @@ class _ArrowType:
     children: tuple[_ArrowType, ...]
 
     @classmethod
-    def of(cls, kind: pa.DataType) -> _ArrowType:
+    def from_arrow(cls, kind: pa.DataType) -> _ArrowType:
         types = pa.types
         width = _offset_bytes(kind)
-        children = tuple(cls.of(kind.field(i).type) for i in range(kind.num_fields))
+        children = tuple(cls.from_arrow(kind.field(i).type) for i in range(kind.num_fields))
         plain = not (width or children or types.is_struct(kind) or types.is_null(kind))
         bits = (1 if types.is_boolean(kind) else kind.bit_width) if plain else 0
         size = kind.list_size if types.is_fixed_size_list(kind) else 1
@@ -419,7 +419,7 @@ def _arrow_types(schema: pa.Schema) -> list[_ArrowType]:
     if entry is None:
         if len(_type_cache) >= _MAX_CACHED_TYPES:
             _type_cache.clear()
-        entry = _type_cache[id(schema)] = schema, [_ArrowType.of(kind) for kind in schema.types]
+        entry = _type_cache[id(schema)] = schema, [_ArrowType.from_arrow(kind) for kind in schema.types]
     return entry[1]
 
 
@@ -536,7 +536,7 @@ def _rebase(tables: list[Any], node: _Node) -> tuple[Any, list[Span]]:
     shifted = [np.zeros(1, dtype=tables[0].dtype)]
     for table in tables:
         first, stop = int(table[0]), int(table[-1])
-        # Ascending across runs, too: no byte of the child is read twice.
+        # Offsets ascend across runs, too, so that no byte of the child is read twice.
         if first < last or stop < first or (table[1:] < table[:-1]).any():
             raise WireError("offsets decrease, or exceed their values")
         shifted.append(table[1:] + (total - first))

@@ -191,7 +191,7 @@ def _check_unicode(name: str, text: str) -> None:
         raise ValueError(f"EID.{name}: got {text!r}, expected valid Unicode: {error.reason}") from None
 
 
-def step_of(batch: int | str, version: int | None) -> int:
+def record_step(batch: int | str, version: int | None) -> int:
     """Return the training step of a record.
 
     Args:
@@ -201,7 +201,7 @@ def step_of(batch: int | str, version: int | None) -> int:
     Returns:
         The number that the batch ends in, else the version, else 0.
 
-    >>> step_of(137, None), step_of("train/137", 5), step_of("warmup", 5), step_of("", None)
+    >>> record_step(137, None), record_step("train/137", 5), record_step("warmup", 5), record_step("", None)
     (137, 137, 5, 0)
     """
     match = _LAST_NUMBER.search(str(batch))

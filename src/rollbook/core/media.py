@@ -279,7 +279,7 @@ def load_picture(name: str, image: Medium) -> Any:
 
 
 def load_image(name: str, image: Medium) -> Any:
-    """Load a PIL image and convert it to RGB. Arguments as of `load_picture`.
+    """Load a PIL image and convert it to RGB. For the arguments, see `load_picture`.
 
     >>> import numpy as np
     >>> load_image("image", np.zeros((4, 6), np.uint8)).mode

@@ -1,4 +1,4 @@
-"""Progress bars, timings of stages and metrics of a step, and warnings that point at the caller's line.
+"""`Progress` bars, the `StepMetrics` of a training step, and `warn_user`, which points at the user's line of code.
 
 Invariant: without a terminal, no bar is printed. Times are wall-clock seconds.
 """
@@ -20,9 +20,9 @@ class Progress:
     Args:
         label: Text before the bar.
         total: Number of steps.
-        show: Whether to draw it; `None`: if `stream` is a terminal.
-        stream: Where to draw it; `None`: standard error.
-        after: Draw it only if the work takes longer than this many seconds, and erase it at the end.
+        show: Whether to draw the bar. `None`: only if `stream` is a terminal.
+        stream: Where to draw the bar. `None`: standard error.
+        after: Draw the bar only after this many seconds, and erase it at the end. 0: draw it at once, and keep it.
 
     >>> with Progress("scoring", 3) as bar:  # not a terminal: nothing is shown
     ...     bar.advance(2)
@@ -73,14 +73,15 @@ class Progress:
             self.stream.flush()
 
 
-class Stages:
-    """Seconds, tokens and tokens per second of each stage of a piece of work.
+class StepMetrics:
+    """Metrics of a training step: timings and tokens of its stages, and numbers by name.
 
-    >>> stages = Stages()
-    >>> with stages("rollout") as stage:
+    >>> metrics = StepMetrics()
+    >>> with metrics.time("rollout") as stage:
     ...     stage["tokens"] = 100
-    >>> sorted(stages.metrics())
-    ['rollout/seconds', 'rollout/tokens', 'rollout/tokens_per_second']
+    >>> metrics.add({"reward": 0.5})
+    >>> sorted(metrics.values())
+    ['reward', 'rollout/seconds', 'rollout/tokens', 'rollout/tokens_per_second']
     """
 
     def __init__(self) -> None:
@@ -88,14 +89,14 @@ class Stages:
         self._numbers: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[dict[str, float]]:
+    def time(self, name: str) -> Iterator[dict[str, float]]:
         """Time the body of a `with` statement.
 
         Args:
-            name: The stage; the times of equal names add up.
+            name: Name of the stage. Times of the same stage add up.
 
         Yields:
-            The numbers of the stage. Set `"tokens"` to the tokens that it processed; other keys are reported too.
+            The numbers of the stage. Set `"tokens"` to the number of tokens processed. Other keys are reported, too.
         """
         stage = self._stages.setdefault(name, {"seconds": 0.0, "tokens": 0})
         tokens_before, stage["tokens"] = stage["tokens"], 0
@@ -106,8 +107,13 @@ class Stages:
             stage["seconds"] += time.perf_counter() - start
             stage["tokens"] += tokens_before
 
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers by `stage/name`; stages without tokens have no token metrics."""
+    def add(self, *numbers: Mapping[str, float]) -> None:
+        """Add numbers by name; later ones replace earlier ones."""
+        for part in numbers:
+            self._numbers.update(part)
+
+    def values(self, **more: float) -> dict[str, float]:
+        """Return the numbers of the stages by `stage/name`, then the added numbers, then `more`."""
         metrics: dict[str, float] = {}
         for name, stage in self._stages.items():
             for key, number in stage.items():
@@ -116,40 +122,17 @@ class Stages:
             if stage["tokens"]:
                 metrics[f"{name}/tokens"] = stage["tokens"]
                 metrics[f"{name}/tokens_per_second"] = stage["tokens"] / max(stage["seconds"], 1e-9)
-        return metrics
+        return {**metrics, **self._numbers, **more}
 
 
-class StepMetrics(Stages):
-    """Metrics of a step: timings of its stages, and numbers by name.
-
-    >>> metrics = StepMetrics()
-    >>> with metrics.time("rollout") as stage:
-    ...     stage["tokens"] = 100
-    >>> metrics.add({"reward": 0.5})
-    >>> sorted(metrics.values())
-    ['reward', 'rollout/seconds', 'rollout/tokens', 'rollout/tokens_per_second']
-    """
-
-    time = Stages.__call__
-
-    def add(self, *numbers: Mapping[str, float]) -> None:
-        """Add numbers by name; later ones replace earlier ones."""
-        for part in numbers:
-            self._numbers.update(part)
-
-    def values(self, **more: float) -> dict[str, float]:
-        """Return the timings, then the numbers, then `more`."""
-        return {**self.metrics(), **self._numbers, **more}
-
-
-def advise(message: str) -> None:
-    """Warn with the line of the user's code that called into the library.
+def warn_user(message: str) -> None:
+    """Warn, with the line of the user's code that called the library.
 
     Args:
         message: Text of the warning.
 
     >>> with warnings.catch_warnings(record=True) as caught:
-    ...     advise("mind the gap")
+    ...     warn_user("mind the gap")
     >>> str(caught[0].message)
     'mind the gap'
     """

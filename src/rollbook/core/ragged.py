@@ -331,7 +331,7 @@ class Ragged:
         present = [array for array in arrays if array is not None]
         values = np.concatenate(present) if present else np.empty(0, dtype=storage)
         valid = None if len(present) == len(arrays) else np.array([a is not None for a in arrays], dtype=np.bool_)
-        return cls(values.view(DTYPES[dtype].storage), offsets_of(lengths), dtype, valid, owned=True)
+        return cls(values.view(DTYPES[dtype].storage), compute_offsets(lengths), dtype, valid, owned=True)
 
     @classmethod
     def from_tensors(
@@ -354,7 +354,7 @@ class Ragged:
         trailing = tuple(present[0].shape[1:]) if present else ()
         # numel is several times as fast as len here, and the same thing for a row of one dimension.
         measure = len if trailing else torch.Tensor.numel
-        offsets = offsets_of([0 if row is None else measure(row) for row in rows])
+        offsets = compute_offsets([0 if row is None else measure(row) for row in rows])
         memory = allocate((int(offsets[-1]), *trailing), DTYPES[dtype].storage, touched=copy)
         valid = None if len(present) == len(rows) else np.array([row is not None for row in rows], dtype=np.bool_)
         codes = None
@@ -472,7 +472,7 @@ class Ragged:
             A column of M rows, in that order.
         """
         lengths = self.lengths[indices]
-        offsets = offsets_of(lengths)
+        offsets = compute_offsets(lengths)
         values = allocate((int(offsets[-1]), *self.trailing), self.values.dtype)
         source = self.values
         starts = self.offsets[indices].tolist()
@@ -521,7 +521,7 @@ class Ragged:
         Returns:
             All rows, copied.
         """
-        offsets = offsets_of(np.concatenate([part.lengths for part in parts]))
+        offsets = compute_offsets(np.concatenate([part.lengths for part in parts]))
         values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
         valid = None
         if any(part.valid is not None for part in parts):
@@ -642,7 +642,7 @@ class RaggedRuns(Ragged):
         return rows
 
 
-def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def compute_offsets(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Compute offsets from lengths.
 
     Args:
@@ -651,7 +651,7 @@ def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     Returns:
         [N + 1] Start of each row, and the end of the last.
 
-    >>> offsets_of([3, 0, 1]).tolist()
+    >>> compute_offsets([3, 0, 1]).tolist()
     [0, 3, 3, 4]
     """
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from rollbook.core.fields import DTYPES
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import Ragged, compute_offsets
 
 LARGE = 1 << 20
 """Smallest size in bytes of recycled memory; below it the allocator of the system is as fast."""
@@ -150,7 +150,7 @@ class Rows(list[torch.Tensor]):
     @property
     def offsets(self) -> NDArray[np.int64]:
         """[B + 1] int64 start of each row, and the end of the last."""
-        return offsets_of(self.lengths)
+        return compute_offsets(self.lengths)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -213,7 +213,7 @@ class Spans:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.starts = np.asarray(starts, dtype=np.int64)
         self.width = int(width)
-        self.offsets = offsets_of(self.lengths)
+        self.offsets = compute_offsets(self.lengths)
         self.solid = False
         """Whether a mask over these rows is known to be all ones."""
         self._gather_indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}

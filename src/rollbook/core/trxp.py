@@ -96,7 +96,7 @@ class _Budget:
     work: int
 
     @classmethod
-    def of(cls, size: int) -> _Budget:
+    def for_size(cls, size: int) -> _Budget:
         # A container takes 50 times the memory of the byte that creates it, so memory has a large base. A payload of a
         # kilobyte needs no more work than about 16,000 visits of an item.
         return cls(memory=(1 << 26) + 16 * size, work=(1 << 19) + 32 * size)
@@ -117,7 +117,7 @@ class _Internal:
 
 
 class _Machine:
-    """A pickle machine that knows only the opcodes and names below."""
+    """A pickle machine that supports only the opcodes and names below."""
 
     def __init__(self, data: bytes, pos: int, records: frozenset[tuple[str, str]], budget: _Budget) -> None:
         self.data, self.pos, self.records = data, pos, records
@@ -426,7 +426,7 @@ class _Machine:
         return _Internal("torch storage", (self.exact(key, str), *self.sizes((count,))), dtype)
 
     def storage(self, stream: Pickled) -> Any:
-        """Read the legacy stream of torch, of which a pickled tensor has one storage."""
+        """Read torch's legacy stream; a pickled tensor has exactly one storage in it."""
         zipped = self.exact(stream, bytes, bytearray)[:2] == b"PK"
         self.need(not zipped, "a torch storage in zip format, which is not read")
         self.charge_work(_TENSOR_COST + 2 * len(stream))
@@ -624,7 +624,7 @@ def _load_prefix(
 ) -> tuple[Any, int]:
     """Read the pickle at `offset`; return its value and its end."""
     size = len(data) - offset
-    machine = _Machine(data, offset, frozenset(records), _Budget.of(size))
+    machine = _Machine(data, offset, frozenset(records), _Budget.for_size(size))
     loaded = machine.run()
     machine.check(loaded, max_depth, max(100_000, size) if max_items is None else max_items)
     return loaded, machine.pos

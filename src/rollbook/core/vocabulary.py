@@ -271,7 +271,7 @@ class Vocabulary:
         Returns:
             [L] Whether an id is special or has no token.
         """
-        flags = self._flags_of(np.asarray(ids, dtype=np.int64).reshape(-1))
+        flags = self._get_flags(np.asarray(ids, dtype=np.int64).reshape(-1))
         special: NDArray[np.bool_] = (flags & _SPECIAL > 0) | (flags & _DEFINED == 0)
         return special
 
@@ -290,7 +290,7 @@ class Vocabulary:
         ids = np.asarray(ids, dtype=np.int64).reshape(-1)
         if not ids.size:
             return "", np.empty(0, dtype=np.int64)
-        if (self._flags_of(ids) & _DEFINED).all():
+        if (self._get_flags(ids) & _DEFINED).all():
             lengths = self._lengths[ids]
             ends = np.cumsum(lengths)
             indices = np.arange(int(ends[-1])) + np.repeat(self._starts[ids] - (ends - lengths), lengths)
@@ -304,7 +304,7 @@ class Vocabulary:
             data, ends = data[stripped:], np.maximum(ends - stripped, 0)
         return decode_utf8_with_ends(data, ends)
 
-    def _flags_of(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def _get_flags(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
         """[L] Return the flags of ids [L]; 0 for those out of range."""
         flags = np.zeros(len(ids), dtype=np.uint8)
         inside = (ids >= 0) & (ids < len(self))
@@ -360,7 +360,7 @@ def _character_starts(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that stand for bytes in byte-level tokenizers; printable Latin-1 stands for itself."""
+    """Return the character of each byte in byte-level tokenizers; printable Latin-1 characters map to themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

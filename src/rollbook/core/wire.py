@@ -695,10 +695,10 @@ class RowLayout:
     `Experiences`, with `Values` and `EidParts` instead of Arrow arrays.
 
     >>> from rollbook import Experience
-    >>> layout = RowLayout.of([Experience(tokens=[1, 2, 3], reward=1.0)])
+    >>> layout = RowLayout.from_rows([Experience(tokens=[1, 2, 3], reward=1.0)])
     >>> list(layout.columns)
     ['eid', 'tokens', 'prompt_length', 'reward', 'info', 'metrics', 'action_mask', 'experience_type']
-    >>> RowLayout.of([Experience(tokens=[1, 2], multi_modal_inputs={"pixel_values": [[0.5]]})]) is None
+    >>> RowLayout.from_rows([Experience(tokens=[1, 2], multi_modal_inputs={"pixel_values": [[0.5]]})]) is None
     True
     """
 
@@ -714,7 +714,7 @@ class RowLayout:
         self._offsets: dict[tuple[int, ...], tuple[NDArray[np.int64], bytes]] = {}
 
     @classmethod
-    def of(cls, rows: Sequence[Any]) -> RowLayout | None:
+    def from_rows(cls, rows: Sequence[Any]) -> RowLayout | None:
         """Build the layout of rows, or return `None` if they are not plain.
 
         Plain rows are single-turn or multi-turn records without a truncated prompt, whose tensors have one dimension
@@ -727,7 +727,7 @@ class RowLayout:
             return None
         states = [row.__dict__ for row in rows]
         names = set[str]().union(*states)
-        if "odd" in names or "unknown" in names:
+        if "malformed_fields" in names or "unknown" in names:
             return None
         layout = cls(len(rows))
         try:
@@ -911,7 +911,7 @@ class RowLayout:
             [0 if tensor is None else measure(tensor) for tensor in values] if nulls else map(measure, values)
         )
         self._lengths[field.name] = lengths
-        offsets, written = self._offsets_of(lengths)
+        offsets, written = self._cached_offsets(lengths)
         valid = np.array([tensor is not None for tensor in values], dtype=np.bool_) if nulls else None
         column = Ragged(_EMPTY[storage], offsets, dtype, valid, owned=True)
         total = int(offsets[-1])
@@ -924,7 +924,7 @@ class RowLayout:
         self._buffer(total * DTYPES[dtype].itemsize, (column,) if total else ())
         self.columns[field.name] = column
 
-    def _offsets_of(self, lengths: tuple[int, ...]) -> tuple[NDArray[np.int64], bytes]:
+    def _cached_offsets(self, lengths: tuple[int, ...]) -> tuple[NDArray[np.int64], bytes]:
         """Return offsets and their bytes, cached since fields of one axis share them."""
         if lengths not in self._offsets:
             offsets = np.array([0, *accumulate(lengths)], dtype=np.int64)
@@ -1097,7 +1097,7 @@ def _layout(experiences: Iterable[Experience], adopt: bool = False) -> _ColumnLa
     if isinstance(experiences, Experiences):
         return _ColumnLayout(experiences, adopt)
     rows = list(experiences)
-    return RowLayout.of(rows) or _ColumnLayout(from_rows(rows, copy=False), adopt)
+    return RowLayout.from_rows(rows) or _ColumnLayout(from_rows(rows, copy=False), adopt)
 
 
 def encoded_size(experiences: Iterable[Experience]) -> int:
@@ -1431,7 +1431,7 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         raise
     except ValueError as error:
         raise WireError(str(error), begin) from None
-    return Experiences._of(columns, frame.count)
+    return Experiences._wrap(columns, frame.count)
 
 
 def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.uint8]:

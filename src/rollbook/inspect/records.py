@@ -26,7 +26,7 @@ from rollbook.core.columns import texts
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS, owner
-from rollbook.core.ids import EID, step_of
+from rollbook.core.ids import EID, record_step
 from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary, VocabularySource
 from rollbook.inspect.images import Album, ImageExtractor, Reference, locate_images
@@ -110,7 +110,7 @@ class Reader:
         trajectories = convert_records(records, self.vocabulary, self.album)
         for trajectory, number, eid in zip(trajectories, numbers, records.eids(), strict=True):
             trajectory.evaluation = evaluation[number]
-            trajectory.step = step_of(eid.batch, versions[number])
+            trajectory.step = record_step(eid.batch, versions[number])
         return trajectories
 
     def record(self, uid: str) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class _TrajectoryBuilder:
         return Trajectory(
             uid=eid.uid,
             gid=eid.uid if tid == "/" else tid,
-            step=step_of(eid.batch, None if versions is None else _oldest(versions, mask)),
+            step=record_step(eid.batch, None if versions is None else _oldest(versions, mask)),
             task=str(eid.task),
             run=eid.run,
             turn=eid.step,

@@ -37,7 +37,7 @@ from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.errors import WireError
 from rollbook.core.fields import FIELDS
 from rollbook.core.files import check_regular
-from rollbook.core.ids import step_of
+from rollbook.core.ids import record_step
 from rollbook.core.metrics import Progress
 from rollbook.core.ragged import Ragged
 from rollbook.core.vocabulary import Vocabulary
@@ -532,7 +532,7 @@ class Follower:
         for seq, *values, turn, cut, state, reason in records:
             row = {"n": seq, **dict(zip(_LEDGER_COLUMNS, values, strict=True))}
             last = max(trained.get(seq, {}).values(), default=None)
-            row["step"] = step_of(row["batch"], row["version_min"])
+            row["step"] = record_step(row["batch"], row["version_min"])
             row["turn"] = turn
             failed = (
                 row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID_REASONS
@@ -810,20 +810,20 @@ class BookSource:
                 "SELECT DISTINCT batch, version_min FROM records "
                 "WHERE evaluation = 0 AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
             )
-        return sorted({step_of(batch, version) for batch, version in rows})
+        return sorted({record_step(batch, version) for batch, version in rows})
 
     def seqs_in(self, spans: Sequence[tuple[int | None, int | None]]) -> list[int]:
         """Return the record numbers of training steps in spans of first and last step; `None` is open-ended."""
         with self.book.ledger.read() as tx:
             batches = [batch for (batch,) in tx.all("SELECT DISTINCT batch FROM records")]
-            numbered = [batch for batch in batches if step_of(batch, None) == step_of(batch, 1)]
-            inside = [batch for batch in numbered if _within(step_of(batch, None), spans)]
+            numbered = [batch for batch in batches if record_step(batch, None) == record_step(batch, 1)]
+            inside = [batch for batch in numbered if _within(record_step(batch, None), spans)]
             seqs = _seqs(tx, "batch", inside)
             for marks, part in chunks(sorted({*batches}.difference(numbered))):
                 seqs += [
                     seq
                     for seq, version in tx.all(f"SELECT seq, version_min FROM records WHERE batch IN ({marks})", part)
-                    if _within(step_of("", version), spans)
+                    if _within(record_step("", version), spans)
                 ]
         return sorted(seqs)
 

@@ -81,7 +81,7 @@ class Trajectory:
     prompt_tokens: int = 0
     gid: str = ""
     step: int | None = None
-    """The training step (see `step_of`)."""
+    """The training step (see `record_step`)."""
     task: str = ""
     run: int = 0
     turn: int = 0

@@ -92,13 +92,13 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
         raise WireError("the table has no column 'tokens'")
     parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
     try:
-        experiences.complete(parts, count, explicit_masks=True)
+        experiences.add_required_columns(parts, count, explicit_masks=True)
         arrow.check_columns(parts, count, masks=True)
     except WireError:
         raise
     except ValueError as error:
         raise WireError(str(error)) from None
-    return Experiences._of(parts, count)
+    return Experiences._wrap(parts, count)
 
 
 def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:

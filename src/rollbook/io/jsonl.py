@@ -137,7 +137,7 @@ def encode_line(row: Experience) -> bytes:
         if entry is None or (name == "action_mask" and implied_mask(row)):
             continue
         if field.kind == "tensor" and hasattr(entry, "dtype"):
-            encoded[name] = _tensor(field, entry, name in row.odd)
+            encoded[name] = _tensor(field, entry, name in row.malformed_fields)
         elif field.kind in ("tensor", "integer"):
             encoded[name] = entry
         elif field.kind == "eid":
@@ -147,8 +147,8 @@ def encode_line(row: Experience) -> bytes:
                 encoded[name] = orjson.Fragment(_free(name, [custom.to_dict() for custom in entry]))
         elif entry or not field.always:
             encoded[name] = orjson.Fragment(_free(name, entry))
-    if row.odd:
-        encoded["odd"] = sorted(row.odd)
+    if row.malformed_fields:
+        encoded["odd"] = sorted(row.malformed_fields)
     try:
         return orjson.dumps(encoded)
     except TypeError as error:

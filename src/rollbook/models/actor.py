@@ -47,7 +47,7 @@ class Actor(Wrapper):
         device: Where the model is moved; `None`: where it is.
         attn_implementation: One of transformers' (`sdpa`, `flash_attention_2`, ...), or `varlen`, with which packed
             batches cost as much as their samples, with torch alone (`rollbook.models.best_attention` chooses).
-        temperature: What logits are divided by, here and in sampling, unless a call says otherwise.
+        temperature: Divisor of the logits, here and in sampling, unless a call sets another one.
         trainable: Whether the model is trained; if not, it has no gradients and no dropout.
         suppress: Token ids that are never sampled and have no probability in training. The placeholders of a
             vision-language model are always among them, since the engine never samples one.
@@ -107,7 +107,7 @@ class Actor(Wrapper):
             or head.suppress != self.suppress
             or (head.layer is not None and unwrap(self.model).get_output_embeddings() is not head.layer)
         ):
-            head = self._head = Head.of(self.model, self.suppress)
+            head = self._head = Head.from_model(self.model, self.suppress)
         return head
 
     @property

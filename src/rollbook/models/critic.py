@@ -1,7 +1,7 @@
-"""`Critic`: a value for each response token, from the hidden state of a backbone one token earlier.
+"""`Critic`: computes a value for each response token from the backbone's hidden state at the token before.
 
-Invariant: the value of slot j is of the state before token j, aligned with log-probs. Values are float32, computed by a
-float32 head whatever the type of the backbone, and 0 where a slot is padding.
+Invariant: value j belongs to the state before response token j, as log-prob j does. Values are float32, computed by a
+float32 head for any dtype of the backbone, and 0 for padding.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ if TYPE_CHECKING:
     from rollbook.models.loading import DType, ModelSource
 
 _HEADS = ("score", "classifier")
-"""Names of the heads of transformers' classifiers."""
+"""Attribute names of the head in classifiers of transformers."""
 
 
 class Critic(Wrapper):
     """A value head over the backbone of a transformers model.
 
     Args:
-        model: A module (of a language model the backbone is used; of a classifier with one label, such as a reward
-            model, the head too), a configuration (random weights), a folder (of a critic, a model or a classifier) or a
-            name on the hub.
-        dtype: A floating point type, or its name; `None`: that of the model.
-        device: Where the model is moved; `None`: where it is.
-        attn_implementation: As of `Actor`.
-        value_head: Of a fresh head, `zeros` (every value is 0 at first) or `normal` (standard deviation
+        model: A module, a configuration (random weights), a folder (of a critic, a model or a classifier) or a name on
+            the hub. A language model provides the backbone, a classifier with one label (such as a reward model) also
+            the head.
+        dtype: A floating point type, or its name. `None`: the dtype of the model.
+        device: Device to which the model is moved. `None`: the model is not moved.
+        attn_implementation: See `Actor`.
+        value_head: Initialization of a new head: `zeros` (all values are 0 at first) or `normal` (standard deviation
             1 / sqrt(width)).
-        backbone_from: An actor whose backbone is copied, instead of `model`.
+        backbone_from: Actor whose backbone is copied, instead of `model`.
 
     Raises:
-        ValueError: Unless one of `model` and `backbone_from` is given.
+        ValueError: If both or neither of `model` and `backbone_from` are passed, or the model has an unsuitable head.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -98,7 +98,7 @@ class Critic(Wrapper):
 
             self.value_head.load_state_dict(load_file(Path(model) / VALUE_HEAD))
         self.value_head.float()
-        self.to(self.device if device is None else device)  # a fresh head goes where its backbone is
+        self.to(self.device if device is None else device)  # moves a new head to the device of the backbone
 
     @property
     def _inner(self) -> nn.Module:
@@ -113,7 +113,7 @@ class Critic(Wrapper):
         packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
         **media: torch.Tensor | None,
     ) -> Any:
-        """Compute values as LightRFT's critic does: [B, R] or, packed, [1, actions]; arguments as `Actor.forward`."""
+        """Compute values as LightRFT's critic does: [B, R] or, packed, [1, actions]; see `Actor.forward`."""
         values, output = self._values(batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens), media)
         return (to_lightrft(values), output) if return_output else to_lightrft(values)
 
@@ -121,10 +121,10 @@ class Critic(Wrapper):
         """Compute the value of every response slot of a batch in one pass, with gradients.
 
         Args:
-            batch: The batch; it is copied to the device of the model if it is elsewhere.
+            batch: The batch. It is copied to the device of the model if needed.
 
         Returns:
-            [B, R] or, packed, `Rows`, on the model's device; 0 where a slot is padding.
+            [B, R] or, packed, `Rows`, on the model's device; 0 for padding.
         """
         values: Tokens = self._values(batch.to_device(self.device))[0]
         return values
@@ -132,7 +132,7 @@ class Critic(Wrapper):
     def _values(self, batch: Batch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
         if batch.layout == "packed":
             self._check_packs()
-        slots = Slots.of(batch)
+        slots = Slots.from_batch(batch)
         output = run(self.backbone, model_inputs(self.backbone, batch, media))
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):

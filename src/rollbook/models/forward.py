@@ -20,7 +20,7 @@ from rollbook.batch.columns import Lengths, read_columns, token_counts
 from rollbook.batch.plan import Layout, plan
 from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import concatenated
 from rollbook.models.head import scoring, text_config
 from rollbook.models.logprobs import TokenStats
@@ -93,7 +93,7 @@ def forward(
         progress=progress,
         stats=stats,
     )
-    offsets = offsets_of(response_lengths)
+    offsets = compute_offsets(response_lengths)
     results = {}
     for name, column in flat.items():
         if not isfinite(column.sum()):
@@ -186,11 +186,11 @@ def run_micro_batches(
     if order:
         planned_rows = np.concatenate(order)
         counts = response_lengths[planned_rows]
-        shifts = offsets_of(response_lengths)[planned_rows] - offsets_of(counts)[:-1]
-        places = torch.from_numpy(np.arange(int(counts.sum())) + np.repeat(shifts, counts))
+        shifts = compute_offsets(response_lengths)[planned_rows] - compute_offsets(counts)[:-1]
+        row_index = torch.from_numpy(np.arange(int(counts.sum())) + np.repeat(shifts, counts))
         for name, pieces in parts.items():
             column = torch.cat(pieces).cpu()
-            flat[name] = torch.empty_like(column).index_copy_(0, places, column)
+            flat[name] = torch.empty_like(column).index_copy_(0, row_index, column)
     if stats is not None and clock is not None:
         stats["forward_seconds"] = clock.seconds()
         stats["seconds"] = time.perf_counter() - began

@@ -35,7 +35,7 @@ class Slots:
 
     >>> batch = Batch(tokens=torch.tensor([[0, 5, 6, 7]]), action_mask=torch.ones(1, 2).bool(),
     ...               attention_mask=torch.tensor([[0, 1, 1, 1]]))
-    >>> slots = Slots.of(batch)
+    >>> slots = Slots.from_batch(batch)
     >>> slots.index.tolist(), slots.labels.tolist()
     ([1, 2], [6, 7])
     >>> slots.put(torch.tensor([-0.5, -0.25]))
@@ -46,7 +46,7 @@ class Slots:
     """[N] Index of the token before each slot among all tokens of the batch, row after row."""
     labels: torch.Tensor
     """[N] int64: the tokens of the slots."""
-    places: torch.Tensor
+    slot_index: torch.Tensor
     """[N] Index of each slot among all slots of the batch."""
     shape: tuple[int, ...]
     """(B, R) if padded, (slots,) if packed."""
@@ -54,7 +54,7 @@ class Slots:
     """Number of slots of each sample, if packed."""
 
     @classmethod
-    def of(cls, batch: Batch) -> Slots:
+    def from_batch(cls, batch: Batch) -> Slots:
         """Find the slots with a prediction in a batch, padded or packed."""
         tokens = batch.tokens
         if isinstance(tokens, Rows):
@@ -64,8 +64,8 @@ class Slots:
             predicted = np.flatnonzero(at > np.repeat(tokens.offsets[:-1], counts))
             device = tokens.values.device
             index = torch.from_numpy(at[predicted]).to(device)
-            places = torch.from_numpy(predicted).to(device)
-            return cls(index - 1, tokens.values[index].long(), places, (len(slot),), counts.tolist())
+            slot_index = torch.from_numpy(predicted).to(device)
+            return cls(index - 1, tokens.values[index].long(), slot_index, (len(slot),), counts.tolist())
 
         (count, width), slots = tokens.shape, batch.response_width
         device, begin = tokens.device, width - slots
@@ -78,10 +78,10 @@ class Slots:
         if batch.spans is not None and batch.spans[1].starts.any():
             starts = torch.from_numpy(batch.spans[1].starts).to(device)
             has_prediction = has_prediction & (torch.arange(slots, device=device) >= starts[:, None])
-        places = has_prediction.flatten().nonzero()[:, 0]
-        row, column = places // max(slots, 1), places % max(slots, 1)
+        slot_index = has_prediction.flatten().nonzero()[:, 0]
+        row, column = slot_index // max(slots, 1), slot_index % max(slots, 1)
         index = row * width + begin + column
-        return cls(index - 1, tokens.flatten()[index].long(), places, (count, slots), None)
+        return cls(index - 1, tokens.flatten()[index].long(), slot_index, (count, slots), None)
 
     def pick(self, predictions: torch.Tensor) -> torch.Tensor:
         """[N, ...] Select the output at the token before each slot, of [B, S, ...] or [1, tokens, ...]."""
@@ -89,7 +89,7 @@ class Slots:
 
     def put(self, entries: torch.Tensor) -> Any:
         """[B, R] or `Rows`: place entries [N] on the slots that have a prediction, 0 on the others; gradients flow."""
-        flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.places, entries)
+        flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.slot_index, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
 
@@ -308,7 +308,7 @@ class Head:
     softcap: float | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
+    def from_model(cls, model: nn.Module, suppress: tuple[int, ...] = ()) -> Head:
         """Probe a model on a few tokens."""
         inner, backbone = unwrap(model), get_backbone(model)
         layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
@@ -346,7 +346,7 @@ class Head:
         entropy: bool = False,
     ) -> tuple[TokenStats, Any]:
         """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model."""
-        slots = Slots.of(batch)
+        slots = Slots.from_batch(batch)
         inputs = model_inputs(self.model, batch, media)
         if self.layer is None:
             output, picked = self._logits(inputs, slots)
@@ -410,10 +410,10 @@ def _logit_transforms(model: nn.Module) -> Iterator[tuple[float, float | None]]:
 
     In this order, since a cap has no detectable effect on small logits.
     """
-    places = [model.config, text_config(model)]
+    configs = [model.config, text_config(model)]
 
     def numbers(name: str) -> list[float]:
-        values = [getattr(place, name, None) for place in places]
+        values = [getattr(config, name, None) for config in configs]
         return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
 
     scales = [
@@ -433,17 +433,17 @@ def _logit_transforms(model: nn.Module) -> Iterator[tuple[float, float | None]]:
 
 def probe_ids(model: nn.Module, device: torch.device, count: int = _PROBE) -> torch.Tensor:
     """[1, count] Choose ids of ordinary tokens, spread over the vocabulary, without special tokens and placeholders."""
-    places = [model.config, text_config(model)]
+    configs = [model.config, text_config(model)]
     special: set[Any] = set()
-    for place in places:
-        for name, value in vars(place).items():
+    for config in configs:
+        for name, value in vars(config).items():
             if name.endswith(("_token_id", "_token_index", "_token_ids")):
                 special |= {
                     token_id
                     for token_id in (value if isinstance(value, list) else [value])
                     if isinstance(token_id, int)
                 }
-    vocabulary = int(places[-1].vocab_size)
+    vocabulary = int(configs[-1].vocab_size)
     step = max(vocabulary // (2 * count), 1)
     ordinary = (
         [token_id for token_id in range(vocabulary) if token_id not in special] if vocabulary < 64 * count else None

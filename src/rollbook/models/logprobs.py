@@ -1,21 +1,21 @@
-"""Log-probs, entropies and likeliest tokens, from logits or from hidden states.
+"""Log-probs, entropies and most likely tokens, from logits (`from_logits`, `top_k`) or hidden states (`from_hidden`).
 
-Invariant: no other tensor of the size of the logits is allocated, forward or backward, except for the gradient by the
-logits. Computation is in float32, or in float64 for float64 logits. Up to rounding, results do not depend on how tokens
-and vocabulary are divided into chunks.
+Invariant: the only tensor of the size of the logits that is allocated, forward or backward, is their gradient.
+Computation is in float32, or in float64 for float64 logits. Up to rounding, results do not depend on how tokens and
+vocabulary are divided into chunks.
 
 With m the largest logit of a token, s = sum e^((x - m) / T) and t = sum ((m - x) / T) e^((x - m) / T), the log-prob of
 label y is (x_y - m) / T - log s and the entropy is log s + t / s. All terms of both sums are nonnegative, so that
-nothing cancels, and sums over parts of the vocabulary can be combined. Gradients are recomputed from x, m and s. The
-sums come from Triton kernels on a CUDA device (except in float64), elsewhere from torch.
+there is no cancellation, and sums over parts of the vocabulary can be combined. Gradients are recomputed from x, m and
+s. The sums come from Triton kernels on a CUDA device (except in float64), elsewhere from torch.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from numbers import Integral, Real
-from reprlib import repr as shortly
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,10 +34,11 @@ from rollbook.algorithms.kernels.vocabulary import (
     softmax_sums,
 )
 
-# Tiles of a product, (tokens, vocabulary): on a CPU, on a CUDA device forwards, and how many entries backwards.
 _TILE_CPU = (512, 2048)
 _TILE_CUDA = (4096, 16384)
-_TILE_BACK = 1 << 25
+"""Size (tokens, vocabulary) of the tiles in which logits are computed from hidden states."""
+_BACKWARD_TILE_ENTRIES = 1 << 25
+"""Number of entries of a tile in the backward pass on a CUDA device."""
 _IGNORE = -100
 
 
@@ -54,7 +55,7 @@ class TokenStats(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """The likeliest tokens at each place, [..., k], likeliest first.
+    """The most likely tokens at each position, [..., k], in descending order of probability.
 
     >>> TopK(torch.tensor([3]), torch.tensor([0.0])).ids.tolist()
     [3]
@@ -74,21 +75,21 @@ def from_logits(
 ) -> TokenStats:
     """Compute log-probs of labels, and entropies, under softmax(logits / temperature).
 
-    Both can be differentiated by the logits, once; the gradient has the type of the logits. A logit of -inf excludes a
-    token: it adds nothing, and its gradient is 0. Where all logits are -inf, or one is NaN or inf, both results and the
-    gradient are NaN. A token without an incoming gradient, such as an ignored one, has a gradient of 0 even if its
+    Both results have first derivatives by the logits, of the dtype of the logits. A logit of -inf excludes a token of
+    the vocabulary: it has probability 0 and gradient 0. If all logits are -inf, or one is NaN or inf, both results and
+    the gradient are NaN. A position without an incoming gradient, such as an ignored one, has gradient 0 even if its
     logits are NaN.
 
-    On a CUDA device, labels and temperatures are not checked, since that would wait for the device: a label outside the
-    vocabulary gives a log-prob of NaN, and so does a temperature that is not positive.
+    On a CUDA device, labels and temperatures are not checked, since that would synchronize with the device: a label
+    outside the vocabulary or a temperature that is not positive gives a log-prob of NaN.
 
     Args:
-        logits: [..., V] They may be a slice of a larger tensor (`logits[:, :-1]`): they are not copied, unless four
-            dimensions are sliced in several of them.
+        logits: [..., V] A slice of a larger tensor (`logits[:, :-1]`) is not copied, unless it has four or more
+            dimensions and several of them are sliced.
         labels: [...] Token ids.
         temperature: A number, or a tensor that broadcasts to the labels' shape; it gets no gradient.
         entropy: Whether to compute entropies.
-        ignore_index: Labels of this value have log-prob 0; their entropy is computed as any other.
+        ignore_index: Labels of this value have log-prob 0. Their entropy is computed.
 
     Returns:
         Log-probs [...] and, if requested, entropies [...] in nats; float32, or float64 for float64 logits.
@@ -113,16 +114,16 @@ def entropy_from_logits(logits: torch.Tensor, *, temperature: float | torch.Tens
 
     Args:
         logits: [..., V]
-        temperature: As of `from_logits`.
+        temperature: See `from_logits`.
 
     Returns:
-        [...] Entropies in nats, differentiable as those of `from_logits`.
+        [...] Entropies in nats, with the gradients of `from_logits`.
 
     >>> entropy_from_logits(torch.tensor([[0.0, 0.0], [0.0, -float("inf")]]))
     tensor([0.6931, 0.0000])
     """
     vocabulary = _vocabulary_size(logits)
-    targets = _targets("logits", logits, _unlabeled(logits), vocabulary, temperature, _IGNORE)
+    targets = _targets("logits", logits, _ignored_labels(logits), vocabulary, temperature, _IGNORE)
     entropies: torch.Tensor = _FromLogits.apply(flatten_logits(logits), targets, True)[1]  # type: ignore[no-untyped-call]
     return entropies.view(logits.shape[:-1])
 
@@ -140,27 +141,27 @@ def from_hidden(
 ) -> TokenStats:
     """Compute `from_logits` of `hidden @ weight.T + bias` without allocating the logits.
 
-    Hidden states, weight and bias can be differentiated by; the products are recomputed for that. They are accumulated
-    and kept in float32 (float64 for float64), and so are the gradients until each is complete. (On a CUDA device the
-    gradients of 16-bit logits are rounded to 16 bits before they are multiplied; float32 products follow torch's
-    setting for TF32.) Hidden states of tokens without an incoming gradient may be NaN: their gradient is 0, and they
-    add nothing to others.
+    There are gradients by the hidden states, weight and bias; the backward pass computes the logits again. Logits and
+    gradients are accumulated in float32 (float64 for float64). (On a CUDA device, the gradients of 16-bit logits are
+    rounded to 16 bits before they are multiplied; float32 products follow torch's setting for TF32.) Hidden states of
+    tokens without an incoming gradient may be NaN: their gradient is 0, and they do not affect other gradients.
 
-    Beside results and gradients it needs some tens of MB on a CPU and under 512 MiB on a CUDA device; backwards also
-    4 N D bytes, in which the gradient of N hidden states is summed, and for the weight's a copy of the hidden states.
+    Besides results and gradients, it needs some tens of MB on a CPU and under 512 MiB on a CUDA device. The backward
+    pass also needs 4 N D bytes for the sum of the gradient by N hidden states, and a copy of the hidden states for the
+    gradient by the weight.
 
     Args:
         hidden: [..., D] Hidden states.
         weight: [V, D] Weight of the output layer.
         labels: [...] Token ids.
         bias: [V] Bias of the output layer.
-        temperature: As of `from_logits`.
+        temperature: See `from_logits`.
         entropy: Whether to compute entropies.
-        ignore_index: As of `from_logits`.
-        softcap: With a soft cap c, the logits are c tanh(x / c).
+        ignore_index: See `from_logits`.
+        softcap: Soft cap c of the logits x, c tanh(x / c).
 
     Returns:
-        As of `from_logits`.
+        Log-probs [...] and, if requested, entropies [...]; see `from_logits`.
 
     Raises:
         ValueError: If shapes, types or devices do not match, or a label is outside the vocabulary.
@@ -171,7 +172,7 @@ def from_hidden(
     >>> from_logits(hidden @ weight.T, torch.tensor([2])).logprobs
     tensor([-0.4076])
     """
-    layer = OutputLayer.of(hidden, weight, bias, softcap)
+    layer = OutputLayer.from_tensors(hidden, weight, bias, softcap)
     targets = _targets("hidden", hidden, labels, len(weight), temperature, ignore_index)
     flat = hidden.reshape(labels.numel(), weight.shape[1])
     logprobs, entropies = _FromHidden.apply(flat, weight, bias, layer, targets, entropy)  # type: ignore[no-untyped-call]
@@ -179,12 +180,12 @@ def from_hidden(
 
 
 def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1.0) -> TopK:
-    """Find the `k` likeliest tokens at each place, without gradients.
+    """Find the `k` most likely tokens at each position, without gradients.
 
     Args:
         logits: [..., V]
-        k: How many, from 1 to V. Of equally likely tokens, the lower id comes first.
-        temperature: As of `from_logits`.
+        k: Number of tokens, from 1 to V. Of equally likely tokens, the lower id comes first.
+        temperature: See `from_logits`.
 
     Returns:
         Ids and log-probs [..., k], normalized over the whole vocabulary.
@@ -196,7 +197,7 @@ def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1
     TopK(ids=tensor([1, 2, 3]), logprobs=tensor([-0.9176, -0.9176, -1.9176]))
     """
     vocabulary = _vocabulary_size(logits)
-    targets = _targets("logits", logits, _unlabeled(logits), vocabulary, temperature, _IGNORE)
+    targets = _targets("logits", logits, _ignored_labels(logits), vocabulary, temperature, _IGNORE)
     k = _check_k(k, vocabulary)
     with torch.no_grad():
         flat = flatten_logits(logits)
@@ -221,10 +222,10 @@ def top_k_from_hidden(
     Args:
         hidden: [..., D] Hidden states.
         weight: [V, D] Weight of the output layer.
-        k: As of `top_k`.
+        k: See `top_k`.
         bias: [V] Bias of the output layer.
-        temperature: As of `from_logits`.
-        softcap: As of `from_hidden`.
+        temperature: See `from_logits`.
+        softcap: See `from_hidden`.
 
     Returns:
         Ids and log-probs [..., k].
@@ -236,8 +237,8 @@ def top_k_from_hidden(
     >>> top_k_from_hidden(hidden, weight, 2)
     TopK(ids=tensor([2, 1]), logprobs=tensor([-0.4076, -1.4076]))
     """
-    layer = OutputLayer.of(hidden, weight, bias, softcap)
-    targets = _targets("hidden", hidden, _unlabeled(hidden), len(weight), temperature, _IGNORE)
+    layer = OutputLayer.from_tensors(hidden, weight, bias, softcap)
+    targets = _targets("hidden", hidden, _ignored_labels(hidden), len(weight), temperature, _IGNORE)
     k = _check_k(k, len(weight))
     with torch.no_grad():
         flat = hidden.reshape(targets.count, weight.shape[1])
@@ -261,7 +262,7 @@ def _targets(
     temperature: float | torch.Tensor,
     ignore_index: int,
 ) -> Targets:
-    """Check labels and temperatures against the logits or hidden states `scored`, which are called `name`."""
+    """Check labels and temperatures against `scored`, the logits or hidden states that errors call `name`."""
     if scored.dim() == 0 or vocabulary == 0:
         raise ValueError(f"{name}: got shape {tuple(scored.shape)}, expected at least one entry in the last dimension")
     if not isinstance(labels, torch.Tensor):
@@ -273,23 +274,25 @@ def _targets(
     if labels.device != scored.device:
         raise ValueError(f"labels: got device {labels.device}, expected {scored.device}, as {name} has")
     flat = labels.reshape(-1).long()
-    ignored = flat == _integer("ignore_index", ignore_index)
-    wrong: torch.Tensor | None = ~ignored & ((flat < 0) | (flat >= vocabulary))
-    if wrong is not None and not wrong.is_cuda:
-        if wrong.any():
+    ignored = flat == _check_integer("ignore_index", ignore_index)
+    invalid: torch.Tensor | None = ~ignored & ((flat < 0) | (flat >= vocabulary))
+    if invalid is not None and not invalid.is_cuda:
+        if invalid.any():
             raise ValueError(
-                f"labels: got {int(flat[wrong][0])}, expected 0 to {vocabulary - 1}, or {ignore_index} to be ignored"
+                f"labels: got {int(flat[invalid][0])}, expected 0 to {vocabulary - 1}, or {ignore_index} to be ignored"
             )
-        wrong = None
-    return Targets(len(flat), flat.masked_fill(ignored, -1), ignored, wrong, _scales(temperature, labels.shape, scored))
+        invalid = None
+    return Targets(
+        len(flat), flat.masked_fill(ignored, -1), ignored, invalid, _scales(temperature, labels.shape, scored)
+    )
 
 
 def _scales(temperature: float | torch.Tensor, shape: torch.Size, scored: torch.Tensor) -> torch.Tensor | None:
-    """[N] 1 / temperature of each token; `None` if all are 1."""
+    """Return 1 / temperature of each token, [N]; `None` if all temperatures are 1."""
     dtype = torch.promote_types(scored.dtype, torch.float32)
     if not isinstance(temperature, torch.Tensor):
         if not isinstance(temperature, Real):
-            raise ValueError(f"temperature: got {shortly(temperature)}, expected a number or a tensor")
+            raise ValueError(f"temperature: got {reprlib.repr(temperature)}, expected a number or a tensor")
         number = check_positive("temperature", temperature, dtype)
         if number == 1:
             return None
@@ -314,7 +317,7 @@ def _scales(temperature: float | torch.Tensor, shape: torch.Size, scored: torch.
     return inverse.masked_fill_(~valid, torch.nan)
 
 
-def _unlabeled(scored: torch.Tensor) -> torch.Tensor:
+def _ignored_labels(scored: torch.Tensor) -> torch.Tensor:
     return torch.full(scored.shape[:-1], _IGNORE, device=scored.device)
 
 
@@ -323,14 +326,14 @@ def _vocabulary_size(logits: torch.Tensor) -> int:
     return logits.shape[-1:].numel()
 
 
-def _integer(name: str, number: int) -> int:
+def _check_integer(name: str, number: int) -> int:
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise ValueError(f"{name}: got {number!r}, expected an integer")
     return int(number)
 
 
 def _check_k(k: int, vocabulary: int) -> int:
-    count = _integer("k", k)
+    count = _check_integer("k", k)
     if not 1 <= count <= vocabulary:
         raise ValueError(f"k: got {count}, expected 1 to {vocabulary}")
     return count
@@ -340,13 +343,13 @@ def _check_k(k: int, vocabulary: int) -> int:
 
 
 def _check_first_derivative() -> None:
-    # Torch's own guard lets a second derivative be silently 0 where the loss is linear in these results.
+    # Without this check, a second derivative is silently 0 if the loss is linear in the results.
     if torch.is_grad_enabled():
         raise RuntimeError("log-probs and entropies can be differentiated once: there is no gradient with create_graph")
 
 
 class _Context(Protocol):
-    """The context of an autograd function, with what the gradients need besides tensors."""
+    """The context of an autograd function, with the attributes that the backward pass needs."""
 
     targets: Targets
     cap: float | None
@@ -383,7 +386,7 @@ class _FromLogits(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return None, None, None
         gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        state = BackwardState.of(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
+        state = BackwardState.from_saved(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
         logits_gradient(logits, gradient, ctx.targets, 0, state)
         return gradient, None, None
 
@@ -425,14 +428,14 @@ class _FromHidden(torch.autograd.Function):
         if grads[0] is None and grads[1] is None:
             return (None,) * 6
         layer = OutputLayer(weight, bias, ctx.cap, ctx.dtype, ctx.factor_dtype)
-        state = BackwardState.of(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
+        state = BackwardState.from_saved(tuple(saved), ctx.targets.ignored, (grads[0], grads[1]))
         with torch.autocast(hidden.device.type, enabled=False):
             return *layer.gradients(hidden, ctx.targets, state, ctx.needs_input_grad), None, None, None
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """Weight, bias and soft cap of an output layer, multiplied tile by tile."""
+    """Weight, bias and soft cap of an output layer, whose logits are computed tile by tile."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -440,11 +443,13 @@ class OutputLayer:
     dtype: torch.dtype
     """Type of the logits: float32 or float64."""
     factor_dtype: torch.dtype
-    """Type of the factors: 16 bits where the device accumulates such products in float32."""
+    """Type of the factors. It has 16 bits only if the device accumulates such products in float32."""
 
     @staticmethod
-    def of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None) -> OutputLayer:
-        """Check weight, bias and soft cap against hidden states [..., D]."""
+    def from_tensors(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
+    ) -> OutputLayer:
+        """Build the layer, after checking the tensors against hidden states [..., D]."""
         for name, part in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             if part is not None:
                 check_floats(name, part)
@@ -465,32 +470,32 @@ class OutputLayer:
         accumulates = hidden.is_cuda and torch.version.cuda is not None
         return OutputLayer(weight, bias, softcap, dtype, factor_dtype if accumulates else dtype)
 
-    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, onto: bool = False) -> torch.Tensor:
-        """Write left @ right into `out`, or add it (`onto`); accumulated in the type of `out`."""
+    def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
+        """Write left @ right to `out`, or add it to `out`. Products are accumulated in the dtype of `out`."""
         if left.dtype == out.dtype:
-            return torch.addmm(out, left, right, out=out) if onto else torch.mm(left, right, out=out)
-        if onto:
+            return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
+        if add:
             return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
         return torch.mm(left, right, out_dtype=out.dtype, out=out)
 
     def tiles(
         self, hidden: torch.Tensor, shape: tuple[int, int] | None = None
     ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-        """Iterate over tiles of the logits: the tokens, the start in the vocabulary, and the logits.
+        """Iterate over tiles of the logits. Yields the tokens, the start in the vocabulary, and the logits.
 
-        All tokens of one part of the vocabulary come before the next part. The memory of a tile is reused for the next.
+        The outer loop is over the vocabulary, the inner loop over tokens. The memory of a tile is reused for the next.
         """
-        tall, wide = shape or (_TILE_CUDA if hidden.is_cuda else _TILE_CPU)
-        size = min(tall, len(hidden)) * min(wide, len(self.weight))
+        height, width = shape or (_TILE_CUDA if hidden.is_cuda else _TILE_CPU)
+        size = min(height, len(hidden)) * min(width, len(self.weight))
         memory = torch.empty(size, dtype=self.dtype, device=hidden.device)
-        for start in range(0, len(self.weight), wide):
-            weight = self.weight[start : start + wide].to(self.factor_dtype)
-            for first in range(0, len(hidden), tall):
-                part = hidden[first : first + tall].to(self.factor_dtype)
+        for start in range(0, len(self.weight), width):
+            weight = self.weight[start : start + width].to(self.factor_dtype)
+            for first in range(0, len(hidden), height):
+                part = hidden[first : first + height].to(self.factor_dtype)
                 tile = memory[: len(part) * len(weight)].view(len(part), len(weight))
                 self.product(part, weight.T, tile)
                 if self.bias is not None:
-                    tile += self.bias[start : start + wide]
+                    tile += self.bias[start : start + width]
                 if self.cap is not None:
                     tile.div_(self.cap).tanh_().mul_(self.cap)
                 yield slice(first, first + len(part)), start, tile
@@ -498,31 +503,31 @@ class OutputLayer:
     def gradients(
         self, hidden: torch.Tensor, targets: Targets, state: BackwardState, needed: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Compute those of the gradients by hidden states, weight and bias that are `needed`."""
+        """Compute the gradients by hidden states, weight and bias; `None` for those that are not `needed`."""
         options: dict[str, Any] = {"device": hidden.device, "dtype": self.dtype}
         by_hidden = torch.zeros(hidden.shape, **options) if needed[0] else None
         by_weight = torch.empty_like(self.weight) if needed[1] else None
         by_bias = torch.zeros(len(self.weight), **options) if needed[2] else None
-        tall, wide = _TILE_CPU
+        height, width = _TILE_CPU
         if hidden.is_cuda:
-            # All tokens at once if they fit: then each part of the weight's gradient is a single product.
-            wide = min(max(_TILE_BACK // max(len(hidden), 1) // 256 * 256, 1024), 8192)
-            tall = max(_TILE_BACK // wide, 1)
+            # All tokens in one tile if they fit: then each part of the weight's gradient is a single product.
+            width = min(max(_BACKWARD_TILE_ENTRIES // max(len(hidden), 1) // 256 * 256, 1024), 8192)
+            height = max(_BACKWARD_TILE_ENTRIES // width, 1)
         memory = summed = torch.empty(0, **options)
         if self.factor_dtype != self.dtype:
-            size = min(tall, len(hidden)) * min(wide, len(self.weight))
+            size = min(height, len(hidden)) * min(width, len(self.weight))
             memory = torch.empty(size, device=hidden.device, dtype=self.factor_dtype)
         if by_weight is not None and len(hidden) == 0:
             by_weight.zero_()
         if by_weight is not None and (hidden.is_cuda or state.no_grad.any()):
-            # Gradients of 0 do not keep a NaN out of the weight's. A copy costs less than waiting for the device.
+            # 0 * NaN is NaN, so hidden states without a gradient become 0. On CUDA, a copy is faster than a check.
             hidden = hidden.masked_fill(state.no_grad[:, None], 0)
-        for rows, start, tile in self.tiles(hidden, (tall, wide)):
+        for rows, start, tile in self.tiles(hidden, (height, width)):
             end = start + tile.shape[1]
             by_logits = tile if self.factor_dtype == self.dtype else memory[: tile.numel()].view(tile.shape)
             logits_gradient(tile[None], by_logits[None], targets.take(rows), start, state.take(rows), self.cap)
             if by_hidden is not None:
-                self.product(by_logits, self.weight[start:end].to(self.factor_dtype), by_hidden[rows], onto=True)
+                self.product(by_logits, self.weight[start:end].to(self.factor_dtype), by_hidden[rows], add=True)
             if by_bias is not None:
                 by_bias[start:end] += by_logits.sum(0, dtype=self.dtype)
             if by_weight is not None:
@@ -532,7 +537,7 @@ class OutputLayer:
                     continue
                 if rows.start == 0:
                     summed = torch.empty(end - start, hidden.shape[1], **options)
-                self.product(by_logits.T, part, summed, onto=rows.start > 0)
+                self.product(by_logits.T, part, summed, add=rows.start > 0)
                 if rows.stop == len(hidden):
                     by_weight[start:end] = summed
         return (

@@ -3,7 +3,7 @@
 Invariant: a token attends to the tokens of its own sample up to itself, and no others. The output for a packed sample
 equals that for the sample alone with SDPA, up to rounding. No mask over all pairs of tokens is allocated.
 
-transformers knows it by the name `NAME`. A call is packed if it has boundaries (`cu_seq_lens_q`, of
+It is registered in transformers as `NAME`. A call is packed if it has boundaries (`cu_seq_lens_q`, of
 `Batch.model_inputs`). On CUDA in half precision it uses torch's kernel for ragged input (`torch.nn.attention.varlen`);
 elsewhere, and where the kernel is not supported (float32, dropout, head sizes), SDPA for one sample after the other.
 All other calls (padded batches, generation with a cache) go to SDPA, with SDPA's masks, and are bit-equal to it.
@@ -53,10 +53,10 @@ def best_attention(device: Device, dtype: DType, config: PretrainedConfig | None
     >>> best_attention("cpu", torch.bfloat16), best_attention("cuda", torch.float32)
     ('sdpa', 'sdpa')
     """
-    place = torch.device(device)
-    if as_dtype(dtype) not in _HALF or place.type != "cuda" or not torch.cuda.is_available():
+    target = torch.device(device)
+    if as_dtype(dtype) not in _HALF or target.type != "cuda" or not torch.cuda.is_available():
         return "sdpa"
-    if torch.cuda.get_device_capability(place)[0] < 8:
+    if torch.cuda.get_device_capability(target)[0] < 8:
         return "sdpa"  # neither supports earlier devices
     if transformers_module().utils.is_flash_attn_2_available():
         return "flash_attention_2"

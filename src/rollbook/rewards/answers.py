@@ -1,7 +1,10 @@
-"""Built-in reward functions: compare answers (exact, numeric, boxed, symbolic, JSON) or check a response's form.
+"""Built-in reward functions, and the extraction of answers and numbers from responses that they use.
 
-Invariant: they read only the response, not the prompt. A response without a readable answer scores 0; a missing or
-unreadable reference is an error.
+- Answers: `exact_match`, `numeric_match`, `boxed_match`, `gsm8k`, `math_match` (symbolic), `json_match`.
+- Form: `think_boxed_format`, `think_answer_format`, `json_schema`, `length`, `repetition`.
+
+Invariant: the functions read only the response, not the prompt. A response without a readable answer scores 0. A
+missing or unreadable reference is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from rollbook.core.checks import check_choice, check_float
 from rollbook.rewards.functions import MissingExtraError, ProcessPool, batched
@@ -48,7 +51,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def _find_boxes(text: str) -> list[tuple[int, int, int]]:
-    """Return the start of each closed box and the bounds of its contents, in one pass over the text."""
+    """Return (start, content start, content end) of each closed box, in order. Takes linear time."""
     boxes: list[tuple[int, int, int]] = []
     openings = {match.end() - 1: match.start() for match in _BOX_START.finditer(text)}
     if not openings:
@@ -95,14 +98,14 @@ def extract_final_answer(text: str) -> str | None:
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,4}})?"
-# At most one space between the parts: any number of them, twice, would take cubic time on a page of blanks.
+# At most one space between the parts: with ` *`, matching a page of blanks would take cubic time.
 _NUMBER = (
     rf"[$€£¥]? ?(?P<sign>[-+\u2212]?) ?[$€£¥]? ?(?:(?P<whole>\d{{1,9}}) (?=\d{{1,9}}/\d))?"
     rf"(?P<top>{_UNSIGNED})(?: ?/ ?(?P<bottom>{_UNSIGNED}))?"
     r"(?: ?(?P<percent>\\?%))?"
 )
 _WHOLE_TEXT = re.compile(rf"{_NUMBER}(?:\s*\.)?")
-"""A number that is the whole text, without surrounding space."""
+"""Matches a text that is a number as a whole."""
 _IN_TEXT = re.compile(rf"(?<![\w./]){_NUMBER}")
 _FRAC = re.compile(r"\s?\\[dt]?frac(?: ?\{ ?([-+]?[\d.,]+) ?\} ?\{ ?([-+]?[\d.,]+) ?\}|(\d)(\d))")
 _LATEX_MARKUP = re.compile(
@@ -110,14 +113,17 @@ _LATEX_MARKUP = re.compile(
 )
 
 _MAX_DIGITS = 1000
-"""Maximum number of digits; longer numbers are slow to compute with and are not read."""
+"""Maximum number of digits. Longer numbers, which are slow to compute with, are not read."""
+
+_Number: TypeAlias = tuple[Fraction, bool]
+"""A number without its percent sign, and whether it has one."""
 
 
 def parse_number(text: str) -> Fraction | None:
     r"""Parse a text that is a number as a whole.
 
     Thousands separators, currency signs, fractions (`3/4`, `2 1/2`, `\frac{3}{4}`), exponents, percent (a hundredth)
-    and LaTeX markup (`\text{ cm}`, `\,`) are read.
+    and LaTeX markup (`\text{ cm}`, `\,`) are supported.
 
     Args:
         text: The text.
@@ -128,8 +134,8 @@ def parse_number(text: str) -> Fraction | None:
     >>> [str(parse_number(text)) for text in ("1,234.50", "-3/4", "50%", r"\frac{1}{2}", "1,2")]
     ['2469/2', '-3/4', '1/2', '1/2', 'None']
     """
-    read = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(text)))
-    return None if read is None else read[0] / (100 if read[1] else 1)
+    number = _parse_whole_text(text)
+    return None if number is None else _apply_percent(number)
 
 
 def extract_last_number(text: str) -> Fraction | None:
@@ -144,8 +150,8 @@ def extract_last_number(text: str) -> Fraction | None:
     >>> extract_last_number("She has 3 apples, and 1,200.5 pears."), extract_last_number("none")
     (Fraction(2401, 2), None)
     """
-    read = _find_last_number(text)
-    return None if read is None else read[0] / (100 if read[1] else 1)
+    number = _find_last_number(text)
+    return None if number is None else _apply_percent(number)
 
 
 def _strip_latex(text: str) -> str:
@@ -153,7 +159,17 @@ def _strip_latex(text: str) -> str:
     return _LATEX_MARKUP.sub("", text).strip()
 
 
-def _find_last_number(text: str) -> tuple[Fraction, bool] | None:
+def _parse_whole_text(text: str) -> _Number | None:
+    return _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(text)))
+
+
+def _apply_percent(number: _Number) -> Fraction:
+    """Return the value of a number, in which a percent sign is a hundredth."""
+    value, has_percent = number
+    return value / 100 if has_percent else value
+
+
+def _find_last_number(text: str) -> _Number | None:
     tail = _strip_latex(text[-8 * _MAX_DIGITS :])
     number = None
     for match in _IN_TEXT.finditer(tail):
@@ -161,8 +177,7 @@ def _find_last_number(text: str) -> tuple[Fraction, bool] | None:
     return number
 
 
-def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
-    """Return the number without its percent sign, and whether it has one."""
+def _parse_number(match: re.Match[str] | None) -> _Number | None:
     if match is None or len(match.group()) > _MAX_DIGITS:
         return None
     parts = [match["top"], match["bottom"] or "1"]
@@ -178,11 +193,11 @@ def _parse_number(match: re.Match[str] | None) -> tuple[Fraction, bool] | None:
     return (value if match["sign"] in ("", "+") else -value), match["percent"] is not None
 
 
-# --- functions --------------------------------------------------------------------------------------------------------
+# --- text and numbers -------------------------------------------------------------------------------------------------
 
 
 def as_references(reference: Reference) -> list[str]:
-    """Return the accepted answers, one or a list, as texts.
+    """Return the accepted answers of a reference, which is an answer or a list of answers, as texts.
 
     >>> as_references(["a", 5]), as_references("b")
     (['a', '5'], ['b'])
@@ -206,7 +221,7 @@ def normalize_text(text: str) -> str:
 
 
 def exact_match(response: str, reference: Reference, *, strict: bool = False) -> float:
-    r"""Return 1 if the answer equals the reference, or one of them, after `normalize_text`; else 0.
+    r"""Return 1 if the answer equals the reference, or one of several, after `normalize_text`; else 0.
 
     Args:
         response: The response. Its answer is the marked one (`extract_final_answer`), else the whole text.
@@ -221,12 +236,12 @@ def exact_match(response: str, reference: Reference, *, strict: bool = False) ->
     >>> exact_match("B", ["A", "B"]), exact_match("Paris ", "Paris", strict=True)
     (1.0, 0.0)
     """
-    right = as_references(reference)
+    references = as_references(reference)
     if strict:
-        return float(response in right)
+        return float(response in references)
     answer = extract_final_answer(response)
     text = normalize_text(response if answer is None else answer)
-    return float(any(text == normalize_text(_marked_answer(expected)) for expected in right))
+    return float(any(text == normalize_text(_marked_answer(expected)) for expected in references))
 
 
 def _marked_answer(reference: str) -> str:
@@ -238,13 +253,13 @@ def _marked_answer(reference: str) -> str:
 def numeric_match(
     response: str, reference: Reference, *, tolerance: float = 1e-6, percent: Percent = "either"
 ) -> float:
-    r"""Return 1 if the answer is the number of the reference, else 0.
+    r"""Return 1 if the answer is the same number as the reference, else 0.
 
     Args:
         response: The response. Its answer is the marked number (`extract_final_answer`), else the last number.
         reference: The accepted number, or a list of them.
         tolerance: Tolerance, relative to references above 1.
-        percent: A percent sign on only one side counts as a `hundredth`, is `ignored`, or may be `either`.
+        percent: Whether a percent sign is a `hundredth`, is `ignored`, or `either` of them may match.
 
     Raises:
         ValueError: The reference is not a number.
@@ -258,26 +273,22 @@ def numeric_match(
     check_choice("percent", percent, ("either", "hundredth", "ignored"))
     accepted = [_reference_number(text) for text in as_references(reference)]
     answer = extract_final_answer(response)
-    number = (
-        _find_last_number(response)
-        if answer is None
-        else _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(answer))) or _find_last_number(answer)
-    )
+    number = _find_last_number(response) if answer is None else _parse_whole_text(answer) or _find_last_number(answer)
     return float(number is not None and any(_equal_numbers(number, other, tolerance, percent) for other in accepted))
 
 
-def _reference_number(text: str) -> tuple[Fraction, bool]:
+def _reference_number(text: str) -> _Number:
     answer = _marked_answer(text)
-    number = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(answer))) or _find_last_number(answer)
+    number = _parse_whole_text(answer) or _find_last_number(answer)
     if number is None:
         raise ValueError(f"reference: got {text[:80]!r}, expected a number")
     return number
 
 
-def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance: float, percent: Percent) -> bool:
+def _equal_numbers(a: _Number, b: _Number, tolerance: float, percent: Percent) -> bool:
     pairs = []
     if percent != "ignored":
-        pairs.append((a[0] / (100 if a[1] else 1), b[0] / (100 if b[1] else 1)))
+        pairs.append((_apply_percent(a), _apply_percent(b)))
     if percent != "hundredth":
         pairs.append((a[0], b[0]))
     return any(abs(x - y) <= Fraction(tolerance) * max(Fraction(1), abs(y)) for x, y in pairs)
@@ -294,19 +305,19 @@ def boxed_match(response: str, reference: Reference, *, tolerance: float = 1e-6)
     >>> boxed_match(r"so \boxed{x + 1}", "x+1"), boxed_match(r"\boxed{72}", "#### 72"), boxed_match("72", "72")
     (1.0, 1.0, 0.0)
     """
-    right = as_references(reference)
+    references = as_references(reference)
     answer = extract_boxed(response)
     if answer is None:
         return 0.0
     compact = "".join(normalize_text(answer).split())
-    if any(compact == "".join(normalize_text(_marked_answer(expected)).split()) for expected in right):
+    if any(compact == "".join(normalize_text(_marked_answer(expected)).split()) for expected in references):
         return 1.0
-    number = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(answer)))
+    number = _parse_whole_text(answer)
     if number is None:
         return 0.0
-    for expected in right:
-        value = _parse_number(_WHOLE_TEXT.fullmatch(_strip_latex(_marked_answer(expected))))
-        if value is not None and _equal_numbers(number, value, tolerance, "either"):
+    for expected in references:
+        other = _parse_whole_text(_marked_answer(expected))
+        if other is not None and _equal_numbers(number, other, tolerance, "either"):
             return 1.0
     return 0.0
 
@@ -329,8 +340,8 @@ def think_boxed_format(response: str, *, opened: bool = False) -> float:
     boxes = _find_boxes(text)
     if min(start, end) < 0 or not text[start + len("<think>") : end].strip() or not boxes:
         return 0.0
-    place, inside, closed = boxes[0]
-    return float(bool(text[inside:closed].strip()) and end + len("</think>") <= place)
+    box_start, content_start, content_end = boxes[0]
+    return float(bool(text[content_start:content_end].strip()) and end + len("</think>") <= box_start)
 
 
 def think_answer_format(response: str, *, opened: bool = False) -> float:
@@ -378,6 +389,8 @@ def gsm8k(response: str, reference: Reference, *, format_weight: float = 0.1) ->
     return {"reward": (1 - format_weight) * accuracy + format_weight * form, "accuracy": accuracy, "format": form}
 
 
+# --- math -------------------------------------------------------------------------------------------------------------
+
 _pool: ProcessPool | None = None
 _pool_lock = threading.Lock()
 
@@ -385,9 +398,9 @@ _pool_lock = threading.Lock()
 def math_match(response: str, reference: Reference, *, time_limit: float = 10.0, precision: int = 6) -> float:
     r"""Return 1 if the answer is mathematically equal to the reference, else 0.
 
-    The answer is what math-verify finds in the response: its last box, else LaTeX or an expression near its end. Sets,
-    intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units are understood. Comparisons run in up to
-    4 separate processes, unless the texts or numbers are equal already.
+    math-verify finds the answer in the response: its last box, else LaTeX or an expression near its end. It supports
+    sets, intervals, tuples, matrices, equations (`x = 3` for `3`), percent and units. Comparisons run in up to 4
+    separate processes, except if the texts or numbers are equal.
 
     Args:
         response: The response.
@@ -404,11 +417,11 @@ def math_match(response: str, reference: Reference, *, time_limit: float = 10.0,
     (0.0, 0.0)
     """
     check_float("time_limit", time_limit, 0.01, 1e6)
-    right = as_references(reference)
+    references = as_references(reference)
     answer = extract_final_answer(response)
-    if answer is not None and any(_is_equal_text(answer, expected) for expected in right):
+    if answer is not None and any(_is_equal_text(answer, expected) for expected in references):
         return 1.0
-    outcome = _get_pool().call((response, right, precision), time_limit)
+    outcome = _get_pool().call((response, references, precision), time_limit)
     if outcome.stopped:
         return 0.0
     if outcome.fatal is not None:
@@ -440,8 +453,8 @@ class _Verifier:
     def __reduce__(self) -> Any:
         return _load_verifier, ()
 
-    def __call__(self, response: str, right: list[str], precision: int) -> float:
-        return _verify(response, right, precision)
+    def __call__(self, response: str, references: list[str], precision: int) -> float:
+        return _verify(response, references, precision)
 
 
 def _load_verifier() -> _Verifier:
@@ -450,15 +463,15 @@ def _load_verifier() -> _Verifier:
     return _Verifier()
 
 
-def _verify(response: str, right: list[str], precision: int) -> float:
-    """Compare without a time limit."""
+def _verify(response: str, references: list[str], precision: int) -> float:
+    """Compare a response with references by math-verify, without a time limit."""
     try:
         from math_verify import parse, verify
     except ImportError:
         raise MissingExtraError("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     expressions = []
-    for reference in right:
+    for reference in references:
         marked = extract_final_answer(reference)
         # math-verify finds intervals and single letters only inside a box.
         forms = (
@@ -481,13 +494,15 @@ def _verify(response: str, right: list[str], precision: int) -> float:
         return 0.0
 
 
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
 _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def find_json_errors(text: str, schema: Json = None, *, max_errors: int = 10) -> list[str]:
-    """Check a text as JSON, and optionally by a JSON schema.
+    """Find the errors of a text that should be JSON and, optionally, match a JSON schema.
 
-    `NaN`, duplicate keys and too deep nesting are errors. References of a schema to other documents are never fetched.
+    `NaN`, duplicate keys and too deep nesting are errors. A schema's references to other documents are never fetched.
 
     Args:
         text: JSON, or a text whose last fenced block is JSON.
@@ -556,7 +571,7 @@ def _validator(schema: str) -> Any:
 def json_match(response: str, reference: Reference) -> float:
     """Return 1 if the response is JSON with the value of the reference, else 0.
 
-    Numbers are compared by value (`1` equals `1.0`, `true` neither), objects regardless of the order of their keys.
+    Numbers are compared by value: `1` equals `1.0`, but not `true`. The order of keys does not matter.
 
     Args:
         response: JSON, or a text whose last fenced block is JSON.
@@ -599,8 +614,7 @@ def json_schema(response: str, reference: Reference = None, *, schema: Json = No
         schema: The schema of all samples (`as_reward("json_schema", schema=...)`).
 
     Returns:
-        `reward`, and the metrics `json` (whether it is JSON) and `errors`, the number of those that `find_json_errors`
-        returns.
+        `reward`, and the metrics `json` (whether it is JSON) and `errors` (number of errors of `find_json_errors`).
 
     Raises:
         ValueError: The schema is missing or invalid.
@@ -626,11 +640,13 @@ def json_schema(response: str, reference: Reference = None, *, schema: Json = No
     return {"reward": float(not errors), "json": float(is_json), "errors": float(len(errors))}
 
 
+# --- length and repetition --------------------------------------------------------------------------------------------
+
 Unit = Literal["tokens", "words", "characters"]
 
 
 def _split_units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: Unit) -> list[list[int]]:
-    """Split each response into units, as numbers that are equal for equal units."""
+    """Split each response into units, and return them as integers; equal units have equal integers."""
     check_choice("unit", unit, ("tokens", "words", "characters"))
     if unit == "tokens":
         for i, (text, row) in enumerate(zip(responses, ids, strict=True)):

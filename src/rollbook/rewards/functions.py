@@ -107,7 +107,7 @@ def _user_frame(error: BaseException) -> str:
 
 
 def call_safely(call: Callable[[], Any]) -> CallOutcome:
-    """Make a call and catch whatever it raises, `SystemExit` included."""
+    """Make a call and catch every exception, including `SystemExit`."""
     try:
         return CallOutcome(call())
     except (PoolError, MissingExtraError, WrongCountError) as error:

@@ -1,8 +1,8 @@
-"""Reward models behind HTTP: LightRFT's request and reply, batched, concurrent, with retries.
+"""`RemoteReward`: reward models behind HTTP in LightRFT's format, with batching, concurrency and retries.
 
-Invariant: a request yields one score per sample, or an error for each of them (a wrong number of scores raises). Only
-transient errors are retried. Requests are never logged. Only data that decodes as an image is sent, and files named by
-text, which may come from a record, are never opened.
+Invariant: a request yields a score or an error for each sample, and a wrong number of scores raises. Only transient
+errors are retried. Requests are never logged. Only data that decodes as an image is sent. A file that is named by text
+is never opened, because the text may come from a record.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ ImageFormat = Literal["jpeg", "png"]
 
 _SAVE_OPTIONS: dict[str, dict[str, int]] = {"jpeg": {"quality": 95}, "png": {}}
 _MODES = {"jpeg": ("L", "RGB"), "png": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")}
-"""Image modes that a format supports; others, such as a palette in a JPEG, are converted to RGB."""
+"""Image modes that each format supports. Images of other modes are converted to RGB."""
 
 
 class ImageEncoder:
-    """Encodes whatever `rollbook.core.media` reads as base64 text, except for paths that are text.
+    """Encodes images as base64 text: all types that `rollbook.core.media` reads, except paths and URLs as text.
 
     Images are cached by object and by content, because the samples of a prompt share them.
 
     Args:
-        format: `jpeg`, or `png` without loss.
+        format: `jpeg`, or `png` (lossless).
 
     >>> ImageEncoder().text("/home/me/photo.png")
     Traceback (most recent call last):
@@ -74,7 +74,7 @@ class ImageEncoder:
         self._by_content: dict[bytes, str] = {}
         self._lock = threading.Lock()
         self.encoded = 0
-        """Number of images that were encoded, not found in the cache."""
+        """Number of images that were encoded because they were not in the cache."""
 
     def text(self, image: Image) -> str:
         """Return the base64 text of an image."""
@@ -82,38 +82,38 @@ class ImageEncoder:
             cached = self._by_object.get(id(image))
             if cached is not None:
                 return cached[1]
-            encoded_text = self._text(image)
+            encoded_text = self._to_base64(image)
             self._by_object[id(image)] = (image, encoded_text)  # keeps the object alive, so that its id stays unique
             return encoded_text
 
-    def _text(self, image: Image) -> str:
+    def _to_base64(self, image: Image) -> str:
         if names_file(image):
             raise ValueError("image: got a path or an address as text, expected the image itself or a pathlib.Path")
         raw = read_encoded("image", image)
         picture = load_picture("image", image if raw is None else raw)
         if raw is not None:
-            return self._encode(raw, lambda: raw)
+            return self._cached_base64(raw, lambda: raw)
         if picture.mode not in _MODES[self._format]:
             picture = picture.convert("RGB")
         palette = bytes(picture.getpalette() or ()) + repr(picture.info.get("transparency")).encode()
         content = f"{picture.mode} {picture.size} ".encode() + palette + picture.tobytes()
-        return self._encode(content, lambda: self._save(picture))
+        return self._cached_base64(content, lambda: self._compress(picture))
 
-    def _save(self, picture: PIL.Image.Image) -> bytes:
+    def _compress(self, picture: PIL.Image.Image) -> bytes:
         buffer = io.BytesIO()
         picture.save(buffer, self._format.upper(), **_SAVE_OPTIONS[self._format])
         return buffer.getvalue()
 
-    def _encode(self, content: bytes, data: Callable[[], bytes]) -> str:
+    def _cached_base64(self, content: bytes, compress: Callable[[], bytes]) -> str:
         key = xxhash.xxh3_128_digest(content)
         if key not in self._by_content:
-            self._by_content[key] = base64.b64encode(data()).decode()
+            self._by_content[key] = base64.b64encode(compress()).decode()
             self.encoded += 1
         return self._by_content[key]
 
 
 class _RequestError(RollbookError):
-    """A failed request, and whether to retry it."""
+    """A failed request: whether to retry it, and the seconds that the server wants the client to wait."""
 
     def __init__(self, text: str, retry: bool = False, wait: float = 0.0) -> None:
         super().__init__(text)
@@ -125,28 +125,29 @@ class RemoteReward(Reward):
     """A reward model behind a URL, or behind several replicas that share the work.
 
     Request: POST of JSON {`queries`: prompt + response, `prompts`, `references`, `labels`, `images`}, each a list with
-    one entry per sample; the last three only if a sample has one. Reply: {`rewards`: [numbers]}, and optionally
-    {`metrics`: {name: [numbers]}}. A score that is not a finite number fails its sample, an invalid reply fails all
-    samples of its request, and a wrong number of scores is raised.
+    one entry per sample. The last three are sent only if a sample has one. Reply: {`rewards`: [numbers]}, optionally
+    {`metrics`: {name: [numbers]}}. A score that is not a finite number is an error of its sample. An invalid reply is
+    an error of all samples of the request. A wrong number of scores raises `WrongCountError`.
 
-    Each distinct image is encoded once per call; bytes and files (`pathlib.Path`) are sent unchanged. A sample whose
-    image does not decode, or is text that names a file, as in a record, fails without being sent.
+    Each distinct image is encoded once per call; bytes and files (`pathlib.Path`) are sent unchanged. A sample is
+    an error, and is not sent, if an image of it cannot be decoded or is text that names a file.
 
     Args:
         url: Address, or addresses of replicas.
         name: Name in errors and metrics.
         batch_size: Samples per request.
         concurrency: Requests in flight.
-        timeout: Seconds per try, from connecting to the last byte.
-        backoff: Waits between retries (or what the server asks for) after connection errors, timeouts, incomplete
-            replies and the statuses in `rollout.server.RETRY_STATUSES`, at the next replica if there are several.
+        timeout: Seconds per attempt, from connecting to the last byte.
+        backoff: Waits between retries; a longer wait that the server requests has precedence. Connection errors,
+            timeouts, incomplete replies and the statuses in `rollout.server.RETRY_STATUSES` are retried, at the next
+            replica if there are several.
         headers: HTTP headers.
         score_key: Key of the scores in the reply.
         send_responses: Add `responses`, the response texts alone.
-        image_format: `jpeg`, or `png` without loss.
+        image_format: `jpeg`, or `png` (lossless).
         dedupe_images: Send each image once per request: `images` is then a flat list and `image_indices` has the
             indices of each query. The server must support that form.
-        on_error: As in `FunctionReward`.
+        on_error: See `FunctionReward`.
 
     >>> RemoteReward("ftp://nowhere")
     Traceback (most recent call last):
@@ -179,7 +180,7 @@ class RemoteReward(Reward):
             if not isinstance(address, str) or not address.startswith(("http://", "https://")):
                 shown = redacted(address) if isinstance(address, str) else address
                 raise ValueError(f"url: got {shown!r}, expected one that begins with http:// or https://")
-        # Without user names and passwords: httpx logs the URLs of requests.
+        # User names and passwords are removed, because httpx logs the URLs of requests.
         self.urls, self._users = map(list, zip(*map(without_user, urls), strict=True))
         _httpx()
         self.name = name
@@ -205,12 +206,15 @@ class RemoteReward(Reward):
         inputs = as_inputs(inputs)
         encoder = ImageEncoder(self._image_format)
         chunks = [range(i, min(i + self.batch_size, len(inputs))) for i in range(0, len(inputs), self.batch_size)]
-        free = asyncio.Semaphore(self.concurrency)
+        slots = asyncio.Semaphore(self.concurrency)
         limits = httpx.Limits(max_connections=self.concurrency)
         # A client per call, because its connections belong to this event loop.
         async with httpx.AsyncClient(limits=limits, timeout=None, headers=self._headers) as client:
             parts = await asyncio.gather(
-                *(self._chunk(client, free, k, [inputs[i] for i in chunk], encoder) for k, chunk in enumerate(chunks))
+                *(
+                    self._score_chunk(client, slots, k, [inputs[i] for i in chunk], encoder)
+                    for k, chunk in enumerate(chunks)
+                )
             )
         scores = RewardResult(rewards=[nan] * len(inputs))
         for chunk, part in zip(chunks, parts, strict=True):
@@ -224,79 +228,91 @@ class RemoteReward(Reward):
                     scores.rewards[i] = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
         return log_failures(self.name, scores)
 
-    async def _chunk(
-        self, client: httpx.AsyncClient, free: asyncio.Semaphore, k: int, some: list[RewardInput], encoder: ImageEncoder
+    async def _score_chunk(
+        self,
+        client: httpx.AsyncClient,
+        slots: asyncio.Semaphore,
+        k: int,
+        inputs: list[RewardInput],
+        encoder: ImageEncoder,
     ) -> RewardResult:
-        scores = RewardResult(rewards=[nan] * len(some))
-        async with free:
+        """Score the samples of request `k`, which is first sent to replica `k` modulo the number of replicas."""
+        scores = RewardResult(rewards=[nan] * len(inputs))
+        async with slots:
             try:
-                scores.errors = await asyncio.to_thread(_check_images, some, encoder)
-                places = [i for i, error in enumerate(scores.errors) if error is None]
-                if not places:
+                scores.errors = await asyncio.to_thread(_check_images, inputs, encoder)
+                sent = [i for i, error in enumerate(scores.errors) if error is None]
+                if not sent:
                     return scores
-                body = await asyncio.to_thread(self._body, [some[i] for i in places], encoder)
-                reply = self._read(await self._request(client, k, body), len(places))
+                body = await asyncio.to_thread(self._encode_body, [inputs[i] for i in sent], encoder)
+                reply = self._parse_reply(await self._request(client, k, body), len(sent))
             except _RequestError as failed:
                 scores.errors = [error or str(failed) for error in scores.errors]
                 return scores
-        for i, reward, error in zip(places, reply.rewards, reply.errors, strict=True):
+        for i, reward, error in zip(sent, reply.rewards, reply.errors, strict=True):
             scores.rewards[i], scores.errors[i] = reward, error
         for metric, values in reply.metrics.items():
-            column = scores.metrics.setdefault(metric, [nan] * len(some))
-            for i, value in zip(places, values, strict=True):
+            column = scores.metrics.setdefault(metric, [nan] * len(inputs))
+            for i, value in zip(sent, values, strict=True):
                 column[i] = value
         return scores
 
-    def payload(self, some: Sequence[RewardInput], encoder: ImageEncoder | None = None) -> dict[str, Any]:
+    def payload(self, inputs: Sequence[RewardInput], encoder: ImageEncoder | None = None) -> dict[str, Any]:
         """Build the body of a request.
 
         Args:
-            some: The samples.
-            encoder: Encodes images; `None`: a new one.
+            inputs: The samples.
+            encoder: Encodes images. `None`: a new encoder.
+
+        Returns:
+            The JSON object.
 
         >>> reward = RemoteReward("http://localhost:1/score")
         >>> reward.payload([RewardInput(prompt="2+2=", response="4", reference="4", label="math")])
         {'queries': ['2+2=4'], 'prompts': ['2+2='], 'references': ['4'], 'labels': ['math']}
         """
         body: dict[str, Any] = {
-            "queries": [scored.query for scored in some],
-            "prompts": [scored.prompt for scored in some],
+            "queries": [sample.query for sample in inputs],
+            "prompts": [sample.prompt for sample in inputs],
         }
         if self._send_responses:
-            body["responses"] = [scored.response for scored in some]
-        optional = {"references": [scored.reference for scored in some], "labels": [scored.label for scored in some]}
+            body["responses"] = [sample.response for sample in inputs]
+        optional = {
+            "references": [sample.reference for sample in inputs],
+            "labels": [sample.label for sample in inputs],
+        }
         body |= {key: values for key, values in optional.items() if any(value is not None for value in values)}
-        if any(len(scored.images) for scored in some):
+        if any(len(sample.images) for sample in inputs):
             encoder = encoder if encoder is not None else ImageEncoder(self._image_format)
-            nested = [[encoder.text(image) for image in scored.images] for scored in some]
+            nested = [[encoder.text(image) for image in sample.images] for sample in inputs]
             if self._dedupe_images:
-                table = {text: place for place, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
+                table = {text: i for i, text in enumerate(dict.fromkeys(t for row in nested for t in row))}
                 body["images"] = list(table)
                 body["image_indices"] = [[table[text] for text in row] for row in nested]
             else:
                 body["images"] = nested
         return body
 
-    def _body(self, some: Sequence[RewardInput], encoder: ImageEncoder) -> bytes:
+    def _encode_body(self, inputs: Sequence[RewardInput], encoder: ImageEncoder) -> bytes:
         try:
-            return json.dumps(self.payload(some, encoder), allow_nan=False).encode()
+            return json.dumps(self.payload(inputs, encoder), allow_nan=False).encode()
         except (TypeError, ValueError, OSError) as error:
             raise _RequestError(f"cannot be sent ({describe_error(error)})") from None
 
     async def _request(self, client: httpx.AsyncClient, k: int, body: bytes) -> Json:
-        """Send a request, with retries at the next replica, and return the reply."""
+        """Send a request and return the reply. Retries go to the next replica."""
         waits = self.backoff.waits()
         attempt = 0
         while True:
-            at = (k + attempt) % len(self.urls)
+            replica = (k + attempt) % len(self.urls)
             attempt += 1
             try:
-                return await self._try_once(client, self.urls[at], self._users[at], body)
+                return await self._try_once(client, self.urls[replica], self._users[replica], body)
             except _RequestError as failed:
                 wait = next(waits, None) if failed.retry else None
                 if wait is None:
                     tries = f" ({attempt} tries)" if attempt > 1 else ""
-                    raise _RequestError(f"{redacted(self.urls[at])}: {failed}{tries}") from None
+                    raise _RequestError(f"{redacted(self.urls[replica])}: {failed}{tries}") from None
                 await asyncio.sleep(max(wait, failed.wait))
 
     async def _try_once(self, client: httpx.AsyncClient, url: str, user: tuple[str, str] | None, body: bytes) -> Json:
@@ -319,16 +335,18 @@ class RemoteReward(Reward):
             parsed: Json = json.loads(reply.content)
             return parsed
         except ValueError:
-            raise _RequestError(f"gave {len(reply.content)} bytes that are not JSON, expected {self._form()}") from None
+            raise _RequestError(
+                f"gave {len(reply.content)} bytes that are not JSON, expected {self._expected_form()}"
+            ) from None
 
-    def _form(self) -> str:
+    def _expected_form(self) -> str:
         return f'{{"{self._score_key}": [numbers]}}'
 
-    def _read(self, reply: Json, n: int) -> RewardResult:
-        """Read the scores of a reply. A wrong count fails the request, a wrong type its sample."""
+    def _parse_reply(self, reply: Json, n: int) -> RewardResult:
+        """Parse the scores and metrics of a reply to a request with `n` samples."""
         values = reply.get(self._score_key) if isinstance(reply, dict) else None
         if not isinstance(reply, dict) or not isinstance(values, list):
-            raise _RequestError(f"gave {_describe_json(reply)}, expected {self._form()}")
+            raise _RequestError(f"gave {_describe_json(reply)}, expected {self._expected_form()}")
         if len(values) != n:
             raise WrongCountError(f"{self.name}: gave {len(values)} scores, expected {n}, one for each query")
         scores = RewardResult(rewards=[nan] * n)
@@ -352,10 +370,10 @@ class RemoteReward(Reward):
         return scores
 
 
-def _check_images(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[str | None]:
-    """Return for each sample why its images cannot be sent, or `None`."""
+def _check_images(inputs: Sequence[RewardInput], encoder: ImageEncoder) -> list[str | None]:
+    """Encode the images of the samples. Return an error for each sample with an invalid image, else `None`."""
     errors: list[str | None] = []
-    for sample in some:
+    for sample in inputs:
         try:
             for image in sample.images:
                 encoder.text(image)
@@ -366,7 +384,7 @@ def _check_images(some: Sequence[RewardInput], encoder: ImageEncoder) -> list[st
 
 
 def _error_text(content: bytes) -> str:
-    """Extract the message of an error reply, in one line; the whole reply may quote the request.
+    """Extract the message of an error reply, in one line. The rest of the reply may quote the request.
 
     >>> _error_text(b'{"detail": [{"loc": ["body", "query"], "msg": "Field required", "input": {"queries": ["..."]}}]}')
     'body.query: Field required'

@@ -362,9 +362,9 @@ def extract_program(text: str) -> str:
 class ProgramTests:
     """Tests of a program: pairs of input and output, and statements (`assert f(1) == 2`) that must not raise.
 
-    >>> ProgramTests.of({"inputs": ["1 2"], "outputs": ["3"]})
+    >>> ProgramTests.from_reference({"inputs": ["1 2"], "outputs": ["3"]})
     ProgramTests(pairs=(('1 2', '3'),), statements=())
-    >>> ProgramTests.of(["assert f(1) == 2"]).statements
+    >>> ProgramTests.from_reference(["assert f(1) == 2"]).statements
     ('assert f(1) == 2',)
     """
 
@@ -372,7 +372,7 @@ class ProgramTests:
     statements: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, reference: Reference) -> ProgramTests:
+    def from_reference(cls, reference: Reference) -> ProgramTests:
         """Parse tests.
 
         Args:
@@ -476,7 +476,7 @@ def code_match(
     >>> code_match("def double(x):\n    return 2 * x", ["assert double(2) == 4", "assert double('a') == 'aa'"])["reward"]
     1.0
     """  # noqa: E501
-    cases = ProgramTests.of(reference)
+    cases = ProgramTests.from_reference(reference)
     check_bool("all_or_nothing", all_or_nothing)
     if tolerance is not None:
         check_float("tolerance", tolerance, 0, 1)

@@ -46,7 +46,7 @@ log = logging.getLogger("rollbook.rewards")
 
 
 class WrongCountError(RollbookError, ValueError):
-    """Raised when a reward returns another number of scores than there are samples, whatever `on_error` is."""
+    """Raised when a reward returns a wrong number of scores, for every `on_error`."""
 
 
 class RewardError(RollbookError, RuntimeError):
@@ -139,7 +139,7 @@ class RewardInput:
 
     @classmethod
     def from_record(cls, record: Experience, tokenizer: Tokenizer | None = None) -> RewardInput:
-        """Build the input from a record. It equals that of the `Sample` of which the record was made.
+        """Build the input from a record. It equals the input from the `Sample` that the record was created from.
 
         Images are those that the record keeps, with the same pixels; a path in a record stays text and is not opened.
         If a multi-turn record has no response text, the response is what its mask marks as written by the model, one

@@ -4,8 +4,8 @@ Invariant: a step that raises leaves every row unchanged. A row's tokens depend 
 its random stream, not on the other rows (up to the rounding of logits). A token of probability 0 is never sampled.
 
 Sampling options apply in this order: forbidden tokens get probability 0, then temperature, top-k, top-p over what top-k
-left, and min-p relative to the most likely token. A truncation keeps every token that is as likely as the last one it
-keeps, so that equal logits (common with 16 bits) do not depend on the sort order.
+left, and min-p relative to the most likely token. A truncation keeps all tokens that are as likely as the least
+likely one it keeps, so that equal logits (common with 16 bits) do not depend on the sort order.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StopTexts:
         return candidates
 
     def completed(self, ids: Sequence[int]) -> str | None:
-        """Return the stop text that the last token completes, or `None`; of several the one that begins first."""
+        """Return the stop text that the last token completes, or `None`; of several, the first in the text."""
         if not self.may_end(np.array(ids[-1:]))[0]:
             return None
         reach = int(self._reach[ids[-1]])
@@ -88,13 +88,13 @@ class StopTexts:
         if not any(text in window for text in self.texts):
             return None
         matches = [
-            (place, -len(text), text) for text in self.texts if (place := find_stop_start(text, ids, self._decode)) >= 0
+            (start, -len(text), text) for text in self.texts if (start := find_stop_start(text, ids, self._decode)) >= 0
         ]
         return min(matches)[2] if matches else None
 
 
 def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
-    """Return where the occurrence of `text` begins that the last token completes, or -1.
+    """Return the start of the occurrence of `text` that the last token completes, or -1.
 
     >>> find_stop_start("aa", [0, 0, 0], lambda ids: "a" * len(ids))
     1
@@ -185,7 +185,7 @@ class Rules:
         kinds: list[LogprobsKind] = []
         suppressed: list[tuple[int, int]] = []  # (row, token)
         early: list[tuple[int, int]] = []
-        cut: list[int] = []  # rows with a truncated distribution, and their options
+        truncated: list[int] = []  # rows with top-k, top-p or min-p, and their options
         top_ks: list[int] = []
         top_ps: list[float] = []
         min_ps: list[float] = []
@@ -197,7 +197,7 @@ class Rules:
             suppressed += [(i, token) for token in rule.forbidden if token < vocabulary]
             early += [(i, token) for token in rule.early if token < vocabulary]
             if not is_greedy and (rule.top_k > 0 or rule.top_p < 1 or rule.min_p > 0):
-                cut.append(i)
+                truncated.append(i)
                 top_ks.append(rule.top_k if 0 < rule.top_k < vocabulary else vocabulary)
                 top_ps.append(rule.top_p)
                 min_ps.append(rule.min_p)
@@ -206,13 +206,13 @@ class Rules:
         self.all_greedy = all(greedy)
         self.greedy = torch.tensor(greedy, device=device) if any(greedy) else None
         self.temperature = torch.tensor(temperatures, device=device)
-        self.tempers = set(temperatures) != {1.0}
-        self.cold = min(temperatures) < COLD_TEMPERATURE
+        self.has_temperature = set(temperatures) != {1.0}
+        self.is_cold = min(temperatures) < COLD_TEMPERATURE
         """Whether logits divided by a temperature would lose precision."""
 
         row_kinds = np.array(kinds)
-        self.only: LogprobsKind | None = kinds[0] if len(set(kinds)) == 1 else None
-        """The kind of log-prob of all rows, if it is the same."""
+        self.common_kind: LogprobsKind | None = kinds[0] if len(set(kinds)) == 1 else None
+        """The kind of log-probs of all rows, or `None` if there are several."""
         self.kinds: dict[LogprobsKind, torch.Tensor] = {}
         for kind in set(kinds):
             self.kinds[kind] = torch.from_numpy(row_kinds == kind).to(device)
@@ -223,12 +223,12 @@ class Rules:
         self.forbidden = torch.tensor(suppressed + early, device=device).unbind(1) if suppressed or early else None
         """Indices (rows, tokens) of tokens that are not sampled now."""
 
-        self.truncates = bool(cut)
-        self.cut = None if len(cut) == len(rules) else torch.tensor(cut, device=device)
-        """Rows with a truncated distribution; `None` if all are."""
+        self.truncates = bool(truncated)
+        self.truncated = None if len(truncated) == len(rules) else torch.tensor(truncated, device=device)
+        """Rows with a truncated distribution; `None` if all rows have one."""
         limited = np.array(top_ks) < vocabulary
-        self.most_k = int(np.max(top_ks, where=limited, initial=0)) if cut else 0
-        self.top_k = torch.tensor(top_ks, device=device) if self.most_k else None
+        self.max_top_k = int(np.max(top_ks, where=limited, initial=0)) if truncated else 0
+        self.top_k = torch.tensor(top_ks, device=device) if self.max_top_k else None
         self.top_p = torch.tensor(top_ps, device=device).double() if min(top_ps, default=1.0) < 1 else None
         self.min_p = torch.tensor(min_ps, device=device) if max(min_ps, default=0.0) > 0 else None
 
@@ -242,9 +242,9 @@ class Rules:
             return logits
         return logits.to(torch.float32, copy=True).index_put_(self.suppressed, self.never)
 
-    def truncate(self, shares: torch.Tensor) -> torch.Tensor:
-        """Set the shares [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
-        return shares.masked_fill_(shares < _truncation_floors(shares, self), 0.0)
+    def truncate(self, probs: torch.Tensor) -> torch.Tensor:
+        """Set the probabilities [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
+        return probs.masked_fill_(probs < _truncation_floors(probs, self), 0.0)
 
 
 class TokenChoice(NamedTuple):
@@ -286,45 +286,45 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
     if vocabulary != rules.blocks.vocabulary or rows != len(rules.temperature):
         raise ValueError(f"logits: got {rows, vocabulary}, expected {len(rules.temperature), rules.blocks.vocabulary}")
     scores = logits
-    if rules.tempers or rules.forbidden is not None:
+    if rules.has_temperature or rules.forbidden is not None:
         scores = logits.to(torch.float32, copy=True)
-        if rules.cold:
+        if rules.is_cold:
             scores.sub_(scores.amax(-1, keepdim=True))
-        if rules.tempers:
+        if rules.has_temperature:
             scores.div_(rules.temperature[:, None])
         rules.forbid(scores)
     best = scores.argmax(-1, keepdim=True) if rules.greedy is not None else None
     if best is not None and rules.all_greedy:
         ids, processed = best, torch.zeros_like(rules.temperature)
-        sound = scores.gather(1, best)[:, 0]
+        chosen_score = scores.gather(1, best)[:, 0]
     else:
         if numbers is None:
             raise ValueError("numbers: got None, expected a random number for each row that is not greedy")
-        shares = scores.softmax(-1, dtype=torch.float32)
+        probs = scores.softmax(-1, dtype=torch.float32)
         if rules.truncates:
-            rules.truncate(shares)
-        ids, total = sample_by_inverse_cdf(shares, numbers[:, None], rules.blocks)
-        share = shares.gather(1, ids)
+            rules.truncate(probs)
+        ids, total = sample_by_inverse_cdf(probs, numbers[:, None], rules.blocks)
+        prob = probs.gather(1, ids)
         if rules.truncates:
-            share = (share / total).float()
-        sound = processed = share[:, 0].log()
+            prob = (prob / total).float()
+        chosen_score = processed = prob[:, 0].log()
         if best is not None and rules.greedy is not None:
             ids, processed = torch.where(rules.greedy[:, None], best, ids), processed.masked_fill(rules.greedy, 0.0)
-    if rules.only == "processed" and best is None:
+    if rules.common_kind == "processed" and best is None:
         return TokenChoice(ids[:, 0], processed)
     logprobs = processed
     for kind, has_kind in rules.kinds.items():
         kind_logprobs = _model_logprobs(kind, logits, ids[:, 0], rules) if kind != "processed" else processed
-        logprobs = kind_logprobs if rules.only is not None else torch.where(has_kind, kind_logprobs, logprobs)
-    # `sound` is not finite where no token could be chosen: the difference is NaN there, else 0.
-    return TokenChoice(ids[:, 0], logprobs + (sound - sound))
+        logprobs = kind_logprobs if rules.common_kind is not None else torch.where(has_kind, kind_logprobs, logprobs)
+    # The score is not finite if no token could be chosen: the difference is NaN then, else 0.
+    return TokenChoice(ids[:, 0], logprobs + (chosen_score - chosen_score))
 
 
 def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Compute log-probs [rows] before truncation; `tempered` ones without the suppressed tokens, as in training."""
     if kind == "tempered":
         logits = rules.suppress(logits)
-    if kind == "raw" or not rules.tempers:
+    if kind == "raw" or not rules.has_temperature:
         logprobs = from_logits(logits, ids).logprobs
     else:
         logprobs = from_logits(logits, ids, temperature=rules.temperature).logprobs
@@ -350,91 +350,92 @@ class Blocks:
 
 
 def sample_by_inverse_cdf(
-    shares: torch.Tensor, numbers: torch.Tensor, blocks: Blocks
+    probs: torch.Tensor, numbers: torch.Tensor, blocks: Blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample tokens by the inverse of the distribution function, in float64.
 
     Finds the block of tokens in which the cumulative sum passes `number * total`, then the token in the block: one pass
-    over the vocabulary. A token of share 0 is never picked, since the sum does not grow there. The sum within a block
-    is rounded differently and may stay below the target; then the last token with a share is picked.
+    over the vocabulary. A token of probability 0 is never picked, since the sum does not grow there. The sum
+    within a block is rounded differently and may stay below the target; then the last token of nonzero probability is
+    picked.
 
     Args:
-        shares: [rows, V] Unnormalized probabilities.
+        probs: [rows, V] Unnormalized probabilities.
         numbers: [rows, 1] Multiples of 2^-52 below 1.
         blocks: Division of the vocabulary.
 
     Returns:
-        Token ids [rows, 1] and totals of the shares [rows, 1].
+        Token ids [rows, 1] and sums of the probabilities [rows, 1].
 
-    >>> shares = torch.tensor([[0.0, 1.0, 3.0, 0.0]] * 3)
+    >>> probs = torch.tensor([[0.0, 1.0, 3.0, 0.0]] * 3)
     >>> numbers = torch.tensor([[0.0], [0.25], [0.999]], dtype=torch.float64)
-    >>> sample_by_inverse_cdf(shares, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
+    >>> sample_by_inverse_cdf(probs, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
     tensor([1, 2, 2])
     """
-    parts = [blocks.zero, shares[:, : blocks.last_start].view(len(shares), -1, blocks.size).sum(-1)]
+    parts = [blocks.zero, probs[:, : blocks.last_start].view(len(probs), -1, blocks.size).sum(-1)]
     ragged = blocks.last_start < blocks.vocabulary
     if ragged:
-        parts.append(shares[:, blocks.last_start :].sum(-1, keepdim=True))
+        parts.append(probs[:, blocks.last_start :].sum(-1, keepdim=True))
     sums = torch.cat(parts, 1).double().cumsum(-1)
     target = numbers * sums[:, -1:]
     # The first sum is 0 and never past the target. The bounds are for NaN.
     before = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
     columns = torch.add(blocks.steps, before, alpha=blocks.size)
-    piece = shares.gather(1, columns.clamp(max=blocks.vocabulary - 1) if ragged else columns)
+    piece = probs.gather(1, columns.clamp(max=blocks.vocabulary - 1) if ragged else columns)
     if ragged:
         piece.masked_fill_(columns >= blocks.vocabulary, 0.0)
     inside = piece.double().cumsum(-1)
-    place = torch.searchsorted(inside, target - sums.gather(1, before), right=True)
+    index = torch.searchsorted(inside, target - sums.gather(1, before), right=True)
     last = inside.argmax(-1, keepdim=True)  # the first maximum: where the sum stops growing
-    return torch.add(torch.minimum(place, last), before, alpha=blocks.size), sums[:, -1:]
+    return torch.add(torch.minimum(index, last), before, alpha=blocks.size), sums[:, -1:]
 
 
-def _truncation_floors(shares: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """Return the smallest share that each row keeps [rows, 1]."""
-    truncated = shares if rules.cut is None else shares[rules.cut]
+def _truncation_floors(probs: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Return the smallest probability that each row keeps [rows, 1]."""
+    truncated = probs if rules.truncated is None else probs[rules.truncated]
     floor = truncated.new_zeros((len(truncated), 1))
     if rules.min_p is not None:
         floor = truncated.amax(-1, keepdim=True) * rules.min_p[:, None]
     total: torch.Tensor | float = 1.0
     if rules.top_k is not None:
-        best = truncated.topk(rules.most_k, sorted=True).values
-        last = best.gather(1, rules.top_k.clamp(max=rules.most_k)[:, None] - 1)
-        last = last.masked_fill((rules.top_k > rules.most_k)[:, None], 0.0)
+        best = truncated.topk(rules.max_top_k, sorted=True).values
+        last = best.gather(1, rules.top_k.clamp(max=rules.max_top_k)[:, None] - 1)
+        last = last.masked_fill((rules.top_k > rules.max_top_k)[:, None], 0.0)
         floor = torch.maximum(floor, last)
         if rules.top_p is not None:
             total = truncated.masked_fill(truncated < last, 0.0).sum(-1, keepdim=True)
     if rules.top_p is not None:
         floor = torch.maximum(floor, _nucleus_floors(truncated, rules.top_p[:, None], total))
-    if rules.cut is None:
+    if rules.truncated is None:
         return floor
-    return shares.new_zeros((len(shares), 1)).index_copy_(0, rules.cut, floor)
+    return probs.new_zeros((len(probs), 1)).index_copy_(0, rules.truncated, floor)
 
 
-def _nucleus_floors(shares: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
-    """Return the largest share [rows, 1] such that the shares not below it sum to at least `top_p * total`."""
-    size = min(NUCLEUS_SIZE, shares.shape[1])
-    best = shares.topk(size, sorted=True).values
+def _nucleus_floors(probs: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor | float) -> torch.Tensor:
+    """Return the largest p [rows, 1] such that the probabilities >= p sum to at least `top_p * total`."""
+    size = min(NUCLEUS_SIZE, probs.shape[1])
+    best = probs.topk(size, sorted=True).values
     target = top_p * total
     mass = best.double().cumsum(-1)
     floor = best.gather(1, (mass < target).sum(-1, keepdim=True).clamp_(max=size - 1))
     floor = floor.masked_fill(top_p >= 1, 0.0)
-    if size < shares.shape[1]:
+    if size < probs.shape[1]:
         wide = ((mass[:, -1:] < target) & (top_p < 1)).nonzero()[:, 0]  # synchronizes with the device
         if len(wide):
-            best = shares[wide].sort(-1, descending=True).values
+            best = probs[wide].sort(-1, descending=True).values
             mass = best.double().cumsum(-1)
             floor[wide] = best.gather(1, (mass < target[wide]).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1))
     return floor
 
 
-def preallocate(cache: DynamicCache, most: int, step: int = 1) -> DynamicCache:
+def preallocate(cache: DynamicCache, max_tokens: int, step: int = 1) -> DynamicCache:
     """Give the plain attention layers of an empty cache room to grow in place.
 
     Layers of other kinds (sliding windows, linear attention) are unchanged.
 
     Args:
         cache: The cache, changed in place.
-        most: Largest number of tokens that is expected.
+        max_tokens: Largest number of tokens that is expected.
         step: Above 1, keys and values after the first call are padded with zeros to a multiple of it. The model must
             then have a mask, by positions, that hides them.
 
@@ -453,24 +454,24 @@ def preallocate(cache: DynamicCache, most: int, step: int = 1) -> DynamicCache:
 
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
-            cache.layers[i] = _preallocated_layer()(most, step)
+            cache.layers[i] = _preallocated_layer()(max_tokens, step)
     return cache
 
 
 @functools.cache
 def _preallocated_layer() -> Any:
-    """Return the class of such layers, defined when transformers is first needed."""
+    """Return the layer class. It is defined on first use, to import transformers late."""
     from transformers.cache_utils import DynamicLayer
 
     class PreallocatedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-        """Keys and values [rows, heads, tokens, size] that are the first part of larger tensors."""
+        """Keys and values [rows, heads, tokens, size], which are views of larger tensors."""
 
-        def __init__(self, most: int, step: int) -> None:
+        def __init__(self, max_tokens: int, step: int) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
-            self.most, self.step = most, step
+            self.max_tokens, self.step = max_tokens, step
             self.length = 0
             self.storage: list[torch.Tensor] = []
-            self.shown: torch.Tensor | None = None
+            self.view: torch.Tensor | None = None
 
         def get_seq_length(self) -> int:
             return self.length
@@ -490,12 +491,15 @@ def _preallocated_layer() -> Any:
                 self.lazy_initialization(key_states, value_states)
             old, self.length = self.length, self.length + key_states.shape[-2]
             if not old or self.keys is None or self.values is None:
-                self.keys, self.values = key_states, value_states  # of prompts, whose rows may be repeated first
+                self.keys, self.values = (
+                    key_states,
+                    value_states,
+                )  # the prompt; its rows may be repeated first
                 return self.keys, self.values
-            show = self._rounded(self.length)
-            # Selecting rows replaces the tensors that are shown; the storage is then of other rows.
-            if not self.storage or self.keys is not self.shown or self.storage[0].shape[-2] < show:
-                size = max(show, self._rounded(min(self.most, 2 * self.length)))
+            visible = self._rounded(self.length)
+            # Selecting rows replaces `keys`; the storage then has the previous rows.
+            if not self.storage or self.keys is not self.view or self.storage[0].shape[-2] < visible:
+                size = max(visible, self._rounded(min(self.max_tokens, 2 * self.length)))
                 self.storage = []
                 for states in (self.keys, self.values):
                     # Zeros, since masked values must not be NaN.
@@ -505,8 +509,8 @@ def _preallocated_layer() -> Any:
             keys, values = self.storage
             keys[..., old : self.length, :] = key_states
             values[..., old : self.length, :] = value_states
-            self.keys = self.shown = keys[..., :show, :]
-            self.values = values[..., :show, :]
+            self.keys = self.view = keys[..., :visible, :]
+            self.values = values[..., :visible, :]
             return self.keys, self.values
 
         def _rounded(self, length: int) -> int:
@@ -518,7 +522,7 @@ def _preallocated_layer() -> Any:
 _WINDOW = 64
 """Largest number of tokens that are sampled before rows receive them and their rules are updated."""
 _SPARE = 8
-"""Finished rows leave a batch once one in 8 is finished: copying the cache costs about as much as sampling a token."""
+"""Finished rows are removed when 1 / _SPARE of the rows is finished: copying the cache costs as much as a step."""
 
 
 @dataclass
@@ -548,9 +552,9 @@ class DecodingRow:
 
     request: Request
     k: int
-    """Number of the sample within the request."""
-    place: int
-    """Position of the sample within the call."""
+    """Index of the sample in the request."""
+    index: int
+    """Index of the sample in the call."""
     run_id: str
     prepared: PreparedPrompt
     ids: list[int]
@@ -558,9 +562,9 @@ class DecodingRow:
     versions: list[int]
     kind: LogprobsKind | None
     limit: int
-    """Largest length of the response in this call."""
+    """Largest length of the response in this call of the engine."""
     pauses: bool
-    """Whether the limit is that of the call, so that the sample can be continued."""
+    """Whether the limit comes from `pause_after`, so that the sample can be continued."""
     longest: int
     """Largest length of prompt and response in this call."""
     suppress: tuple[int, ...]
@@ -573,7 +577,7 @@ class DecodingRow:
     """Stop texts of the request."""
 
     def next_rule(self) -> tuple[Rule, int]:
-        """Return the rule for the next token, and the number of tokens for which it holds."""
+        """Return the rule for the next token, and the number of tokens for which it applies."""
         sampling, count = self.request.sampling, len(self.ids)
         span = self.limit - count
         temperature = sampling.temperature
@@ -647,7 +651,7 @@ class ModelRunner:
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         self.suppressed = tuple(sorted(set(placeholders(self.config).values())))
-        """Placeholders of media. A sampled one would break the next forward pass."""
+        """Placeholders of media. Sampling one would break the next forward pass."""
         sdpa = getattr(text, "_attn_implementation", None) in ("sdpa", VARLEN)  # which uses SDPA with a cache
         self.stride = 64 if sdpa and self.device.type == "cuda" else 1
         """With a mask, keys and values are padded to a multiple of this: cuDNN plans its kernels for each length."""
@@ -704,14 +708,14 @@ class ModelRunner:
         return inputs
 
     def rope_positions(self, rows: list[DecodingRow], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the spatial positions of left-padded rows [3, rows, width], and the next of each [rows]."""
+        """Compute the spatial positions of left-padded rows [3, rows, width], and the positions of the next tokens."""
         positions = torch.zeros((3, len(rows), width), dtype=torch.int64)
-        following = []
+        next_positions = []
         for i, row in enumerate(rows):
             ids = [*row.prepared.ids, *row.ids]
-            row_positions, after = torch.arange(len(ids)).expand(3, -1), len(ids)
-            # Only the model knows the position of text after a video, which is not one past the largest. A text token
-            # is appended, so that sampling and training agree.
+            row_positions, next_position = torch.arange(len(ids)).expand(3, -1), len(ids)
+            # The position of text after a video is not the largest position plus one, and depends on the model. A text
+            # token is appended, so that the model computes it as in training.
             if self.rope is not None and row.prepared.media:
                 parameters = inspect.signature(self.rope).parameters
                 longer = [*ids, self.padding]
@@ -723,18 +727,18 @@ class ModelRunner:
                         inputs[name][0, : tensor.numel()] = tensor.reshape(-1)
                 inputs = {name: tensor for name, tensor in inputs.items() if name in parameters}
                 row_positions = self.rope(input_ids=torch.tensor([longer]), **inputs)[0].reshape(3, -1)
-                after, row_positions = int(row_positions[0, -1]), row_positions[:, :-1]
+                next_position, row_positions = int(row_positions[0, -1]), row_positions[:, :-1]
             positions[:, i, width - len(ids) :] = row_positions
-            following.append(after)
-        return positions, torch.tensor(following)
+            next_positions.append(next_position)
+        return positions, torch.tensor(next_positions)
 
 
 class DecodingBatch:
     """Rows that are decoded together.
 
     Each prompt runs through the model once for all of its rows that have no token yet; then its cache is repeated.
-    Sampled tokens are kept in arrays for a window of up to 64 steps, in which the rules of the rows stay the same. A
-    row receives its tokens when it is looked at and when the window ends.
+    Sampled tokens are buffered in arrays for a window of up to 64 steps, in which the rules of the rows do not change.
+    They are appended to a row when it may be finished, and when the window ends.
     """
 
     def __init__(self, runner: ModelRunner, rows: list[DecodingRow]) -> None:
@@ -765,7 +769,7 @@ class DecodingBatch:
             version: Version of the policy, recorded for the tokens.
 
         Returns:
-            The rows that are finished by it, and why.
+            The rows that the token finishes.
         """
         logits = self._run_prompts() if self.cache is None else self._run_tokens()
         if self.filled == self.window:
@@ -822,7 +826,7 @@ class DecodingBatch:
         self.versions, self.flushed = [], [0] * len(self.rows)
 
     def _finish_rows(self) -> list[Finished]:
-        """Return the rows that their last tokens end. Only rows that may be finished are looked at."""
+        """Return the rows that their last token finishes."""
         ids = self.ids[:, self.filled - 1]
         broken = np.isnan(self.logprobs[:, self.filled - 1])
         candidates = broken | self.stops[ids] | (self.filled == self.window)
@@ -881,18 +885,18 @@ class DecodingBatch:
             ids[i, width - lengths[i] :] = torch.tensor([*row.prepared.ids, *row.ids])
             longest = max(longest, row.longest)
             has_media = has_media or bool(row.prepared.media)
-        following = torch.tensor(lengths)
-        positions = torch.arange(width) - (width - following[:, None])
+        next_positions = torch.tensor(lengths)
+        positions = torch.arange(width) - (width - next_positions[:, None])
         self.mask = (positions >= 0).long().to(device) if self.padded else None
         positions.clamp_(min=0)
         if runner.rope is not None:
-            positions, following = runner.rope_positions(distinct, width)
+            positions, next_positions = runner.rope_positions(distinct, width)
         media = runner.media(distinct, width) if has_media else {}
         self.cache = preallocate(DynamicCache(config=runner.config), longest, self.stride)
         logits = runner.logits(ids.to(device), self.mask, positions.to(device), self.cache, media)
         runner.stats.prompts += len(distinct)
         runner.stats.prompt_tokens += sum(lengths)
-        self.position = following.to(device)
+        self.position = next_positions.to(device)
         if len(row_indices) != len(distinct):
             repeated = torch.tensor(row_indices, device=device)
             self._select(repeated)
@@ -915,7 +919,7 @@ class DecodingBatch:
             if self.mask.shape[1] < width:
                 added = width + _WINDOW - self.mask.shape[1]
                 self.mask = torch.cat([self.mask, self.mask.new_zeros(len(self.rows), added)], 1)
-            # Positions ahead of the token stay 0. A mask of ones alone would be dropped, and they would be seen.
+            # Later columns stay 0. transformers drops a mask of only ones, and would attend to them.
             self.mask[:, self.width - 1] = 1
         positions = self.position[:, None]
         if runner.rope is not None:

@@ -1,13 +1,13 @@
 """Multi-turn rollouts: environments, the loop that plays episodes with them, and `Episode`, one conversation.
 
-- `Environment`, `Reply`, `EnvironmentConfig`: what users supply.
-- `play_episodes`: plays the episodes of many prompts, one turn of all of them per call of the engine.
+- `Environment`, `Reply`, `EnvironmentConfig`: the types that users implement or create.
+- `play_episodes`: plays the episodes of many prompts; each call of the engine samples one turn of all episodes.
 - `Episode`, `act_all`: one conversation with tools or an environment, turn by turn, with branches.
-- `Recorder`: the records of an episode.
+- `Recorder`: creates the records of an episode.
 
-Invariant: what is sampled in a run depends on the seed, its id and the turn, not on other runs. Observations are
-context and never trained on. Each sampled token is trained in exactly one record. An environment that fails ends its
-own run only.
+Invariant: the samples of a run depend on the seed, the id of the run and the turn, not on other runs. Observations are
+context and are never trained on. Each sampled token is trained in exactly one record. An environment that fails ends
+only its own run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.media import encode_for_record
-from rollbook.core.metrics import StepMetrics, advise
+from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, Sample, Sampling, as_media, token_ids
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.rollout.chat import Drifts
@@ -66,13 +66,13 @@ __all__ = [
 ]
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""What an environment says: text or, if the prompt is a chat, messages. A text in a chat is a message of the user."""
+"""Input for the model: text or, if the prompt is a chat, messages. Text in a chat becomes a user message."""
 
-Counted = Literal["sum", "last"]
+RewardMode = Literal["sum", "last"]
 OnTruncation = Literal["end", "respond"]
 
-_EPISODE = ["on_realign", "on_fork", "parse", "template_options"]
-"""Options of `Episode` that a configuration may set."""
+_EPISODE_OPTIONS = ["on_realign", "on_fork", "parse", "template_options"]
+"""Options of `Episode` that `EnvironmentConfig.episode` may have."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Reply:
     """Reply of an environment to a turn.
 
     Args:
-        observation: What the model reads before its next turn. If there is no next turn, it is recorded in
+        observation: Input of the model before its next turn. If there is no next turn, it is recorded in
             `info["last_observation"]`.
         reward: Reward of the turn, if any.
         done: Whether the episode is over.
@@ -109,9 +109,9 @@ class Reply:
 
 
 class Environment(Protocol):
-    """The other side of one episode. There is one environment for each run of each prompt.
+    """The environment of one episode. Each run of each prompt has its own.
 
-    If it has a method `close`, that is called when the episode is over, however it ended.
+    An optional method `close` is called when the episode is over, also after an error.
 
     >>> class Guess:
     ...     def __init__(self, prompt):
@@ -126,14 +126,14 @@ class Environment(Protocol):
     """
 
     def begin(self) -> Observation | None:
-        """Return what the model reads after the prompt and before its first turn, if anything."""
+        """Return the observation between the prompt and the first turn, or `None`."""
         ...
 
     def respond(self, text: str) -> Reply:
         """Reply to a turn.
 
         Args:
-            text: What the model wrote, without the end token.
+            text: Text of the turn, without the end token.
         """
         ...
 
@@ -146,19 +146,19 @@ class EnvironmentConfig:
     `context`, or `turn` if a turn reached `max_tokens`.
 
     Args:
-        factory: Creates the environment of an episode from its prompt. `prompt.eid` is the id of the run, from which
-            random choices can be seeded.
+        factory: Creates the environment of an episode from its prompt. `prompt.eid` is the id of the run, which can
+            serve as a random seed.
         max_turns: Largest number of turns of the model.
-        context_limit: Largest number of tokens of an episode, including the prompt. By default the model's positions.
+        context_limit: Largest number of tokens of an episode, including the prompt. `None`: the model's positions.
         on_truncation: What happens after a truncated turn. `end`: the episode is over, and the environment does not
             see the turn. `respond`: the environment replies as usual, as in a game whose moves have a fixed number of
             tokens. An episode that the environment then ends has finish reason `stop`.
-        rewards: Whether the reward of an episode is the `sum` of the rewards of its turns or the `last` of them; 0
-            without any. With `sum`, `token_level_reward` has the reward of each turn on its last token, for estimators
-            over time (`ppo`, `gae`, `reinforce`, ...).
+        rewards: Whether the reward of an episode is the `sum` of the rewards of its turns, or the `last` one; 0 if
+            there are none. With `sum`, `token_level_reward` has the reward of each turn on its last token, for
+            temporal estimators (`ppo`, `gae`, `reinforce`, ...).
         workers: Number of environments that respond concurrently, in threads.
         episode: Options of `Episode`: `on_fork`, `on_realign`, `parse`, `template_options`.
-        tokenizer: Renders turns. By default the engine's processor or tokenizer.
+        tokenizer: Renders turns. `None`: the engine's processor or tokenizer.
 
     Raises:
         ValueError: An option is invalid.
@@ -171,7 +171,7 @@ class EnvironmentConfig:
     max_turns: int = 8
     context_limit: int | None = None
     on_truncation: OnTruncation = "end"
-    rewards: Counted = "sum"
+    rewards: RewardMode = "sum"
     workers: int = 1
     episode: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
@@ -180,21 +180,21 @@ class EnvironmentConfig:
         if not callable(self.factory):
             kind = type(self.factory).__name__
             raise ValueError(f"environment: got {kind}, expected a function from a Prompt to an Environment")
-        check_choice("rewards", self.rewards, get_args(Counted))
+        check_choice("rewards", self.rewards, get_args(RewardMode))
         check_choice("on_truncation", self.on_truncation, get_args(OnTruncation))
         check_int("max_turns", self.max_turns, 1)
         check_int("workers", self.workers, 1)
         for name in self.episode:
-            if name not in _EPISODE:
-                raise ValueError(f"episode: unknown option {name!r}{suggest(name, _EPISODE)}")
+            if name not in _EPISODE_OPTIONS:
+                raise ValueError(f"episode: unknown option {name!r}{suggest(name, _EPISODE_OPTIONS)}")
         if self.context_limit is not None:
             check_int("context_limit", self.context_limit, 1)
 
-    def tokenizer_of(self, engine: Engine) -> Any:
-        """Return what renders turns: `tokenizer`, or the engine's processor or tokenizer.
+    def get_tokenizer(self, engine: Engine) -> Any:
+        """Return the tokenizer that renders turns: `tokenizer`, or the engine's processor or tokenizer.
 
         Raises:
-            ValueError: There is none.
+            ValueError: All of them are missing.
         """
         tokenizers = (self.tokenizer, getattr(engine, "processor", None), getattr(engine, "tokenizer", None))
         tokenizer = next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
@@ -267,7 +267,7 @@ class _Play:
         if sampling.max_prompt_tokens is not None:
             raise ValueError("max_prompt_tokens: not supported for episodes; use context_limit")
         self.engine, self.sampling, self.environment, self.metrics = engine, sampling, environment, metrics
-        self.tokenizer = environment.tokenizer_of(engine)
+        self.tokenizer = environment.get_tokenizer(engine)
         self.context_limit = environment.context_limit
         if self.context_limit is None and isinstance(engine, TransformersEngine):
             self.context_limit = engine.runner.positions
@@ -275,7 +275,7 @@ class _Play:
     def run(self, prompts: Sequence[Prompt]) -> Experiences:
         environment = self.environment
         with self.metrics.time("rollout") as stage, ThreadPoolExecutor(environment.workers) as pool:
-            # The same ids as those of single-turn samples.
+            # The runs have the same ids as single-turn samples.
             requests = BaseEngine.requests(prompts, self.sampling)
             runs = [_Run(request.prompt.replace(eid=eid), eid) for request in requests for eid in request.eids]
             try:
@@ -291,7 +291,7 @@ class _Play:
             rows = [row for run in runs for row in run.rows]
             stage["tokens"] = int(sum(row.metrics.get("trained_tokens", 0) for row in rows))
         if runs and all(run.error is not None for run in runs):
-            advise(f"episodes: all {len(runs)} failed; the first: {runs[0].error}")
+            warn_user(f"episodes: all {len(runs)} failed; the first: {runs[0].error}")
         if runs:
             self.metrics.add(_episode_metrics(runs))
         return Experiences(rows)
@@ -308,19 +308,19 @@ class _Play:
                 run.episode = Episode(self.engine, self.tokenizer, run.prompt, eid=run.eid, **options)
             except Exception as error:  # a prompt that cannot be rendered fails alone
                 run.fail(error, "prompt")
-        self._ask([run for run in runs if not run.over], self._begin, map_runs)
+        self._call_environments([run for run in runs if not run.over], self._begin, map_runs)
         live = [run for run in runs if not run.over]
         is_first = True
         while live:
             samples = act_all([run.episode for run in live if run.episode is not None])
             if is_first and all(sample.finish_reason == "length" for sample in samples):
-                advise(
+                warn_user(
                     f"episodes: all {len(samples)} first turns were truncated at "
                     f"max_tokens={self.sampling.max_tokens}; raise sampling.max_tokens"
                 )
             is_first = False
-            waiting = [run for run, sample in zip(live, samples, strict=True) if self._goes_on(run, sample)]
-            self._ask(waiting, _respond, map_runs)
+            waiting = [run for run, sample in zip(live, samples, strict=True) if self._awaits_reply(run, sample)]
+            self._call_environments(waiting, _respond, map_runs)
             live = [run for run in live if not run.over]
 
     def _begin(self, run: _Run) -> Reply | None:
@@ -328,8 +328,8 @@ class _Play:
         observation = run.environment.begin()
         return None if observation is None else Reply(observation)
 
-    def _goes_on(self, run: _Run, sample: Sample) -> bool:
-        """Return whether the environment responds to a turn."""
+    def _awaits_reply(self, run: _Run, sample: Sample) -> bool:
+        """Return whether the environment replies to a turn; otherwise, end the run."""
         if sample.failed:
             run.fail(sample.error or "", "turn")
         elif sample.unfinished:
@@ -338,29 +338,29 @@ class _Play:
             run.over = True
         return not run.over
 
-    def _ask(
-        self, runs: Sequence[_Run], ask: Callable[[_Run], Reply | None], map_runs: Callable[..., Iterable[Any]]
+    def _call_environments(
+        self, runs: Sequence[_Run], call: Callable[[_Run], Reply | None], map_runs: Callable[..., Iterable[Any]]
     ) -> None:
-        """Call environments concurrently, and continue the episodes one by one, since tokenizers are shared."""
+        """Call environments concurrently, and apply their replies one by one, since episodes share the tokenizer."""
 
-        def answer(run: _Run) -> Reply | Exception | None:
+        def call_safely(run: _Run) -> Reply | Exception | None:
             try:
-                return ask(run)
+                return call(run)
             except Exception as error:  # fails this run alone
                 return error
 
         with self.metrics.time("environment"):
-            for run, reply in zip(runs, map_runs(answer, runs), strict=True):
+            for run, reply in zip(runs, map_runs(call_safely, runs), strict=True):
                 if isinstance(reply, Exception):
                     run.fail(reply, "environment")
                 elif reply is not None:
                     try:
-                        self._take(run, reply)
+                        self._apply_reply(run, reply)
                     except Exception as error:  # an observation that cannot be rendered
                         run.fail(error, "environment")
 
-    def _take(self, run: _Run, reply: Reply) -> None:
-        """Continue an episode after a reply."""
+    def _apply_reply(self, run: _Run, reply: Reply) -> None:
+        """Record the reward of a reply, and append its observation or end the run."""
         episode = run.episode
         if episode is None:
             return
@@ -438,15 +438,18 @@ class _Run:
             error=self.error,
         )
 
-    def record(self, counted: Counted, group_size: int) -> None:
+    def record(self, reward_mode: RewardMode, group_size: int) -> None:
         """Create the records of the run: one, or several if the conversation forked."""
         if self.episode is None:
-            self.rows = [_failed(self._failure().replace(group_size=group_size).to_experience(), str(self.error))]
+            self.rows = [
+                _failed_record(self._failure().replace(group_size=group_size).to_experience(), str(self.error))
+            ]
             return
-        total = self.rewards[-1] if counted == "last" and self.rewards else 0.0
-        for row in self.episode.experiences(total):
+        # With `sum`, the episode adds the rewards of its turns itself.
+        reward = self.rewards[-1] if reward_mode == "last" and self.rewards else 0.0
+        for row in self.episode.experiences(reward):
             if self.error is not None:
-                row = _failed(row, self.error)
+                row = _failed_record(row, self.error)
             elif self.ended and row.finish_reason == "length":
                 # The environment replied to a truncated turn, so the episode is not truncated.
                 info = {name: value for name, value in row.info.items() if name != "truncated"}
@@ -457,7 +460,7 @@ class _Run:
             self.rows.append(row)
 
 
-def _failed(row: Experience, error: str) -> Experience:
+def _failed_record(row: Experience, error: str) -> Experience:
     """Return the record of a failed episode: no reward, and nothing to train on."""
     mask = None if row.action_mask is None else torch.zeros_like(row.action_mask)
     return row.replace(reward=math.nan, action_mask=mask, info={**row.info, "reward_error": f"no reward: {error}"})
@@ -467,14 +470,14 @@ POLICIES = ("keep", "fork")
 
 
 class Episode:
-    """A multi-turn conversation of a model with tools or an environment; it refers to one branch.
+    """One branch of a multi-turn conversation of a model with tools or an environment.
 
-    Use an episode from one thread at a time; its branches can act concurrently in one event loop.
+    An episode is not thread-safe, but its branches can act concurrently in one event loop.
 
     Args:
         engine: Samples the turns. Without one, turns are appended by `append_turn` or `append_sample`.
         tokenizer: Tokenizer or processor of the engine's model, which renders messages. Not needed for token ids.
-        prompt: Everything before the first turn: messages, text, token ids or a `Prompt`.
+        prompt: The input before the first turn: messages, text, token ids or a `Prompt`.
         messages: Chat messages, instead of `prompt`.
         eid: Id of the run.
         tools: Tools offered to the model.
@@ -483,12 +486,12 @@ class Episode:
         context_limit: Largest number of tokens of a branch, including the prompt. Turns are truncated to fit; when
             nothing is left, `act` returns a sample without tokens and finish reason `length`.
         group_size: Number of runs of the task; `Episode.group` creates all of them.
-        on_realign: `keep` or `fork`, if rendering the conversation again gives other tokens for the same text (see
+        on_realign: What happens if rendering the conversation again gives other tokens for the same text (see
             `rollbook.rollout.chat.Outcome`). `keep` continues from the sampled tokens. `fork` starts a branch whose
-            prompt is the new rendering; sampled tokens are trained where they were sampled.
-        on_fork: The same, if rendering gives another text.
-        parse: Converts the text of a turn to the assistant's message (with `tool_calls`, say) or `None`. By default the
-            message is the server's (`Sample.message`), or the text.
+            prompt is the new rendering; the sampled tokens are trained in the old branch.
+        on_fork: What happens if rendering gives another text: `keep` or `fork`.
+        parse: Converts the text of a turn to the assistant's message (for example, with `tool_calls`), or to `None`.
+            By default, the message is that of the server (`Sample.message`), or has the text as its content.
         template_options: Options of the chat template, such as `enable_thinking`.
         media: Processed images of the prompt, for the record, if the engine does not return them.
 
@@ -547,7 +550,7 @@ class Episode:
         )
         self._branch = Branch(number=0)
         self._tree.branches.append(self._branch)
-        self._known: tuple[tuple[int, int, int], NextTokens] | None = None
+        self._next_cache: tuple[tuple[int, int, int], NextTokens] | None = None
         if task.token_ids is not None:
             self.observe_tokens(task.token_ids, images=task.images, media=media)
         else:
@@ -572,10 +575,10 @@ class Episode:
         ids = [first, *(first.replace(run=first.run + k, suffix=os.urandom(8).hex()) for k in range(1, n))]
         return [cls(*arguments, **{"group_size": n, **options}, eid=run_eid) for run_eid in ids]
 
-    def _beside(self, branch: Branch) -> Self:
+    def _with_branch(self, branch: Branch) -> Self:
         """Return an episode that refers to another branch."""
         sibling = type(self).__new__(type(self))
-        sibling.engine, sibling._tree, sibling._branch, sibling._known = self.engine, self._tree, branch, None
+        sibling.engine, sibling._tree, sibling._branch, sibling._next_cache = self.engine, self._tree, branch, None
         return sibling
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -583,7 +586,7 @@ class Episode:
     @property
     def eid(self) -> EID:
         """Id of this branch's record: that of the run, with the number of the branch as its step."""
-        return self._tree.id_of(self._branch)
+        return self._tree.record_eid(self._branch)
 
     @property
     def number(self) -> int:
@@ -594,7 +597,7 @@ class Episode:
     def branches(self) -> list[Self]:
         """All branches that can be continued, including this one."""
         alive = [branch for branch in self._tree.branches if branch.continued_as is None]
-        return [self if branch is self._branch else self._beside(branch) for branch in alive]
+        return [self if branch is self._branch else self._with_branch(branch) for branch in alive]
 
     @property
     def tokens(self) -> list[int]:
@@ -696,11 +699,11 @@ class Episode:
         self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: SamplingOption
     ) -> Sample:
         """Sample the next turn in an event loop; see `act`."""
-        engine, question = _engine(self), self._tree.ask(self._branch, self._next(), options)
-        if isinstance(question, Sample):
-            return question
-        samples = await engine.agenerate([question.prompt], [question.sampling], cancel=cancel, pause_after=pause_after)
-        return self._answered(question, samples[0])
+        engine, request = _engine(self), self._tree.request_turn(self._branch, self._next(), options)
+        if isinstance(request, Sample):
+            return request
+        samples = await engine.agenerate([request.prompt], [request.sampling], cancel=cancel, pause_after=pause_after)
+        return self._append_sampled(request, samples[0])
 
     def append_turn(
         self,
@@ -753,14 +756,14 @@ class Episode:
 
     def _next(self) -> NextTokens:
         """Return `Tree.next` of the branch, cached until the branch changes."""
-        if self._known is None or self._known[0] != self._branch.state:
-            self._known = self._branch.state, self._tree.next(self._branch)
-        return self._known[1]
+        if self._next_cache is None or self._next_cache[0] != self._branch.state:
+            self._next_cache = self._branch.state, self._tree.next(self._branch)
+        return self._next_cache[1]
 
-    def _answered(self, question: TurnRequest, sample: Sample) -> Sample:
-        if question.state != self._branch.state:
+    def _append_sampled(self, request: TurnRequest, sample: Sample) -> Sample:
+        if request.state != self._branch.state:
             raise ValueError("act: the branch was changed during the call")
-        self._branch = self._tree.append(self._branch, sample, question.next)
+        self._branch = self._tree.append(self._branch, sample, request.next)
         return sample
 
     # --- observations -----------------------------------------------------------------------------------------------
@@ -782,7 +785,7 @@ class Episode:
         Raises:
             ValueError: The observation has the wrong type or cannot be rendered; the episode is unchanged.
         """
-        renderer, row = self._tree.renderer, self._branch
+        renderer, branch = self._tree.renderer, self._branch
         pictures = list(as_media("images", images))
         if renderer is not None and renderer.chat:
             messages = [observation] if isinstance(observation, Mapping) else observation
@@ -790,22 +793,22 @@ class Episode:
                 isinstance(message, Mapping) and "role" in message for message in messages
             ):
                 raise ValueError(f"observation: got {observation!r}, expected messages with a role")
-            if any(pending.ids is not None for pending in row.pending):
+            if any(pending.ids is not None for pending in branch.pending):
                 raise ValueError("observation: got a message after token ids, expected a turn or more ids")
-            beside = iter(pictures)
-            observations = [extract_images(message, beside) for message in messages]
-            left = tuple(beside)  # the text of the messages has their placeholders
-            if left and observations:
-                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *left))
+            remaining = iter(pictures)
+            observations = [extract_images(message, remaining) for message in messages]
+            rest = tuple(remaining)  # the text of the messages has their placeholders
+            if rest and observations:
+                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *rest))
         elif not isinstance(observation, str):
-            raise ValueError(f"observation: got {type(observation).__name__}, expected text: the prompt is no chat")
+            raise ValueError(f"observation: got {type(observation).__name__}, expected text: the prompt is not a chat")
         elif renderer is None:
             raise ValueError("observation: got text, expected token ids (observe_tokens): the episode has no tokenizer")
-        elif row.unchecked or any(pending.ids is not None for pending in row.pending):
+        elif branch.unchecked or any(pending.ids is not None for pending in branch.pending):
             ids = tuple(renderer.encode_after("", observation, pictures))
             observations = [PendingObservation(ids=ids, images=tuple(pictures))]
         else:
-            role = "observation" if row.turns else "prompt"
+            role = "observation" if branch.turns else "prompt"
             observations = [PendingObservation(message={"role": role, "content": observation}, images=tuple(pictures))]
         self._observe(observations, media)
 
@@ -832,18 +835,19 @@ class Episode:
         self._observe([observation], media)
 
     def _observe(self, observations: list[PendingObservation], media: Mapping[str, Any] | None) -> None:
-        row = self._branch
-        placed = place_media(media, row, observations) if media else None
-        row.pending += observations
-        row.images += [image for observation in observations for image in observation.images]
+        branch = self._branch
+        placed = place_media(media, branch, observations) if media else None
+        images = [image for observation in observations for image in observation.images]
+        branch.pending += observations
+        branch.images += images
         try:
             self._next()  # raises if it cannot be rendered
         except Exception:
-            del row.pending[len(row.pending) - len(observations) :]
-            del row.images[len(row.images) - sum(len(observation.images) for observation in observations) :]
+            del branch.pending[len(branch.pending) - len(observations) :]
+            del branch.images[len(branch.images) - len(images) :]
             raise
         if placed:
-            row.media.append(placed)
+            branch.media.append(placed)
 
     # --- branches and records ---------------------------------------------------------------------------------------
 
@@ -860,7 +864,7 @@ class Episode:
         """
         branch = self._branch.copy(len(self._tree.branches))
         self._tree.branches.append(branch)
-        return self._beside(branch)
+        return self._with_branch(branch)
 
     def experiences(self, reward: float | Callable[[Episode], float | None] | None = None) -> list[Experience]:
         """Create the records of all branches: one for each branch that no other continues.
@@ -881,7 +885,7 @@ class Episode:
         def outcome(branch: Branch) -> float | None:
             if branch.reward is not None or reward is None:
                 return branch.reward
-            score = reward(self._beside(branch)) if callable(reward) else reward
+            score = reward(self._with_branch(branch)) if callable(reward) else reward
             return None if score is None else _check_reward(score)
 
         fields = {"reference": prompt.reference, "label": prompt.label}
@@ -923,7 +927,7 @@ class Episode:
             ValueError: The format or the chat template is another one.
         """
         episode = cls.__new__(cls)
-        episode.engine, episode._known = engine, None
+        episode.engine, episode._next_cache = engine, None
         episode._tree = Tree.from_dict(plain, tokenizer, parse)
         episode._branch = episode._tree.branches[plain["branch"]]
         return episode
@@ -955,22 +959,23 @@ def act_all(
     >>> [sample.response_ids for sample in act_all(episodes)]
     [[5], [6, 7]]
     """
-    questions = [
-        (episode, episode._tree.ask(episode._branch, episode._next(), options))
+    requests = [
+        (episode, episode._tree.request_turn(episode._branch, episode._next(), options))
         for episode in episodes
         if _engine(episode)
     ]
     if any(episode.engine is not episodes[0].engine for episode in episodes):
         raise ValueError("episodes: got several engines, expected one")
-    waiting = [question for _, question in questions if isinstance(question, TurnRequest)]
+    # If the context of an episode is full, there is a sample instead of a request.
+    waiting = [request for _, request in requests if isinstance(request, TurnRequest)]
     samples: Iterator[Sample] = iter(())
     if waiting:
-        prompts, samplings = [question.prompt for question in waiting], [question.sampling for question in waiting]
+        prompts, samplings = [request.prompt for request in waiting], [request.sampling for request in waiting]
         engine = _engine(episodes[0])
         samples = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
     return [
-        question if isinstance(question, Sample) else episode._answered(question, next(samples))
-        for episode, question in questions
+        request if isinstance(request, Sample) else episode._append_sampled(request, next(samples))
+        for episode, request in requests
     ]
 
 
@@ -987,7 +992,7 @@ def _with_batch(eid: EID | None) -> EID:
 
 
 def _check_reward(reward: float) -> float:
-    """Check a reward; NaN stands for a missing one."""
+    """Check a reward. NaN, a missing reward, is allowed."""
     return float(reward) if reward != reward else check_float("reward", reward)
 
 
@@ -1000,7 +1005,7 @@ class Recorder:
     """The `info` that all records share."""
 
     def records(self, outcome: Callable[[Branch], float | None]) -> list[Experience]:
-        """Create a record for each branch that is not part of another; a token is trained in the first of them."""
+        """Create a record for each branch that is not part of another. A shared token is trained in the first one."""
         branches = recorded_branches(self.tree.branches)
         trained: set[int] = set()
         records = []
@@ -1022,7 +1027,7 @@ class Recorder:
         candidates = [origin, *branches] if any(other is origin for other in branches) else branches
         for candidate in candidates:
             if candidate.numbers[: len(path)] == path:
-                return None if candidate is branch else self.tree.id_of(candidate).uid
+                return None if candidate is branch else self.tree.record_eid(candidate).uid
         return None
 
     def _record(
@@ -1033,11 +1038,11 @@ class Recorder:
         if branch.pending and branch.continued_as is None:
             limit = self.tree.context_limit
             try:
-                tail = tuple(self.tree.tail(branch, not spans))  # a prompt ends with what a turn begins with
+                tail = tuple(self.tree.tail(branch, not spans))  # a prompt includes the start of the assistant's turn
             except ValueError as error:
                 tail, info["not_rendered"] = (), str(error)
             if spans and limit is not None and len(branch.ids) + len(tail) > limit:
-                info["left_out_tokens"] = len(tail)  # no turn follows them
+                info["left_out_tokens"] = len(tail)  # beyond the limit, and no turn follows
             else:
                 spans.append(Span(number=-1, kind="observation" if spans else "prompt", ids=tail))
         prompt = len(spans[0].ids) if spans else 0
@@ -1061,7 +1066,7 @@ class Recorder:
         reward, by_token = self._rewards(branch, end, response, mask, outcome)
         renderer, tools = self.tree.renderer, self.tree.prompt.tools
         return Experience(
-            eid=self.tree.id_of(branch),
+            eid=self.tree.record_eid(branch),
             tokens=[token for span in spans for token in span.ids],
             prompt_length=prompt,
             action_mask=mask,
@@ -1089,21 +1094,21 @@ class Recorder:
         """Describe the tokens in order: the kind of each `tokens[start:stop]`."""
         numbers = {span.number for span in spans}
         common = _sampling([turn for turn in turns if turn.key in numbers]) or {}
-        place = {piece.number: i for i, turn in enumerate(turns) for piece in turn.pieces}
+        turn_index = {piece.number: i for i, turn in enumerate(turns) for piece in turn.pieces}
         segments: list[dict[str, Any]] = []
-        at = 0
+        stop = 0
         for span in spans:
-            start, at = at, at + len(span.ids)
-            segment: dict[str, Any] = {"kind": span.kind, "start": start, "stop": at}
-            if span.number in place:
-                turn = turns[place[span.number]]
-                segment |= {"turn": place[span.number], "trained": span.number in trained_here}
+            start, stop = stop, stop + len(span.ids)
+            segment: dict[str, Any] = {"kind": span.kind, "start": start, "stop": stop}
+            if span.number in turn_index:
+                turn = turns[turn_index[span.number]]
+                segment |= {"turn": turn_index[span.number], "trained": span.number in trained_here}
                 segment["finish_reason"] = turn.finish_reason if span.number == turn.key else "abort"
                 others = {name: value for name, value in turn.sampling.items() if common.get(name) != value}
                 more: dict[str, Any] = {"sampling": others or None, "stop_reason": turn.stop_reason}
                 more["reward"] = self.tree.turn_rewards.get(span.number)
                 segment |= {name: value for name, value in more.items() if value is not None}
-            if at > start or span.kind == "model":
+            if stop > start or span.kind == "model":
                 segments.append(segment)
         return segments
 
@@ -1112,8 +1117,8 @@ class Recorder:
     ) -> tuple[float | None, list[float] | None]:
         """Return the reward of the episode, and the rewards per token.
 
-        The reward of a turn is on its last token, if that is trained. Later turns of other branches and the outcome are
-        on the last trained token.
+        The reward of a turn is on its last token, if that is trained. The outcome, and the rewards of turns after a
+        fork, are on the last trained token.
         """
         scores = {
             turn.key: self.tree.turn_rewards[turn.key] for turn in end.turns if turn.key in self.tree.turn_rewards
@@ -1121,19 +1126,19 @@ class Recorder:
         if not scores:
             return outcome, None
         total = sum(scores.values()) + (0.0 if outcome is None else outcome)
-        here = {turn.key for turn in branch.turns}
+        own_keys = {turn.key for turn in branch.turns}
         actions = [i for i, trains in enumerate(mask) if trains]
         by_token = [0.0] * len(mask)
         if actions:
-            later = sum(score for key, score in scores.items() if key not in here)
+            later = sum(score for key, score in scores.items() if key not in own_keys)
             by_token[actions[-1]] += later + (0.0 if outcome is None else outcome)
-            at = 0
+            stop = 0
             for span in response:
-                at += len(span.ids)
-                trains = mask[at - 1] if span.ids else False
+                stop += len(span.ids)
+                trains = mask[stop - 1] if span.ids else False
                 if span.number in scores and (trains or not span.ids):
                     # A turn without tokens has its reward on the token before it.
-                    by_token[max((i for i in actions if i < at), default=actions[0])] += scores[span.number]
+                    by_token[max((i for i in actions if i < stop), default=actions[0])] += scores[span.number]
         return total, by_token
 
 
@@ -1144,8 +1149,8 @@ def join_media(media: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         media: Media of each observation, as returned by `place_media`.
 
     Returns:
-        Tensors concatenated along their first axis. Tensors per token [1, n], which start at the first token, are added
-        up; they are left out if an observation has none, and derived by the model. `None` without media.
+        Tensors concatenated along their first axis. Tensors per token [1, n], which start at the first token, are
+        summed. They are left out if an observation has none; the model then derives them. `None` without media.
 
     >>> import torch
     >>> first = {"pixel_values": torch.zeros(2, 3), "mm_token_type_ids": torch.tensor([[0, 1]])}
@@ -1174,10 +1179,10 @@ def _per_token(response: Sequence[Span], name: Literal["logprobs", "versions"]) 
         return None
     values: list[Any] = []
     for span in response:
-        here = getattr(span, name)
+        span_values = getattr(span, name)
         if span.kind != "model":
-            here = [0.0 if name == "logprobs" else values[-1] if values else 0] * len(span.ids)
-        values += here
+            span_values = [0.0 if name == "logprobs" else values[-1] if values else 0] * len(span.ids)
+        values += span_values
     return values
 
 
@@ -1205,8 +1210,8 @@ def _sampling(turns: Sequence[Turn]) -> dict[str, Any] | None:
         return None
     first = turns[0]
     options = {name: value for name, value in first.sampling.items() if name != "seed"}
-    has = all(piece.logprobs is not None for turn in turns for piece in turn.pieces)
-    options["logprobs"] = first.logprobs_kind if has else None
+    has_logprobs = all(piece.logprobs is not None for turn in turns for piece in turn.pieces)
+    options["logprobs"] = first.logprobs_kind if has_logprobs else None
     return options if first.run_id is None else {**options, "run": first.run_id}
 
 

@@ -1,16 +1,18 @@
 """Decoding with continuous batching over a paged key-value cache; on CUDA the decode step is a captured graph.
 
-A `PagedDecoder` belongs to an engine: it owns the cache, the device buffers and the graphs. A `PagedBatch` belongs to a
-call: its rows join when there is room, are decoded in windows of a few tokens, and leave when they are finished. The
-host looks at the tokens once per window, not once per token.
+An engine has one `PagedDecoder`, which owns the cache, the device buffers and the graphs. Each call of the engine has a
+`PagedBatch`: rows join when there is room, are decoded `WINDOW` tokens at a time, and are removed when they finish. The
+host reads the sampled tokens once per window, not once per token.
 
-Invariant: between two windows the device holds nothing but keys and values that the host does not know, too. Every
-window begins by copying the state of the rows to the device, so that rows, calls and weights can change in between.
+Invariant: between two windows, only the keys and values are on the device alone. The rest of the state is on the host
+and is copied to the device at the start of each window, so rows, calls and weights can change between windows.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,42 +43,41 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 ATTENTION = "rollbook_paged"
-"""Name of the attention implementation in transformers while a decoder runs a model."""
+"""Name under which transformers knows the attention of this module."""
 PAGE_SIZE = 64
 """Tokens per page of the cache."""
 WINDOW = 16
-"""Tokens that are sampled for each row before the host looks at them. A row that ends wastes half of it on average."""
+"""Tokens per row and window. A row that ends within a window wastes half of the window on average."""
 PREFILL_TOKENS = 16_384
-"""Largest number of tokens of prompts in one forward pass, unless a prompt is longer."""
+"""Largest number of prompt tokens in one forward pass; a longer prompt has a pass of its own."""
 GRAPH_ROWS = (8, 32, 128, 512, 2048)
-"""Sizes of batches that graphs are captured for, up to the engine's `max_batch_rows`."""
+"""Batch sizes for which graphs are captured, besides the engine's `max_batch_rows`."""
 REFILL_SHARE = 8
-"""Prompts join when one in 8 rows is free: a forward pass of prompts delays all other rows."""
+"""New rows join when 1 / REFILL_SHARE of the rows is free, since a prefill delays all other rows."""
 _NEVER = 1 << 62
-"""Number of tokens before which a token is not sampled, if it is never sampled."""
+"""Minimum response length of a token that is never sampled (see `LiveRow.forbidden`)."""
 
 
 class UnsupportedModelError(RollbookError):
     """A model cannot be decoded over a paged cache."""
 
 
-def why_not(runner: ModelRunner) -> str | None:
+def unsupported_reason(runner: ModelRunner) -> str | None:
     """Return why a model cannot be decoded over a paged cache, or `None` if nothing is known to prevent it."""
     model = runner.base
     name = type(model).__name__
-    text = text_config(model)
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    config = text_config(model)
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not let its attention be replaced"
     if not {"position_ids", "logits_to_keep"} <= runner.takes:
         return f"the forward method of {name} takes no position_ids or no logits_to_keep"
-    if kinds:
-        return f"{name} has layers of {', '.join(sorted(kinds))}"
-    if getattr(text, "num_kv_shared_layers", 0):
+    if other_layers:
+        return f"{name} has layers of {', '.join(sorted(other_layers))}"
+    if getattr(config, "num_kv_shared_layers", 0):
         return f"{name} has layers that share keys and values"
-    if any(
-        getattr(config, "is_prompt_learning", False) for config in getattr(runner.model, "peft_config", {}).values()
-    ):
+    adapters = getattr(runner.model, "peft_config", {}).values()
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters):
         return "the adapter is a learned prompt"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return f"{name} is on several devices"
@@ -87,10 +88,10 @@ def why_not(runner: ModelRunner) -> str | None:
 
 
 class PagePool:
-    """Counts the users of each page of a cache. Page 0 is scratch: finished and empty rows write to it.
+    """Free pages of a cache, and a reference count for each page in use. Finished and empty rows write to page 0.
 
     Args:
-        pages: Number of pages, the scratch page included.
+        pages: Number of pages, including page 0, which is never taken.
 
     >>> pool = PagePool(4)
     >>> first = pool.take(2)
@@ -130,19 +131,19 @@ class PagePool:
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages that hold some tokens."""
+    """Return the number of pages needed for `tokens` tokens."""
     return -(-tokens // PAGE_SIZE)
 
 
 @functools.cache
 def _cache_class() -> Any:
-    """Return the class of caches, defined when transformers is first needed."""
+    """Return the cache class. It is defined on first use, to import transformers late."""
     from transformers import Cache
 
     class PagedCache(Cache):
-        """Keys and values of all layers in one tensor [layers, 2, tokens, heads, size]; tokens are grouped in pages.
+        """Keys and values of all layers in one tensor [layers, 2, pages * PAGE_SIZE, heads, size].
 
-        A forward pass writes to the places `write_index` [tokens of the pass]. Attention is that of `attention`.
+        A forward pass writes its token i to `write_index[i]`.
         """
 
         def __init__(self, layers: int, pages: int) -> None:
@@ -151,7 +152,7 @@ def _cache_class() -> Any:
             self.storage: torch.Tensor | None = None
             self.write_index = torch.zeros(0, dtype=torch.int64)
             self.layer = 0
-            """The layer that was written last, which attends next."""
+            """The layer of the last `update`, whose attention is computed next."""
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -164,7 +165,7 @@ def _cache_class() -> Any:
             return key_states, value_states
 
         def storage_for(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            """Return the storage, allocated for keys and values [tokens, heads, size] of this shape."""
+            """Return the storage for keys and values [tokens, heads, size]. The first call allocates it."""
             if self.storage is None:
                 shape = (self.layer_count, 2, self.pages * PAGE_SIZE, *keys.shape[1:])
                 self.storage = keys.new_zeros(shape)
@@ -182,12 +183,12 @@ def _cache_class() -> Any:
 
 
 class PackedAttention:
-    """Attention within each of several sequences that lie end to end in one row."""
+    """Causal attention within each of several sequences that are packed in one row."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.ends = np.cumsum([0, *lengths]).tolist()
-        self.longest = max(lengths)
-        self.boundaries = torch.tensor(self.ends, dtype=torch.int32, device=device)
+        self.bounds = np.cumsum([0, *lengths]).tolist()
+        self.max_length = max(lengths)
+        self.cu_seqlens = torch.tensor(self.bounds, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -206,40 +207,39 @@ class PackedAttention:
         size = query.shape[-1]
         half = query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda"
         if half and softcap is None and size % 8 == 0 and size <= 256:
-            return self._kernel(query, key, value, scale, window)
+            return self._varlen_attention(query, key, value, scale, window)
         outputs = []
-        for start, stop in zip(self.ends, self.ends[1:], strict=False):
+        for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
             q, k, v = (part[:, :, start:stop] for part in (query, key, value))
             mask = None
             if window is not None and window < stop - start:
-                every = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device)
-                mask = every.tril().triu(1 - window)
+                ones = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device)
+                mask = ones.tril().triu(1 - window)
             outputs.append(_dense_attention(q, k, v, mask, scale, softcap))
         return torch.cat(outputs, 2).transpose(1, 2)
 
-    def _kernel(
+    def _varlen_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         groups = query.shape[1] // key.shape[1]
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-        if groups > 1:  # one copy for all samples of a prompt
+        if groups > 1:  # a small copy: a prompt runs once for all its samples
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        seen = (-1 if window is None else window - 1, 0)
-        output: Any = varlen_attn(
-            q, k, v, self.boundaries, self.boundaries, self.longest, self.longest, scale=scale, window_size=seen
-        )
+        window_size = (-1 if window is None else window - 1, 0)
+        cu_seqlens, most = self.cu_seqlens, self.max_length
+        output: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, most, most, scale=scale, window_size=window_size)
         return output.unsqueeze(0)  # type: ignore[no-any-return]
 
 
 class DecodeAttention:
-    """Attention from the last token of each row to the row's pages.
+    """Attention from the current token of each row to the row's pages.
 
     Args:
         cache: The cache.
         table: [rows, pages] Pages of each row.
-        lengths: [rows] Number of tokens of each row before the last one.
+        lengths: [rows] Number of tokens of each row before the current one.
     """
 
     def __init__(self, cache: Any, table: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -273,14 +273,14 @@ class DecodeAttention:
                 softcap=softcap,
             )
             return output.unsqueeze(1)
-        slots = torch.arange(PAGE_SIZE, device=query.device)
-        places = (self.table[:, :, None] * PAGE_SIZE + slots).flatten(1).long()  # [rows, tokens]
-        position = torch.arange(places.shape[1], device=query.device)
-        seen = position <= self.lengths[:, None]
+        offsets = torch.arange(PAGE_SIZE, device=query.device)
+        index = (self.table[:, :, None] * PAGE_SIZE + offsets).flatten(1).long()  # [rows, tokens]
+        position = torch.arange(index.shape[1], device=query.device)
+        mask = position <= self.lengths[:, None]
         if window is not None:
-            seen &= position > self.lengths[:, None] - window
-        k, v = (states[places].transpose(1, 2) for states in (keys, values))
-        return _dense_attention(query, k, v, seen[:, None, None], scale, softcap).transpose(1, 2)
+            mask &= position > self.lengths[:, None] - window
+        k, v = (states[index].transpose(1, 2) for states in (keys, values))
+        return _dense_attention(query, k, v, mask[:, None, None], scale, softcap).transpose(1, 2)
 
 
 def _dense_attention(
@@ -291,7 +291,7 @@ def _dense_attention(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend [rows, heads, queries, size], causally without a mask."""
+    """Attend from query [rows, heads, queries, size]. Without a mask, attention is causal."""
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -304,10 +304,12 @@ def _dense_attention(
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype) @ value
 
 
+_pass_lock = threading.Lock()
+"""Held during a forward pass. transformers calls `_attend` without saying for which pass, so one runs at a time."""
 _attention: PackedAttention | DecodeAttention | None = None
-"""Attention of the forward pass that is running. One pass runs at a time, under the engine's lock."""
+"""Attention of the running forward pass."""
 _windows: set[int] = set()
-"""Sliding windows that models passed on since `_attending` was entered."""
+"""Sliding windows of the layers that the running forward pass has reached."""
 
 
 def _attend(
@@ -321,7 +323,7 @@ def _attend(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, as transformers calls an attention implementation. The mask is `None` for implementations without one."""
+    """Compute attention with the signature of an implementation in transformers. `attention_mask` is always `None`."""
     unsupported = [name for name in ("s_aux", "position_bias") if options.get(name) is not None]
     if _attention is None or unsupported or not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"its attention has {', '.join(unsupported) or 'no causal order'}")
@@ -332,52 +334,53 @@ def _attend(
 
 
 @contextmanager
-def _attending(runner: ModelRunner, attention: PackedAttention | DecodeAttention) -> Iterator[None]:
-    """Run a model with this attention; afterwards it has its own again."""
+def _use_attention(runner: ModelRunner, attention: PackedAttention | DecodeAttention) -> Iterator[None]:
+    """Replace the attention of a model during one forward pass."""
     global _attention
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attend)
     config = text_config(runner.base)
-    own, _attention = config._attn_implementation, attention
-    config._attn_implementation_internal = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = own
-        _attention = None
+    with _pass_lock:
+        implementation, _attention = config._attn_implementation, attention
+        _windows.clear()
+        config._attn_implementation_internal = ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation_internal = implementation
+            _attention = None
 
 
 # --- the decode step ------------------------------------------------------------------------------------------------
 
 (_ID, _POSITION, _LENGTH, _COUNT, _ALIVE, _LIMIT, _STOP_SET, _GREEDY, _KIND, _TOP_K, _STEP) = range(11)
-"""Rows of the integer state [fields, rows]. `_STEP` has the number of the step in its first entry."""
-_TEMPERATURE, _TOP_P, _MIN_P, _NUMBERS = range(4)
-"""Rows of the float state [3 + WINDOW, rows]; the random numbers of the window's steps come last."""
+"""Indices of `StepState.integers`. The first entry of `_STEP` is the index of the step in the window."""
+_TEMPERATURE, _TOP_P, _MIN_P, _UNIFORM = range(4)
+"""Indices of `StepState.floats`. From `_UNIFORM` on, there is a random number for each step of the window."""
 
 
 class Variant(NamedTuple):
-    """What a captured step is specialized for."""
+    """Options of a decode step that select its code. A graph is captured for each variant."""
 
     rows: int
     greedy: str
     """`none`, `some` or `all`."""
-    tempers: bool
+    has_temperature: bool
     """Whether a temperature is not 1."""
-    cold: bool
-    """Whether logits divided by a temperature would lose precision."""
+    is_cold: bool
+    """Whether a temperature is below `COLD_TEMPERATURE`."""
     top_k: bool
     top_p: bool
     min_p: bool
     kinds: tuple[str, ...]
+    """Kinds of log-probs."""
     forbidden: int
-    """Columns of the table of forbidden tokens."""
-    stop_sets: int
-    """Rows of the table of stop tokens."""
+    """Largest number of forbidden tokens of a row, rounded up."""
 
 
 class StepRules(Rules):
-    """The rules of a captured step: views of the state on the device, which the host rewrites for each window."""
+    """Rules that are read from the state on the device, which the host rewrites for each window."""
 
     def __init__(self, variant: Variant, state: StepState, blocks: Blocks) -> None:
         rows = variant.rows
@@ -385,8 +388,8 @@ class StepRules(Rules):
         self.all_greedy = variant.greedy == "all"
         self.greedy = None if variant.greedy == "none" else state.integers[_GREEDY, :rows] > 0
         self.temperature = state.floats[_TEMPERATURE, :rows].float()
-        self.tempers, self.cold = variant.tempers, variant.cold
-        self.only = variant.kinds[0] if len(variant.kinds) == 1 else None  # type: ignore[assignment]
+        self.has_temperature, self.is_cold = variant.has_temperature, variant.is_cold
+        self.common_kind = variant.kinds[0] if len(variant.kinds) == 1 else None  # type: ignore[assignment]
         kind = state.integers[_KIND, :rows]
         self.kinds = {name: kind == KINDS.index(name) for name in variant.kinds}  # type: ignore[misc]
         self.forbidden = state.forbidden if variant.forbidden else None  # type: ignore[assignment]
@@ -400,46 +403,46 @@ class StepRules(Rules):
     def suppress(self, logits: torch.Tensor) -> torch.Tensor:
         if not self.variant.forbidden:
             return logits
-        # All tokens but those that are never sampled are allowed at this count.
+        # At this count, only the tokens that are never sampled are forbidden.
         count = torch.full_like(self.state.integers[_COUNT, : self.variant.rows], _NEVER - 1)
         return self._exclude(logits.to(torch.float32, copy=True), count)
 
     def _exclude(self, scores: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        tokens, until = self.state.forbidden[:, : self.variant.rows, : self.variant.forbidden]
-        penalty = torch.where(count[:, None] < until, -torch.inf, 0.0).to(scores.dtype)
+        tokens, min_counts = self.state.forbidden[:, : self.variant.rows, : self.variant.forbidden]
+        penalty = torch.where(count[:, None] < min_counts, -torch.inf, 0.0).to(scores.dtype)
         return scores.scatter_add_(1, tokens, penalty)
 
-    def truncate(self, shares: torch.Tensor) -> torch.Tensor:
+    def truncate(self, probs: torch.Tensor) -> torch.Tensor:
         rows, floats = self.variant.rows, self.state.floats
-        floor = shares.new_zeros((rows, 1))
+        floor = probs.new_zeros((rows, 1))
         if self.variant.min_p:
-            floor = shares.amax(-1, keepdim=True) * floats[_MIN_P, :rows, None].float()
+            floor = probs.amax(-1, keepdim=True) * floats[_MIN_P, :rows, None].float()
         mass: torch.Tensor | float = 1.0
         if self.variant.top_k:
             top_k = self.state.integers[_TOP_K, :rows].float()
-            last = _find_floors(shares, top_k, mass=False)
-            floor = torch.maximum(floor, last)
-            mass = shares.masked_fill(shares < last, 0.0).sum(-1)
+            top_k_floor = _find_floors(probs, top_k, mass=False)
+            floor = torch.maximum(floor, top_k_floor)
+            mass = probs.masked_fill(probs < top_k_floor, 0.0).sum(-1)
         if self.variant.top_p:
             top_p = floats[_TOP_P, :rows].float()
-            nucleus = _find_floors(shares, top_p * mass, mass=True)
-            floor = torch.maximum(floor, nucleus.masked_fill(top_p[:, None] >= 1, 0.0))
-        return shares.masked_fill_(shares < floor, 0.0)
+            top_p_floor = _find_floors(probs, top_p * mass, mass=True)
+            floor = torch.maximum(floor, top_p_floor.masked_fill(top_p[:, None] >= 1, 0.0))
+        return probs.masked_fill_(probs < floor, 0.0)
 
 
-def _find_floors(shares: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
-    """Find the largest share such that the tokens not below it reach a target [rows, 1]; 0 if none does."""
-    if shares.device.type == "cuda":
-        return decode_triton.find_floors(shares, targets, mass=mass)
-    ordered = shares.sort(-1, descending=True).values
-    reached = ordered.double().cumsum(-1) if mass else torch.arange(1, shares.shape[1] + 1).expand_as(shares)
+def _find_floors(probs: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
+    """Compute `decode_triton.find_floors` on any device."""
+    if probs.device.type == "cuda":
+        return decode_triton.find_floors(probs, targets, mass=mass)
+    ordered = probs.sort(-1, descending=True).values
+    reached = ordered.double().cumsum(-1) if mass else torch.arange(1, probs.shape[1] + 1).expand_as(probs)
     below = (reached < targets[:, None]).sum(-1, keepdim=True)
-    floors = ordered.gather(1, below.clamp(max=shares.shape[1] - 1))
-    return floors.masked_fill(below >= shares.shape[1], 0.0)
+    floors = ordered.gather(1, below.clamp(max=probs.shape[1] - 1))
+    return floors.masked_fill(below >= probs.shape[1], 0.0)
 
 
 class StepState:
-    """The state of the rows on the device: fixed addresses, which captured graphs read and write.
+    """Device buffers with the state of the rows. Captured graphs read and write them, so their addresses are fixed.
 
     Args:
         rows: Largest number of rows.
@@ -451,7 +454,7 @@ class StepState:
     def __init__(self, rows: int, pages: int, vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
         self.integers = torch.zeros((_STEP + 1, rows), dtype=torch.int64, device=device)
-        self.floats = torch.zeros((_NUMBERS + WINDOW, rows), dtype=torch.float64, device=device)
+        self.floats = torch.zeros((_UNIFORM + WINDOW, rows), dtype=torch.float64, device=device)
         self.table = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self.forbidden = torch.zeros((2, rows, 0), dtype=torch.int64, device=device)
         self.stops = torch.zeros((1, vocabulary), dtype=torch.bool, device=device)
@@ -459,7 +462,7 @@ class StepState:
         self.logprobs = torch.zeros((WINDOW, rows), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
-        """Make all rows empty, so that a step writes to the scratch page only."""
+        """Make all rows empty, so that a step writes to page 0 only."""
         for tensor in (self.integers, self.floats, self.table, self.forbidden):
             tensor.zero_()
         self.floats[_TEMPERATURE] = 1.0
@@ -471,7 +474,7 @@ class PagedDecoder:
     Args:
         runner: Calls the model.
         max_rows: Largest number of rows that are decoded together.
-        capture: Whether the step is captured in CUDA graphs. Without, the same step runs eagerly.
+        capture: Whether to capture the decode step in CUDA graphs. Otherwise it runs eagerly.
     """
 
     def __init__(self, runner: ModelRunner, max_rows: int, capture: bool) -> None:
@@ -482,8 +485,8 @@ class PagedDecoder:
         self.graphs: dict[Variant, torch.cuda.CUDAGraph] = {}
         self.stop_sets: dict[frozenset[int], int] = {}
         self.calls = 0
-        """Number of calls that are using the cache."""
-        self._memory: Any = None
+        """Number of engine calls that are using the cache."""
+        self._graph_pool: Any = None
         self._fingerprint: tuple[Any, ...] = ()
 
     @property
@@ -492,14 +495,14 @@ class PagedDecoder:
         return 0 if self.cache is None or self.cache.storage is None else int(self.cache.storage.nbytes)
 
     def reserve(self, longest: int, tokens: int) -> bool:
-        """Make a cache, unless the present one is large enough. Graphs that the weights have moved from are dropped.
+        """Allocate a larger cache if needed, and drop the graphs if the weights moved to other addresses.
 
         Args:
-            longest: Number of tokens that the longest row may have.
-            tokens: Number of tokens of the cache, if there is memory for it.
+            longest: Largest number of tokens of a row.
+            tokens: Number of tokens that the cache should hold.
 
         Returns:
-            Whether the cache has room for the longest row. While another call uses the cache, it cannot grow.
+            Whether the cache can hold the longest row. It cannot grow while another call uses it.
         """
         if self.graphs and self._fingerprint != self._model_fingerprint():
             self._drop_graphs()
@@ -522,11 +525,11 @@ class PagedDecoder:
     def _drop_graphs(self) -> None:
         for graph in self.graphs.values():
             graph.reset()
-        self.graphs, self._memory = {}, None
+        self.graphs, self._graph_pool = {}, None
 
     def _model_fingerprint(self) -> tuple[Any, ...]:
-        """Return what a graph depends on beyond its inputs: addresses of the weights, and which adapters are active."""
-        # A transformers model without adapters has the attribute, too, and raises.
+        """Return the addresses of the weights and the active adapters, which are constants in a captured graph."""
+        # In a transformers model without adapters, `active_adapters` raises.
         adapters = (
             getattr(self.runner.model, "active_adapters", ()) if hasattr(self.runner.model, "peft_config") else ()
         )
@@ -538,20 +541,20 @@ class PagedDecoder:
         pointers = [parameter.data_ptr() for parameter in self.runner.model.parameters()]
         return (*pointers, *disabled, str(adapters() if callable(adapters) else adapters))
 
-    # --- prompts ----------------------------------------------------------------------------------------------------
+    # --- prefill ----------------------------------------------------------------------------------------------------
 
     def prefill(self, rows: Sequence[DecodingRow], pages: Sequence[list[int]]) -> tuple[torch.Tensor, list[int]]:
-        """Run sequences through the model and write their keys and values to pages.
+        """Run rows through the model and write their keys and values to pages.
 
         Args:
-            rows: A row for each sequence: its prompt and its response so far.
-            pages: The pages of each.
+            rows: Rows whose prompt and response so far are run.
+            pages: Pages of each row.
 
         Returns:
-            Logits after the last tokens [rows, V], and the position of each sequence's next token.
+            Logits of the next tokens [rows, V], and their positions.
         """
         logits: list[torch.Tensor] = []
-        following: list[int] = []
+        next_positions: list[int] = []
         chunk: list[int] = []
         for i, row in enumerate(rows):
             tokens = sum(_length(rows[j]) for j in chunk)
@@ -561,18 +564,18 @@ class PagedDecoder:
             if row.prepared.media:
                 row_logits, position = self._prefill_media(row, pages[i])
                 logits.append(row_logits)
-                following.append(position)
+                next_positions.append(position)
             else:
                 chunk.append(i)
-                following.append(_length(row))
+                next_positions.append(_length(row))
         if chunk:
             logits.append(self._prefill_packed([rows[j] for j in chunk], [pages[j] for j in chunk]))
         self.runner.stats.prompts += len(rows)
         self.runner.stats.prompt_tokens += sum(map(_length, rows))
-        return torch.cat(logits), following
+        return torch.cat(logits), next_positions
 
     def _prefill_packed(self, rows: Sequence[DecodingRow], pages: Sequence[list[int]]) -> torch.Tensor:
-        """Run sequences end to end in one forward pass; return the logits after each [rows, V]."""
+        """Run rows packed in one forward pass; return the logits of their next tokens [rows, V]."""
         runner, device = self.runner, self.runner.device
         lengths = [_length(row) for row in rows]
         ids = torch.tensor([[token for row in rows for token in (*row.prepared.ids, *row.ids)]], device=device)
@@ -581,9 +584,8 @@ class PagedDecoder:
             positions = positions.expand(3, -1, -1)
         last = torch.tensor(np.cumsum(lengths) - 1, device=device)
         self.cache.write_index = _write_index(pages, lengths).to(device)
-        _windows.clear()
         runner.stats.steps += 1
-        with _attending(runner, PackedAttention(lengths, device)):
+        with _use_attention(runner, PackedAttention(lengths, device)):
             logits: torch.Tensor = runner.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -592,49 +594,48 @@ class PagedDecoder:
                 logits_to_keep=last,
                 return_dict=True,
             ).logits[0]
-        text = text_config(runner.base)
-        sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ())
-        if sliding and not _windows:
-            raise UnsupportedModelError("its sliding windows are not passed to attention")
+            layer_types = getattr(text_config(runner.base), "layer_types", None) or ()
+            if "sliding_attention" in layer_types and not _windows:
+                raise UnsupportedModelError("its sliding windows are not passed to attention")
         return logits
 
     def _prefill_media(self, row: DecodingRow, pages: list[int]) -> tuple[torch.Tensor, int]:
-        """Run a prompt with images or videos with the model's own attention, and copy its cache."""
+        """Run a row with images or videos with the model's own attention and cache, and copy that cache to pages."""
         from transformers import DynamicCache
 
         runner, device, length = self.runner, self.runner.device, _length(row)
         ids = torch.tensor([[*row.prepared.ids, *row.ids]])
-        positions, following = torch.arange(length)[None], length
+        positions, next_position = torch.arange(length)[None], length
         if runner.rope is not None:
-            positions, after = runner.rope_positions([row], length)
-            following = int(after[0])
+            positions, next_positions = runner.rope_positions([row], length)
+            next_position = int(next_positions[0])
         cache: DynamicCache = DynamicCache(config=runner.config)
         logits = runner.logits(ids.to(device), None, positions.to(device), cache, runner.media([row], length))
-        places = _write_index([pages], [length]).to(device)
+        index = _write_index([pages], [length]).to(device)
         layers: list[Any] = cache.layers
         for i, layer in enumerate(layers):
-            # [tokens, heads, size]; a sliding layer has only the last tokens, and no later token sees the others.
+            # [tokens, heads, size]. A sliding layer has only the last tokens; later tokens do not attend to the others.
             keys, values = (states[0].transpose(0, 1) for states in (layer.keys, layer.values))
             storage = self.cache.storage_for(keys, values)
-            storage[i, 0].index_copy_(0, places[-len(keys) :], keys)
-            storage[i, 1].index_copy_(0, places[-len(keys) :], values)
-        return logits, following
+            storage[i, 0].index_copy_(0, index[-len(keys) :], keys)
+            storage[i, 1].index_copy_(0, index[-len(keys) :], values)
+        return logits, next_position
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy pages of all layers."""
+        """Copy the pages `sources` to `targets`, in all layers."""
         storage = self.cache.storage
         paged = storage.view(*storage.shape[:2], self.cache.pages, PAGE_SIZE, *storage.shape[3:])
         source, target = (torch.tensor(pages, device=storage.device) for pages in (sources, targets))
         paged.index_copy_(2, target, paged.index_select(2, source))
 
-    # --- steps ------------------------------------------------------------------------------------------------------
+    # --- decode steps -----------------------------------------------------------------------------------------------
 
-    def rows_for(self, count: int) -> int:
-        """Return the smallest size of a captured batch that has room for some rows."""
+    def batch_size(self, count: int) -> int:
+        """Return the smallest batch size with a graph that has room for `count` rows."""
         return next((size for size in GRAPH_ROWS if count <= size < self.max_rows), self.max_rows)
 
     def make_state(self, vocabulary: int) -> None:
-        """Make the device buffers, unless they are there."""
+        """Allocate the device buffers, if that was not done."""
         if self._state is None:
             positions = self.runner.positions or self.cache.pages * PAGE_SIZE
             pages = min(pages_for(positions + WINDOW), self.cache.pages)
@@ -648,7 +649,7 @@ class PagedDecoder:
         return self._state
 
     def stop_set(self, tokens: frozenset[int]) -> int:
-        """Return the number of a set of stop tokens in the table on the device."""
+        """Return the row of a set of stop tokens in `StepState.stops`, where it is added if needed."""
         number = self.stop_sets.get(tokens)
         if number is not None:
             return number
@@ -663,14 +664,14 @@ class PagedDecoder:
         return number
 
     def widen_forbidden(self, columns: int) -> None:
-        """Make room for some forbidden tokens per row."""
+        """Make room for `columns` forbidden tokens per row."""
         state = self.state
         if state.forbidden.shape[2] < columns:
             state.forbidden = torch.zeros((2, state.rows, columns), dtype=torch.int64, device=state.device)
             self._drop_graphs()
 
     def run_steps(self, variant: Variant, count: int) -> None:
-        """Run the step some times on the state that is on the device."""
+        """Run `count` steps on the state that is on the device."""
         if not self.capture:
             for _ in range(count):
                 self._step(variant)
@@ -680,7 +681,7 @@ class PagedDecoder:
             graph.replay()
 
     def capture_step(self, variant: Variant) -> None:
-        """Capture a step, unless it is there. The state on the device is lost."""
+        """Capture the graph of a variant, if there is none. This overwrites the state on the device."""
         if not self.capture or variant in self.graphs:
             return
         state = self.state
@@ -688,19 +689,19 @@ class PagedDecoder:
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels, and has libraries allocate their workspaces
+            for _ in range(2):  # compiles kernels and allocates the workspaces of libraries
                 self._step(variant)
         torch.cuda.current_stream().wait_stream(stream)
         state.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._graph_pool):
             self._step(variant)
-        self._memory = graph.pool()
+        self._graph_pool = graph.pool()
         self.graphs[variant] = graph
         self._fingerprint = self._model_fingerprint()
 
     def _step(self, variant: Variant) -> None:
-        """Sample the next token of each row and advance the rows that are alive."""
+        """Sample the next token of each row, and advance the rows that have not ended."""
         state, runner, rows = self.state, self.runner, variant.rows
         integers = state.integers[:, :rows]
         lengths, step = integers[_LENGTH], state.integers[_STEP, :1]
@@ -710,7 +711,7 @@ class PagedDecoder:
         positions = integers[_POSITION][:, None]
         if runner.rope is not None:
             positions = positions.expand(3, -1, -1)
-        with _attending(runner, DecodeAttention(self.cache, table, lengths)):
+        with _use_attention(runner, DecodeAttention(self.cache, table, lengths)):
             logits = runner.model(
                 input_ids=integers[_ID][:, None],
                 position_ids=positions,
@@ -720,13 +721,13 @@ class PagedDecoder:
                 return_dict=True,
             ).logits[:, -1]
         rules = StepRules(variant, state, Blocks(rows, logits.shape[1], logits.device))
-        numbers = state.floats[_NUMBERS:, :rows].index_select(0, step)[0]
-        chosen = choose_tokens(logits, rules, numbers)
+        uniform = state.floats[_UNIFORM:, :rows].index_select(0, step)[0]
+        chosen = choose_tokens(logits, rules, uniform)
         state.ids[:, :rows].index_copy_(0, step, chosen.ids[None])
         state.logprobs[:, :rows].index_copy_(0, step, chosen.logprobs[None].float())
         alive = integers[_ALIVE].clone()
-        for name in (_POSITION, _LENGTH, _COUNT):
-            integers[name].add_(alive)
+        for counter in (_POSITION, _LENGTH, _COUNT):
+            integers[counter].add_(alive)
         ended = state.stops[integers[_STOP_SET], chosen.ids] | chosen.logprobs.isnan()
         ended |= integers[_COUNT] >= integers[_LIMIT]
         integers[_ID].copy_(torch.where(chosen.logprobs.isnan(), integers[_ID], chosen.ids))
@@ -735,18 +736,20 @@ class PagedDecoder:
 
 
 def _length(row: DecodingRow) -> int:
+    """Return the number of tokens of a row: prompt and response so far."""
     return len(row.prepared.ids) + len(row.ids)
 
 
-def _same_prompt(row: DecodingRow, other: DecodingRow) -> bool:
-    return not other.ids and other.prepared is row.prepared
+def _prompt_key(row: DecodingRow) -> int:
+    """Return a key that rows have in common if one prefill serves them: same prompt, and no response yet."""
+    return id(row) if row.ids else id(row.prepared)
 
 
 def _write_index(pages: Sequence[list[int]], lengths: Sequence[int]) -> torch.Tensor:
-    """Return the places [tokens] of sequences in a cache, from the pages of each."""
+    """Return the indices [tokens] of sequences in the cache, given the pages of each sequence."""
     parts = [
-        (np.array(numbers)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)[:length]
-        for numbers, length in zip(pages, lengths, strict=True)
+        (np.array(sequence_pages)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)[:length]
+        for sequence_pages, length in zip(pages, lengths, strict=True)
     ]
     return torch.from_numpy(np.concatenate(parts))
 
@@ -756,15 +759,15 @@ def _write_index(pages: Sequence[list[int]], lengths: Sequence[int]) -> torch.Te
 
 @dataclass(eq=False)
 class LiveRow:
-    """A row in the cache, with what of it the device needs."""
+    """A row that is being decoded."""
 
     row: DecodingRow
     pages: list[int]
     offset: int
-    """Position of the next token minus its index; not 0 after images."""
+    """Position id of a token minus its index; not 0 after images (spatial positions)."""
     stop_set: int
     forbidden: tuple[tuple[int, int], ...]
-    """(token, number of response tokens before which it is not sampled)."""
+    """Pairs (token, minimum response length at which it can be sampled)."""
 
 
 @dataclass(eq=False)
@@ -784,34 +787,34 @@ class PagedBatch:
 
     @property
     def free_rows(self) -> int:
-        """Number of rows that may join."""
+        """Number of rows that can join."""
         return self.decoder.max_rows - len(self.live)
 
     def next_rows(self, waiting: deque[DecodingRow]) -> list[DecodingRow]:
-        """Take the rows from the front of a queue that join now: as many as rows and pages allow.
+        """Remove the rows that can join now from the front of a queue, and return them.
 
-        Rows of one prompt join together, so that the prompt runs once.
+        Rows of one prompt join together, so that the prompt runs once. If they do not fit in an empty batch, as many as
+        fit join.
         """
         if self.live and self.free_rows < max(1, self.decoder.max_rows // REFILL_SHARE):
             return []
         rows: list[DecodingRow] = []
-        # Rows that are being decoded need room for the next window.
+        # Each row in the batch may need another page for the next window.
         available = self.decoder.pool.available - len(self.live)
         while waiting:
             first = waiting[0]
             group = 1
-            while not first.ids and group < len(waiting) and _same_prompt(first, waiting[group]):
+            while group < len(waiting) and _prompt_key(waiting[group]) == _prompt_key(first):
                 group += 1
-            idle = not rows and not self.live
-            if idle:  # a group that is too large for all rows or pages comes in parts
-                group = min(group, self.free_rows)
             shared = _length(first) // PAGE_SIZE
-            own = pages_for(_length(first) + WINDOW) - shared
-            while idle and group > 1 and shared + group * own > available:
-                group -= 1
-            if len(rows) + group > self.free_rows or shared + group * own > available:
+            per_row = pages_for(_length(first) + WINDOW) - shared
+            if not rows and not self.live:
+                group = min(group, self.free_rows)
+                while group > 1 and shared + group * per_row > available:
+                    group -= 1
+            if len(rows) + group > self.free_rows or shared + group * per_row > available:
                 break
-            available -= shared + group * own
+            available -= shared + group * per_row
             rows += [waiting.popleft() for _ in range(group)]
         return rows
 
@@ -819,45 +822,45 @@ class PagedBatch:
         """Run the prompts of rows and sample their first tokens.
 
         Args:
-            rows: What `next_rows` returned.
+            rows: Rows that `next_rows` returned.
             version: Version of the policy, recorded for the tokens.
 
         Returns:
-            The rows that are finished by their first token, and why. A call that raises leaves the rows unchanged.
+            The rows that their first token finishes. If it raises, the rows are unchanged.
         """
         decoder = self.decoder
         members: dict[int, list[DecodingRow]] = {}
         for row in rows:
-            members.setdefault(id(row) if row.ids else id(row.prepared), []).append(row)
+            members.setdefault(_prompt_key(row), []).append(row)
         groups = list(members.values())
         lengths = [_length(group[0]) for group in groups]
-        taken: list[list[int]] = []
+        group_pages: list[list[int]] = []
         try:
-            taken.extend(decoder.pool.take(pages_for(length)) for length in lengths)
-            logits, following = decoder.prefill([group[0] for group in groups], taken)
+            group_pages.extend(decoder.pool.take(pages_for(length)) for length in lengths)
+            logits, next_positions = decoder.prefill([group[0] for group in groups], group_pages)
             decoder.make_state(logits.shape[1])
-            repeated = [i for i, group in enumerate(groups) for _ in group]
-            entering = [row for group in groups for row in group]
-            finished = _sample_first(entering, logits[torch.tensor(repeated, device=logits.device)], version)
+            group_of_row = [i for i, group in enumerate(groups) for _ in group]
+            row_logits = logits[torch.tensor(group_of_row, device=logits.device)]
+            finished = _sample_first([row for group in groups for row in group], row_logits, version)
         except BaseException:
-            for pages in taken:
+            for pages in group_pages:
                 decoder.pool.release(pages)
             raise
-        decoder.runner.stats.tokens += len(entering)
-        ended = {id(end[0]) for end in finished}
+        decoder.runner.stats.tokens += len(rows)
+        ended = {id(row) for row, _, _ in finished}
         sources: list[int] = []
         targets: list[int] = []
-        for group, length, pages, position in zip(groups, lengths, taken, following, strict=True):
+        for group, length, pages, position in zip(groups, lengths, group_pages, next_positions, strict=True):
             alive = [row for row in group if id(row) not in ended]
             shared = pages[: length // PAGE_SIZE]
             for k, row in enumerate(alive):
-                own = pages
-                if k:  # the last page, which the response continues, is copied
+                row_pages = pages
+                if k:  # full pages are shared; the last page, which the response continues, is copied
                     decoder.pool.share(shared)
-                    own = shared + decoder.pool.take(len(pages) - len(shared))
+                    row_pages = shared + decoder.pool.take(len(pages) - len(shared))
                     sources += pages[len(shared) :]
-                    targets += own[len(shared) :]
-                self.live.append(self._live_row(row, own, position - length))
+                    targets += row_pages[len(shared) :]
+                self.live.append(self._live_row(row, row_pages, position - length))
             if not alive:
                 decoder.pool.release(pages)
         if targets:
@@ -865,14 +868,16 @@ class PagedBatch:
         return finished
 
     def _live_row(self, row: DecodingRow, pages: list[int], offset: int) -> LiveRow:
-        stops = row.ends | row.stop_ids
+        stops, min_tokens = row.ends | row.stop_ids, row.request.sampling.min_tokens
         forbidden = [(token, _NEVER) for token in row.suppress]
-        if row.request.sampling.min_tokens > len(row.ids):
-            forbidden += [(token, row.request.sampling.min_tokens) for token in sorted(stops)]
-        return LiveRow(row, pages, offset, self.decoder.stop_set(stops), tuple(forbidden))
+        if min_tokens > len(row.ids):
+            forbidden += [(token, min_tokens) for token in sorted(stops)]
+        # A model can have an end token that is beyond its vocabulary.
+        in_vocabulary = tuple(pair for pair in forbidden if pair[0] < self.decoder.state.vocabulary)
+        return LiveRow(row, pages, offset, self.decoder.stop_set(stops), in_vocabulary)
 
-    def leave(self) -> list[DecodingRow]:
-        """Remove all rows and return them, with the tokens they have so far."""
+    def remove_all(self) -> list[DecodingRow]:
+        """Remove all rows and return them, with their tokens so far."""
         rows = [live.row for live in self.live]
         for live in self.live:
             self.decoder.pool.release(live.pages)
@@ -886,14 +891,14 @@ class PagedBatch:
             version: Version of the policy, recorded for the tokens.
 
         Returns:
-            The rows that are finished, and why; and the rows that had to leave because the cache is full. Those keep
-            their tokens and can be admitted again.
+            The finished rows, and the rows that were removed because the cache is full. The latter keep their tokens
+            and can be admitted again.
         """
         decoder = self.decoder
         steps = min(WINDOW, max(live.row.limit - len(live.row.ids) for live in self.live))
-        left = self._extend_pages(steps)
+        removed = self._extend_pages(steps)
         if not self.live:
-            return [], left
+            return [], removed
         variant = self._variant()
         decoder.capture_step(variant)
         self._upload(variant, steps)
@@ -916,12 +921,12 @@ class PagedBatch:
                 finished.append(end)
                 decoder.pool.release(live.pages)
         self.live = remaining
-        return finished, left
+        return finished, removed
 
     def _extend_pages(self, steps: int) -> list[DecodingRow]:
-        """Give each row the pages of its next tokens. If there are too few, the rows that joined last leave."""
+        """Take pages for the next tokens. If there are too few, remove and return the rows that joined last."""
         pool = self.decoder.pool
-        left: list[DecodingRow] = []
+        removed: list[DecodingRow] = []
         i = 0
         while i < len(self.live):
             live = self.live[i]
@@ -934,37 +939,34 @@ class PagedBatch:
                 continue
             last = self.live.pop()
             pool.release(last.pages)
-            left.append(last.row)
-        return left
+            removed.append(last.row)
+        return removed
 
     def _variant(self) -> Variant:
-        """Return the captured step that the options of the rows need."""
-        rules = [live.row.request.sampling for live in self.live]
-        greedy = [sampling.temperature < MIN_TEMPERATURE for sampling in rules]
-        cut = [sampling for sampling, is_greedy in zip(rules, greedy, strict=True) if not is_greedy]
-        coldest = min((sampling.temperature for sampling in cut), default=1.0)
+        """Return the variant of the step that the sampling options of the rows need."""
+        samplings = [live.row.request.sampling for live in self.live]
+        random = [sampling for sampling in samplings if sampling.temperature >= MIN_TEMPERATURE]
         forbidden = max(len(live.forbidden) for live in self.live)
         columns = 1 << (forbidden - 1).bit_length() if forbidden else 0
         self.decoder.widen_forbidden(columns)
         state = self.decoder.state
         return Variant(
-            rows=self.decoder.rows_for(len(self.live)),
-            greedy="all" if all(greedy) else "some" if any(greedy) else "none",
-            tempers=any(sampling.temperature != 1 for sampling in cut),
-            cold=coldest < COLD_TEMPERATURE,
-            top_k=any(0 < sampling.top_k < state.vocabulary for sampling in cut),
-            top_p=any(sampling.top_p < 1 for sampling in cut),
-            min_p=any(sampling.min_p > 0 for sampling in cut),
+            rows=self.decoder.batch_size(len(self.live)),
+            greedy="all" if not random else "some" if len(random) < len(samplings) else "none",
+            has_temperature=any(sampling.temperature != 1 for sampling in random),
+            is_cold=any(sampling.temperature < COLD_TEMPERATURE for sampling in random),
+            top_k=any(0 < sampling.top_k < state.vocabulary for sampling in random),
+            top_p=any(sampling.top_p < 1 for sampling in random),
+            min_p=any(sampling.min_p > 0 for sampling in random),
             kinds=tuple(sorted({live.row.kind or "processed" for live in self.live})),
             forbidden=columns,
-            stop_sets=len(state.stops),
         )
 
     def _upload(self, variant: Variant, steps: int) -> None:
         """Copy the state of the rows to the device."""
-        state, count, rows = self.decoder.state, len(self.live), variant.rows
+        state, live_rows, rows = self.decoder.state, len(self.live), variant.rows
         integers = np.zeros((_STEP + 1, rows), np.int64)
-        floats = np.zeros((_NUMBERS + WINDOW, rows))
+        floats = np.zeros((_UNIFORM + WINDOW, rows))
         floats[_TEMPERATURE] = 1.0
         integer_fields: list[tuple[int, ...]] = []
         float_fields: list[tuple[float, ...]] = []
@@ -973,25 +975,25 @@ class PagedBatch:
         width = max(len(live.pages) for live in self.live)
         for live in self.live:
             row = live.row
-            sampling, length, done = row.request.sampling, _length(row) - 1, len(row.ids)
+            sampling, length, count = row.request.sampling, _length(row) - 1, len(row.ids)
             greedy = sampling.temperature < MIN_TEMPERATURE
             top_k = sampling.top_k if 0 < sampling.top_k < state.vocabulary else state.vocabulary
             kind = KINDS.index(row.kind or "processed")
-            place = (row.ids[-1], length + live.offset, length, done, 1)
-            integer_fields.append((*place, row.limit, live.stop_set, greedy, kind, top_k))
+            progress = (row.ids[-1], length + live.offset, length, count, 1)
+            integer_fields.append((*progress, row.limit, live.stop_set, greedy, kind, top_k))
             float_fields.append((1.0 if greedy else sampling.temperature, sampling.top_p, sampling.min_p))
             seeds.append(row.request.seeds[row.k])
-            starts.append(done)
-        integers[:_STEP, :count] = np.array(integer_fields).T
-        floats[:_NUMBERS, :count] = np.array(float_fields).T
+            starts.append(count)
+        integers[:_STEP, :live_rows] = np.array(integer_fields).T
+        floats[:_UNIFORM, :live_rows] = np.array(float_fields).T
         table = np.zeros((rows, width), np.int32)
-        table[:count] = [live.pages + [0] * (width - len(live.pages)) for live in self.live]
+        table[:live_rows] = [live.pages + [0] * (width - len(live.pages)) for live in self.live]
         if variant.greedy != "all":
-            floats[_NUMBERS : _NUMBERS + steps, :count] = uniform_numbers(seeds, starts, steps).T
+            floats[_UNIFORM : _UNIFORM + steps, :live_rows] = uniform_numbers(seeds, starts, steps).T
         state.integers[:, :rows].copy_(torch.from_numpy(integers))
         state.floats[:, :rows].copy_(torch.from_numpy(floats))
         state.table[:rows, :width].copy_(torch.from_numpy(table))
-        state.table[:rows, width : width + 1] = 0  # where a row that has just filled its last page writes
+        state.table[:rows, width : width + 1] = 0  # a row that ended with a full page writes to page 0
         if variant.forbidden:
             forbidden = np.zeros((2, rows, variant.forbidden), np.int64)
             for i, live in enumerate(self.live):
@@ -1001,21 +1003,21 @@ class PagedBatch:
 
 
 def _sample_first(rows: Sequence[DecodingRow], logits: torch.Tensor, version: int) -> list[Finished]:
-    """Sample the first tokens of rows from the logits after their prompts [rows, V]; return the rows that they end."""
+    """Sample the first token of each row from the logits [rows, V]; return the rows that it finishes."""
     rules = Rules([row.next_rule()[0] for row in rows], logits.shape[1], logits.device)
     seeds = [row.request.seeds[row.k] for row in rows]
-    numbers = uniform_numbers(seeds, [len(row.ids) for row in rows], 1)[:, 0]
-    chosen = choose_tokens(logits, rules, torch.from_numpy(numbers).to(logits.device))
+    uniform = uniform_numbers(seeds, [len(row.ids) for row in rows], 1)[:, 0]
+    chosen = choose_tokens(logits, rules, torch.from_numpy(uniform).to(logits.device))
     ids, logprobs = chosen.ids.tolist(), chosen.logprobs.tolist()
     ends = [_take_tokens(row, ids[i : i + 1], logprobs[i : i + 1], version) for i, row in enumerate(rows)]
     return [end for end in ends if end is not None]
 
 
 def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], version: int) -> Finished | None:
-    """Append tokens to a row up to the one that ends it, and return how it ends, or `None`."""
+    """Append tokens to a row up to the token that ends it; return why it ended, or `None`."""
     count = min(len(ids), row.limit - len(row.ids))
-    # A log-prob of NaN, which differs from itself, means that no token could be chosen.
-    valid = next((i for i, logprob in enumerate(logprobs[:count]) if logprob != logprob), count)
+    # A log-prob of NaN means that no token could be chosen.
+    valid = next((i for i, logprob in enumerate(logprobs[:count]) if math.isnan(logprob)), count)
     candidates = {i for i, token in enumerate(ids[:valid]) if token in row.ends or token in row.stop_ids}
     if row.texts is not None and valid:
         try:

@@ -1,6 +1,6 @@
-"""`ScriptedEngine`: scripted responses, for tests and for replaying recorded rollouts.
+"""`ScriptedEngine` returns scripted responses (`Line`), for tests and for replaying recorded rollouts.
 
-Invariant: with a function or a mapping as the script, a sample depends on its prompt and id alone.
+Invariant: with a function or a mapping as the script, a sample depends only on its prompt and id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Line:
 
     Args:
         ids: Token ids.
-        text: Text for the tokenizer, instead of `ids`.
+        text: Text that the tokenizer converts to ids, instead of `ids`.
         logprobs: One per token; -1 each by default.
         finish_reason: Finish reason of the sample.
         error: Error of the sample, instead of a response.
@@ -50,11 +50,12 @@ class ScriptedEngine(BaseEngine):
     """Engine that returns scripted responses, for tests and for replaying records.
 
     Args:
-        script: A function `(prompt, run) -> response`, a list that is used in turn and starts over at its end, or a
-            mapping from prompt text or task id to a response or a list of them (one per run, starting over at its end).
-            A response is a text, token ids, a `Line`, or an exception, which becomes the error of the sample.
-        tokenizer: Tokenizer of texts.
-        version: Number of the policy.
+        script: One of three forms. A function `(prompt, run) -> response`. A list of responses, which samples use in
+            turn, and which starts over at its end. A mapping from prompt text or task id to a response, or to a list of
+            responses, one per run, which also starts over. A response is a text, token ids, a `Line`, or an exception,
+            which becomes the error of the sample.
+        tokenizer: Converts texts to ids and ids to text. Not needed for scripts of token ids.
+        version: Version of the policy.
 
     >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
     >>> [sample.response_ids for sample in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
@@ -62,18 +63,19 @@ class ScriptedEngine(BaseEngine):
     """
 
     def __init__(self, script: Script, tokenizer: Tokenizer | None = None, version: int = 0) -> None:
-        if isinstance(script, Sequence) and any(hasattr(answer, "prompt_length") for answer in script):
+        if isinstance(script, Sequence) and any(hasattr(response, "prompt_length") for response in script):
             raise ValueError(
                 "script: got records, expected responses; ScriptedEngine.replaying(records) replays records"
             )
         self.script = script
         self.tokenizer: Any = tokenizer
         self.version = version
-        self._turn = 0
+        self._next = 0
+        """Index of the next response, if the script is a list."""
 
     @property
     def run(self) -> RunInfo:
-        """Description of the script engine."""
+        """Description of the engine and its tokenizer."""
         return RunInfo(
             engine="scripted",
             engine_version="1",
@@ -86,7 +88,7 @@ class ScriptedEngine(BaseEngine):
     def replaying(cls, experiences: Iterable[Experience], tokenizer: Tokenizer | None = None) -> ScriptedEngine:
         """Create an engine that repeats recorded responses with their log-probs, versions and finish reasons.
 
-        Prompts are matched by task id. Prompts of token ids must have the recorded ids.
+        Prompts are matched by task id. The token ids or text of a prompt must be those of the record.
 
         Args:
             experiences: Single-turn records, one per run.
@@ -111,7 +113,7 @@ class ScriptedEngine(BaseEngine):
                     f"experience {row.eid}: got a multi-turn record, expected one whose response was sampled completely"
                 )
 
-        def answer(prompt: Prompt, run: int) -> Any:
+        def find_record(prompt: Prompt, run: int) -> Any:
             if prompt.eid is None:
                 raise ValueError("prompt.eid: got None, expected the id of a recorded task")
             row = recorded.get(prompt.eid.replace(run=run).rid)
@@ -123,7 +125,7 @@ class ScriptedEngine(BaseEngine):
                 )
             return row
 
-        return cls(answer, tokenizer)
+        return cls(find_record, tokenizer)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Set the version; a script has no weights."""
@@ -134,36 +136,36 @@ class ScriptedEngine(BaseEngine):
         for request in requests:
             for k in range(len(request.eids)):
                 try:
-                    sample = self._answer(request, k, cancel, run_id)
+                    sample = self._make_sample(request, k, cancel, run_id)
                 except Exception as error:
                     sample = request.failed(k, error, run_id)
                 yield request.position + k, sample
 
-    def _answer(self, request: Request, k: int, cancel: Cancel, run_id: str) -> Sample:
+    def _make_sample(self, request: Request, k: int, cancel: Cancel, run_id: str) -> Sample:
         eid = request.eids[k]
         prompt = request.prompt if request.prompt.eid is not None else request.prompt.replace(eid=eid)
-        answer = self._look_up(prompt, eid.run)
-        if isinstance(answer, BaseException):
-            raise answer
-        if hasattr(answer, "prompt_length"):
-            return self._recorded(request, k, answer, run_id)
-        line = answer if isinstance(answer, Line) else _line(answer)
+        response = self._look_up(prompt, eid.run)
+        if isinstance(response, BaseException):
+            raise response
+        if hasattr(response, "prompt_length"):
+            return self._sample_from_record(request, k, response, run_id)
+        line = response if isinstance(response, Line) else _as_line(response)
         if line.error is not None:
             return request.failed(k, line.error, run_id, prompt_ids=self._prompt_ids(request.prompt))
         ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
-        stop = 0 if cancel.requested else request.done + request.budget
+        limit = 0 if cancel.requested else request.done + request.budget
         length = len(ids)
-        cut = length > stop
+        truncated = length > limit
         reason: FinishReason = line.finish_reason
-        if cut:
+        if truncated:
             reason = "abort" if request.pauses or cancel.requested else "length"
-            ids = ids[:stop]
+            ids = ids[:limit]
         logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * length)
         if len(logprobs) != length:
             raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {length}, one for each token")
         logprobs = logprobs[: len(ids)]
-        before = list(request.started.versions or ()) if request.started is not None else []
-        text = line.text if line.text is not None and not cut else self._decode(ids)
+        old_versions = list(request.started.versions or ()) if request.started is not None else []
+        text = line.text if line.text is not None and not truncated else self._decode(ids)
         return Sample(
             prompt=request.prompt,
             eid=eid,
@@ -171,14 +173,14 @@ class ScriptedEngine(BaseEngine):
             response_ids=ids,
             logprobs=logprobs,
             finish_reason=reason,
-            versions=before + [self.version] * (len(ids) - len(before)),
+            versions=old_versions + [self.version] * (len(ids) - len(old_versions)),
             text=text,
             sampling=request.options(k),
             run_id=run_id,
             group_size=request.started.group_size if request.started is not None else request.sampling.n,
         )
 
-    def _recorded(self, request: Request, k: int, row: Experience, run_id: str) -> Sample:
+    def _sample_from_record(self, request: Request, k: int, row: Experience, run_id: str) -> Sample:
         tokens = row.tokens.tolist()
         prompt_ids, ids = tokens[: row.prompt_length], tokens[row.prompt_length :]
         expected = request.prompt.token_ids
@@ -218,14 +220,14 @@ class ScriptedEngine(BaseEngine):
             key = next((key for key in keys if key is not None and key in self.script), None)
             if key is None:
                 raise ValueError(f"script: no response to {next((key for key in keys if key), None)!r}")
-            answers = self.script[key]
-            several = isinstance(answers, (list, tuple)) and answers and not isinstance(answers[0], int)
-            return answers[run % len(answers)] if several else answers
+            entry = self.script[key]
+            one_per_run = isinstance(entry, (list, tuple)) and entry and not isinstance(entry[0], int)
+            return entry[run % len(entry)] if one_per_run else entry
         if not len(self.script):
             raise ValueError("script: got an empty list, expected responses")
-        answer = self.script[self._turn % len(self.script)]
-        self._turn += 1
-        return answer
+        response = self.script[self._next % len(self.script)]
+        self._next += 1
+        return response
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:
@@ -240,16 +242,16 @@ class ScriptedEngine(BaseEngine):
             return self._encode("prompt", text)
         return self._encode("prompt", prompt.text)
 
-    def _encode(self, medium: str, text: str | None) -> list[int]:
+    def _encode(self, name: str, text: str | None) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{medium}: got text ({text!r}), expected token ids: the engine has no tokenizer")
+            raise ValueError(f"{name}: got text ({text!r}), expected token ids: the engine has no tokenizer")
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _decode(self, ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _line(answer: Any) -> Line:
-    if isinstance(answer, str):
-        return Line(text=answer)
-    return Line(ids=token_ids("answer", answer))
+def _as_line(response: Any) -> Line:
+    if isinstance(response, str):
+        return Line(text=response)
+    return Line(ids=token_ids("answer", response))

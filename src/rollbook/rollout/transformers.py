@@ -52,7 +52,7 @@ from rollbook.rollout.decoding import (
     find_stop_start,
 )
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
-from rollbook.rollout.paged import PagedBatch, PagedDecoder, UnsupportedModelError, why_not
+from rollbook.rollout.paged import PagedBatch, PagedDecoder, UnsupportedModelError, unsupported_reason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -277,7 +277,7 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
     inside: dict[str, list[Any]] = {"image": [], "video": []}
     bare = {"image": 0, "video": 0}
 
-    def part_of(part: Any) -> Any:
+    def extract(part: Any) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         medium = {"image": "image", "image_url": "image", "video": "video"}.get(kind or "")
         if medium is None:
@@ -299,7 +299,7 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
     for message in prompt.messages or ():
         content = message.get("content")
         if isinstance(content, (list, tuple)):
-            message = {**message, "content": [part_of(part) for part in content]}
+            message = {**message, "content": [extract(part) for part in content]}
         messages.append(dict(message))
     for medium, rest in beside.items():
         left = list(rest)
@@ -314,7 +314,7 @@ def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[
 
 _IDLE_SECONDS = 0.01
 _MEMORY_SHARE = 8
-"""A cache of less than an eighth of the device's memory stays: capturing again takes longer than it is worth."""
+"""`release_memory` keeps a cache of less than 1 / _MEMORY_SHARE of the device's memory, to save capturing again."""
 _TURN = 32
 """Number of tokens after which another call can use the model."""
 _WINDOW = 4
@@ -357,7 +357,7 @@ class TransformersEngine(BaseEngine):
         add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
 
     Raises:
-        ValueError: The model is an encoder-decoder, keeps its state outside a key-value cache, or is no model.
+        ValueError: The model is an encoder-decoder, keeps its state outside a key-value cache, or is not a model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -413,10 +413,10 @@ class TransformersEngine(BaseEngine):
         self.runner.suppressed = tuple(sorted({*self.runner.suppressed, *suppress}))
         self.ends = _end_ids(self.runner.base, self.tokenizer)
         """Token ids that end a response."""
-        self._turns = _FairLock()
+        self._model_lock = _FairLock()
         self._paged: PagedDecoder | None = None
         self._not_paged: str | None = None
-        """Why the model is not decoded over a paged cache, once that is known."""
+        """Reason why this model is not decoded over a paged cache; `None` as long as none is known."""
 
     @property
     def stats(self) -> DecodingStats:
@@ -451,7 +451,7 @@ class TransformersEngine(BaseEngine):
         If `source` is the engine's own model, only the version is set.
         """
         model = _unwrap_model(source)
-        with self._turns:
+        with self._model_lock:
             if model is not self.model:
                 weights = model.state_dict()
                 shapes, expected = (
@@ -491,9 +491,9 @@ class TransformersEngine(BaseEngine):
         """Return the decoder with CUDA graphs; `None` on other devices and for models that it cannot run."""
         if self.runner.device.type != "cuda" or self._not_paged is not None:
             return None
-        with self._turns:
+        with self._model_lock:
             if self._paged is None:
-                reason = why_not(self.runner) if decode_triton.READY else "Triton is not installed"
+                reason = unsupported_reason(self.runner) if decode_triton.READY else "Triton is not installed"
                 if reason is not None:
                     self._decode_token_by_token(reason)
                     return None
@@ -504,16 +504,16 @@ class TransformersEngine(BaseEngine):
             return self._paged
 
     def _decode_token_by_token(self, reason: str) -> None:
-        """Give up the paged cache for this engine, with a warning."""
+        """Disable the paged cache of this engine, with a warning."""
         self._not_paged, self._paged = reason, None
         warnings.warn(f"decoding token by token, without CUDA graphs: {reason}", stacklevel=3)
 
     def _decode_paged(
         self, rows: list[DecodingRow], decoder: PagedDecoder, cancel: Cancel
     ) -> Generator[tuple[int, Sample], None, list[DecodingRow]]:
-        """Decode rows over a paged cache. Return the rows that are left, for which it turned out not to be possible."""
+        """Decode rows over a paged cache. Return the unfinished rows if that fails, for `_decode_batch`."""
         longest = max(row.longest for row in rows)
-        with self._turns:
+        with self._model_lock:
             if not decoder.reserve(longest, min(self.max_batch_tokens, sum(row.longest for row in rows))):
                 return rows
             decoder.calls += 1
@@ -521,31 +521,31 @@ class TransformersEngine(BaseEngine):
         try:
             while waiting or batch.live:
                 if cancel.requested:
-                    for row in (*batch.leave(), *waiting):
-                        yield row.place, self._sample(row, "abort")
+                    for row in (*batch.remove_all(), *waiting):
+                        yield row.index, self._sample(row, "abort")
                     return []
                 finished: list[Finished] = []
                 try:
-                    # Until the window ends, nobody else uses the model.
-                    with self._turns, scoring(self.model):
+                    # Other calls can use the model between windows.
+                    with self._model_lock, scoring(self.model):
                         finished += self._admit_rows(batch, batch.next_rows(waiting))
                         if batch.live:
-                            ended, left = batch.run_window(self.version)
+                            ended, removed = batch.run_window(self.version)
                             finished += ended
-                            waiting.extendleft(left)
+                            waiting.extendleft(removed)
                             idle = False
                         else:
                             idle = not finished
                 except Exception as error:
                     self._decode_token_by_token(f"{type(error).__name__}: {error}")
-                    return [*batch.leave(), *waiting]
+                    return [*batch.remove_all(), *waiting]
                 for row, reason, stop in finished:
-                    yield row.place, self._sample(row, reason, stop)
+                    yield row.index, self._sample(row, reason, stop)
                 if idle:
                     time.sleep(_IDLE_SECONDS)  # another call has all pages
             return []
         finally:
-            batch.leave()
+            batch.remove_all()
             decoder.calls -= 1
 
     def _admit_rows(self, batch: PagedBatch, rows: list[DecodingRow]) -> list[Finished]:
@@ -568,13 +568,13 @@ class TransformersEngine(BaseEngine):
         return self._admit_rows(batch, rows[:half]) + self._admit_rows(batch, rows[half:])
 
     def release_memory(self) -> None:
-        """Free the key-value cache and the captured graphs, unless they take little of the device's memory.
+        """Free the key-value cache and the captured graphs, unless the cache is small.
 
-        The trainer calls it before an update on the same device. The next call makes them again.
+        The trainer calls it before an update on the same device. The next call allocates them again.
         """
         if self._paged is None or self._paged.calls:
             return
-        with self._turns:
+        with self._model_lock:
             if self._paged.nbytes * _MEMORY_SHARE > torch.cuda.get_device_properties(self.runner.device).total_memory:
                 self._paged.release()
 
@@ -605,13 +605,13 @@ class TransformersEngine(BaseEngine):
         while batch.count:
             if cancel.requested:
                 for row in batch.unfinished():
-                    yield row.place, self._sample(row, "abort")
+                    yield row.index, self._sample(row, "abort")
                 return
             finished: list[Finished] = []
             failure: Exception | None = None
             try:
-                # Until rows finish or it is another call's turn, nobody else uses the model.
-                with self._turns, scoring(self.model), _attention(batch):
+                # Other calls can use the model after `_TURN` tokens, or when a row is finished.
+                with self._model_lock, scoring(self.model), _attention(batch):
                     for _ in range(_TURN):
                         finished = batch.step(self.version)
                         if finished or cancel.requested:
@@ -620,14 +620,14 @@ class TransformersEngine(BaseEngine):
                 failure = error.with_traceback(None)  # its frames hold the batch's memory
             if failure is None:
                 for row, reason, stop in finished:
-                    yield row.place, self._sample(row, reason, stop)
+                    yield row.index, self._sample(row, reason, stop)
                 continue
             left = batch.unfinished()
             del batch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if len(left) == 1:
-                yield left[0].place, self._sample(left[0], "error", failure)
+                yield left[0].index, self._sample(left[0], "error", failure)
             else:
                 self.runner.stats.splits += 1
                 half = len(left) // 2
@@ -678,7 +678,7 @@ class TransformersEngine(BaseEngine):
             row = DecodingRow(
                 request=request,
                 k=k,
-                place=request.position + k,
+                index=request.position + k,
                 run_id=run_id,
                 prepared=prepared,
                 ids=[],

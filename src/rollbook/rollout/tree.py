@@ -362,7 +362,7 @@ class Tree:
         """Whether the conversation consists of messages."""
         return self.renderer is not None and self.renderer.chat
 
-    def id_of(self, branch: Branch) -> EID:
+    def record_eid(self, branch: Branch) -> EID:
         """Return the id of a branch's record."""
         return branch_eid(self.eid, branch.number)
 
@@ -420,24 +420,24 @@ class Tree:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def ask(self, branch: Branch, following: NextTokens, options: Mapping[str, Any]) -> TurnRequest | Sample:
-        """Return the request for the next turn; if the context is full, a sample that says so."""
-        begun = branch.open
-        if begun is None and branch.turns and not branch.pending:
+    def request_turn(self, branch: Branch, following: NextTokens, options: Mapping[str, Any]) -> TurnRequest | Sample:
+        """Return the request for the next turn. If the context is full, return a sample without tokens instead."""
+        unfinished = branch.open
+        if unfinished is None and branch.turns and not branch.pending:
             raise ValueError(f"act: the last turn ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
-        options_before = {} if begun is None else begun.sampling
+        options_before = {} if unfinished is None else unfinished.sampling
         options_before = {
             name: value for name, value in options_before.items() if name in Sampling.__dataclass_fields__
         }
         settings = check_single(Sampling.of(options_before or self.sampling, **options))
-        tokens, done = following[0], () if begun is None else begun.ids
+        tokens, done = following[0], () if unfinished is None else unfinished.ids
         prompt = self.prompt.replace(
             text=None,
             messages=None,
             tools=None,
             token_ids=tokens[: len(tokens) - len(done)],
             images=branch.images,
-            eid=self.id_of(branch),
+            eid=self.record_eid(branch),
         )
         if self.context_limit is not None:
             room = self.context_limit - len(prompt.token_ids or ())
@@ -445,8 +445,8 @@ class Tree:
                 return self._no_room(branch, prompt, settings)
             most = min(settings.max_tokens, room)
             settings = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
-        if begun is not None:
-            return TurnRequest(self._unfinished(branch, begun, prompt), settings, branch.state, following)
+        if unfinished is not None:
+            return TurnRequest(self._unfinished(branch, unfinished, prompt), settings, branch.state, following)
         if settings.seed is not None:
             # Each turn (and, by its id, each branch) has its own random stream.
             settings = replace(settings, seed=derive_seed(settings.seed, len(branch.turns)))
@@ -458,7 +458,7 @@ class Tree:
         branch.full, branch.failed = True, None
         return Sample(
             prompt=prompt,
-            eid=self.id_of(branch),
+            eid=self.record_eid(branch),
             prompt_ids=list(prompt.token_ids or ()),
             response_ids=[],
             finish_reason="length",
@@ -469,7 +469,7 @@ class Tree:
         """Return the unfinished sample for an engine to continue."""
         return Sample(
             prompt=prompt,
-            eid=self.id_of(branch),
+            eid=self.record_eid(branch),
             prompt_ids=list(prompt.token_ids or ()),
             response_ids=list(turn.ids),
             logprobs=turn.joined("logprobs"),

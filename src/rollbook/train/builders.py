@@ -19,7 +19,7 @@ import torch
 
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt
 from rollbook.models import Actor
 from rollbook.models import Critic as CriticModel
@@ -277,7 +277,7 @@ def load_prompts(config: Config) -> tuple[Prompts, Prompts | None]:
         held_out = held_out.split(config.evaluation.prompts, seed=config.seed)[1]
     shared = 0 if held_out is None else held_out.shared(prompts)
     if held_out is not None and shared:
-        advise(f"evaluation: {shared} of {len(held_out)} prompts are also trained on")
+        warn_user(f"evaluation: {shared} of {len(held_out)} prompts are also trained on")
     if not config.algorithm.needs_rollouts:
         prompts.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
     if config.warmup.steps:
@@ -544,7 +544,7 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
     hint = "" if config.algorithm.correction is not None else "; algorithm.correction corrects for the difference"
-    advise(
+    warn_user(
         f"engine.url: the server at {urls[0]} keeps its own weights, so rollouts are off-policy after the first "
         f"update{hint}. Evaluations sample from the trained weights"
     )

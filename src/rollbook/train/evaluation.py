@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.ids import EID
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.train import statistics
 from rollbook.train.statistics import Interval
 
@@ -220,7 +220,7 @@ def evaluate(
     check_int("step", step)
     settings = Sampling.of(sampling, n=k, seed=check_int("seed", seed))
     if settings.temperature == 0 and settings.first_temperature is None and k > 1:
-        advise(f"k: got {k} with temperature 0, at which all samples of a prompt are equal; expected 1")
+        warn_user(f"k: got {k} with temperature 0, at which all samples of a prompt are equal; expected 1")
     _check_success(success)
     named_prompts = _assign_ids(prompts, f"{name}-{step}")
     if reward is None and environment is None:

@@ -26,7 +26,7 @@ from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences, as_experiences
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.models.forward import without_adapters
 from rollbook.models.head import scoring
 from rollbook.models.protocols import Policy, ValueModel
@@ -371,7 +371,7 @@ class Learner:
                 f"{where}: the loss or its gradient is not finite, {self.failures} times in a row; these updates were "
                 "skipped. Try a smaller optimizer.lr or float32, and check the rewards"
             )
-        advise(f"{where}: the loss or its gradient is not finite; this update is skipped ({self.failures} in a row)")
+        warn_user(f"{where}: the loss or its gradient is not finite; this update is skipped ({self.failures} in a row)")
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from rollbook.algorithms.shaping import RunningNorm, clip_scores, normalize_adva
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.media import as_path
-from rollbook.core.metrics import StepMetrics, advise
+from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
@@ -116,7 +116,7 @@ def generate(
         lengths = [len(sample.response_ids) for sample in samples if not sample.failed]
         stage["tokens"] = sum(lengths)
     if samples and not lengths:
-        advise(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
+        warn_user(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
     rows = [sample.to_experience() for sample in samples]
     for row, sample in zip(rows, samples, strict=True):
         if sample.failed:
@@ -346,7 +346,7 @@ def estimate(
         raw_rewards = torch.tensor(row_rewards(records), dtype=torch.float32)
         rewards, shaping = shape_rewards(
             raw_rewards,
-            Layout.of(mask).counts,
+            Layout.from_tokens(mask).counts,
             overlong_buffer=algorithm.overlong_buffer,
             overlong_penalty=algorithm.overlong_penalty,
             max_tokens=max_tokens,
@@ -400,7 +400,7 @@ def _estimator_options(algorithm: AlgorithmConfig, entry: Estimator, process_gro
 def _kl_penalty(inputs: Inputs, algorithm: AlgorithmConfig, entry: Estimator, metrics: StepMetrics) -> Rows | None:
     """Return the KL penalty per token, or `None` if the estimator takes no token rewards."""
     if not entry.kl_in_reward:
-        advise(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
+        warn_user(f"{entry.name} takes no rewards of tokens: the KL penalty is left out")
         return None
     for name in ("old_logprobs", "ref_logprobs"):
         if inputs[name] is None:
@@ -428,7 +428,7 @@ def _row_scores(
     groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
     group_of_row = groups["groups"]
     if process_group is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
-        advise(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
+        warn_user(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
     arguments = {"rewards": rewards, **groups}
     arguments |= {name: inputs[name] for name in ("ids", "steps") if name in entry.inputs}
     arguments = {name: column for name, column in arguments.items() if name in entry.inputs}
@@ -489,7 +489,7 @@ def _token_rewards(
     has_own[inputs["without_token_rewards"]] = False
     # What shaping added to a row's reward goes on its last action; the rest is on its tokens.
     placed = place_rewards(torch.where(has_own, rewards - recorded, rewards), inputs["mask"], token_rewards=penalty)[0]
-    layout = Layout.of(inputs["mask"])
+    layout = Layout.from_tokens(inputs["mask"])
     tokens = layout.tensor("token_rewards", placed) + scale * layout.tensor("token_rewards", token_rewards).float()
     return layout.restore(tokens), torch.where(rewards.isnan(), torch.nan, 0.0)
 
@@ -505,7 +505,7 @@ def _mark_missing_rewards(
     if not missing:
         return records
     names = ", ".join(records[row].eid.uid for row in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    advise(
+    warn_user(
         f"reward: {len(missing)} of {len(records)} records have none ({names}): their advantages are 0, and they are "
         "not trained on"
     )

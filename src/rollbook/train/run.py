@@ -25,7 +25,7 @@ from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.book.disk import hit_failpoint
 from rollbook.core.files import FILE_MODE, make_folder, private_opener
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.models.loading import transformers_module
 from rollbook.train import builders, checkpoint
 from rollbook.train.builders import check_rewards
@@ -96,7 +96,7 @@ def check_vocabulary(
         ids = getattr(holder, "eos_token_id", None)
         ends = ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids]
         if end is not None and ends and end not in ends:
-            advise(
+            warn_user(
                 f"model.tokenizer: its end token is {end}, that of the {name} {', '.join(map(str, ends))}. "
                 "Responses end at any of them"
             )
@@ -406,7 +406,7 @@ class Run:
         before = json.loads(path.read_text()) if resumed and path.is_file() else sources
         changed = [key for key, source in sources.items() if before.get(key) != source]
         if changed:
-            advise(
+            warn_user(
                 f"{changed[0]}: the code of the reward was edited since the run began. Rewards before and after are "
                 "not comparable; use another out for a new run"
             )

@@ -30,7 +30,7 @@ from rollbook.book.lease import Lease
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.experiences import Experiences
-from rollbook.core.metrics import StepMetrics, advise
+from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
@@ -323,7 +323,7 @@ class Trainer:
                 f"sampling.n: got {sampling.n}, expected algorithm.group_size, {self.algorithm.group_size}"
             )
         if sampling.temperature not in (0, temperature):
-            advise(
+            warn_user(
                 f"temperature: samples are drawn at {sampling.temperature:g} and the actor's log-probs are at "
                 f"{temperature:g}; Actor(temperature={sampling.temperature:g}) makes them one"
             )
@@ -479,7 +479,7 @@ class Trainer:
             reason = "in every group all rewards were equal, and such groups are dropped"
         else:
             reason = f"the book offers none of the {appended} new records; see book.counts()"
-        advise(f"step {step} trained on nothing: {reason}")
+        warn_user(f"step {step} trained on nothing: {reason}")
 
     def _acknowledge(self, lease: Lease, step: int, result: UpdateResult) -> None:
         """Acknowledge the records of a step, with their places in the update and their sampling weights.
@@ -498,7 +498,7 @@ class Trainer:
             except (ConnectionLostError, OutcomeUnknownError) as error:
                 if time.monotonic() >= end:
                     raise
-                advise(f"step {step} is not acknowledged yet: {error}")
+                warn_user(f"step {step} is not acknowledged yet: {error}")
 
     def _with_experts(
         self, leased: Experiences, weights: list[float] | None, step: int

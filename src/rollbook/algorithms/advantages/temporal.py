@@ -35,7 +35,7 @@ from rollbook.algorithms.groups import whiten as whiten_rows
 from rollbook.algorithms.layout import Ids, Layout, PerRow, PerToken, as_mask
 from rollbook.algorithms.registry import ESTIMATORS
 from rollbook.algorithms.results import Advantages, Report, rows_where
-from rollbook.algorithms.scan import TokenPlaces, count_rewards, gae_scan, return_scan, scan_mask
+from rollbook.algorithms.scan import TokenPositions, count_rewards, gae_scan, return_scan, scan_mask
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
@@ -65,7 +65,7 @@ class _PlacedRewards:
         """[of the layout's shape] Token rewards, with the reward of each row added on its last action."""
         if self.row_rewards is None:
             return self.token_rewards
-        rows, _, last = TokenPlaces(self.layout.mask, self.layout.lengths).ends()
+        rows, _, last = TokenPositions(self.layout.mask, self.layout.lengths).ends()
         tokens = self.token_rewards.clone(memory_format=torch.contiguous_format)
         tokens.view(-1)[last] += self.row_rewards[rows]
         return tokens
@@ -180,11 +180,11 @@ def _move_off_action_rewards(
     total = float(moved.sum())
     if rule == "drop":
         return tokens, total, total
-    places = TokenPlaces(layout.mask, layout.lengths)
-    row = places.row_of(slots)
-    has_actions = (places.end > places.begin)[row]
+    positions = TokenPositions(layout.mask, layout.lengths)
+    row = positions.rows_at(slots)
+    has_actions = (positions.end > positions.begin)[row]
     carried = torch.where(scanned.reshape(-1), flat, torch.zeros_like(flat)).to(torch.float64)
-    carried.index_add_(0, places.nearest(slots[has_actions]), moved[has_actions])
+    carried.index_add_(0, positions.nearest(slots[has_actions]), moved[has_actions])
     return carried.to(tokens.dtype).reshape(tokens.shape), total, float(moved[~has_actions].sum())
 
 
@@ -214,7 +214,7 @@ def place_rewards(
     >>> [row.tolist() for row in tokens], report.which("no actions"), report.which("missing reward")
     ([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], [1], [2])
     """
-    layout = Layout.of(mask, token_rewards=token_rewards)
+    layout = Layout.from_tokens(mask, token_rewards=token_rewards)
     placed = _place_rewards(layout, token_rewards, rewards)
     return layout.restore(layout.masked(placed.tokens)), Report(layout.rows, placed.reasons, placed.metrics)
 
@@ -277,7 +277,7 @@ def gae(
             "values: got None, expected the critic's value of each token: the argument, `batch.values`, or, for "
             "records, info_keys={'values': KEY}"
         )
-    layout = Layout.of(mask, token_rewards=token_rewards, values=values, response=response)
+    layout = Layout.from_tokens(mask, token_rewards=token_rewards, values=values, response=response)
     placed = _place_rewards(layout, token_rewards, rewards, response, observations, off_action_rewards)
     critic = layout.tensor("values", values)
     arguments = placed.tokens, critic, layout.mask, layout.lengths, gamma, lam, observations, placed.response
@@ -369,9 +369,9 @@ def _return_to_go(
     if rows_only:
         count = len(as_rewards("rewards", rewards))  # type: ignore[arg-type]
         device = rewards.device if isinstance(rewards, torch.Tensor) else None
-        layout = Layout.of(torch.ones(count, 1, dtype=torch.bool, device=device))
+        layout = Layout.from_tokens(torch.ones(count, 1, dtype=torch.bool, device=device))
     else:
-        layout = Layout.of(mask, token_rewards=token_rewards, response=response)
+        layout = Layout.from_tokens(mask, token_rewards=token_rewards, response=response)
     placed = _place_rewards(layout, token_rewards, rewards, response, observations, off_action_rewards)
     check_float("gamma", gamma, 0, 1)
     if token_rewards is None and placed.row_rewards is not None and placed.response is None and gamma == 1:
@@ -631,7 +631,7 @@ def remax(
     """
     if baselines is None:
         raise ValueError("baselines: got None, expected the greedy response's reward for each row")
-    layout = Layout.of(mask, token_rewards=token_rewards, response=response)
+    layout = Layout.from_tokens(mask, token_rewards=token_rewards, response=response)
     placed = _place_rewards(layout, token_rewards, rewards, response, observations, off_action_rewards)
     base = as_rewards("baselines", baselines)
     if len(base) != layout.rows:

@@ -1,7 +1,7 @@
-"""Estimators per token: distillation from a teacher, and GRPO with token masks (Clip-B, Clip-V).
+"""Per-token estimators: distillation (`on_policy_distill`, `jsd`) and GRPO with token masks (`clip_b`, `clip_v`).
 
 Invariant: a distillation advantage is positive exactly where the teacher's probability of the token is above the
-student's. A returned mask is never wider than the given one.
+student's. A returned mask is a subset of the argument `mask`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def on_policy_distill(
 ) -> Advantages:
     """Compute `coef` * (teacher - student) in log-probs for each token (on-policy distillation).
 
-    In expectation over samples of the policy, its gradient is that of -coef * KL(student || teacher).
+    The expected policy gradient over samples of the policy is the gradient of -coef * KL(student || teacher).
 
     Args:
         old_logprobs: [B, R] or packed: log-probs of the policy that sampled.
@@ -45,7 +45,7 @@ def on_policy_distill(
     >>> on_policy_distill(torch.tensor([[-0.5, -1.0]]), torch.tensor([[-0.25, -3.0]])).advantages
     tensor([[ 0.2500, -2.0000]])
     """
-    layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
     student = layout.take("old_logprobs", old_logprobs).detach()
     teacher = layout.take("teacher_logprobs", teacher_logprobs).detach()
     gap = student - teacher
@@ -67,13 +67,13 @@ def jsd(
     """Compute the policy gradient of the generalized Jensen-Shannon divergence between teacher and student.
 
     With q the teacher, p the student and m = beta q + (1 - beta) p, the divergence is D = beta KL(q || m) + (1 - beta)
-    KL(p || m), and dD/dp(token) = (1 - beta) log(p / m). The advantage is minus that, times `coef`; with `normalize`
+    KL(p || m), and dD/dp(token) = (1 - beta) log(p / m). The advantage is -coef * dD/dp(token). With `normalize`, it is
     divided by beta (1 - beta), which gives coef * log(1 + beta (q / p - 1)) / beta: on-policy distillation at beta = 1,
-    and q / p - 1 of the forward KL at beta = 0. It is positive exactly where the teacher is above the student.
-    `divergence` in the report is the mean over tokens of an estimate of D that is never negative, since f(q / p) with
-    f(x) = beta x log x - (beta x + 1 - beta) log(beta x + 1 - beta) is not.
+    and q / p - 1, the advantage of the forward KL, at beta = 0. It is positive exactly where the teacher is above the
+    student. `divergence` in the report is the mean over tokens of f(q / p), an estimate of D that is never negative,
+    with f(x) = beta x log x - (beta x + 1 - beta) log(beta x + 1 - beta).
 
-    The quantity of Trinity is at most 0 by Jensen's inequality, and rewards every mismatch in either direction.
+    Trinity's estimator of this name is at most 0 by Jensen's inequality, and rewards mismatches in both directions.
 
     Args:
         old_logprobs: [B, R] or packed: log-probs of the policy that sampled.
@@ -99,7 +99,7 @@ def jsd(
     check_bool("normalize", normalize)
     check_float("beta", beta, 0, 1)
     check_float("coef", coef)
-    layout = Layout.of(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs)
     student = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
     teacher = layout.take("teacher_logprobs", teacher_logprobs).detach().to(torch.float64)
     gap = teacher - student
@@ -114,16 +114,17 @@ def jsd(
     mixture = beta * ratio + 1 - beta
     divergence = beta * torch.where(ratio > 0, ratio * gap.clamp(-700, 700), 0.0)
     divergence = divergence - torch.where(mixture > 0, mixture * torch.log(mixture), 0.0)
-    both = (layout.tensor("old_logprobs", old_logprobs), layout.tensor("teacher_logprobs", teacher_logprobs))
-    wide = torch.promote_types(*(as_floats(tensor).dtype for tensor in both))
-    return _token_advantages(layout, (coef * scale * score).to(wide), mask, {"divergence": divergence.clamp(min=0)})
+    inputs = (layout.tensor("old_logprobs", old_logprobs), layout.tensor("teacher_logprobs", teacher_logprobs))
+    dtype = torch.promote_types(*(as_floats(tensor).dtype for tensor in inputs))
+    return _token_advantages(layout, (coef * scale * score).to(dtype), mask, {"divergence": divergence.clamp(min=0)})
 
 
 def _token_advantages(
-    layout: Layout, tokens: torch.Tensor, mask: PerToken | None, metrics: dict[str, torch.Tensor]
+    layout: Layout, advantages: torch.Tensor, mask: PerToken | None, metrics: dict[str, torch.Tensor]
 ) -> Advantages:
+    """Build the result of a distillation estimator; the report has the means over tokens of `metrics`."""
     count = max(int(layout.mask.sum()), 1)
-    masked = layout.masked(tokens) + 0.0
+    masked = layout.masked(advantages) + 0.0  # turns -0.0 into 0.0
     means = {name: float(layout.masked(value).sum() / count) for name, value in metrics.items()}
     empty = rows_where(layout.counts == 0)
     report = Report(layout.rows, {"no actions": empty}, {**means, "advantage_mean": float(masked.sum() / count)})
@@ -150,16 +151,16 @@ def clip_b(
     singleton: str = "zero",
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Advantages:
-    """Compute GRPO advantages, and mask tokens with A < 0 whose update would cost the most entropy (Clip-B).
+    """Compute GRPO advantages, and mask the tokens with A < 0 whose update would reduce entropy most (Clip-B).
 
     With S = p (H + log p) for each token, a token with A < 0 is masked where S is more than `mu` population deviations
-    below the mean of S over all tokens that count. The advantages are those of `grpo`; train with the `mask` of the
+    below the mean of S over all tokens that count. The advantages are those of `grpo`. Train with the `mask` of the
     result.
 
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
         groups: [B] Group id of each row.
-        mask: [B, R] or packed: which tokens count. `None`: all.
+        mask: [B, R] or packed: which tokens count.
         old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
         entropy: [B, R] or packed: entropy of the policy per token.
         runs: [B] Run id of each row; rows of one run count once in their group. `None`: every row is a run.
@@ -170,11 +171,11 @@ def clip_b(
         process_group: Processes over whose rows statistics are computed.
 
     Returns:
-        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
-        lone rows and constant groups.
+        Advantages in the layout of the mask, 0 where it is False, and the narrowed mask. The report lists missing
+        rewards, lone rows and constant groups.
 
     Raises:
-        ValueError: If an option is invalid, or the number of rows differs.
+        ValueError: If an option is invalid, `mask` is `None`, or the number of rows differs.
 
     >>> result = clip_b([0.0, 1.0], ["a", "a"], torch.ones(2, 3), torch.full((2, 3), -0.5),
     ...                torch.tensor([[0.1, 0.6, 0.6], [0.6, 0.6, 0.6]]), mu=1.0)
@@ -196,7 +197,7 @@ def _entropy_change(
     estimate: Advantages, mask: PerToken, old_logprobs: PerToken, entropy: PerToken
 ) -> tuple[Layout, torch.Tensor, torch.Tensor]:
     """Return the layout, the advantages, and S = p (H + log p) of each token in float64."""
-    layout = Layout.of(mask, old_logprobs=old_logprobs, entropy=entropy)
+    layout = Layout.from_tokens(mask, old_logprobs=old_logprobs, entropy=entropy)
     logprobs = layout.take("old_logprobs", old_logprobs).detach().to(torch.float64)
     entropies = layout.take("entropy", entropy).detach().to(torch.float64)
     change = layout.masked(logprobs.exp() * (entropies + logprobs))
@@ -230,8 +231,9 @@ def clip_v(
     """Compute GRPO advantages, and mask a bounded share of tokens with A < 0 (Clip-V).
 
     With S = p (H + log p) and D = necs - S for each token, a token with A < 0 is masked where D is more than `mu`
-    population deviations above its mean over tokens that count. At most `max_frac` of all tokens are masked, but at
-    least one, the largest D first. Of several equal ones at that limit none is masked, so that order has no effect.
+    population deviations above its mean over tokens that count. Tokens with the largest D are masked first, at most
+    `max_frac` of all tokens, but at least one. If several tokens at that limit have the same D, none of them is masked,
+    so that the order of tokens has no effect.
 
     Trinity compares D itself (`centered=False`), and also masks tokens with A = 0, without a limit
     (`zero_advantage="uncapped"`): in a batch of equal rewards that is every token.
@@ -239,7 +241,7 @@ def clip_v(
     Args:
         rewards: [B] Reward of each row; `None` or NaN where it is missing.
         groups: [B] Group id of each row.
-        mask: [B, R] or packed: which tokens count. `None`: all.
+        mask: [B, R] or packed: which tokens count.
         old_logprobs: [B, R] or packed: log-probs of the policy before the update, taken as constants.
         entropy: [B, R] or packed: entropy of the policy per token.
         necs: [B, R] or packed: expected entropy change of each token.
@@ -254,11 +256,11 @@ def clip_v(
         process_group: Processes over whose rows statistics are computed.
 
     Returns:
-        Advantages in the layout of the mask, 0 where it is False; without a mask [B]. The report lists missing rewards,
-        lone rows and constant groups.
+        Advantages in the layout of the mask, 0 where it is False, and the narrowed mask. The report lists missing
+        rewards, lone rows and constant groups.
 
     Raises:
-        ValueError: If an option is invalid, or the number of rows differs.
+        ValueError: If an option is invalid, `mask` is `None`, or the number of rows differs.
 
     >>> result = clip_v([0.0, 1.0], ["a", "a"], torch.ones(2, 2), torch.full((2, 2), -0.5), torch.full((2, 2), 0.5),
     ...                torch.tensor([[0.9, 0.1], [0.1, 0.1]]), mu=1.0)
@@ -284,13 +286,15 @@ def clip_v(
     return _mask_tokens(estimate, layout, masked, advantages, {"std_d": stats.std("population")})
 
 
-def _mark_largest(values: torch.Tensor, among: torch.Tensor, limit: int, process_group: ProcessGroup) -> torch.Tensor:
-    """Mark the `limit` largest candidates of all processes; of several equal ones at the limit none."""
-    local = values[among].flatten().tolist()
-    candidates = sorted((value for part in process_group.gather(local) for value in part), reverse=True)
-    if len(candidates) <= limit:
-        return among
-    return among & torch.gt(values, candidates[limit])
+def _mark_largest(
+    values: torch.Tensor, candidates: torch.Tensor, limit: int, process_group: ProcessGroup
+) -> torch.Tensor:
+    """Mark the `limit` largest candidates of all processes, without those that equal the first one beyond the limit."""
+    local = values[candidates].flatten().tolist()
+    ordered = sorted((value for part in process_group.gather(local) for value in part), reverse=True)
+    if len(ordered) <= limit:
+        return candidates
+    return candidates & torch.gt(values, ordered[limit])
 
 
 def _mask_tokens(

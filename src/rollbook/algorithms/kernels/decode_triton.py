@@ -1,6 +1,7 @@
-"""Triton kernels of a decode step: attention over a paged key-value cache, and truncation of a distribution.
+"""Triton kernels of a decode step: `paged_attention` over a key-value cache, and `find_floors` for top-k and top-p.
 
-Neither kernel waits for the device or depends on the host, so both can be captured in a CUDA graph.
+Invariant: launching a kernel does not synchronize with the device or read values from it, so that a decode step can be
+captured in a CUDA graph.
 """
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator, misc"
 
@@ -14,14 +15,17 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a torch for CPUs comes without Triton; then `READY` is False and nothing here is called
+except ImportError:  # torch for CPUs comes without Triton
     triton = None
 
 READY = triton is not None
+"""Whether the functions of this module can be called."""
 _PROGRAMS = 528
-"""Number of programs that fill a large device. With fewer rows, a row's tokens are split over several programs."""
+"""Number of programs that keep a large GPU busy. With fewer rows, the pages of a row are split over programs."""
 _MAX_SPLITS = 16
+"""Largest number of splits of a row."""
 _SEARCH_BLOCK = 1024
+"""Tokens that `_floor_kernel` loads at once."""
 
 
 def _jit(function: Callable[..., Any]) -> Any:
@@ -45,11 +49,11 @@ def _attention_kernel(
     scale,
     window,
     softcap,
-    query_row,
-    query_head,
-    cache_token,
-    cache_head,
-    table_row,
+    query_row_stride,
+    query_head_stride,
+    token_stride,
+    head_stride,
+    table_stride,
     heads,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -60,7 +64,7 @@ def _attention_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    # One program per row, key-value head and split; the query heads of the group share the keys that are read.
+    # One program per row, key-value head and split; the query heads of a group share the loaded keys.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -70,63 +74,63 @@ def _attention_kernel(
         first = tl.maximum(length - window, 0)
     first_page = first // PAGE
     pages = tl.cdiv(length, PAGE) - first_page
-    per_split = tl.cdiv(pages, SPLITS)
-    begin = first_page + split * per_split
-    end = tl.minimum(begin + per_split, first_page + pages)
+    pages_per_split = tl.cdiv(pages, SPLITS)
+    begin = first_page + split * pages_per_split
+    end = tl.minimum(begin + pages_per_split, first_page + pages)
 
     group = tl.arange(0, GROUP_BLOCK)
-    size = tl.arange(0, SIZE_BLOCK)
+    dim = tl.arange(0, SIZE_BLOCK)
     slot = tl.arange(0, PAGE)
-    query_head_index = head * GROUP + group
-    inside = (group < GROUP)[:, None] & (size < SIZE)[None, :]
+    query_head = head * GROUP + group
+    inside = (group < GROUP)[:, None] & (dim < SIZE)[None, :]
     q = tl.load(
-        query + row * query_row + query_head_index[:, None] * query_head + size[None, :], mask=inside, other=0.0
+        query + row * query_row_stride + query_head[:, None] * query_head_stride + dim[None, :], mask=inside, other=0.0
     )
     largest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     weighted = tl.zeros([GROUP_BLOCK, SIZE_BLOCK], tl.float32)
     for page in range(begin, end):
-        number = tl.load(table + row * table_row + page).to(tl.int64)
-        token = number * PAGE + slot
+        cache_page = tl.load(table + row * table_stride + page).to(tl.int64)
+        token = cache_page * PAGE + slot
         position = page * PAGE + slot
-        valid = (position < length) & (position >= first)
-        place = token[:, None] * cache_token + head * cache_head + size[None, :]
-        readable = valid[:, None] & (size < SIZE)[None, :]
-        k = tl.load(keys + place, mask=readable, other=0.0)
+        visible = (position < length) & (position >= first)
+        offset = token[:, None] * token_stride + head * head_stride + dim[None, :]
+        mask = visible[:, None] & (dim < SIZE)[None, :]
+        k = tl.load(keys + offset, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
+        if CAPPED:  # softcap * tanh(scores / softcap)
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores = tl.where(valid[None, :], scores, float("-inf"))
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         decay = tl.exp(largest - new_largest)
         weights = tl.exp(scores - new_largest[:, None])
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values + place, mask=readable, other=0.0)
+        v = tl.load(values + offset, mask=mask, other=0.0)
         weighted = weighted * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         largest = new_largest
-    target = (row * heads + query_head_index[:, None]) * SIZE + size[None, :]
+    output_offset = (row * heads + query_head[:, None]) * SIZE + dim[None, :]
     if SPLITS == 1:
-        tl.store(output + target, (weighted / total[:, None]).to(output.dtype.element_ty), mask=inside)
+        tl.store(output + output_offset, (weighted / total[:, None]).to(output.dtype.element_ty), mask=inside)
     else:
-        place = (row * heads + query_head_index) * SPLITS + split
-        tl.store(maxima + place, largest, mask=group < GROUP)
-        tl.store(sums + place, total, mask=group < GROUP)
-        tl.store(partial + place[:, None] * SIZE + size[None, :], weighted, mask=inside)
+        part = (row * heads + query_head) * SPLITS + split
+        tl.store(maxima + part, largest, mask=group < GROUP)
+        tl.store(sums + part, total, mask=group < GROUP)
+        tl.store(partial + part[:, None] * SIZE + dim[None, :], weighted, mask=inside)
 
 
 @_jit
 def _merge_kernel(partial, maxima, sums, output, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    # One program per row and query head: the splits are combined by their maxima, as within a split.
-    place = tl.program_id(0).to(tl.int64)
+    # One program per row and query head. The splits are rescaled to their common maximum and summed.
+    row_head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
-    size = tl.arange(0, SIZE_BLOCK)
-    largest = tl.load(maxima + place * SPLITS + split)
+    dim = tl.arange(0, SIZE_BLOCK)
+    largest = tl.load(maxima + row_head * SPLITS + split)
     weights = tl.exp(largest - tl.max(largest, 0))  # 0 for an empty split
-    total = tl.sum(weights * tl.load(sums + place * SPLITS + split), 0)
-    inside = (size < SIZE)[None, :]
-    parts = tl.load(partial + (place * SPLITS + split)[:, None] * SIZE + size[None, :], mask=inside, other=0.0)
+    total = tl.sum(weights * tl.load(sums + row_head * SPLITS + split), 0)
+    inside = (dim < SIZE)[None, :]
+    parts = tl.load(partial + (row_head * SPLITS + split)[:, None] * SIZE + dim[None, :], mask=inside, other=0.0)
     merged = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(output + place * SIZE + size, merged.to(output.dtype.element_ty), mask=size < SIZE)
+    tl.store(output + row_head * SIZE + dim, merged.to(output.dtype.element_ty), mask=dim < SIZE)
 
 
 def paged_attention(
@@ -148,11 +152,11 @@ def paged_attention(
         keys: [tokens, key heads, size] Keys of the cache; the last axis is contiguous.
         values: [tokens, key heads, size] Values of the cache, with the strides of `keys`.
         table: [rows, pages] int32. Page p of the cache has tokens [p * page_size, (p + 1) * page_size).
-        lengths: [rows] Number of tokens before the current one, which is in the cache already.
+        lengths: [rows] Number of tokens before the current one. The current token is in the cache, too.
         page_size: Tokens per page, a power of two.
-        scale: Factor of the scores.
-        window: Number of last tokens that are seen, the current one included; `None` for all.
-        softcap: Scores are capped smoothly at this; `None` for no cap.
+        scale: Factor of the scores, such as 1 / sqrt(size).
+        window: Size of the sliding window, including the current token; `None`: no window.
+        softcap: Soft cap c of the scores x, c tanh(x / c); `None`: no cap.
 
     Returns:
         [rows, heads, size]
@@ -205,13 +209,13 @@ def paged_attention(
     return output
 
 
-# --- truncation of a distribution -----------------------------------------------------------------------------------
+# --- top-k and top-p ------------------------------------------------------------------------------------------------
 
 
 @_jit
-def _floor_kernel(shares, row_stride, vocabulary, targets, floors, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    # Positive floats are ordered as their bits are. Each pass over the row finds four bits of the floor: the largest
-    # digit for which the tokens that are not below it reach the target.
+def _floor_kernel(probs, row_stride, vocabulary, targets, floors, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    # Nonnegative floats sort like their bits. Each pass over the row finds the next four bits of the floor: the
+    # largest digit for which the tokens at or above it reach the target.
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     column = tl.arange(0, BLOCK)
@@ -222,31 +226,31 @@ def _floor_kernel(shares, row_stride, vocabulary, targets, floors, MASS: tl.cons
         reached = tl.zeros([16], tl.float32)
         for start in range(0, vocabulary, BLOCK):
             inside = start + column < vocabulary
-            share = tl.load(shares + row * row_stride + start + column, mask=inside, other=0.0)
-            weight = tl.where(inside, share if MASS else 1.0, 0.0)
-            not_below = share.to(tl.int32, bitcast=True)[:, None] >= candidate[None, :]
-            reached += tl.sum(tl.where(not_below, weight[:, None], 0.0), 0)
+            prob = tl.load(probs + row * row_stride + start + column, mask=inside, other=0.0)
+            weight = tl.where(inside, prob if MASS else 1.0, 0.0)
+            is_kept = prob.to(tl.int32, bitcast=True)[:, None] >= candidate[None, :]
+            reached += tl.sum(tl.where(is_kept, weight[:, None], 0.0), 0)
         possible = reached >= target
         if step == 0:
-            possible = possible & (digit < 4)  # shares are below 2; larger digits overflow
+            possible = possible & (digit < 4)  # probabilities are below 2; larger digits would overflow
         prefix += tl.max(tl.where(possible, digit, 0), 0) << (28 - 4 * step)
     tl.store(floors + row, prefix.to(tl.float32, bitcast=True))  # type: ignore[attr-defined]
 
 
-def find_floors(shares: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
-    """Find the largest share such that the tokens whose share is not below it reach a target.
+def find_floors(probs: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> torch.Tensor:
+    """Find the threshold of top-k or top-p: the largest p such that the tokens of probability >= p reach a target.
 
     Args:
-        shares: [rows, V] float32, in [0, 1]; the last axis is contiguous.
-        targets: [rows] float32. Above what all tokens have, the floor is 0.
-        mass: Whether the target is a sum of shares (top-p) or a number of tokens (top-k).
+        probs: [rows, V] float32, in [0, 1]; the last axis is contiguous.
+        targets: [rows] float32. If all tokens together do not reach it, the floor is 0.
+        mass: Whether targets are sums of probabilities (top-p) or numbers of tokens (top-k).
 
     Returns:
         [rows, 1] float32.
     """
-    rows, vocabulary = shares.shape
-    floors = shares.new_empty((rows, 1))
+    rows, vocabulary = probs.shape
+    floors = probs.new_empty((rows, 1))
     _floor_kernel[(rows,)](
-        shares, shares.stride(0), vocabulary, targets, floors, MASS=mass, BLOCK=_SEARCH_BLOCK, num_warps=8
+        probs, probs.stride(0), vocabulary, targets, floors, MASS=mass, BLOCK=_SEARCH_BLOCK, num_warps=8
     )
     return floors

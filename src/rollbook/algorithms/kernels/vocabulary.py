@@ -221,7 +221,7 @@ class BackwardState:
     are NaN, which multiplying by the incoming gradient would not give: 0 * NaN is NaN."""
 
     @staticmethod
-    def of(
+    def from_saved(
         saved: tuple[torch.Tensor, ...], ignored: torch.Tensor, grads: tuple[torch.Tensor | None, torch.Tensor | None]
     ) -> BackwardState:
         """Build the state from saved tensors (`top`, `log_mass`, `entropy`) and incoming gradients."""
@@ -316,7 +316,7 @@ class TopLogits:
         """Take in logits [rows, part] of the part of the vocabulary that begins at `start`."""
         ids = torch.arange(start, start + chunk.shape[1], device=chunk.device)
         if self.exact:
-            # Earlier entries come first: their ids are lower. Free places have an id beyond the vocabulary.
+            # Earlier entries come first: their ids are lower. Free entries have an id beyond the vocabulary.
             free = self.ids[rows] == self.vocabulary
             keys = torch.cat([self.keys[rows], chunk], 1)
             all_ids = torch.cat([self.ids[rows], ids.expand(chunk.shape)], 1)

@@ -55,7 +55,7 @@ def value_loss(
     tensor(0.5000)
     """
     check_optional("clip", clip, 0, "a positive number")
-    layout = Layout.of(mask, values=values, returns=returns)
+    layout = Layout.from_tokens(mask, values=values, returns=returns)
     ours, target = layout.take("values", values), layout.take("returns", returns).detach()
     error = (ours - target).square()
     hit = torch.zeros_like(error)
@@ -105,7 +105,7 @@ def entropy_loss(
     (tensor(-0.2000), tensor(2.))
     """
     check_float("coef", coef)
-    layout = Layout.of(mask, entropy=entropy)
+    layout = Layout.from_tokens(mask, entropy=entropy)
     tokens = layout.take("entropy", entropy)
     if weights is not None:
         tokens = tokens * on_tokens(layout, "weights", weights).detach()

@@ -45,7 +45,7 @@ def mix_denominators(mask: PerToken, expert_mask: PerRow) -> Parts:
     >>> usual
     Denominators(tokens=2, sequences=1, samples=2)
     """
-    layout = Layout.of(mask)
+    layout = Layout.from_tokens(mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
 
     def count(rows: torch.Tensor) -> Denominators:
@@ -198,7 +198,7 @@ def mix_chord(
         peak: Weight after the warmup.
         valley: Final weight.
         phi: Whether the expert part is `sft_phi`; else maximum likelihood.
-        cutoff: As of `sft_phi`.
+        cutoff: See `sft_phi`.
         clip_low: Lower clip range of the ratio: 1 - `clip_low`.
         clip_high: Upper clip range of the ratio: 1 + `clip_high`.
         dual_clip: Bound of the loss where A < 0: -A * `dual_clip`. `None`: no bound.
@@ -248,7 +248,7 @@ def _mixed(
     new_logprobs, old_logprobs, advantages, expert_mask, mask = data
     layout = policy_layout(new_logprobs, old_logprobs, advantages, mask)
     flags = row_flags(layout, "expert_mask", expert_mask)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
     usual = ppo_terms(batch, **options).loss("pg_loss", batch.layout, mode, norm, of_usual, weights)
     layout = layout.narrowed(layout.spread(flags))
     ours = layout.take("new_logprobs", new_logprobs)

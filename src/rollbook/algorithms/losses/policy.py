@@ -80,7 +80,7 @@ def ppo(
     >>> loss, metrics["pg_clipfrac"]
     (tensor(-0.9033), tensor(0.5000))
     """
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     terms = ppo_terms(batch, clip_low, clip_high, dual_clip, log_ratio_clamp, sequence_delta, policy_gradient)
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
@@ -167,7 +167,7 @@ def gspo(
     """
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     straight = batch.new_logprobs - batch.new_logprobs.detach()
     ratio = (batch.row_log_ratio(log_ratio_clamp) + straight).exp()
     tokens, hit = clip_surrogate(batch.advantages, ratio, 1 - clip_low, 1 + clip_high)
@@ -222,7 +222,7 @@ def gmpo(
     """
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     layout, log_ratio = batch.layout, batch.clamp_log_ratio(log_ratio_clamp)
     of_row = layout.row_means(batch.advantages)
     rising = layout.spread(of_row > 0)
@@ -280,7 +280,7 @@ def sapo(
     """
     detach_gate = check_bool("detach_gate", detach_gate)
     tau_pos, tau_neg = (check_float(name, tau, 1e-6) for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)))
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     positive, ratio = batch.advantages > 0, batch.clamp_log_ratio(log_ratio_clamp).exp()
     tau = torch.where(positive, ratio.new_full((), tau_pos), ratio.new_full((), tau_neg))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -334,7 +334,7 @@ def cpg(
     check_float("clip_high", clip_high, 0)
     if not 0 <= check_float("clip_low", clip_low) < 1:
         raise ValueError(f"clip_low: got {clip_low!r}, expected a number from 0 to below 1")
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     ours, positive = batch.new_logprobs, batch.advantages > 0
     old = ours.detach() - batch.log_ratio.detach()
     above, below = (old.new_full((), math.log1p(change)) for change in (clip_high, -clip_low))
@@ -382,7 +382,7 @@ def importance_sampling(
     >>> importance_sampling([[-1.0, -2.0]], [[-1.2, -1.5]], [1.0]).value
     tensor(-0.9140)
     """
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     ratio = batch.clamp_log_ratio(log_ratio_clamp).exp()
     terms = LossTerms(-batch.advantages * ratio, {"ratio/mean": ratio, "approx_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
@@ -440,7 +440,7 @@ def cispo(
         check_float(name, value, 0)
     for name, value in (("mask_clip_low", mask_clip_low), ("mask_clip_high", mask_clip_high)):
         check_float(name, value, 0)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     ratio, gains = batch.clamp_log_ratio(log_ratio_clamp).detach().exp(), batch.advantages
     inside = torch.ones_like(ratio)
     if check_bool("mask_clip", mask_clip):
@@ -494,7 +494,7 @@ def topr(
     """
     check_float("threshold", threshold)
     check_choice("level", level, ("token", "sequence"))
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     log_ratio = batch.clamp_log_ratio(log_ratio_clamp).detach()
     if level == "sequence":
         whole_rows = batch.layout.row_sums(batch.log_ratio.detach())
@@ -541,7 +541,7 @@ def opmd(
     tensor(0.7500)
     """
     check_float("tau", tau, 0)
-    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    layout = Layout.from_tokens(mask, new_logprobs=new_logprobs)
     ours, gains = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
     return LossTerms(-gains * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, denominators, weights)
 
@@ -584,7 +584,7 @@ def sppo(
     tensor(-0.1000)
     """
     check_float("epsilon", epsilon, 0)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     ratio = batch.log_ratio.detach().exp()
     inside = ((ratio >= 1 / (1 + epsilon)) & (ratio <= 1 + epsilon)).to(ratio.dtype)
     terms = LossTerms(-batch.advantages * batch.log_ratio * inside, {"pg_clipfrac": 1 - inside})
@@ -660,7 +660,7 @@ def rec(
     bounds = {"clip_low": clip_low, "clip_high": clip_high, "ring_low": ring_low, "ring_high": ring_high}
     for name, value in bounds.items():
         check_float(name, value, 0)
-    batch = PolicyTensors.of(new_logprobs, old_logprobs, advantages, mask)
+    batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     gains, ours = batch.advantages, batch.new_logprobs
     ratio = batch.clamp_log_ratio(log_ratio_clamp).detach().exp()
     of_row = batch.row_log_ratio(log_ratio_clamp).exp()

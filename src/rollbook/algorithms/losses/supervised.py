@@ -52,7 +52,7 @@ def sft(
     >>> sft([[-1.0, -2.0]]).value
     tensor(1.5000)
     """
-    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    layout = Layout.from_tokens(mask, new_logprobs=new_logprobs)
     terms = LossTerms(-layout.take("new_logprobs", new_logprobs))
     return terms.loss("sft_loss", layout, mode, norm, denominators, weights)
 
@@ -91,7 +91,7 @@ def sft_is(
     >>> sft_is([[-1.0, -2.0]]).value
     tensor(0.3193)
     """
-    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    layout = Layout.from_tokens(mask, new_logprobs=new_logprobs)
     ours = layout.take("new_logprobs", new_logprobs)
     return LossTerms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, denominators, weights)
 
@@ -133,7 +133,7 @@ def sft_phi(
     >>> sft_phi([[-1.0, -2.0]]).value
     tensor(0.2333)
     """
-    layout = Layout.of(mask, new_logprobs=new_logprobs)
+    layout = Layout.from_tokens(mask, new_logprobs=new_logprobs)
     terms = phi_terms(layout.take("new_logprobs", new_logprobs), cutoff)
     return terms.loss("sft_phi_loss", layout, mode, norm, denominators, weights)
 
@@ -226,7 +226,7 @@ def dpo(
     >>> loss, metrics["accuracy_mean"]
     (tensor(1.0725), tensor(0.5000))
     """
-    layout = Layout.of(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
+    layout = Layout.from_tokens(mask, new_logprobs=new_logprobs, ref_logprobs=ref_logprobs)
     roles = row_flags(layout, "chosen", chosen)
     if check_bool("reference_free", reference_free) == (ref_logprobs is not None):
         raise ValueError(_reference("ref_logprobs", reference_free))
@@ -268,7 +268,7 @@ def dpo_sums(
             that if no row is empty.
 
     Returns:
-        The loss and its metrics: as of `dpo`.
+        The loss and the metrics of `dpo`.
 
     Raises:
         ValueError: If shapes differ, the reference is missing, or an option is invalid.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.batch.device import Movable, assign_rest, constructor_signature
+from rollbook.batch.device import Movable
 from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS
 from rollbook.core.freeform import same
@@ -319,6 +319,35 @@ def pick_info(arrays: dict[Any, Any], rows: NDArray[np.int64]) -> dict[Any, Any]
     return result
 
 
+def _assign_rest(new: Movable, first: int, more: tuple[Any, ...], rest: dict[str, Any]) -> None:
+    """Assign the constructor arguments that follow the `first` fields, positional (`more`) and by name (`rest`)."""
+    names = list(new.__dataclass_fields__)
+    if len(more) > len(names) - first:
+        raise TypeError(f"{type(new).__name__}() takes {len(names)} arguments, got {first + len(more)}")
+    assigned = dict(zip(names[first:], more, strict=False))
+    for name, value in rest.items():
+        if name not in names or name in assigned:
+            problem = "multiple values for" if name in assigned else "an unexpected keyword"
+            raise TypeError(f"{type(new).__name__}() got {problem} argument {name!r}")
+        assigned[name] = value
+    for name, value in assigned.items():
+        if value is not None:
+            setattr(new, name, value)
+
+
+def _constructor_signature(kind: type[Any]) -> inspect.Signature:
+    """Return the signature of the default constructor of a dataclass."""
+    parameters = []
+    for spec in dataclasses.fields(kind):
+        default = inspect.Parameter.empty if spec.default is dataclasses.MISSING else spec.default
+        if spec.default_factory is not dataclasses.MISSING:
+            default = None
+        parameters.append(
+            inspect.Parameter(spec.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=spec.type)
+        )
+    return inspect.Signature(parameters)
+
+
 @dataclass(eq=False, repr=False)
 class BufferItem(Movable):
     """One sample of a batch, as in LightRFT's buffer: L tokens, R response slots, on its own memory.
@@ -395,7 +424,7 @@ class BufferItem(Movable):
             self.info = info
             self.action_entropy = action_entropy
             if more or rest:
-                assign_rest(self, 10, more, rest)
+                _assign_rest(self, 10, more, rest)
 
     @classmethod
     def of(cls, ragged: RaggedBatch, row: int) -> BufferItem:
@@ -420,8 +449,8 @@ class BufferItem(Movable):
         self.__dict__.pop("_source", None)
         return self
 
-    def _change(self, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> BufferItem:
-        return super(BufferItem, self.detach())._change(change, other)
+    def _move(self, move: Callable[[Any], Any], move_other: Callable[[Any], Any]) -> BufferItem:
+        return super(BufferItem, self.detach())._move(move, move_other)
 
     def __getstate__(self) -> dict[str, Any]:
         # getattr, not `peek_field`: tensors shared between processes as files must be kept alive by the item.
@@ -447,7 +476,7 @@ def peek_field(state: dict[str, Any], name: str) -> Any:
 ITEM_FIELDS = tuple(f.name for f in dataclasses.fields(BufferItem))
 ITEM_DEFAULTS = {f.name: f.default for f in dataclasses.fields(BufferItem) if f.default is not dataclasses.MISSING}
 if not TYPE_CHECKING:
-    BufferItem.__signature__ = constructor_signature(BufferItem)
+    BufferItem.__signature__ = _constructor_signature(BufferItem)
 for _name in ITEM_FIELDS:
     # A default on the class would hide the value in the ragged batch.
     if _name in BufferItem.__dict__:
@@ -618,7 +647,7 @@ class ExperienceBatch(Movable):
             if references is not None:
                 self.references = references
             if more or rest:
-                assign_rest(self, 13, more, rest)
+                _assign_rest(self, 13, more, rest)
 
     @classmethod
     def of(cls, fields: dict[str, Any], origin: Origin) -> ExperienceBatch:
@@ -653,9 +682,9 @@ class ExperienceBatch(Movable):
         origin = self.__dict__["origin"] = state["origin"].copy()
         origin.describe(self)
 
-    def _change(self, change: Callable[[Any], Any], other: Callable[[Any], Any]) -> ExperienceBatch:
+    def _move(self, move: Callable[[Any], Any], move_other: Callable[[Any], Any]) -> ExperienceBatch:
         origin = self.origin if "origin" in self.__dict__ else None
-        super()._change(change, other)
+        super()._move(move, move_other)
         if origin is not None:
             origin.describe(self)  # moved, not replaced
         return self
@@ -777,10 +806,10 @@ class ExperienceBatch(Movable):
             inputs["input_ids"] = self.sequences
             if self.attention_mask is not None:
                 inputs["attention_mask"] = self.attention_mask
-        from rollbook.batch.media import GRIDS, TYPES, config_of
+        from rollbook.batch.media import GRIDS, TYPES, get_model_config
         from rollbook.compat.lightrft.ragged_batch import media_inputs, rope_positions
 
-        config = config_of(get_rope_index) if config is None else config
+        config = get_model_config(get_rope_index) if config is None else config
         inputs |= media_inputs(self, config)
         if not any(grid in inputs for grid in GRIDS):
             inputs["position_ids"] = self.position_ids
@@ -852,7 +881,7 @@ _EMPTY_FIELDS = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.
 _EMPTY_FIELDS.pop("origin")
 if not TYPE_CHECKING:
     ExperienceBatch.origin = property(ExperienceBatch._get_origin, ExperienceBatch._set_origin)
-    ExperienceBatch.__signature__ = constructor_signature(ExperienceBatch)
+    ExperienceBatch.__signature__ = _constructor_signature(ExperienceBatch)
 
 
 def token_fields(holder: ExperienceBatch | BufferItem, axis: str | None = None) -> list[tuple[str, Any]]:

@@ -73,7 +73,7 @@ from rollbook.compat.lightrft.samples import (
 from rollbook.core.checks import check_bool, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
-from rollbook.core.metrics import Progress, StepMetrics, advise
+from rollbook.core.metrics import Progress, StepMetrics, warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import NUMPY, Rows, empty, memory
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
@@ -376,7 +376,7 @@ def _row_estimate(
     groups = rollout.groups(config.n_samples_per_prompt, process_group)
     is_alone = config.n_samples_per_prompt == 1 if ids is None else len(set(groups)) == len(groups)
     if process_group is SINGLE_PROCESS and is_alone and len(groups) > 1:
-        advise(
+        warn_user(
             f"{entry.name}: every group has one sample, so that all advantages are 0; n_samples_per_prompt is "
             f"{config.n_samples_per_prompt}"
         )
@@ -789,7 +789,7 @@ class NaiveExperienceMaker:
             defaults["temperature"] = trained
         sampling = maker_sampling(options, self.prompt_max_len, defaults)
         if isinstance(trained, float) and sampling.temperature not in (0, trained):
-            advise(
+            warn_user(
                 f"temperature: samples are drawn at {sampling.temperature:g}, but the actor's log-probs are at "
                 f"{trained:g}; use Actor(temperature={sampling.temperature:g})"
             )
@@ -968,7 +968,7 @@ class NaiveExperienceMaker:
         """Add the KL of each token, 0 where the mask is False, and its mean over each row's actions."""
         logprobs, ref_logprobs = columns.get("action_log_probs"), columns.get("base_action_log_probs")
         if ref_logprobs is None and self.kl_coef > 0:
-            advise(f"kl_controller: got {self.kl_coef:g} without initial_model: there is no KL penalty")
+            warn_user(f"kl_controller: got {self.kl_coef:g} without initial_model: there is no KL penalty")
         counted = Rows(mask, lengths)
         if logprobs is None or ref_logprobs is None:
             kl = torch.zeros(len(mask))
@@ -976,7 +976,7 @@ class NaiveExperienceMaker:
             rows = Rows(logprobs, lengths), Rows(ref_logprobs, lengths)
             kl = token_kl(*rows, counted, estimator=self.config.kl_estimator).values
         rollout.put_column("kl", kl, lengths)
-        counts = Layout.of(counted).counts.numpy()
+        counts = Layout.from_tokens(counted).counts.numpy()
         rollout.put_numbers("kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), counts))
 
     def _resume_training(self) -> None:
@@ -1240,7 +1240,7 @@ class NaiveExperienceMaker:
         if any(name in options for name in _ESTIMATOR_ONLY_OPTIONS):
             return as_advantages(entry.name, entry.call({"token_rewards": token_rewards, "mask": mask}, options))
         if gamma != 1:
-            advise(f"{entry.name}: gamma {gamma} is ignored, expected 1")
+            warn_user(f"{entry.name}: gamma {gamma} is ignored, expected 1")
         returns = self._returns(rollout, token_rewards, mask, 1.0)
         return Advantages(_whitened(returns.apply(torch.clone), mask, {**entry.options, **options}), returns)
 
@@ -1293,7 +1293,7 @@ class NaiveExperienceMaker:
         else:
             inputs["rewards"] = rewards
             if self.kl_coef > 0:
-                advise(f"{entry.name} reads no token rewards: the KL penalty is left out")
+                warn_user(f"{entry.name} reads no token rewards: the KL penalty is left out")
         if "groups" in entry.inputs:
             inputs["groups"] = rollout.groups(self.config.n_samples_per_prompt, current_process_group())
         inputs["runs"] = rollout.runs()

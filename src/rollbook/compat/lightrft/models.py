@@ -28,7 +28,7 @@ from rollbook.compat.lightrft.ragged_batch import (
 )
 from rollbook.core.checks import check_int, suggest
 from rollbook.core.fields import BATCH_MEDIA
-from rollbook.core.ragged import Ragged, offsets_of
+from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import Rows, Spans, concatenated
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
@@ -421,7 +421,7 @@ class BatchRows:
         column = ragged.columns["sequences"]
         device = column.device if isinstance(column, torch.Tensor) else torch.device("cpu")
         flat = concatenated(column, ragged.tokens) if column is not None else torch.empty(0)
-        tokens = as_column(flat.long(), offsets_of(ragged.tokens))
+        tokens = as_column(flat.long(), compute_offsets(ragged.tokens))
         return cls(tokens, ragged.responses, _model_names(ragged.media), spans, device)
 
     def batch(self, rows: Lengths, packed: bool, device: torch.device) -> Batch:

@@ -33,7 +33,7 @@ from rollbook.compat.lightrft.batch import (
 from rollbook.core.experience import own
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.ids import EID
-from rollbook.core.ragged import offsets_of
+from rollbook.core.ragged import compute_offsets
 from rollbook.core.rows import NUMPY, Column, Rows, Spans, concatenated, memory
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class RaggedBatch:
     @cached_property
     def bounds(self) -> tuple[list[int], list[int]]:
         """[B + 1] each: starts of the samples on the response axis and on the token axis, and the ends."""
-        return offsets_of(self.responses).tolist(), offsets_of(self.tokens).tolist()
+        return compute_offsets(self.responses).tolist(), compute_offsets(self.tokens).tolist()
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -684,7 +684,7 @@ def predicted_mask(batch: ExperienceBatch) -> Any:
     if batch.layout == "packed":
         tokens = [len(row) for row in batch.sequences]
         lengths = [len(row) for row in slots]
-        starts = offsets_of(lengths)[:-1]
+        starts = compute_offsets(lengths)[:-1]
         first = [int(at) for at, n, count in zip(starts, lengths, tokens, strict=True) if n and n == count]
         if not first:
             return mask

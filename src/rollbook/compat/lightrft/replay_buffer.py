@@ -56,7 +56,7 @@ from rollbook.core.errors import RollbookError, explain_missing
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
 from rollbook.core.media import SHARED, Pool, carries_media
-from rollbook.core.ragged import Ragged, offsets_of, promote
+from rollbook.core.ragged import Ragged, compute_offsets, promote
 from rollbook.core.rows import LARGE, Column, Rows, Segments, blank, check_fill, concatenated, empty, memory, segments
 
 
@@ -762,7 +762,9 @@ def _record_info(records: Experiences, ragged: RaggedBatch) -> tuple[dict[Any, A
         counts = np.zeros(len(ragged), dtype=np.int64)
         some = ragged.responses > 0  # reduceat does not support empty segments
         if some.any():
-            counts[some] = np.add.reduceat(ones.view(np.uint8), offsets_of(ragged.responses)[:-1][some], dtype=np.int64)
+            counts[some] = np.add.reduceat(
+                ones.view(np.uint8), compute_offsets(ragged.responses)[:-1][some], dtype=np.int64
+            )
     info["response_length"] = torch.from_numpy(counts.astype(np.float32))
     info["total_length"] = torch.from_numpy(ragged.tokens.astype(np.float32))
     for name, record_field in FIELDS.items():

@@ -29,7 +29,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import StepMetrics
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
-from rollbook.core.ragged import offsets_of
+from rollbook.core.ragged import compute_offsets
 from rollbook.core.rows import NUMPY, Rows, Spans, memory
 from rollbook.core.sampling import Prompt, Sample, Sampling, as_media
 from rollbook.core.vocabulary import Tokenizer
@@ -243,7 +243,7 @@ def _packed_fields(samples: Samples) -> tuple[Rows, Rows, Rows]:
             raise ValueError(f"samples.num_actions[{i}]: got {count}, expected at most the sample's {length} tokens")
     mask = torch.ones(sum(actions), dtype=torch.bool, device=samples.sequences.device)
     if samples.rollouts is not None:
-        for sample, (start, stop) in zip(samples.rollouts, pairwise(offsets_of(actions).tolist()), strict=True):
+        for sample, (start, stop) in zip(samples.rollouts, pairwise(compute_offsets(actions).tolist()), strict=True):
             mask[start:stop] = not sample.failed
     sequences = Rows(samples.sequences[0], lengths)
     return sequences, sequences.apply(torch.ones_like), Rows(mask, actions)

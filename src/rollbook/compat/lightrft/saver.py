@@ -33,7 +33,7 @@ from rollbook.core.errors import explain_missing
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
-from rollbook.core.metrics import advise
+from rollbook.core.metrics import warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 from rollbook.core.sampling import Sample
 from rollbook.core.vocabulary import Tokenizer
@@ -768,7 +768,7 @@ def _read_samples(experiences: Saved, step: int, rank: int) -> TrajectorySet:
 
 def _warn(message: str) -> None:
     with contextlib.suppress(Warning):  # also if warnings are errors, training goes on
-        advise(message)
+        warn_user(message)
 
 
 def mean_stats(measured: Sequence[ResponseStats]) -> Stats:
