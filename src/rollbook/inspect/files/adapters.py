@@ -477,14 +477,14 @@ def read_trl(row: Row, where: RowContext) -> Iterator[Trajectory]:
     if len(counted) > 1:
         notes.append(f"TRL does not log the total reward; shown is the unweighted sum of {', '.join(counted)}.")
     rewards = [value for value in counted.values() if value is not None and value == value]
-    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks.row_step(row))
+    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks.read_step(row))
     sample.reward = math.fsum(rewards) if rewards else math.nan if counted else None
     sample.advantage = parse_number(row.get("advantage"))
     used = {"prompt", "completion", "step", "global_step", "advantage"}
     if row.get("prompt_ids") is not None and row.get("completion_ids") is not None:
-        sample.prompt, sample.answer = row["prompt_ids"], row["completion_ids"]
-        used |= frameworks.read_trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
-    elif sample.prompt is None or sample.answer is None:
+        sample.prompt, sample.response = row["prompt_ids"], row["completion_ids"]
+        used |= frameworks.unpad_trl_row(row, sample) | {"prompt_ids", "completion_ids"}
+    elif sample.prompt is None or sample.response is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
     trajectory = _build_trajectory(sample, row, used, where)
     trajectory.declared = tuple(counted)
@@ -511,15 +511,15 @@ def _build_trajectory(sample: Sample, row: Row, used: set[str], where: RowContex
         "label": json_safe(label),
         "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
     }
-    if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.answer)):
-        return build_conversation(sample.prompt, sample.answer, where, **fields)
+    if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.response)):
+        return build_conversation(sample.prompt, sample.response, where, **fields)
     arrays = dict(sample.tensors)
     if sample.advantage is not None:
         arrays.setdefault("advantages", sample.advantage)
     for name, theirs in (("prompt_text", "prompt"), ("response_text", "completion")):
         fields[name] = row[theirs] if isinstance(row.get(theirs), str) else None
     trajectory = build_from_ids(
-        [*sample.prompt, *sample.answer],
+        [*sample.prompt, *sample.response],
         len(sample.prompt),
         where,
         mask=sample.mask,
