@@ -696,7 +696,7 @@ class Prompts:
         reader = Reader(called, columns, keep, folder, confined=True)
         placed = read(path, split=split, subset=subset, columns=reader.wanted)
         rows = _read(reader, placed, None if limit is None else check_int("limit", limit, 1))
-        return cls._of(rows, seed, shuffle, called)
+        return cls._from_rows(rows, seed, shuffle, called)
 
     @classmethod
     def from_function(
@@ -745,7 +745,7 @@ class Prompts:
         )
 
     @classmethod
-    def _of(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
+    def _from_rows(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
         prompts = cls.__new__(cls)
         prompts._set(lambda: rows, seed, shuffle, name)
         return prompts
@@ -870,7 +870,7 @@ class Prompts:
         parts = []
         for side, inside in (("rest", False), ("held out", True)):
             rows = [row for i, row in enumerate(self._rows) if (i in held_out) is inside]
-            parts.append(self._of(rows, self.seed, self.shuffle, f"{self.name or 'rows'} ({side})"))
+            parts.append(self._from_rows(rows, self.seed, self.shuffle, f"{self.name or 'rows'} ({side})"))
         return parts[0], parts[1]
 
     def require(self, *names: str) -> None:

@@ -334,7 +334,7 @@ class Trainer:
         step, metrics = self.done + 1, StepMetrics()
         begun = time.perf_counter()
         appended = None
-        with metrics.time("make"):
+        with metrics.time("collect"):
             if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
                 appended = self._rollout(self.prompts, step, metrics)
         with self.book.lease(
@@ -344,12 +344,12 @@ class Trainer:
             timeout=self.replay.timeout,
             seconds=self.replay.lease_seconds,
         ) as lease:
-            with metrics.time("take"):
+            with metrics.time("lease"):
                 leased = lease.experiences if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
-            with metrics.time("learn"):
+            with metrics.time("update"):
                 if isinstance(self.engine, TransformersEngine):
                     self.engine.release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
