@@ -85,7 +85,7 @@ def test_what_was_sampled_is_never_revised(url: str) -> None:
             book.revise("//0/0/0000", author="", reward=1.0)
         with pytest.raises(ValueError, match="no field to change"):
             book.revise("//0/0/0000", author="ana")
-        with pytest.raises(ValueError, match="beside a mapping"):
+        with pytest.raises(ValueError, match="and a mapping"):
             book.revise({"//0/0/0000": {"reward": 1.0}}, author="ana", reward=2.0)
         with pytest.raises(ValueError, match="reward"):
             book.revise("//0/0/0000", author="ana", reward="high")

@@ -118,9 +118,9 @@ def is_late(field: Field) -> bool:
     """Return whether a field may be added to a record that is already in a book.
 
     Late fields are computed after sampling: numbers (`reward`), floats per response token (`advantages`, `returns`, a
-    teacher's log-probs, weights), and the dicts that every record has (`info`, `metrics`). The others say what was
-    sampled and how, including `logprobs`, which the engine returns with the tokens. Declared fields follow the same
-    rule.
+    teacher's log-probs, weights), and the dicts that every record has (`info`, `metrics`). All other
+    fields describe the sample and how it was drawn, including `logprobs`, which the engine returns with the tokens.
+    Declared fields follow the same rule.
 
     >>> from rollbook.core.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE

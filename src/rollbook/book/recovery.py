@@ -270,21 +270,20 @@ class LostRows:
 def connect_to_copy(path: str, fresh: str) -> sqlite3.Connection | None:
     """Connect to a copy of a damaged ledger; return `None` if it is not a database at all.
 
-    If its first page, which says where the tables begin, is damaged, that of `fresh`, a new ledger, replaces it: tables
-    are always created in the same order and begin on the same pages.
+    If its first page, which locates the tables, is damaged, it is replaced by the first page of `fresh`, a new ledger:
+    tables are always created in the same order and begin on the same pages.
     """
     _apply_log(path)
     size = read_page_size(path)
-    os.truncate(
-        path, os.path.getsize(path) // size * size
-    )  # SQLite would read an incomplete page as one that ends in zeros.
+    # SQLite would read an incomplete last page as one that ends in zeros.
+    os.truncate(path, os.path.getsize(path) // size * size)
     for transplant in (False, True):
         if transplant and not _copy_schema_pages(path, fresh):
             return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
-            connection.execute("PRAGMA writable_schema=ON")  # Also read a file that is shorter than it says.
+            connection.execute("PRAGMA writable_schema=ON")  # also read a file that is shorter than its header states
             connection.execute("PRAGMA cell_size_check=ON")
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables & set(TABLES):
@@ -711,7 +710,7 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
 
 
 def _admit_found(book: Book, report: Report) -> None:
-    """Insert rows for recovered records as if they came now; consumers get theirs later."""
+    """Insert rows of `records` for recovered records, as new records. Rows of consumers are added later."""
     with book.ledger.read() as tx:
         base = 1 + max(
             tx.one(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
@@ -1225,7 +1224,7 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
                 row = row._replace(state=queue.TRAINED, reason=None)
             entries.append(row._replace(uses=uses))
             report.add_repair(
-                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid
+                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, by its events", uid
             )
         if unknown:
             queue.add_to_quarantine(tx, unknown)

@@ -40,7 +40,7 @@ from rollbook.compat.padded_columns import (
     ReturnedColumns,
     RowExtras,
     custom_names,
-    pop_foreign,
+    pop_info,
     read_ids,
     to_columns,
 )
@@ -121,7 +121,7 @@ def to_trl(
         if name not in KEYS and key in reserved:
             raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
         batch[key] = value
-    if pop_foreign(out, FOREIGN):
+    if pop_info(out, FOREIGN):
         for key, value in out.info[FOREIGN].items():
             batch.setdefault(key, value)
     if out.ids is not None:

@@ -41,7 +41,7 @@ from rollbook.compat.padded_columns import (
     custom_names,
     import_package,
     on_last_action,
-    pop_foreign,
+    pop_info,
     read_ids,
     to_columns,
 )
@@ -198,7 +198,7 @@ FOREIGN = "verl"
 
 def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
     """Restore the keys that `from_verl` kept in `info`."""
-    entries = pop_foreign(out, FOREIGN)
+    entries = pop_info(out, FOREIGN)
     if not entries:
         return
     for key in entries[0].get("rows", ()):

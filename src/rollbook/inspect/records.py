@@ -30,7 +30,7 @@ from rollbook.core.ids import EID, step_of
 from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary, VocabularySource
 from rollbook.inspect.images import Album, ImageExtractor, Reference, locate_images
-from rollbook.inspect.measures import extract_declared_parts, extract_numbers, status_of
+from rollbook.inspect.measures import classify_status, extract_declared_parts, extract_numbers
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Trajectory, derive_lenses, find_segments, hash_prompt
 
@@ -385,7 +385,7 @@ class _TrajectoryBuilder:
         locate_images(pictures, text, ends, segments)
         metrics = self.table.freeform("metrics", self.index) or {}
         failed = self.info.get("error") is not None
-        status = "error" if failed else status_of(fields["finish_reason"], fields["truncate_status"])
+        status = "error" if failed else classify_status(fields["finish_reason"], fields["truncate_status"])
         tid = eid.tid
         return Trajectory(
             uid=eid.uid,

@@ -31,7 +31,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.ids import EID
 from rollbook.inspect.files.stores import Row, parse_int, parse_number, parse_numbers
 from rollbook.inspect.images import RowContext, read_image, replace_images
-from rollbook.inspect.measures import status_of
+from rollbook.inspect.measures import classify_status
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import (
     Json,
@@ -741,7 +741,7 @@ def read_rollbook(row: Row, where: RowContext) -> Iterator[Trajectory]:
         "reward": parse_number(row.get("reward")),
         "parts": parse_numbers(row.get("reward_parts")),
         "metrics": parse_numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
-        "status": "error" if info.get("error") else status_of(reason, cut, len(ids) - prompt),
+        "status": "error" if info.get("error") else classify_status(reason, cut, len(ids) - prompt),
         "finish_reason": reason,
         "truncate_status": cut,
         "kind": row["kind"] if isinstance(row.get("kind"), str) else "single_turn",

@@ -899,7 +899,7 @@ class FileSource:
             try:
                 if isinstance(row, WireError):
                     raise row
-                documents = list(self._documents_of(file, row, {}))
+                documents = list(self._read_row(file, row, {}))
             except _READ_ERRORS as error:
                 self._add_error(file, error)
                 continue
@@ -913,8 +913,8 @@ class FileSource:
                     self._media.setdefault(sha256, number)
                 yield trajectory
 
-    def _documents_of(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
-        """Return the samples of a row; store the bytes of the `wanted` pictures."""
+    def _read_row(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
+        """Yield the samples of a row; add the bytes of pictures to `images` if it has their hash."""
 
         def keep(sha256: str, data: bytes, mime: str) -> None:
             if sha256 in images:
@@ -1015,7 +1015,7 @@ class FileSource:
         raise WireError(f"{display_name(file.name)}: the file is not read")
 
     def _rebuild(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
-        trajectory = list(self._documents_of(file, row, {}))[sub]
+        trajectory = list(self._read_row(file, row, {}))[sub]
         eid = EID.parse(uid)
         trajectory.uid, trajectory.run, trajectory.turn = uid, eid.run, eid.step
         trajectory.gid = trajectory.gid or eid.tid
@@ -1039,7 +1039,7 @@ class FileSource:
         file = self._numbered_files[at]
         images: dict[str, Any] = {sha256: None}
         # Rebuilding the row's samples visits all of its pictures.
-        for _ in self._documents_of(file, self._fetch_rows(file, [(a, b)])[a, b], images):
+        for _ in self._read_row(file, self._fetch_rows(file, [(a, b)])[a, b], images):
             if images[sha256] is not None:
                 break
         image: tuple[bytes, str] | None = images[sha256]
