@@ -449,13 +449,13 @@ class Book:
         return list_checkpoints(self)
 
     def rewind(self, name: str, *, later: str = "keep") -> RewindResult:
-        """Go back to a checkpoint: later acknowledgements are void, and their records are offered again.
+        """Go back to a checkpoint: later acknowledgements are void, and their records return to the queue.
 
-        Every consumer is as it was (its settings, its counters, each record's uses and rank), and so is the announced
-        version. The next leases are those that followed the checkpoint the first time. Active leases end, and their
-        records wait. For consumers with `max_staleness`, records sampled by versions after the checkpoint's, which are
-        abandoned, are stale. Consumers created later start over; later checkpoints are forgotten. Revisions and
-        deletions stay.
+        The state of every consumer (its settings, its counters, each record's uses and rank) and the announced version
+        are restored. The next leases are those that followed the checkpoint the first time. Active leases end, and
+        their records are waiting again. For consumers with `max_staleness`, records sampled by versions after the
+        checkpoint's, which are abandoned, are stale. Consumers created later start over; later checkpoints are deleted.
+        Revisions and deletions stay.
 
         Args:
             name: The checkpoint.

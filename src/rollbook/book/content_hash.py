@@ -1,7 +1,7 @@
 """Content hashes and printed ids of records, computed on columns without building records.
 
 Invariant: `tid` and `uid` equal those of `EID` for the same parts. Two records have the same hash if and only if they
-are equal, whatever the layout of their columns.
+are equal, regardless of the layout of their columns.
 """
 
 from __future__ import annotations

@@ -400,7 +400,7 @@ def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float)
     The lock is taken on the folder itself: it needs no file, moves with the folder and ends with the process.
 
     Returns:
-        A context whose value says whether the lock was acquired within `seconds`.
+        A context whose value is whether the lock was acquired within `seconds`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -408,7 +408,7 @@ def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float)
     ...         alone
     False
     """
-    # Opened anew each time: a descriptor that several threads or a forked child share would share its lock, too.
+    # Opened each time: threads and forked children that share a descriptor would also share its lock.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + seconds

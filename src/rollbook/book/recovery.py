@@ -1047,7 +1047,7 @@ def _repair_consumers(book: Book, report: Report) -> bool:
                 parse_state(state)
             except ValueError:
                 state = "{}"
-                report.add_repair("consumer", f"its sampler begins anew: {why}", str(name))
+                report.add_repair("consumer", f"its sampler starts over: {why}", str(name))
             tx.run(
                 "UPDATE consumers SET settings = ?, state = ?, grouped = CASE WHEN grouped = 1 THEN 1 ELSE 0 END, "
                 "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM work WHERE consumer = ? AND "
@@ -1182,7 +1182,7 @@ def _repair_work(book: Book, report: Report, gaps: bool) -> None:
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(queue.STATES))
         count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", queue.STATES)
-        report.add_repair("work", "rows in no known state, made anew from their events", count=count)
+        report.add_repair("work", "rows in an unknown state, rebuilt from their events", count=count)
         tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in all_consumers(tx):
             _enter_missing_rows(tx, book, consumer, report, gaps)
@@ -1257,15 +1257,13 @@ def _repair_counts(book: Book, report: Report) -> None:
         queue.recount_all(tx)
         after = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
         changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
-        report.add_repair("tally", "counts were made anew", count=changed)
+        report.add_repair("tally", "recounted", count=changed)
         for consumer in all_consumers(tx):
             wrong = wrong_groups(tx, consumer)
             if wrong:
                 queue.rebuild_groups(tx, consumer)
                 save_consumer(tx, consumer)
-                report.add_repair(
-                    "group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong)
-                )
+                report.add_repair("group", f"consumer {consumer.name!r}: all groups were rebuilt", count=len(wrong))
 
 
 def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
@@ -1298,7 +1296,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     busy = [name for name in sizes if store.busy(name)]
     if busy:
         raise BookError(f"{folder}: another process writes to {busy[0]}; close all writers to rebuild the ledger")
-    report.add_repair("ledger", f"built anew: {why}", LEDGER)
+    report.add_repair("ledger", f"rebuilt: {why}", LEDGER)
     report.aside = aside = _make_backup_folder(folder)
     for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):

@@ -13,7 +13,7 @@ under `rollbook` what verl has no key for.
 | `token_level_scores` (B, R) | `token_level_reward`, else the reward on the last *action* |
 | `teacher_logprobs`, `loss_weights`, `policy_versions`, other extras (B, R) | by name |
 | `response_routed_experts` (B, R, layers, k) | not `routed_experts`, which in verl includes the prompt |
-| custom fields of records (B, ...) | as their `CustomField` says |
+| custom fields of records (B, ...) | as declared by their `CustomField` |
 | `uid`, `unique_ids` | the task's id, by which verl groups, and the record's |
 | `multi_modal_inputs` | a dict of tensors for each row, with the `images_seqlens` that verl counts |
 | `model_versions` | `info["model_version"]`, or 0; per row, because `meta_info` is not split or joined by row |
@@ -219,7 +219,7 @@ def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dic
 
 @runtime_checkable
 class DataProto(Protocol):
-    """`verl.DataProto`, as far as it is read here."""
+    """The part of `verl.DataProto` that is read here."""
 
     batch: Any
     """Tensors by name, or `None`."""
@@ -228,7 +228,7 @@ class DataProto(Protocol):
 
 @runtime_checkable
 class TensorDict(Protocol):
-    """`tensordict.TensorDict`, as far as it is read here."""
+    """The part of `tensordict.TensorDict` that is read here."""
 
     batch_size: Sequence[int]
 
@@ -239,8 +239,8 @@ class TensorDict(Protocol):
 def from_verl(data: DataProto | TensorDict, *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
     """Convert a `DataProto`, or a `TensorDict` with the same keys, to an `ExperienceBatch`.
 
-    Rows from `to_verl` come back as they were, with the columns that verl added. For rows that verl made, the engine's
-    log-probs take the place of missing policy log-probs, the reward is the sum of the row's scores, and the task of the
+    Rows from `to_verl` are restored unchanged, with the columns that verl added. For rows that verl created, the
+    engine's log-probs replace missing policy log-probs, the reward is the sum of the row's scores, and the task of the
     id is verl's `uid`. Keys that a batch does not have are kept in `info["verl"]`, and `to_verl` restores them.
     `meta_info` is left out.
 

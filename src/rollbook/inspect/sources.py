@@ -722,7 +722,7 @@ class Source(Protocol):
     def refresh(self, index: Index) -> set[int] | None:
         """Update the index, completely or in part; return the changed steps, or `None` if there was nothing to do."""
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """Return samples in this order; `KeyError` names an unknown one."""
 
     def record(self, uid: str) -> dict[str, Any]:
@@ -840,9 +840,9 @@ class BookSource:
             self._follower = Follower(self.book, index, self.reader, self.seqs)
         return self._follower.refresh()
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """See `Source`."""
-        return self.reader.documents(uids)
+        return self.reader.trajectories(uids)
 
     def record(self, uid: str) -> dict[str, Any]:
         """See `Source`."""

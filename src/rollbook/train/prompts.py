@@ -219,7 +219,7 @@ class Reader:
         ):
             if answers:
                 raise ValueError(
-                    f"{where}: {self._called('messages')}: got a chat that ends with the assistant's message beside "
+                    f"{where}: {self._called('messages')}: got a chat that ends with the assistant's message and "
                     f"{' and '.join(answers)}, expected one that ends before the answer"
                 )
             # A chat that ends with an answer is a prompt and a response.
@@ -242,9 +242,7 @@ class Reader:
             question = [self._with_media_paths(where, message) for message in question]
         clash = next((name for name in answers if name in fields["info"]), None)
         if clash is not None:
-            raise ValueError(
-                f"{where}: info: got an entry {clash!r} beside the answer of this name, expected one of them"
-            )
+            raise ValueError(f"{where}: info: got an entry {clash!r} and the answer of this name, expected one of them")
         try:
             form = "text" if isinstance(question, str) else "messages" if isinstance(question[0], dict) else "token_ids"
             prompt = Prompt(**{"info": {**fields["info"], **answers}, **parts, form: question})
@@ -354,7 +352,7 @@ class Reader:
 
 
 def to_json(value: Any) -> Any:
-    """Copy a value to JSON types; raise `TypeError` if there is none for it.
+    """Copy a value to JSON types; raise `TypeError` if it has none.
 
     >>> to_json({"a": (1, np.float32(0.5)), "b": np.arange(2)})
     {'a': [1, 0.5], 'b': [0, 1]}
@@ -951,10 +949,10 @@ class Prompts:
 
 
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """[count] The numbers below count, in an order of (seed, epoch).
+    """Return the numbers below `count` in a random order that depends on `seed` and `epoch`.
 
-    Each has a key of 64 bits (SplitMix64, from a digest of both on), and they go by their keys: no generator of a
-    library is asked, whose stream could be another in its next version.
+    The numbers are sorted by keys of 64 bits (SplitMix64, seeded by a digest of both). Generators of libraries are not
+    used, because their streams may differ between versions.
 
     >>> permutation(5, seed=0, epoch=0).tolist(), permutation(5, seed=0, epoch=1).tolist()
     ([0, 1, 4, 2, 3], [2, 1, 0, 4, 3])

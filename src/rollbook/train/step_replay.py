@@ -54,7 +54,7 @@ Numbers = float | Sequence[float] | NDArray[np.float64] | torch.Tensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recorded quantity beside the recomputed one.
+    """A recorded quantity and the recomputed one.
 
     Args:
         quantity: Its name.
@@ -248,7 +248,7 @@ class StepRecords:
         uids: [N] Ids, in the order of the lease, which is that of the batch.
         placements: [N] What was acknowledged: `minibatch`, `micro_batch` and `weight`, or `left_out`.
         importance: [N] Sampling weights; `None` if the sampler has none.
-        appends: Ids of the records that were appended together with some of these, as far as their data exist.
+        appends: Ids of the records that were appended together with some of these, if their data still exist.
         lost: Number of records of these appends without data.
         revised: Authors of changes after the step, by id.
 

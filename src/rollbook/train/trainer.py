@@ -183,7 +183,7 @@ class Trainer:
         algorithm: An `AlgorithmConfig`, or the name of a preset.
         book: Where records are kept and leased from.
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
-        reward: Scores rollouts: whatever `rollbook.rewards.as_reward` takes.
+        reward: Scores rollouts: anything that `rollbook.rewards.as_reward` accepts.
         engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
         sampling: Sampling options; the number of responses per prompt is the algorithm's, the seed the trainer's.
@@ -195,7 +195,7 @@ class Trainer:
         replay: Which records a step takes.
         expert: A book of an expert's records, for `replay.expert_share`.
         seed: The seed of every random choice.
-        trackers: What metrics go to beside the book; each has `log(step, metrics)`.
+        trackers: Receive metrics, in addition to the book; each has `log(step, metrics)`.
         checkpoints: Where and when to write checkpoints. Training continues from the newest one in the folder, with the
             book rewound to it.
         success: The least reward that counts as a success.
@@ -329,7 +329,7 @@ class Trainer:
 
         Returns:
             The metrics of the step. If there is nothing to lease, the weights stay as they are, no step is counted,
-            `report["records"]` is 0, and a warning says why.
+            `report["records"]` is 0, and a warning gives the reason.
         """
         step, metrics = self.done + 1, StepMetrics()
         begun = time.perf_counter()
@@ -532,7 +532,7 @@ class Trainer:
     def _announce(self) -> None:
         """Set the policy version of the book, and of the engine if it samples from the trained weights.
 
-        The version of another engine, such as a server, is set by whoever changes its weights.
+        The version of another engine, such as a server, is set by the process that changes its weights.
         """
         if self._own_engine is not None and self.engine is self._own_engine:
             self._own_engine.version = self.done

@@ -222,7 +222,7 @@ def _open_checked(disk: Disk, path: str, segment: str) -> Iterator[tuple[int, in
 
 
 def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
-    """Read a place of a segment file, mapped if that is faster and nobody truncates the file.
+    """Read a place of a segment file, mapped if that is faster and no process truncates the file.
 
     Every call opens, checks and closes the file: no descriptor keeps the space of a removed file, and no two calls
     share memory, so that a tensor that is changed in place does not change for the next reader of the record.

@@ -518,7 +518,7 @@ def _open_index(source: str | os.PathLike[str] | Book | Source | Index, stack: E
         opened = stack.enter_context(closing(open_source(source)))
     elif isinstance(source, Book):
         opened = open_source(source)
-    elif hasattr(source, "refresh") and hasattr(source, "documents"):
+    elif hasattr(source, "refresh") and hasattr(source, "trajectories"):
         opened = source
     else:
         raise ValueError(f"source: got {type(source).__name__}, expected a path, a book, a viewer's source or an index")

@@ -52,7 +52,7 @@ _THINK = re.compile(r"<think>.*?(?:</think>\n*|\Z)", re.S)
 
 
 class Part(NamedTuple):
-    """A stretch of text of one speaker."""
+    """Consecutive text of one speaker."""
 
     text: str
     role: str
@@ -124,16 +124,16 @@ def build_from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
 
 def build_from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
     """Create a trajectory from the words of a prompt and a response, which may contain chat-template marks."""
-    before, behind = split_words(prompt), split_words(response)
-    text, ends = prompt + response, np.concatenate([before, behind + len(prompt)])
-    mask = np.arange(len(ends)) >= len(before)
+    prompt_ends, response_ends = split_words(prompt), split_words(response)
+    text, ends = prompt + response, np.concatenate([prompt_ends, response_ends + len(prompt)])
+    mask = np.arange(len(ends)) >= len(prompt_ends)
     return Trajectory(
         uid="",
         text=text,
         ends=ends,
-        prompt_tokens=len(before),
+        prompt_tokens=len(prompt_ends),
         mask=mask,
-        segments=find_segments(text, ends, len(before), mask, sampled=mask, exact=False),
+        segments=find_segments(text, ends, len(prompt_ends), mask, sampled=mask, exact=False),
         tokenized="words",
         prompt=hash_prompt(None, prompt),
         **{"prompt_text": prompt, "response_text": response, **fields},
@@ -145,12 +145,18 @@ def build_conversation(prompt: Json, answer: Json, where: RowContext, /, **field
     prompt, answer = remove_nulls(prompt), remove_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return build_from_texts(prompt, answer, **fields)
-    before: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    behind: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not is_messages(before) or not isinstance(behind, list) or (behind and not is_messages(behind)):
+    prompt_messages: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answer_messages: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if (
+        not is_messages(prompt_messages)
+        or not isinstance(answer_messages, list)
+        or (answer_messages and not is_messages(answer_messages))
+    ):
         raise WireError(f"got {type(prompt).__name__} and {type(answer).__name__}, expected a prompt and an answer")
-    messages = [*before, *behind]
-    return build_chat(messages, where, lambda i: i >= len(before) and messages[i].get("role") == "assistant", **fields)
+    messages = [*prompt_messages, *answer_messages]
+    return build_chat(
+        messages, where, lambda i: i >= len(prompt_messages) and messages[i].get("role") == "assistant", **fields
+    )
 
 
 def build_chat(

@@ -201,7 +201,7 @@ class FrameFile(AppendOnlyFile):
             for at, rows in by_frame.items():
                 records, _ = self._frame(file, at)
                 if records is None:
-                    raise WireError(f"{self.path}: the frame at byte {at} is gone")
+                    raise WireError(f"{self.path}: the frame at byte {at} was removed")
                 for i in rows:
                     (fetched[at, i],) = split_records(records[i : i + 1])
         return fetched
@@ -395,8 +395,8 @@ class Database:
         self._last: dict[int, int] = {}
 
     def stamp(self) -> tuple[int, ...]:
-        beside = f"{self.path}-wal"
-        return *file_stamp(self.path), *(file_stamp(beside) if os.path.exists(beside) else ())
+        log = f"{self.path}-wal"
+        return *file_stamp(self.path), *(file_stamp(log) if os.path.exists(log) else ())
 
     def grown(self) -> bool:
         return bool(self._last)
@@ -756,8 +756,8 @@ class FileSource:
     def _names(self) -> list[str]:
         if not self.folder:
             return [os.path.basename(self.path)]
-        names, strangers = list_files(self.path)
-        for name in strangers:
+        names, outside_links = list_files(self.path)
+        for name in outside_links:
             self._skipped_files[name] = "link to a place outside the folder"
         if "state.json" in names or "dataset_dict.json" in names:
             return [n for n in names if n.endswith(".arrow") and not os.path.basename(n).startswith("cache-")]
@@ -899,11 +899,11 @@ class FileSource:
             try:
                 if isinstance(row, WireError):
                     raise row
-                documents = list(self._read_row(file, row, {}))
+                trajectories = list(self._read_row(file, row, {}))
             except _READ_ERRORS as error:
                 self._add_error(file, error)
                 continue
-            for sub, trajectory in enumerate(documents):
+            for sub, trajectory in enumerate(trajectories):
                 number = len(self._places) // 4
                 self._identify(trajectory)
                 self._places.extend((file.number, a, b, sub))
@@ -977,7 +977,7 @@ class FileSource:
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """Return samples by id, in this order; `KeyError` names an unknown one."""
         trajectories: dict[str, Trajectory] = {}
         by_file: dict[int, list[tuple[str, Place, int]]] = {}
