@@ -623,7 +623,7 @@ def _is_referenced(tx: Transaction, segment: str) -> bool:
 
 
 def _remove_segments(book: Book, names: Sequence[str]) -> int:
-    """Remove those of these segments that have no references and no writer; return how many."""
+    """Remove the segments that have no references and no writer; return how many."""
     count = 0
     for _, part in chunks(names, _REMOVE_CHUNK):
         # An append checks in its own transaction that its segment still exists.

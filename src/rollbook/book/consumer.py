@@ -198,7 +198,7 @@ REMOVERS: dict[str, type[Remover]] = {"max_size": MaxSize, "max_age": MaxAge, "m
 LIMITERS: dict[str, type[Limiter]] = {"min_size": MinSize, "samples_to_inserts": SamplesToInserts}
 """Removers and rate limiters by name, as in the saved settings of a consumer."""
 ConsumerSetting = Sampler | Remover | Limiter | Sequence[Remover] | Sequence[Limiter] | float | None
-"""The value of a field of `ConsumerConfig`; one remover or limiter stands for a list of one."""
+"""The value of a field of `ConsumerConfig`; one remover or limiter is the same as a list of one."""
 
 
 def check_limits(

@@ -202,7 +202,7 @@ def _hash_rows_name(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
 
 
 def _first_present(candidates: Sequence[list[bytes]]) -> list[bytes]:
-    """Return the main column's entry where there is one, else that of a side column, as `columns.decode` does."""
+    """Return the entry of the main column, or else of a side column, as `columns.decode` does."""
     entries, *sides = candidates
     for side in sides:
         entries = [a or b for a, b in zip(entries, side, strict=True)]

@@ -381,7 +381,7 @@ def _unescape(text: str) -> str:
 
 
 def file_identity(path: str | os.PathLike[str] | int) -> tuple[int, int] | None:
-    """Return the device and inode that a path leads to (or a descriptor has), or `None` if nothing is there.
+    """Return the device and inode of a path or a descriptor, or `None` if it does not exist.
 
     >>> file_identity("/") == file_identity("/tmp/.."), file_identity("/nowhere")
     (True, None)

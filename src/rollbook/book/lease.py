@@ -90,7 +90,7 @@ class Claim(NamedTuple):
     expires: float
     seconds: float
     short: str
-    """Why there are fewer records than requested; empty if all are there."""
+    """Why there are fewer records than requested; empty if there are not."""
     partial: Sequence[str] = ()
     """Groups that are not complete."""
     lock_consumer: bool = False
@@ -341,7 +341,7 @@ class Lease:
         return count
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
-        """Return those of these records that this lease acknowledged in this step, unless a rewind voided it."""
+        """Return the records that this lease acknowledged in this step, unless a rewind voided it."""
         rows = tx.all(
             "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
             f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
@@ -384,7 +384,7 @@ class Lease:
     def _load_rows(
         self, tx: Transaction, chosen: Mapping[str, int], lock_consumer: bool = False
     ) -> tuple[Consumer, list[queue.Row]]:
-        """Return the consumer, and those of the chosen rows that still belong to the lease (deleted ones do not).
+        """Return the consumer, and the chosen rows that still belong to the lease (deleted ones do not).
 
         The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
 
@@ -707,7 +707,7 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
     done = False
     claim = None
     while not done:
-        # The last attempt claims what is there now, and also waits a moment for other writers.
+        # The last attempt claims the records that are available now, and waits shortly for other writers.
         lock_wait = max(end - time.monotonic(), LAST_ATTEMPT_SECONDS if last else 0.0) if timeout else None
         try:
             done, claim = write_once(book.ledger, transact, committed, lock_wait)

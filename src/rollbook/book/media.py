@@ -99,12 +99,12 @@ another key that ends like one of these is harmless, since the text is restored 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is read."""
+    """One medium: its hash, kind and bytes, which are not copied until `data` is read."""
 
     hash: str
     """64 hexadecimal digits; covers kind, dtype, shape and payload."""
     kind: Kind
-    """`tensor`; `bytes`, which stand as base64 in the text; `text`, base64 that is not written as Python writes it."""
+    """`tensor`; `bytes`, which are base64 in the text; or `text`, base64 in another form than Python writes."""
     dtype: str
     """Of a tensor, by torch's name."""
     shape: tuple[int, ...]

@@ -263,7 +263,7 @@ def fetch_present(
     media: bool = True,
     located: Mapping[int, Location] | None = None,
 ) -> tuple[list[int], Experiences]:
-    """Read those of these records that have bytes, in this order; otherwise as `fetch`.
+    """Read records in this order, as `fetch`, but skip those without bytes.
 
     Args:
         book: The book.
@@ -767,7 +767,7 @@ class Selection:
         self._order = order
 
     def where(self, *conditions: Condition, **equal: Operand) -> Selection:
-        """Return those of these records that also meet these conditions; see `Book.where`."""
+        """Return the records that also meet these conditions; see `Book.where`."""
         return Selection(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
 
     @property
@@ -787,7 +787,7 @@ class Selection:
         return [uid for piece in self._pieces() for _, uid, *_ in piece]
 
     def experiences(self) -> Experiences:
-        """Return all records at once; those whose bytes are gone are left out."""
+        """Return all records at once, without those whose bytes were removed."""
         return Experiences.concat(list(self.batches()))
 
     def batches(self, rows: int = PAGE_ROWS) -> Iterator[Experiences]:
@@ -856,7 +856,7 @@ def _locations(piece: Sequence[Any]) -> dict[int, Location]:
 
 
 def _read_values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
-    """Return one field of those of these records that have bytes, by number."""
+    """Return one field of records by number, without records that have no bytes."""
     head, dot, key = name.partition(".")
     present, records = fetch_present(book, seqs, verify=False, media=False)
     values = records.values(head) if present else []

@@ -770,7 +770,7 @@ def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
 
 
 def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: Report) -> None:
-    """Delete and redact what was deleted and redacted before, by the list of deletions and the old ledger's events."""
+    """Delete and redact records again, by the list of deletions and the events of the old ledger."""
     with book.ledger.read() as tx:
         rows = tx.all(
             "SELECT records.uid, events.kind, events.time, events.reason, events.detail FROM events "

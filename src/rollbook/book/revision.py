@@ -649,7 +649,7 @@ def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str 
 
 
 def _delete_chunk(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
-    """Delete those of these records that are not deleted yet; return how many."""
+    """Delete records, except those deleted already; return how many."""
     present = tx.all(
         f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
         (tx.array(seqs),),

@@ -317,7 +317,7 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
             last = out.one("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
             undo_work(out, copy, point, "drop")
-            # The copy has no trace of what happened after the checkpoint.
+            # The copy has no events from after the checkpoint.
             queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])

@@ -264,7 +264,7 @@ class _Mask:
         return grid
 
     def row(self, i: int, size: int) -> NDArray[np.bool_]:
-        """Return [size] the mask of a record; all True if it has none of that size."""
+        """Return the mask [size] of a record; all True if it has no mask of that size."""
         if self.column is None or self.column.lengths[i] != size or not self.column.present[i]:
             return np.ones(size, dtype=np.bool_)
         return self.bits[self.offsets[i] : self.offsets[i + 1]]

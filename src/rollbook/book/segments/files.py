@@ -344,7 +344,7 @@ class FileSegmentStore:
         return [Place(segment, base + at, length) for at, length in places]
 
     def _start(self) -> File:
-        """Create a new file and lock it before others could take it for that of a dead writer."""
+        """Create a new file and lock it, before another process could mistake it for the file of a dead writer."""
         if self._identity is None:
             self.disk.make_folder(self.book_folder)
             self._identity = file_identity(self.book_folder)

@@ -506,7 +506,7 @@ def examine(
 
 
 def _open_index(source: str | os.PathLike[str] | Book | Source | Index, stack: ExitStack) -> tuple[Index, str]:
-    """Return an up-to-date index of the source, and its name; the stack closes what is opened here."""
+    """Return an up-to-date index of the source, and its name. The stack closes what is opened here."""
     from rollbook.inspect.index import Index
 
     if isinstance(source, Index):

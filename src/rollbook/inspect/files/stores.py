@@ -302,7 +302,7 @@ class Lines(AppendOnlyFile):
 
 
 def unpack(path: str, into: str) -> None:
-    """Unpack a gzip or zstd file to `into`, within the limits; of a truncated file, what is there."""
+    """Unpack a gzip or zstd file to `into`, within the limits; of a truncated file, the readable part."""
     with open(path, "rb") as file, open(into, "wb") as out:
         head = file.read(4)
         file.seek(0)
