@@ -417,13 +417,13 @@ class Follower:
     def _read_ledger(self) -> bool:
         """Read new records or events in one transaction; return whether there were any."""
         # Concurrent writers may commit smaller numbers after larger ones, so nothing is read beyond the bounds.
-        seqs, events = self.book.ledger.bounds()
+        seq_bound, event_bound = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
             train = find_consumer(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
                 # Later changes are read as events; earlier ones are in the rows.
-                self._event = events
+                self._event = event_bound
                 self._version_history.read(tx, 0, self._event)
                 if self._remaining_seqs is not None:
                     self._version_history.read_records(tx)
@@ -439,14 +439,14 @@ class Follower:
                 f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
                 "work.consumer = ? AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
                 "ORDER BY records.seq LIMIT ?",
-                (consumer, self._seq, seqs, LEDGER_ROWS),
+                (consumer, self._seq, seq_bound, LEDGER_ROWS),
             )
             if records:
                 bounds = (records[0][0], records[-1][0])
                 events = tx.all(f"{_SELECT_EVENTS} seq >= ? AND seq <= ? ORDER BY id", bounds)
                 rows = self._rows(records, events, consumer)
             else:
-                rows, changed, last = self._changes(tx, consumer, events)
+                rows, changed, last = self._changes(tx, consumer, event_bound)
         if records:
             self.index.put(rows)
             self._seq = records[-1][0]
