@@ -352,9 +352,9 @@ def _parts(data: DataProto | TensorDict) -> tuple[dict[str, torch.Tensor], dict[
 
 
 def _scores(
-    columns: dict[str, torch.Tensor], chosen: torch.Tensor, row_extras: list[RowExtras] | None, count: int
+    columns: dict[str, torch.Tensor], action_mask: torch.Tensor, row_extras: list[RowExtras] | None, count: int
 ) -> list[dict[str, Any]]:
-    """Return the `info` entries of the scores, and drop scores from the columns that only repeat the reward."""
+    """Return the `info` of each row with its reward. Remove scores from `columns` if they only repeat the reward."""
     name = "extras.token_level_reward"
     info: list[dict[str, Any]] = [{} for _ in range(count)]
     scores = columns.get(name)
@@ -364,8 +364,8 @@ def _scores(
         for row, total in zip(info, scores.sum(dim=1).tolist(), strict=True):
             row["reward"] = total
     elif all(row.get("scored") for row in row_extras):
-        ours = on_last_action([row["info"]["reward"] for row in row_extras], chosen)
-        if torch.equal(ours.nan_to_num(nan=torch.inf), scores.to(ours.dtype).nan_to_num(nan=torch.inf)):
+        rewards = on_last_action([row["info"]["reward"] for row in row_extras], action_mask)
+        if torch.equal(rewards.nan_to_num(nan=torch.inf), scores.to(rewards.dtype).nan_to_num(nan=torch.inf)):
             del columns[name]
     return info
 

@@ -791,7 +791,7 @@ def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, nu
     if isinstance(value, Mapping):
         mapped = {}
         for key, entry in value.items():
-            ours = (
+            is_constant = (
                 not free
                 and key in _CONSTANT_KEYS
                 and isinstance(entry, str)
@@ -799,7 +799,7 @@ def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, nu
             )
             mapped[cover(key) if free and isinstance(key, str) else key] = (
                 entry
-                if ours
+                if is_constant
                 else _redact_json(
                     entry,
                     cover,
