@@ -298,7 +298,7 @@ def test_deletion(url: str) -> None:
         # With late fields too, which have nothing left to be added to.
         assert book.append([each.replace(advantages=torch.ones(3)) for each in made[:3]]) == AppendResult(existing=3)
         assert ledger(book) == before
-        with pytest.raises(ConflictError, match=r"//0/0/0000.*gone \(deleted\)"):
+        with pytest.raises(ConflictError, match=r"//0/0/0000.*removed one \(deleted\)"):
             book.append(made[0].replace(tokens=torch.tensor([5, 4, 3, 2, 1])))
         with pytest.raises(BookError, match="deleted"):
             book.revise(made[0], reward=1.0, author="ana")

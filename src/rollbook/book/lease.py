@@ -372,7 +372,7 @@ class Lease:
         for step, acknowledged in repeated:
             records.update(acknowledged if step == repeated_step else {})
         if not records:
-            raise LeaseLostError(f"lease {self.fence}: all its records were already acknowledged or returned")
+            raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or returned already")
         if uids is None:
             return records
         listed = get_uids(uids)
