@@ -27,7 +27,7 @@ from benchmarks.workload import Workload, make_workload
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.saver import TrajectorySaver
 from rollbook.core.experience import Experience
-from rollbook.io.trajectories import Decoder, reflections, repeat_score
+from rollbook.io.trajectories import Decoder, count_reflections, repeat_score
 
 SAMPLES, BATCH, RATIO = 128, 8, 0.2
 TARGET = 15.0
@@ -104,7 +104,7 @@ def check(path: str, batches: list[ExperienceBatch], tokenizer: Any) -> list[str
         if number % 16 == 15:
             if one["repeat_score"] != lightrft_saving.repetition(text):
                 raise AssertionError(f"record {number} has another repetition score")
-            if reflections(text) != lightrft_saving.reflections(text):
+            if count_reflections(text) != lightrft_saving.reflections(text):
                 raise AssertionError(f"record {number} has other phrases of reflection")
     return [one["pure_generated_text"] for one in saved]
 

@@ -146,10 +146,10 @@ class Ours:
             "tokens": report["tokens"],
             "generation": report["rollout/seconds"],
             "making": making,
-            "training": report["learn/seconds"],
-            "book": report["take/seconds"]
+            "training": report["update/seconds"],
+            "book": report["lease/seconds"]
             + report["acknowledge/seconds"]
-            + report["make/seconds"]
+            + report["collect/seconds"]
             - making
             - report["rollout/seconds"],
         }

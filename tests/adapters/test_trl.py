@@ -128,7 +128,7 @@ def test_what_trl_cannot_take_is_refused() -> None:
         to_trl([row], pad_token_id=0)
     with pytest.raises(ValueError, match=r"spatial: got media of that name, expected pixel_values"):
         to_trl([row.replace(multi_modal_inputs={"spatial": torch.zeros(1)})], pad_token_id=0)
-    with pytest.raises(ValueError, match=r"max_prompt_length: got 0, expected at least 1, as row 0"):
+    with pytest.raises(ValueError, match=r"max_prompt_length: got 0, expected at least 1, the length in row 0"):
         to_trl([row.replace(multi_modal_inputs=None)], pad_token_id=0, max_prompt_length=0)
     with pytest.raises(ValueError, match=r"batch: got NoneType for 'prompt_ids', expected a tensor"):
         from_trl({})

@@ -137,7 +137,9 @@ def test_widths_can_be_fixed(verl: Any) -> None:
     assert bool((data.batch["input_ids"][~attended] == 9).all())
     assert attended.sum(1).tolist() == [len(row.tokens) for row in records]
     assert experiences_from_verl(data) == records
-    with pytest.raises(ValueError, match=r"max_prompt_length: got 1, expected at least \d, as row \d \(b%2F1/"):
+    with pytest.raises(
+        ValueError, match=r"max_prompt_length: got 1, expected at least \d, the length in row \d \(b%2F1/"
+    ):
         to_verl(records, pad_token_id=0, max_prompt_length=1)
 
 

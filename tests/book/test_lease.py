@@ -126,7 +126,7 @@ def test_part_of_a_lease(url: str) -> None:
             with pytest.raises(ValueError, match=f"uids: got '{bad}', which this lease does not hold"):
                 lease.ack(uids=[bad])
         assert lease.nack("bad sample", uids=[uids[3]], drop=True) == 1
-        with pytest.raises(LeaseLostError, match="all its records were acknowledged or given back already"):
+        with pytest.raises(LeaseLostError, match="all its records were acknowledged or returned already"):
             lease.ack()
         with pytest.raises(LeaseLostError):
             lease.ack(step=1, uids=uids[:1])

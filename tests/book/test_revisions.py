@@ -85,7 +85,7 @@ def test_what_was_sampled_is_never_revised(url: str) -> None:
             book.revise("//0/0/0000", author="", reward=1.0)
         with pytest.raises(ValueError, match="no field to change"):
             book.revise("//0/0/0000", author="ana")
-        with pytest.raises(ValueError, match="beside a mapping"):
+        with pytest.raises(ValueError, match="and a mapping"):
             book.revise({"//0/0/0000": {"reward": 1.0}}, author="ana", reward=2.0)
         with pytest.raises(ValueError, match="reward"):
             book.revise("//0/0/0000", author="ana", reward="high")
@@ -298,7 +298,7 @@ def test_deletion(url: str) -> None:
         # With late fields too, which have nothing left to be added to.
         assert book.append([each.replace(advantages=torch.ones(3)) for each in made[:3]]) == AppendResult(existing=3)
         assert ledger(book) == before
-        with pytest.raises(ConflictError, match=r"//0/0/0000.*gone \(deleted\)"):
+        with pytest.raises(ConflictError, match=r"//0/0/0000.*removed one \(deleted\)"):
             book.append(made[0].replace(tokens=torch.tensor([5, 4, 3, 2, 1])))
         with pytest.raises(BookError, match="deleted"):
             book.revise(made[0], reward=1.0, author="ana")

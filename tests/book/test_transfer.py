@@ -187,7 +187,7 @@ def test_jsonl_is_what_a_person_expects(tmp_path: Path) -> None:
     [
         ('{"tokens": [1, 2', "invalid JSON"),
         ('{"tokens": [1, 2], "reward": NaN}', "invalid JSON"),
-        ("[1, 2]", "one object a line"),
+        ("[1, 2]", "one object per line"),
         ('{"rollbook": 2, "tokens": [1, 2]}', "layout version 2"),
         ('{"reward": 1.0}', "no 'tokens'"),
         ('{"tokens": [1, 2.5]}', "tokens"),
@@ -300,7 +300,7 @@ def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / "thesis.jsonl").write_text("to be written")
     for format in TWO_WAY:
-        with pytest.raises(FileExistsError, match="is a folder and no saved dataset"):
+        with pytest.raises(FileExistsError, match="is a folder and not a saved dataset"):
             write(some(), precious, format, overwrite=True)
     assert [item.name for item in precious.iterdir()] == ["thesis.jsonl"]
 
@@ -358,7 +358,7 @@ def test_content_decides_and_not_the_name(format: str, tmp_path: Path) -> None:
     [
         (b"", "the file is empty"),
         (b"hello, this is text", "bytes that begin b'hello"),
-        (b'[{"tokens": [1, 2]}]', "a JSON array, not one object a line"),
+        (b'[{"tokens": [1, 2]}]', "a JSON array, not one object per line"),
         (b'{"a": 1, "b": 2}', "JSON lines with the keys a, b"),
         (b'{"tokens": [1, 2', "line 1: invalid JSON"),
         (b"PAR1 and nothing more", "cannot read Parquet file"),

@@ -73,7 +73,7 @@ def test_a_sample_has_its_views_lenses_and_cursor(chrome: Chrome, server: Server
     file = tmp_path / "sample.html"
     uid = f"{GID}/1/0/s"
     page = opened(chrome, server, file, uids=[uid])
-    one = server.api.source.documents([uid])[0]  # type: ignore[union-attr]
+    one = server.api.source.trajectories([uid])[0]  # type: ignore[union-attr]
     assert page.hash() == "#/t/" + quote(uid, safe="")
     page.key("l", "l")
     at = int(re.search(r"at=(\d+)", page.hash())[1])  # type: ignore[index]

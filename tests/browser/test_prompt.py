@@ -30,7 +30,7 @@ def rows() -> dict[int, list[Any]]:
 
 def address(server: Server, rows: dict[int, list[Any]]) -> str:
     uid = rows[SEEN[0]][0].eid.uid
-    return "#/prompt/" + server.api.source.documents([uid])[0].prompt  # type: ignore[union-attr]
+    return "#/prompt/" + server.api.source.trajectories([uid])[0].prompt  # type: ignore[union-attr]
 
 
 def show(page: Page, where: str) -> None:
@@ -108,7 +108,7 @@ def test_two_steps_stand_side_by_side_and_the_address_remembers(
     assert page.hash() == here
     assert [each.split(" ·")[0] for each in chosen(page)] == [f"step {SEEN[0]}", "#1", f"step {SEEN[1]}", "#3"]
     source = server.api.source  # type: ignore[union-attr]
-    one, two = source.documents([rows[SEEN[0]][0].eid.uid, other])
+    one, two = source.trajectories([rows[SEEN[0]][0].eid.uid, other])
     sides = page.eval(
         "[0, 1].map(i => [...document.querySelectorAll('.diff-row')].map(r => r.children[i].textContent).join(''))"
     )

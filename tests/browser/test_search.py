@@ -23,7 +23,7 @@ def texts(server: Server) -> dict[str, str]:
     found = {
         one.uid: one.text[one.prompt_end :]
         for at in range(0, len(uids), 64)
-        for one in source.documents(uids[at : at + 64])
+        for one in source.trajectories(uids[at : at + 64])
     }
     while not server.api.answers.search("answer")["complete"]:  # type: ignore[union-attr]
         pass

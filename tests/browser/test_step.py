@@ -149,7 +149,7 @@ def test_peek_shows_how_a_sample_ends(page: Page, server: Server) -> None:
     page.key("j", " ")
     page.wait("!!document.querySelector('.peek')")
     uid = page.eval("new URLSearchParams(location.hash.split('?')[1]).get('at')")
-    text = server.api.source.documents([uid])[0].text  # type: ignore[union-attr]
+    text = server.api.source.trajectories([uid])[0].text  # type: ignore[union-attr]
     end = text.rstrip().splitlines()[-1].removesuffix("<|im_end|>")[-20:]
     page.wait(f"document.querySelector('.peek').innerText.includes({json.dumps(end)})")
     page.key("j")

@@ -25,7 +25,7 @@ HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028
 
 def document(server: Server, uid: str) -> Trajectory:
     """A sample as the server reads it."""
-    return server.api.source.documents([uid])[0]  # type: ignore[union-attr]
+    return server.api.source.trajectories([uid])[0]  # type: ignore[union-attr]
 
 
 def open_at(page: Page, address: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.io.trajectories import REFLECTIONS, reflections, repeat_score
+from rollbook.io.trajectories import REFLECTIONS, count_reflections, repeat_score
 
 
 def by_definition(text: str) -> float:
@@ -47,4 +47,4 @@ WORDS += ["actually", "_wrong", "wrong", "rethink", "\u212a", "rethin\u212a", "m
 def test_reflections(words: list[str]) -> None:
     text = "".join(words)
     found = {name: len(re.findall(rf"\b{phrase}\b", text, re.IGNORECASE)) for name, phrase in REFLECTIONS.items()}
-    assert reflections(text) == (found if text else {})
+    assert count_reflections(text) == (found if text else {})

@@ -255,7 +255,7 @@ BAD = {
     "sampling.n: unknown key; did you mean 'algorithm.group_size'?": {"sampling": {"n": 8}},
     "learning_rate: unknown key": {"learning_rate": 1},
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
-    "model.builder: got it beside path, expected one of path, config, builder":
+    "model.builder: got it together with path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
     "model.config.model_type: missing, expected a model type": {"model": {"config": {"hidden_size": 8}}},
     "model.options: got {'x': 1}, which requires builder": {"model": {"path": "a", "options": {"x": 1}}},
@@ -516,7 +516,7 @@ def test_another_source_drops_what_was_said_of_the_old_one(base: Path) -> None:
     assert over(base, "algorithm: ppo").algorithm == AlgorithmConfig.preset("ppo")
     assert over(base, "algorithm: {loss: gspo}").algorithm == AlgorithmConfig.preset("grpo", group_size=4, loss="gspo")
     assert over(base, "replay: {kind: on_policy}").replay == Config().replay
-    with pytest.raises(ConfigError, match="got it beside path"):
+    with pytest.raises(ConfigError, match="got it together with path"):
         over(base, "model: {path: m, builder: 'a:b'}")
 
 

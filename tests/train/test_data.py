@@ -298,7 +298,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content: got int, expected text"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: got NoneType"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, r"got an answer alone"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "a"}], "response": "b"}, r"beside response"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "a"}], "response": "b"}, r"message and response"),
         ({"prompt": "a", "reference": object()}, r"row 1: reference: got object, which is not JSON"),
         ({"prompt": "a", "response": ""}, r"row 1: response: got ''"),
         ({"prompt": "a", "response": 3}, r"row 1: response: got int"),

@@ -337,7 +337,7 @@ def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
 
 def test_filters_look_in_whole_prompts_and_responses(told: Answers) -> None:
     every = told.list(limit=10_000, filter="not removed")["rows"]
-    texts = {one.uid: one for one in told.source.documents([row["uid"] for row in every])}
+    texts = {one.uid: one for one in told.source.trajectories([row["uid"] for row in every])}
     for filter, where in (
         ("prompt ~ 'IVO buys'", lambda one: "Ivo buys" in one.text[: one.prompt_end]),
         ("response ~ check and length > 60", lambda one: "check" in said(one) and one.tokens - one.prompt_tokens > 60),

@@ -291,7 +291,7 @@ def test_a_book_shows_its_records_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys, json, rollbook\nfrom rollbook.inspect.records import Reader\n"
         f"reader = Reader(rollbook.open({str(tmp_path / 'book')!r}, 'r'))\n"
-        "one, two = reader.documents(['3/1/1/0/s', '3/1/0/0/e'])\n"
+        "one, two = reader.trajectories(['3/1/1/0/s', '3/1/0/0/e'])\n"
         "record = reader.record('3/1/0/0/s')\njson.dumps(record, allow_nan=False)\n"
         "print(json.dumps([one.uid, one.gid, one.step, one.text, one.ends.tolist(), one.evaluation, two.evaluation,\n"
         "  one.info['tensor'].tolist(), one.info['many'], len(one.pictures), one.pictures[0].width,\n"
@@ -354,7 +354,7 @@ def test_pictures_of_a_book_are_handed_out_by_their_hash(size: int) -> None:
     with rollbook.open("memory:", tokenizer=bytes_()) as book:
         book.append(row)
         reader = Reader(book)
-        (found,) = reader.documents([row.eid.uid])
+        (found,) = reader.trajectories([row.eid.uid])
         (shown,) = found.pictures
         assert (shown.mime, shown.width, shown.height, shown.token) == ("image/png", size, size, 0)
         assert reader.media(shown.sha256) == (data, "image/png")
@@ -384,7 +384,7 @@ def test_where_pictures_stand(where: Any, size: int) -> None:
     with rollbook.open("memory:", tokenizer=bytes_()) as book:
         book.append(row)
         reader = Reader(book)
-        (found,) = reader.documents([row.eid.uid])
+        (found,) = reader.trajectories([row.eid.uid])
         assert [reader.media(one.sha256) for one in found.pictures] == [(data, "image/png")]
 
 
@@ -408,7 +408,7 @@ def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_pa
         with book.ledger.read() as tx:
             assert tx.one("SELECT count(*) FROM media") == (3,)  # two pictures and the pixels of both, for eight runs
         reader = Reader(book)
-        for found in reader.documents([one.eid.uid for one in samples]):
+        for found in reader.trajectories([one.eid.uid for one in samples]):
             assert [one.token for one in found.pictures] == [0, 1] and found.notes == []
             media = [reader.media(one.sha256) for one in found.pictures]
             assert media[0] == (file.read_bytes(), "image/jpeg")

@@ -60,7 +60,7 @@ def rows(index: Index, order: str = "n") -> list[dict[str, Any]]:
 
 
 def documents(source: FileSource, index: Index) -> list[Trajectory]:
-    return source.documents([row["uid"] for row in rows(index)])
+    return source.trajectories([row["uid"] for row in rows(index)])
 
 
 def check(one: Trajectory) -> None:
@@ -99,7 +99,7 @@ def test_it_opens(name: str, tmp_path: Path) -> None:
             assert held["uid"] == one.uid and held["row"]
             assert source.history(one.uid) is None
         with pytest.raises(KeyError, match="nobody"):
-            source.documents(["nobody"])
+            source.trajectories(["nobody"])
         with pytest.raises(ValueError, match="rollbook import BOOK FILE"):
             source.sql("SELECT 1", seconds=1.0, rows=1)
         assert source.refresh(index) is None, "nothing changed"
@@ -118,7 +118,7 @@ def test_verl(tmp_path: Path) -> None:
         assert [row["run"] for row in found] == [0, 1, 0] * 2
         assert len({row["gid"] for row in found}) == 4 and len({row["prompt"] for row in found}) == 2
         assert [row["scored"] for row in found[:3]] == [1, 1, 2], "NaN is a reward that could not be given"
-        one, other, third = source.documents([row["uid"] for row in found[:3]])
+        one, other, third = source.trajectories([row["uid"] for row in found[:3]])
         assert one.text == "user\n2 + 3 ?\nassistant\nthe answer is 5" and one.tokenized == "words"
         assert one.text[one.prompt_end :] == one.response_text == "the answer is 5"
         assert one.parts == {"acc": 1.0} and one.label == "5" and not one.arrays
@@ -321,7 +321,7 @@ def test_inspect(maker: Any, tmp_path: Path) -> None:
             ("sum", 0, 1.0),
             ("sum", 1, 0.0),
         ]
-        one, wrong = source.documents([found[0]["uid"], found[1]["uid"]])
+        one, wrong = source.trajectories([found[0]["uid"], found[1]["uid"]])
         assert one.parts == {"match": 1.0, "graded.right": 1.0, "graded.short": 0.5}
         assert "the first score, 'match'" in one.notes[0] and one.label == "5" and one.info["model"] == "mockllm/model"
         assert [(s.role, s.kind, s.name) for s in one.segments] == [
@@ -482,7 +482,7 @@ def test_looking_imports_no_torch(tmp_path: Path) -> None:
         "for path in sys.argv[1:]:\n"
         "    with open_file_source(path) as source, Index() as index:\n"
         "        source.refresh(index)\n"
-        "        source.documents([uid for (uid,) in index.query('SELECT uid FROM samples')])\n"
+        "        source.trajectories([uid for (uid,) in index.query('SELECT uid FROM samples')])\n"
         "        assert 'torch' not in sys.modules, path\n"
     )
     done = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, timeout=100)
@@ -536,7 +536,7 @@ def test_a_file_that_is_written_anew(tmp_path: Path) -> None:
         assert source.refresh(index) == {1}
         assert [(r["run"], r["reward"]) for r in rows(index)] == [(0, 0.5)]
         with pytest.raises(KeyError):
-            source.documents([old[1].uid])
+            source.trajectories([old[1].uid])
         with Index() as other:
             assert source.refresh(other) == {1}, "another index is filled from the beginning"
             assert len(rows(other)) == 1

@@ -147,7 +147,7 @@ def test_what_the_pages_of_it_ask_is_in_it_and_speaks_of_nothing_else(run: Run, 
 
 
 def test_values_are_the_records_in_half_precision(run: Run, rows: list[dict[str, Any]]) -> None:
-    (whole,) = run[0].documents([rows[0]["uid"]])
+    (whole,) = run[0].trajectories([rows[0]["uid"]])
     (one,) = frames(export_html(*run, uids=[rows[0]["uid"]]).content)
     assert one["text"] == whole.text and one["ids"].tolist() == whole.ids.tolist()
     assert set(one["arrays"]) == set(whole.arrays)
@@ -177,7 +177,7 @@ def test_point_11_the_policy_comes_first_and_lets_only_this_script_run(run: Run,
 
 
 def test_point_1_no_text_of_a_record_can_end_its_element(run: Run, rows: list[dict[str, Any]]) -> None:
-    hostile = next(row for row in rows if "__pwn" in run[0].documents([row["uid"]])[0].text)
+    hostile = next(row for row in rows if "__pwn" in run[0].trajectories([row["uid"]])[0].text)
     title = '</title><script>window.__pwn=4</script><meta http-equiv="refresh" content="0;url=http://evil.example">'
     made = export_html(*run, uids=[hostile["uid"]], title=title)
     found = Page(made.content).found

@@ -229,7 +229,7 @@ def test_other_sources_give_their_texts_as_documents(tmp_path: Path) -> None:
     class Files:
         name, kind, live = "files", "verl", False
 
-        def documents(self, uids: list[str]) -> list[Trajectory]:
+        def trajectories(self, uids: list[str]) -> list[Trajectory]:
             text = "what now? it ends"
             ends = np.array([9, 17])
             return [
@@ -238,7 +238,7 @@ def test_other_sources_give_their_texts_as_documents(tmp_path: Path) -> None:
 
     files: Any = Files()
     with Index() as index:
-        index.add(files.documents(["a", "b"]))
+        index.add(files.trajectories(["a", "b"]))
         made = Search(files, index)
         found = made.search("it ends")
         assert [(row["uid"], row["field"]) for row in found["rows"]] == [("a", "response"), ("b", "response")]

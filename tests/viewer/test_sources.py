@@ -231,7 +231,7 @@ def test_documents_records_media_history_and_sql_come_from_the_book(tmp_path: Pa
         book.lease(1).ack(step=3)
     source, index = open_source(tmp_path / "book"), Index()
     load(source, index)
-    (one,) = source.documents(["1/5/0/0/s"])
+    (one,) = source.trajectories(["1/5/0/0/s"])
     assert (one.uid, one.step, one.reward) == ("1/5/0/0/s", 1, 0.0)
     assert rows(index, "images, turns") == [(1, 1)]
     found = source.media(one.pictures[0].sha256)
@@ -250,7 +250,7 @@ def test_documents_records_media_history_and_sql_come_from_the_book(tmp_path: Pa
     with pytest.raises(ValueError, match="expected one statement that reads"):
         source.sql("drop table experiences", seconds=5, rows=3)
     with pytest.raises(KeyError, match="nobody"):
-        source.documents(["nobody"])
+        source.trajectories(["nobody"])
     index.close()
     source.close()
 
@@ -352,12 +352,12 @@ def test_a_run_that_has_no_book_yet_is_followed_until_it_has(tmp_path: Path) -> 
     assert (answers.run()["name"], answers.run()["records"], answers.run()["live"]) == ("run", 0, True)
     assert answers.metrics()["steps"] == []
     with pytest.raises(KeyError, match="no book yet"):
-        source.documents(["1/5/0/0/s"])
+        source.trajectories(["1/5/0/0/s"])
     book = rollbook.open(run / "book")
     book.append(group(1, 5))
     book.log(1, {"loss": 0.5, "grad_norm": float("nan")})
     load(source, index)
-    assert answers.run()["records"] == 2 and source.documents(["1/5/0/0/s"])[0].step == 1
+    assert answers.run()["records"] == 2 and source.trajectories(["1/5/0/0/s"])[0].step == 1
     assert answers.metrics()["steps"] == [[1, {"loss": 0.5, "grad_norm": "NaN"}]]
     before = index.cursor
     book.log(2, {"loss": 0.25})

@@ -245,7 +245,7 @@ def append_records(
                 ) from None
             continue
         except (ConnectionLostError, OutcomeUnknownError) as error:
-            # Ids make a second attempt safe; reading tells new records from those that were known before this call.
+            # Ids make a second attempt safe. A query distinguishes records of this call from those stored before.
             if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
                 if time.monotonic() >= last_retry:
                     raise
@@ -305,9 +305,9 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
             if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.hashes.full[i])):
                 known_count += 1
             elif gone is not None:
-                # What was sampled is the same: it stays gone, and late fields have nothing to be added to.
+                # The same sample: it stays removed, and late fields are ignored.
                 if core is None or bytes(core) != pending.hashes.core[i]:
-                    raise ConflictError(f"{uid}: got a record under the id of one that is gone ({gone})")
+                    raise ConflictError(f"{uid}: got a record under the id of a removed one ({gone})")
                 known_count += 1
             else:
                 revisions.append((i, seq))

@@ -145,8 +145,8 @@ class Book:
     ) -> AppendResult:
         """Append records atomically; they are durable when it returns.
 
-        Idempotent: records already in the book are skipped, whatever was revised since. A known id with fields that
-        were missing (advantages, returns, a reward, new keys of `info`) is a revision by `author`.
+        Idempotent: records already in the book are skipped, even if they were revised since. A record with a known id
+        and fields that were missing (advantages, returns, a reward, new keys of `info`) is a revision by `author`.
 
         Args:
             experiences: One record, several, or `Experiences`.
@@ -285,7 +285,7 @@ class Book:
             consumer: The consumer group that the records are for.
             create: Create the group, with default settings, if the book does not have it.
             timeout: Seconds to wait until all are there, including waits for other writers; `None` waits without
-                limit. After that the lease has what there is, and `lease.short` says why it is less.
+                limit. After that the lease has fewer records, and `lease.short` is the reason.
             exact: Claim all `n` or none.
             max_staleness: Overrides the group's bound; older records are dropped as stale.
             seconds: Lease duration without progress; by default the group's `lease_seconds`.
@@ -399,7 +399,7 @@ class Book:
         revision.check_signature(author, reason)
         if isinstance(uid, Mapping):
             if fields:
-                raise ValueError(f"revise: got {', '.join(fields)} beside a mapping, expected one of the two")
+                raise ValueError(f"revise: got {', '.join(fields)} and a mapping, expected one of the two")
             changes = {get_uid(key): dict(values) for key, values in uid.items()}
         else:
             changes = {get_uid(uid): fields}
@@ -449,13 +449,13 @@ class Book:
         return list_checkpoints(self)
 
     def rewind(self, name: str, *, later: str = "keep") -> RewindResult:
-        """Go back to a checkpoint: later acknowledgements are void, and their records are offered again.
+        """Go back to a checkpoint: later acknowledgements are void, and their records return to the queue.
 
-        Every consumer is as it was (its settings, its counters, each record's uses and rank), and so is the announced
-        version. The next leases are those that followed the checkpoint the first time. Active leases end, and their
-        records wait. For consumers with `max_staleness`, records sampled by versions after the checkpoint's, which are
-        abandoned, are stale. Consumers created later start over; later checkpoints are forgotten. Revisions and
-        deletions stay.
+        The state of every consumer (its settings, its counters, each record's uses and rank) and the announced version
+        are restored. The next leases are those that followed the checkpoint the first time. Active leases end, and
+        their records are waiting again. For consumers with `max_staleness`, records sampled by versions after the
+        checkpoint's, which are abandoned, are stale. Consumers created later start over; later checkpoints are deleted.
+        Revisions and deletions stay.
 
         Args:
             name: The checkpoint.
@@ -740,7 +740,7 @@ def open(
             # Absolute: a program may change its folder while the book is open.
             folder = Path(os.path.abspath(os.path.expanduser(address)))
             if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
-                # A run's folder stands for its book, as on the command line: an empty book beside it would hide it.
+                # As on the command line, the folder of a run is a path of its book. A new book here would hide it.
                 folder, address = folder / "book", os.path.join(address, "book")
             ledger, store = open_folder(folder, mode, segment_bytes, clock, disk or Disk())
     book = Book(address, ledger, store, read_only=read_only, tokenizer=_get_fingerprint(tokenizer), quota=quota)
@@ -836,17 +836,19 @@ def _expected_schema() -> frozenset[tuple[Any, ...]]:
 
 
 def _check_schema(ledger: Ledger, folder: Path) -> None:
-    """Refuse tables that are not, word by word, those of this layout: constraints and indices of a stranger's could
-    compute whatever it likes at every write. Tables that the book does not know are never touched."""
+    """Raise `CorruptBookError` if the SQL of a table or index differs from that of this layout.
+
+    Constraints and indices of an untrusted ledger could run any expression at every write. Other tables are ignored.
+    """
     with ledger.read() as tx:
         objects = frozenset(tx.all(_SCHEMA))
     mine = {row for row in objects if row[2] in TABLES}
-    unlike = sorted(mine ^ _expected_schema(), key=str)
-    if unlike:
-        kind, name = unlike[0][:2]
+    different = sorted(mine ^ _expected_schema(), key=str)
+    if different:
+        kind, name = different[0][:2]
         raise CorruptBookError(
             f"{folder}: the ledger's {kind} {str(name)[:80]!r} is missing or is not what this version makes; "
-            "`rollbook check --repair` builds it anew"
+            "`rollbook check --repair` rebuilds it"
         )
 
 
@@ -858,7 +860,7 @@ def open_postgres(
 
     address = PostgresAddress.parse(url)
     if data is not None and url_secrets(data):
-        # The book keeps where its data lies, for whoever opens it.
+        # The URL of the data is stored in the book, where every user of the book can read it.
         raise ValueError(f"data: got {redacted(data)!r} with a secret in it, expected that in storage_options")
     ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
     try:

@@ -34,22 +34,22 @@ _REPAIR = "rollbook check --repair"
 _COMPACT = "none is needed; rollbook compact removes it in time"
 _REPAIR_RECORD = f"{_REPAIR} marks the record as damaged and keeps the others; a copy elsewhere can be appended again"
 KINDS: dict[str, tuple[str, str]] = {
-    "layout": (ERROR, f"{_REPAIR} builds the ledger anew from what can be read"),
-    "ledger": (ERROR, f"{_REPAIR} builds the ledger anew from what can be read"),
-    "type": (ERROR, f"{_REPAIR} builds the ledger anew from what can be read"),
+    "layout": (ERROR, f"{_REPAIR} rebuilds the ledger from its readable parts"),
+    "ledger": (ERROR, f"{_REPAIR} rebuilds the ledger from its readable parts"),
+    "type": (ERROR, f"{_REPAIR} rebuilds the ledger from its readable parts"),
     "missing": (ERROR, _REPAIR_RECORD),
     "damaged": (ERROR, _REPAIR_RECORD),
     "another": (ERROR, _REPAIR_RECORD),
     "medium": (ERROR, _REPAIR_RECORD),
     "tags": (ERROR, f"{_REPAIR} takes them from the record"),
-    "uses": (ERROR, f"{_REPAIR} counts them anew"),
-    "consumer": (ERROR, f"{_REPAIR} resets what cannot be read"),
-    "work": (ERROR, f"{_REPAIR} puts the rows in order, as far as events say"),
-    "tally": (ERROR, f"{_REPAIR} counts anew"),
-    "lease": (ERROR, f"{_REPAIR} ends it, and its records are offered again"),
-    "group": (ERROR, f"{_REPAIR} looks at all groups anew"),
+    "uses": (ERROR, f"{_REPAIR} recounts them"),
+    "consumer": (ERROR, f"{_REPAIR} resets the parts that cannot be read"),
+    "work": (ERROR, f"{_REPAIR} restores the rows from the events"),
+    "tally": (ERROR, f"{_REPAIR} recounts"),
+    "lease": (ERROR, f"{_REPAIR} ends it and returns its records to the queue"),
+    "group": (ERROR, f"{_REPAIR} rebuilds all groups"),
     "quarantined": (ERROR, f"{_REPAIR} --offer offers all of them for training, book.revise(uid, retrain=True) one"),
-    "event": (ERROR, "none: the past is not made up; it does no harm to what comes"),
+    "event": (ERROR, "none: lost events are not reconstructed; later operations are not affected"),
     "orphan": (NOTE, _COMPACT),
     "unused": (NOTE, _COMPACT),
     "pending": (NOTE, "rollbook compact; a writer that is idle has to close the book first"),
@@ -233,7 +233,7 @@ def _check_rows(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Proble
         if row.segment is not None:
             stored[row.segment, row.start, row.size].append(row)
         elif row.gone is None:
-            yield Problem("missing", row.seq, row.tags.uid, "the ledger says neither where it lies nor why it is gone")
+            yield Problem("missing", row.seq, row.tags.uid, "the ledger has neither its place nor why it was removed")
     for place, mine in stored.items():
         try:
             frame = read_frame(book, Place(*place), deep)
@@ -532,12 +532,12 @@ def _check_consumer(tx: Transaction, report: Report, consumer: Consumer, admitte
     )
     for (uid,) in missing:
         report.add("work", f"{name} has no row for it", uid)
-    beside = tx.all(
+    evaluation_uids = tx.all(
         "SELECT records.uid FROM records JOIN work ON work.seq = records.seq WHERE records.evaluation <> 0 AND "
         f"work.consumer = ? LIMIT {MAX_LISTED}",
         (consumer.id,),
     )
-    for (uid,) in beside:
+    for (uid,) in evaluation_uids:
         report.add("work", f"{name} has a row for a record that is for evaluation", uid)
 
 
@@ -575,27 +575,27 @@ def _check_leases(book: Book, report: Report) -> None:
 
 
 def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
-    """Yield (group, problem) of a consumer that leases by group, at most `MAX_LISTED`."""
+    """Return (group, problem) of a consumer that leases by group, at most `MAX_LISTED`."""
     if not consumer.grouped or "ungrouped" in consumer.state or "unranked" in consumer.state:
         return []
     settings = consumer.settings
-    size = "COALESCE(came.size, ?)"
+    size = "COALESCE(actual.size, ?)"
     after = settings.partial_after
-    complete = f"({size} IS NULL OR came.runs >= {size})"
-    waits = "(COALESCE(here.waiting, 0) > 0 AND COALESCE(here.held, 0) = 0)"
+    complete = f"({size} IS NULL OR actual.runs >= {size})"
+    waits = "(COALESCE(states.waiting, 0) > 0 AND COALESCE(states.leased, 0) = 0)"
     # A due group is made ready by the next lease.
-    early = "1 = 1" if after is None else f"came.since + {float(after)!r} > {tx.now!r}"
+    early = "1 = 1" if after is None else f"actual.since + {float(after)!r} > {tx.now!r}"
     rows = tx.all(
-        "SELECT came.gid, stands.ready, stands.runs, came.runs FROM "
+        "SELECT actual.gid, stored.ready, stored.runs, actual.runs FROM "
         "(SELECT records.gid, COUNT(DISTINCT run) AS runs, MAX(group_size) AS size, MIN(admitted) AS since "
         "FROM records JOIN work ON work.consumer = ? AND work.seq = records.seq "
-        "WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY records.gid) AS came "
-        "LEFT JOIN (SELECT gid, ready, runs FROM groups WHERE consumer = ?) AS stands ON stands.gid = came.gid "
+        "WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY records.gid) AS actual "
+        "LEFT JOIN (SELECT gid, ready, runs FROM groups WHERE consumer = ?) AS stored ON stored.gid = actual.gid "
         "LEFT JOIN (SELECT gid, SUM(CASE WHEN state = 'waiting' THEN 1 ELSE 0 END) AS waiting, "
-        "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS held FROM work WHERE consumer = ? GROUP BY gid) AS here "
-        "ON here.gid = came.gid WHERE stands.gid IS NULL OR stands.runs <> came.runs "
-        f"OR (stands.ready = 0 AND {complete} AND {waits}) OR (stands.ready <> 0 AND NOT {waits}) "
-        f"OR (stands.ready <> 0 AND NOT {complete} AND {early}) ORDER BY came.gid LIMIT {MAX_LISTED}",
+        "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS leased FROM work WHERE consumer = ? GROUP BY gid) "
+        "AS states ON states.gid = actual.gid WHERE stored.gid IS NULL OR stored.runs <> actual.runs "
+        f"OR (stored.ready = 0 AND {complete} AND {waits}) OR (stored.ready <> 0 AND NOT {waits}) "
+        f"OR (stored.ready <> 0 AND NOT {complete} AND {early}) ORDER BY actual.gid LIMIT {MAX_LISTED}",
         (consumer.id, consumer.id, consumer.id, *[settings.group_size] * 4),
     )
     wrong = [
@@ -632,10 +632,10 @@ _STATES_AFTER = {
 
 
 class EventSummary(NamedTuple):
-    """What the events of a record say about a consumer."""
+    """The state of a record for a consumer, according to its events."""
 
     kind: str | None = None
-    """Kind of the last event that changed the state; `None` if there is none, and the record waits."""
+    """Kind of the last event that changed the state; `None` for a record without one, which is waiting."""
     reason: str | None = None
     event: int = 0
     acks: frozenset[int | None] = frozenset()
@@ -665,9 +665,9 @@ _STRICT_JSON = "replace(replace(detail, 'Infinity', '0'), 'NaN', '0')"
 
 def _check_events(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
-        none = "NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq AND events.kind IN {})"
-        for (uid,) in tx.all(f"SELECT uid FROM records WHERE {none.format(_FIRST_EVENTS)} LIMIT {MAX_LISTED}"):
-            report.add("event", "no event says how it came", uid)
+        without_event = "NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq AND events.kind IN {})"
+        for (uid,) in tx.all(f"SELECT uid FROM records WHERE {without_event.format(_FIRST_EVENTS)} LIMIT {MAX_LISTED}"):
+            report.add("event", "it has no event of its append", uid)
         rewound = tx.one("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
         if book.ledger.dialect == "sqlite":
             for (event,) in tx.all(
@@ -690,7 +690,7 @@ def _check_events(book: Book, report: Report) -> None:
             if row.state not in allowed:
                 report.add("event", f"{name}: it is {row.state}, its last event is {mine.kind}", uids[row.seq])
             elif row.uses != len(mine.acks):
-                description = f"{name}: used {row.uses} times, events say {len(mine.acks)}"
+                description = f"{name}: used {row.uses} times, {len(mine.acks)} times by its events"
                 report.add("event", description, uids[row.seq])
 
 
@@ -725,7 +725,7 @@ def _check_store(book: Book, report: Report) -> None:
         report.add("pending", f"holds deleted or redacted bytes; {reason}", name)
     if isinstance(book.store, FileSegmentStore):
         for kind, path in find_foreign_files(book.store):
-            description = "a file that a crash left behind" if kind == "leftover" else "no part of a book"
+            description = "a file left by a crash" if kind == "leftover" else "not part of a book"
             report.add(kind, description, path)
 
 

@@ -74,9 +74,9 @@ class RewindResult:
         checkpoint: Name of the checkpoint.
         acks: Acknowledgements that were voided.
         leases: Leases that were ended; their holders get `LeaseLostError`.
-        later: Records that came after the checkpoint, and were kept or dropped.
-        forgotten: Names of later checkpoints, which are forgotten.
-        lineage: Number of the policy lineage that begins: how many rewinds there were.
+        later: Number of records after the checkpoint, which were kept or dropped.
+        forgotten: Names of later checkpoints, which were deleted.
+        lineage: Number of the new policy lineage: the number of rewinds so far.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -109,7 +109,7 @@ def list_points(tx: Transaction) -> list[Point]:
 
 
 def _parse_point(row: Sequence[Any]) -> Point:
-    """Parse a checkpoint's row, which anybody may have written."""
+    """Parse a checkpoint's row, which is not trusted."""
     name, event, seq, created, state = row
     fields = parse_object(state, f"checkpoint {name!r}")
     consumers, version = fields.get("consumers"), fields.get("policy_version")
@@ -422,7 +422,7 @@ def _restore_consumer(
 
 
 def _restore_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str, list[queue.Row]]:
-    """Restore rows as of the checkpoint, leased ones as waiting; drop those whose bytes are gone since."""
+    """Restore rows as of the checkpoint, leased ones as waiting; drop those whose bytes were removed since."""
     lost: dict[str, list[queue.Row]] = {}
     last = 0
     while True:
@@ -490,7 +490,7 @@ def _apply_revisions(
 
 
 def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point: Point) -> list[str]:
-    """Offer the records after the checkpoint as if they came now, and return their groups."""
+    """Queue the records after the checkpoint like new records, and return their groups."""
     lineage = queue.read_lineage(tx)
     bounded = consumer.settings.max_staleness is not None
     floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)

@@ -209,7 +209,7 @@ def pending_purges(book: Book) -> dict[str, str]:
 def find_stale_copies(book: Book) -> None:
     """Find segments with copies of deleted or redacted records that the ledger does not refer to; add them to `purges`.
 
-    Such copies are left by revisions, and by appends that crashed or came second.
+    Such copies are left by revisions, by appends that crashed, and by appends of a record that was stored meanwhile.
     """
     with book.ledger.read() as tx:
         row = tx.one("SELECT value FROM meta WHERE key = 'forgotten'")
@@ -223,7 +223,7 @@ def find_stale_copies(book: Book) -> None:
     for marks, part in chunks([seq for (seq,) in seqs]):
         with book.ledger.read() as tx:
             uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part)]
-        # A rewound record's id has its number behind it.
+        # The id of a rewound record ends in "~" and its number.
         names.update(uids, (uid.rpartition("~")[0] for uid in uids))
     segments = []
     if names:
@@ -242,7 +242,7 @@ def find_stale_copies(book: Book) -> None:
 
 
 def _holds_stale_copy(book: Book, segment: str, size: int, names: set[str]) -> bool:
-    """Return whether the unreferenced parts of a segment hold a record of one of these ids or a medium that is gone."""
+    """Return whether the unreferenced parts of a segment hold a record with one of these ids, or a removed medium."""
     live: defaultdict[int, set[int]] = defaultdict(set)
     with book.ledger.read() as tx:
         for start, slot in tx.all("SELECT start, slot FROM records WHERE segment = ?", (segment,)):
@@ -623,7 +623,7 @@ def _is_referenced(tx: Transaction, segment: str) -> bool:
 
 
 def _remove_segments(book: Book, names: Sequence[str]) -> int:
-    """Remove those of these segments that have no references and no writer; return how many."""
+    """Remove the segments that have no references and no writer; return how many."""
     count = 0
     for _, part in chunks(names, _REMOVE_CHUNK):
         # An append checks in its own transaction that its segment still exists.

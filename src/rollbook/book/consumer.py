@@ -198,7 +198,7 @@ REMOVERS: dict[str, type[Remover]] = {"max_size": MaxSize, "max_age": MaxAge, "m
 LIMITERS: dict[str, type[Limiter]] = {"min_size": MinSize, "samples_to_inserts": SamplesToInserts}
 """Removers and rate limiters by name, as in the saved settings of a consumer."""
 ConsumerSetting = Sampler | Remover | Limiter | Sequence[Remover] | Sequence[Limiter] | float | None
-"""The value of a field of `ConsumerConfig`; one remover or limiter stands for a list of one."""
+"""The value of a field of `ConsumerConfig`; one remover or limiter is the same as a list of one."""
 
 
 def check_limits(
@@ -275,8 +275,8 @@ class ConsumerConfig:
         keep_stale: Keep the bytes of stale records for inspection.
         group_size: Number of runs in a group whose records do not state it.
         partial_after: Seconds after which an incomplete group is leased; `None` for never.
-        lease_seconds: Seconds without progress after which a lease ends and its records are offered again.
-        max_attempts: How often a record may be given back before it is dropped; `None` for no limit.
+        lease_seconds: Seconds without progress after which a lease ends and its records return to the queue.
+        max_attempts: How often a record may be returned before it is dropped; `None` for no limit.
         seed: Seed of random samplers.
 
     Raises:
@@ -422,7 +422,7 @@ _MAX_JSON_CHARACTERS = 1 << 20  # characters of settings or of a sampler's state
 
 @lru_cache(maxsize=64)
 def parse_settings(text: LedgerValue) -> ConsumerConfig:
-    """Parse settings from a ledger, which anybody may have written."""
+    """Parse settings from a ledger, which is not trusted."""
     if not isinstance(text, str) or len(text) > _MAX_JSON_CHARACTERS:
         raise CorruptBookError(f"a consumer's settings: got {str(text)[:100]!r}, expected a short text")
     try:
@@ -432,7 +432,7 @@ def parse_settings(text: LedgerValue) -> ConsumerConfig:
 
 
 def parse_state(text: LedgerValue) -> State:
-    """Parse a sampler's state from a ledger, which anybody may have written: numbers, or lists or dicts of numbers.
+    """Parse a sampler's state from a ledger, which is not trusted: numbers, or lists or dicts of numbers.
 
     Raises:
         CorruptBookError: It is not valid JSON, or a number is not finite.
@@ -579,7 +579,7 @@ def _last_number(tx: Transaction) -> int:
 
 
 def _parse_number(key: str, text: LedgerValue) -> int:
-    """Parse a consumer's number from a ledger, which anybody may have written."""
+    """Parse a consumer's number from a ledger, which is not trusted."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
         raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
     return int(text)

@@ -1,7 +1,7 @@
 """Content hashes and printed ids of records, computed on columns without building records.
 
 Invariant: `tid` and `uid` equal those of `EID` for the same parts. Two records have the same hash if and only if they
-are equal, whatever the layout of their columns.
+are equal, regardless of the layout of their columns.
 """
 
 from __future__ import annotations
@@ -118,9 +118,9 @@ def is_late(field: Field) -> bool:
     """Return whether a field may be added to a record that is already in a book.
 
     Late fields are computed after sampling: numbers (`reward`), floats per response token (`advantages`, `returns`, a
-    teacher's log-probs, weights), and the dicts that every record has (`info`, `metrics`). The others say what was
-    sampled and how, including `logprobs`, which the engine returns with the tokens. Declared fields follow the same
-    rule.
+    teacher's log-probs, weights), and the dicts that every record has (`info`, `metrics`). All other
+    fields describe the sample and how it was drawn, including `logprobs`, which the engine returns with the tokens.
+    Declared fields follow the same rule.
 
     >>> from rollbook.core.fields import FIELDS
     >>> [name for name, field in FIELDS.items() if is_late(field)]  # doctest: +NORMALIZE_WHITESPACE
@@ -202,7 +202,7 @@ def _hash_rows_name(name: str, dtype: str, trailing: tuple[int, ...]) -> bytes:
 
 
 def _first_present(candidates: Sequence[list[bytes]]) -> list[bytes]:
-    """Return the main column's entry where there is one, else that of a side column, as `columns.decode` does."""
+    """Return the entry of the main column, or else of a side column, as `columns.decode` does."""
     entries, *sides = candidates
     for side in sides:
         entries = [a or b for a, b in zip(entries, side, strict=True)]

@@ -156,7 +156,7 @@ class Disk:
             for at in range(0, len(pieces), _MAX_WRITEV_BUFFERS):
                 left = [piece for piece in pieces[at : at + _MAX_WRITEV_BUFFERS] if len(piece)]
                 while left:
-                    # A call may write less: a signal came, the disk is nearly full, or the pieces are over 2 GiB.
+                    # A call may write less, after a signal, on a full disk, or if the pieces exceed 2 GiB.
                     count = os.writev(file.fd, left)
                     written += count
                     while left and count >= len(left[0]):
@@ -177,7 +177,7 @@ class Disk:
                 os.fdatasync(file.fd)
 
     def sync_folder(self, path: str) -> None:
-        """Wait until the folder's entries are on the disk: without it a new file may be gone after a power loss."""
+        """Wait until the folder's entries are on the disk. Otherwise a power loss may remove a new file."""
         with _add_path_to_errors(path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -280,7 +280,7 @@ _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MIN_MAP_BYTES = 64 << 10  # copying this much is quicker than a map of its own and the faults of its pages
+_MIN_MAP_BYTES = 64 << 10  # below this size, copying is faster than mapping and its page faults
 _MAX_MAPS = 1 << 14  # of the 65,530 that Linux allows a process, which malloc and every library need too
 _live_maps: dict[int, int] = {}  # address and length of every map that is still in use
 
@@ -317,7 +317,7 @@ class _Map:
 def read_private(fd: int, start: int, stop: int, mapped: bool) -> memoryview:
     """Read bytes of an open file as private writable memory (fewer at its end), mapped if that is faster.
 
-    The range must lie within the file, and nobody may truncate it: touching missing pages kills the process.
+    The range must be within the file, and no process may truncate it: access to missing pages kills this process.
     """
     import numpy as np  # only here: the command line lists books without it
 
@@ -381,7 +381,7 @@ def _unescape(text: str) -> str:
 
 
 def file_identity(path: str | os.PathLike[str] | int) -> tuple[int, int] | None:
-    """Return the device and inode that a path leads to (or a descriptor has), or `None` if nothing is there.
+    """Return the device and inode of a path or a descriptor, or `None` if it does not exist.
 
     >>> file_identity("/") == file_identity("/tmp/.."), file_identity("/nowhere")
     (True, None)
@@ -400,7 +400,7 @@ def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float)
     The lock is taken on the folder itself: it needs no file, moves with the folder and ends with the process.
 
     Returns:
-        A context whose value says whether the lock was acquired within `seconds`.
+        A context whose value is whether the lock was acquired within `seconds`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -408,7 +408,7 @@ def folder_lock(folder: str | os.PathLike[str], *, shared: bool, seconds: float)
     ...         alone
     False
     """
-    # Opened anew each time: a descriptor that several threads or a forked child share would share its lock, too.
+    # Opened each time: threads and forked children that share a descriptor would also share its lock.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         end = time.monotonic() + seconds

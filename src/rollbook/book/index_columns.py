@@ -50,7 +50,7 @@ class IndexColumns(NamedTuple):
     step: int
     suffix: str
     reward: float | None
-    """`None` for NaN too; `scored` tells them apart."""
+    """`None` also for NaN; `scored` distinguishes the two."""
     scored: int
     """`UNSCORED`, `SCORED` or `NOT_A_NUMBER`."""
     length: int

@@ -90,7 +90,7 @@ class Claim(NamedTuple):
     expires: float
     seconds: float
     short: str
-    """Why there are fewer records than requested; empty if all are there."""
+    """Why there are fewer records than requested; empty if there are not."""
     partial: Sequence[str] = ()
     """Groups that are not complete."""
     lock_consumer: bool = False
@@ -300,7 +300,7 @@ class Lease:
         return write_once(self._book.ledger, transact, committed)
 
     def nack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
-        """Give records back. They are offered again, with their former rank.
+        """Return records to the queue, with their former rank.
 
         Args:
             reason: Stored in the ledger.
@@ -308,7 +308,7 @@ class Lease:
             drop: Drop the records instead.
 
         Returns:
-            How many records were given back.
+            Number of records that were returned.
 
         Raises:
             LeaseLostError: The lease has ended.
@@ -341,7 +341,7 @@ class Lease:
         return count
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
-        """Return those of these records that this lease acknowledged in this step, unless a rewind voided it."""
+        """Return the records that this lease acknowledged in this step, unless a rewind voided it."""
         rows = tx.all(
             "SELECT done.seq FROM events AS done WHERE done.kind = 'trained' AND done.lease = ? "
             f"AND COALESCE(done.step, -1) = ? AND done.seq {tx.in_ints} AND NOT EXISTS (SELECT 1 FROM events "
@@ -372,7 +372,7 @@ class Lease:
         for step, acknowledged in repeated:
             records.update(acknowledged if step == repeated_step else {})
         if not records:
-            raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or given back already")
+            raise LeaseLostError(f"lease {self.fence}: all its records were acknowledged or returned already")
         if uids is None:
             return records
         listed = get_uids(uids)
@@ -384,7 +384,7 @@ class Lease:
     def _load_rows(
         self, tx: Transaction, chosen: Mapping[str, int], lock_consumer: bool = False
     ) -> tuple[Consumer, list[queue.Row]]:
-        """Return the consumer, and those of the chosen rows that still belong to the lease (deleted ones do not).
+        """Return the consumer, and the chosen rows that still belong to the lease (deleted ones do not).
 
         The consumer's row is locked, before the lease's, if more of its queue changes than the lease's own records.
 
@@ -547,7 +547,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
         request: The lease this is for; without one, the inbox is drained only if records might be dropped.
 
     Returns:
-        The consumer, locked (`None` if there is none of this name), and whether nothing is left to do.
+        The consumer, locked (`None` if it does not exist), and whether nothing is left to do.
     """
     check_text("consumer", name, 1, 200)
     mine = "consumer = (SELECT id FROM consumers WHERE name = ?)"
@@ -707,7 +707,7 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
     done = False
     claim = None
     while not done:
-        # The last attempt claims what is there now, and also waits a moment for other writers.
+        # The last attempt claims the records that are available now, and waits shortly for other writers.
         lock_wait = max(end - time.monotonic(), LAST_ATTEMPT_SECONDS if last else 0.0) if timeout else None
         try:
             done, claim = write_once(book.ledger, transact, committed, lock_wait)
@@ -1012,7 +1012,7 @@ class MixedLease:
 
     @property
     def sources(self) -> list[int]:
-        """The index of each record's part, to tell expert data from rollouts."""
+        """The index of each record's part, which distinguishes expert data from rollouts."""
         return [i for i, lease in enumerate(self.leases) for _ in range(len(lease))]
 
     @property
@@ -1067,13 +1067,13 @@ class MixedLease:
         return sum(lease.ack(step) for lease in self.leases if lease)
 
     def nack(self, reason: str = "given back") -> int:
-        """Give the records of every part back.
+        """Return the records of every part to their queues.
 
         Args:
             reason: Stored in the ledgers.
 
         Returns:
-            How many records were given back.
+            Number of records that were returned.
         """
         return sum(lease.nack(reason) for lease in self.leases if lease)
 
@@ -1100,7 +1100,7 @@ class MixedLease:
         for lease in self.leases:
             try:
                 lease.__exit__(kind, error, trace)
-            except LeaseLostError as failure:  # The others are given back all the same.
+            except LeaseLostError as failure:  # the other leases still end
                 lost = lost or failure
         if lost is not None:
             raise lost

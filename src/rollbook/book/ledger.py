@@ -226,7 +226,7 @@ def took_effect(ledger: Ledger, error: BookError, committed: Callable[[Transacti
         committed: Looks for a trace of the transaction.
 
     Raises:
-        OutcomeUnknownError: The server could not be asked.
+        OutcomeUnknownError: The server does not answer.
     """
     if not isinstance(error, OutcomeUnknownError):
         return False
@@ -260,7 +260,7 @@ def write_once(
 
     Raises:
         LockTimeoutError: Other writers held the ledger for so long.
-        OutcomeUnknownError: The server could not be asked whether the transaction took effect.
+        OutcomeUnknownError: The server does not answer, so it is unknown whether the transaction took effect.
     """
     results: list[Result] = []
     start = time.monotonic()
@@ -375,7 +375,7 @@ class TurnQueue:
 
     @contextmanager
     def take(self, consumer: int, end: float, stop: threading.Event) -> Iterator[bool]:
-        """Wait in line; the context's value says whether the turn came before `end` (monotonic) and `stop`."""
+        """Wait for a turn; the context's value is whether it came before `end` (monotonic time) and `stop`."""
         line = self._lines[consumer]
         while not stop.is_set():
             if line.acquire(timeout=max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
@@ -422,7 +422,7 @@ def check_files(path: Path) -> None:
 def check_no_code(connection: sqlite3.Connection, path: Path) -> None:
     """Raise `NotABookError` if the database has views, triggers, virtual tables or generated columns.
 
-    They could run code of whoever wrote the database. A ledger has tables of plain columns, and indices.
+    They could run code of an untrusted database. A ledger has only tables of plain columns, and indices.
     """
     objects = connection.execute(
         "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR sql LIKE 'CREATE VIRTUAL%' "
@@ -530,7 +530,7 @@ class SQLiteLedger:
                 mode += "&immutable=1"
             try:
                 if not self.read_only and not self.path.exists():
-                    # SQLite gives the files beside a database the mode of the database.
+                    # SQLite creates its log and shared-memory files with the mode of the database file.
                     os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
                 connection = sqlite3.connect(
                     f"{self.path.resolve().as_uri()}?mode={mode}",
@@ -567,7 +567,7 @@ class SQLiteLedger:
         return connection
 
     def _is_immutable(self, path: Path) -> bool:
-        """Return whether nobody can change the ledger: a closed book in a read-only folder.
+        """Return whether no process can change the ledger: a closed book in a read-only folder.
 
         SQLite cannot create its shared-memory file there and would refuse to read it.
         """
@@ -590,8 +590,8 @@ class SQLiteLedger:
                     return OSError(code, text, str(self.path))
             if self.path is not None and "unable to open" in text:
                 return BookError(
-                    f"{self.path}: the ledger cannot be opened ({text}); with a {self.path.name}{WAL_SUFFIX} beside "
-                    "it, the folder has to be writable: copy the book to one that is"
+                    f"{self.path}: the ledger cannot be opened ({text}); with a {self.path.name}{WAL_SUFFIX} next "
+                    "to it, the folder must be writable: copy the book to one that is"
                 )
         if isinstance(error, sqlite3.ProgrammingError):
             return error

@@ -69,7 +69,7 @@ VERSION = 1
 REFERENCES_COLUMN = "book__media"
 """The column of references."""
 EVALUATION_COLUMN = "book__evaluation"
-"""The column that marks records for evaluation; absent where there are none."""
+"""The column that marks records for evaluation; absent if there are none."""
 BOOK_COLUMNS = (REFERENCES_COLUMN, EVALUATION_COLUMN)
 """Columns of the book. Other columns whose names begin so are stored with one more character."""
 REFERENCES_TYPE = pa.large_list(
@@ -90,8 +90,8 @@ _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-
 _IN_ALPHABET = np.isin(np.arange(256, dtype=np.uint8), np.frombuffer(_ALPHABET, dtype=np.uint8))
 _WINDOW_BYTES = 32
 _BASE64_PREFIX = re.compile(rb'"(?:(?:\$bytes|data|b64_json)":"|data:[ !#-+\--\[\]-~]{0,255};base64,)')
-"""The text before base64, which then reaches to the next quote: inside a JSON string a quote is escaped. Another key
-that ends like one of these does no harm, since the text is restored unchanged."""
+"""The text before base64, which ends at the next quote, since quotes inside JSON strings are escaped. A match of
+another key that ends like one of these is harmless, since the text is restored unchanged."""
 
 
 # --- blobs ----------------------------------------------------------------------------------------------------------
@@ -99,12 +99,12 @@ that ends like one of these does no harm, since the text is restored unchanged."
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """One medium: its hash, what it is, and its bytes, which are not copied until `data` is read."""
+    """One medium: its hash, kind and bytes, which are not copied until `data` is read."""
 
     hash: str
     """64 hexadecimal digits; covers kind, dtype, shape and payload."""
     kind: Kind
-    """`tensor`; `bytes`, which stand as base64 in the text; `text`, base64 that is not written as Python writes it."""
+    """`tensor`; `bytes`, which are base64 in the text; or `text`, base64 in another form than Python writes."""
     dtype: str
     """Of a tensor, by torch's name."""
     shape: tuple[int, ...]
@@ -163,7 +163,7 @@ def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
     if magic != MAGIC:
         raise WireError(f"bad magic {magic!r}: not a blob (a blob begins with {MAGIC!r})", 0)
     if version != VERSION:
-        raise WireError(f"blob version {version}; this reader knows {VERSION}", 8)
+        raise WireError(f"blob version {version} is not supported, expected {VERSION}", 8)
     if not 1 <= kind <= len(_KINDS):
         raise WireError(f"blob kind {kind} is unknown", 10)
     if length > DEFAULT_LIMITS.max_bytes:
@@ -199,7 +199,7 @@ def open_blob(data: bytes | memoryview, *, verify: bool = False) -> Blob:
     if _checksum(view[:56], payload, description) != checksum:
         raise WireError("the blob does not match its checksum", 56)
     if any(view[end:]):
-        raise WireError("the padding behind the blob is not zero", end)
+        raise WireError("the padding after the blob is not zero", end)
     dtype, shape = "", tuple[int, ...]()
     if kind == "tensor":
         match = _DESCRIPTION.fullmatch(description)

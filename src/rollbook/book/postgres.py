@@ -39,7 +39,7 @@ IDLE_SECONDS = 20.0
 """How long a writer may pause inside a transaction before its session is ended: shorter than `BUSY_SECONDS`, so that
 writers that wait for it get their turn. Also the longest wait for a lock in one statement."""
 READ_SECONDS = 3600.0
-"""The same for a reader, which blocks nobody and may copy data between two statements."""
+"""The same for a reader, which blocks no writer and may copy data between two statements."""
 RECONNECT_SECONDS = 30.0
 """Seconds to wait for a server that restarts."""
 NETWORK_LIMITS = {
@@ -597,8 +597,8 @@ class PostgresLedger:
 
     def bounds(self) -> tuple[int, int]:
         """Return the largest record number and event number such that nothing below them is still being written."""
-        # With the exclusive lock, transactions with smaller numbers have committed. One exchange with the server, so
-        # that nobody waits for this client.
+        # With the exclusive lock, transactions with smaller numbers have committed. A single round trip, so that
+        # writers never wait for this client.
         sql = (
             f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); "
             "SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events); COMMIT"

@@ -54,12 +54,12 @@ def superset(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
     A column's type depends on the set of its types, not on their order:
 
-    - numbers and booleans: the narrowest type that holds all exactly; else, for whole numbers (uint64 beside a signed
-      type), decimal128(20, 0), and with a float among them float64;
-    - list, large_list, fixed_size_list: the same kind if all are of it, else large_list, of the joined values;
+    - numbers and booleans: the narrowest type that holds all exactly; without one, decimal128(20, 0) for integers
+      (uint64 and a signed type), and float64 if a float is among them;
+    - list, large_list, fixed_size_list: the same kind if all are equal, else large_list; values by the same rules;
     - string and its variants: large_string; binary and its variants: large_binary;
     - struct: all fields of all; dictionary: as its values; timestamp of one time zone: the finest unit;
-    - null: whatever the others say.
+    - null: the type of the others.
 
     Anything else raises `ValueError` naming the column and its types.
 
@@ -420,7 +420,7 @@ def run_query(
             The result is not part of it and may be as large again.
         seconds: Time limit. A query inside a single call of a function is stopped when the call returns.
         threads: Number of threads, by default up to 8.
-        max_rows: Stop after so many rows; `Result.more` says whether there are more.
+        max_rows: Stop after so many rows; `Result.more` is then true if there are more.
 
     Raises:
         QueryError: It is not one reading statement, or DuckDB rejects it.
@@ -740,10 +740,10 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         return _Scan(self.readers[-1])
 
     def close(self) -> None:
-        """Wait until no thread of Arrow's will ask for another piece.
+        """Wait until no thread of Arrow reads from the source.
 
-        They read ahead, also after a query that needed no more rows; one that asks while the interpreter exits aborts
-        the process.
+        These threads prefetch, even after a query that needs no more rows. A read while the interpreter exits would
+        abort the process.
         """
         self.closed = True
         for reader in self.readers:

@@ -1,8 +1,11 @@
 """The queue of each consumer: inbox, rows of `work`, groups, their undo log, quarantine and policy lineage.
 
 The state of a record for a consumer is one row of `work`. An append only adds the range of its record numbers to
-`inbox`, one row per consumer, so that concurrent appends change no common row. Whoever leases for a consumer, or
-changes its queue, first drains its inbox: each record gets a row of `work`, ranked by the sampler.
+`inbox`, one row per consumer, so that concurrent appends do not change the same row. A lease, and any other change of
+the queue, first drains the inbox: each record gets a row of `work`, ranked by the sampler.
+
+In this order: undo log, groups, policy lineage, rows of `work`, maintenance (expired leases, cooldowns, size, age and
+staleness), announced version, quarantine, inbox.
 
 Invariants:
 
@@ -10,11 +13,11 @@ Invariants:
   write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
 - For every consumer, a training record is in exactly one of `work` and `inbox`. A transaction that drains holds the
   consumer's row, or is exclusive.
-- A group's size counts runs, not rows, and every admitted run counts: failed, filtered and stale ones are tombstones. A
-  group is ready when it is complete (or due), some of it waits and none of it is leased.
-- For every checkpoint, a row of `work` or `groups` that existed then is unchanged, or its first value after that
-  checkpoint (or a later one) is in the undo log. Without a checkpoint nothing is logged.
-- A quarantined record can be read and queried, and is leased to no consumer until it is released.
+- A group's size counts runs, not rows, and every admitted run counts, also failed, filtered and stale ones. A group is
+  ready when it is complete (or due), at least one of its rows is waiting and none is leased.
+- For every checkpoint, a row of `work` or `groups` that existed then is unchanged, or its value at that checkpoint is
+  in the undo log, under that checkpoint or a later one. Without a checkpoint nothing is logged.
+- A quarantined record can be read and queried, but is not leased until it is released.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from rollbook.core.wire import RowLayout
 
 
+# --- undo log -------------------------------------------------------------------------------------------------------
+
 WORK_TABLE, GROUPS_TABLE = "work", "groups"
 UNDO_COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK_TABLE, GROUPS_TABLE)}
 _UNDO_LISTED = {table: ", ".join(names) for table, names in UNDO_COLUMNS.items()}
@@ -71,19 +76,19 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
     """
     if not values:
         return
-    among = tx.in_ints if key == "seq" else tx.in_texts
-    # Rows of records that came after the checkpoint did not exist then.
+    in_values = tx.in_ints if key == "seq" else tx.in_texts
+    # Rows of records that were appended after the checkpoint did not exist then.
     tx.defer(
         f"{table}_before",
         f"INSERT INTO {table}_before (checkpoint, {_UNDO_LISTED[table]}) SELECT point.event, {_UNDO_SELECTED[table]} "
         f"FROM {table} AS now CROSS JOIN (SELECT event, seq FROM checkpoints ORDER BY event DESC LIMIT 1) AS point "
-        f"WHERE now.consumer = ? AND now.{key} {among} AND now.seq <= point.seq ON CONFLICT DO NOTHING",
+        f"WHERE now.consumer = ? AND now.{key} {in_values} AND now.seq <= point.seq ON CONFLICT DO NOTHING",
         (consumer, tx.array(values)),
     )
 
 
 def merge_undo(tx: Transaction, checkpoint: int) -> None:
-    """Move the undo log of a checkpoint that is forgotten to the one before it, which may need it."""
+    """Move the undo log of a checkpoint that is deleted to the checkpoint before it, which may need it."""
     older = tx.one("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
     for table, listed in _UNDO_LISTED.items():
         if older is not None:
@@ -97,20 +102,22 @@ def merge_undo(tx: Transaction, checkpoint: int) -> None:
 
 def restore_groups(tx: Transaction, checkpoint: int, consumer: int) -> list[str]:
     """Restore the groups as of the checkpoint, and return those that had changed."""
-    changing = ", ".join(f"{name} = excluded.{name}" for name in UNDO_COLUMNS[GROUPS_TABLE][2:])
-    mine = (checkpoint, consumer)
+    assignments = ", ".join(f"{name} = excluded.{name}" for name in UNDO_COLUMNS[GROUPS_TABLE][2:])
+    parameters = (checkpoint, consumer)
     tx.run(
         f"INSERT INTO groups ({_UNDO_LISTED[GROUPS_TABLE]}) SELECT {_UNDO_LISTED[GROUPS_TABLE]} FROM groups_before "
-        f"WHERE checkpoint = ? AND consumer = ? ON CONFLICT (consumer, gid) DO UPDATE SET {changing}",
-        mine,
+        f"WHERE checkpoint = ? AND consumer = ? ON CONFLICT (consumer, gid) DO UPDATE SET {assignments}",
+        parameters,
     )
-    gids = tx.all("SELECT gid FROM groups_before WHERE checkpoint = ? AND consumer = ? ORDER BY seq, gid", mine)
-    tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", mine)
+    gids = tx.all("SELECT gid FROM groups_before WHERE checkpoint = ? AND consumer = ? ORDER BY seq, gid", parameters)
+    tx.run("DELETE FROM groups_before WHERE checkpoint = ? AND consumer = ?", parameters)
     return [gid for (gid,) in gids]
 
 
+# --- groups ---------------------------------------------------------------------------------------------------------
+
 UNRANKED = math.inf
-"""The rank of a group that has none yet, or has lost it."""
+"""The rank of a group that has no rank yet, or needs a new one."""
 
 
 def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], rerank: Collection[str] = ()) -> None:
@@ -122,42 +129,38 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], rer
         gids: The groups.
         rerank: Those of them that need a new rank, since the uses or values of members changed.
     """
-    listed = list(gids)
-    if not listed:
+    gids = list(gids)
+    if not gids:
         return
-    save_undo(tx, GROUPS_TABLE, consumer.id, "gid", listed)
-    chosen = tx.array(listed)
+    save_undo(tx, GROUPS_TABLE, consumer.id, "gid", gids)
+    parameters = (consumer.id, tx.array(gids))
     work_rows, record_rows, group_rows = tx.query_many(
         (
-            # Unordered: with an order SQLite would read all rows of the consumer.
+            # Without ORDER BY, for which SQLite would read all rows of the consumer.
             f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts}",
-            (consumer.id, chosen),
+            parameters,
         ),
         (
-            # Runs that are still in the inbox do not complete a group, which would be leased without them.
+            # Without runs that are still in the inbox: a group that they complete would be leased without them.
             "SELECT records.gid, COUNT(DISTINCT run), MAX(group_size), MIN(records.seq), MIN(admitted) FROM records "
             "JOIN work ON work.consumer = ? AND work.seq = records.seq "
             f"WHERE records.gid {tx.in_texts} AND evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY 1",
-            (consumer.id, chosen),
+            parameters,
         ),
         (
             f"SELECT gid, ready, rank, weight FROM groups WHERE consumer = ? AND gid {tx.in_texts}",
-            (consumer.id, chosen),
+            parameters,
         ),
     )
     members: defaultdict[str, list[Any]] = defaultdict(list)
     for gid, *member in sorted(work_rows, key=itemgetter(2)):
         members[gid].append(member)
-    totals: dict[str, Sequence[Any]] = {}
-    for gid, *total in record_rows:
-        totals[gid] = total
-    earlier: dict[str, Sequence[Any]] = {}
-    for gid, *former in group_rows:
-        earlier[gid] = former
+    totals: dict[str, Sequence[Any]] = {gid: total for gid, *total in record_rows}
+    old_groups: dict[str, Sequence[Any]] = {gid: group for gid, *group in group_rows}
     rows = []
     empty = []
-    for gid in listed:
-        row = _refresh_group(tx, consumer, gid, members[gid], totals.get(gid), earlier.get(gid), gid in rerank)
+    for gid in gids:
+        row = _refresh_group(tx, consumer, gid, members[gid], totals.get(gid), old_groups.get(gid), gid in rerank)
         if row is None:
             empty.append(gid)
         else:
@@ -179,15 +182,25 @@ def _refresh_group(
     gid: str,
     members: Sequence[Any],
     total: Sequence[Any] | None,
-    earlier: Sequence[Any] | None,
+    old_group: Sequence[Any] | None,
     rerank: bool,
 ) -> tuple[Any, ...] | None:
-    """Compute a group's row; `None` if all of its records were rewound."""
+    """Compute a group's row of `groups`; `None` if all of its records were rewound.
+
+    Args:
+        tx: The transaction.
+        consumer: The consumer.
+        gid: The group.
+        members: (state, record number, version, value, uses) of its rows of `work`.
+        total: Its number of runs, size, first record and time of the first append.
+        old_group: (ready, rank, weight) of its row so far.
+        rerank: Whether it needs a new rank.
+    """
     runs, size, first, since = total or (0, None, None, None)
-    was_ready, rank, old_weight = earlier or (0, UNRANKED, 1.0)
+    was_ready, rank, old_weight = old_group or (0, UNRANKED, 1.0)
     types = {type(rank), type(old_weight), type(size or 0), type(since or 0)}
     if type(was_ready) is not int or not types <= {int, float}:
-        raise CorruptBookError(f"groups: {gid!r}: got {str((earlier, size, since))[:100]}, expected numbers")
+        raise CorruptBookError(f"groups: {gid!r}: got {str((old_group, size, since))[:100]}, expected numbers")
     settings = consumer.settings
     size = size or settings.group_size
     uses, versions, values, leased = [], [], [], False
@@ -211,7 +224,7 @@ def _refresh_group(
         mean = sum(values) / len(values) if values else None
         item = consumer.item(first, min(uses), max(versions, default=None), mean, group=True)
         weight = sampler.weight(item)
-        # Random and balanced samplers keep a rank, also of groups that were given back; others compute it anew.
+        # Random and balanced samplers keep the rank, also of groups that were returned; others compute it again.
         if not sampler.keeps_rank or rank == UNRANKED or weight != old_weight:
             rank = sampler.rank(item, consumer.state)
     if ready or was_ready:
@@ -235,9 +248,9 @@ def release_due_groups(tx: Transaction, consumer: Consumer, limit: int) -> bool:
 
 
 def begin_groups(tx: Transaction, consumer: Consumer) -> None:
-    """Start to maintain groups for a consumer that leases by group for the first time, or to rank them again.
+    """Start to maintain groups for a consumer that leases by group for the first time, or rank them again.
 
-    `build_groups` creates those of existing rows; the others are created as their rows come.
+    `build_groups` creates the groups of existing rows. Groups of later rows are created with the rows.
     """
     consumer.grouped = True
     (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
@@ -273,13 +286,18 @@ def rebuild_groups(tx: Transaction, consumer: Consumer) -> None:
         pass
 
 
+# --- policy lineage -------------------------------------------------------------------------------------------------
+
 LINEAGE_KEY = "policy_lineage"
-"""The entry of `info` in which a record names its lineage."""
+"""The key of a record's `info` with the number of the lineage that sampled it."""
 
 
 @dataclass(slots=True)
 class Lineage:
-    """The policy versions and records that the rewinds of a book abandoned.
+    """The policy versions and records that rewinds of a book abandoned.
+
+    A rewind starts a new lineage of policy versions, which repeats version numbers of the old one. The fields below
+    determine to which lineage a record belongs.
 
     >>> lineage = Lineage(announced=5, branches=[[5, 100, 200]], top=10, seen=200)
     >>> lineage.is_abandoned(150, 6), lineage.is_abandoned(150, 5), lineage.is_abandoned(250, 7)
@@ -296,10 +314,10 @@ class Lineage:
     late: list[list[int]] = field(default_factory=list)
     """[version, top, after, last]: ranges of records whose versions, up to `top`, were not yet announced again."""
     named: list[list[int]] = field(default_factory=list)
-    """[abandoned, after, last]: ranges of records whose stated lineage overrides the other rules."""
+    """[abandoned, after, last]: ranges of records with a lineage in `info`, which overrides the other rules."""
 
     def is_abandoned(self, seq: int, version: int | None) -> bool:
-        """Return whether an abandoned version sampled a record; `version` is its newest one."""
+        """Return whether a record was sampled by an abandoned version; `version` is its newest one."""
         if version is None:
             return False
         if any(version > branch and after < seq <= last for branch, after, last in self.branches):
@@ -314,7 +332,7 @@ class Lineage:
     def admit(
         self, tx: Transaction, records: Experiences | RowLayout, base: int, versions: Sequence[int | None]
     ) -> set[int]:
-        """Return which of these new records, numbered from `base` on, were sampled by abandoned versions."""
+        """Return the indices of new records that were sampled by abandoned versions; their numbers start at `base`."""
         before = len(self.named)
         for i, lineage in enumerate(_named_lineages(records)):
             version = versions[i]
@@ -338,7 +356,7 @@ class Lineage:
 
 
 def _named_lineages(records: Experiences | RowLayout) -> list[float | None]:
-    """Return the lineage that each record names."""
+    """Return the lineage in each record's `info`."""
     column = records.column("info")
     if column is None or not any(text is not None and LINEAGE_KEY in text for text in texts(column)):
         return [None] * len(records)
@@ -357,7 +375,7 @@ def _join_ranges(named: list[list[int]]) -> list[list[int]]:
 
 
 def names_lineage(records: Experiences | RowLayout) -> bool:
-    """Return whether any of these records names its lineage."""
+    """Return whether any of these records has a lineage in its `info`."""
     return any(lineage is not None for lineage in _named_lineages(records))
 
 
@@ -375,8 +393,8 @@ def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
 def read_policy_lineage(book: Book) -> int:
     """Return the number of the policy's lineage, which every rewind increases.
 
-    A sampler that reads it with `Book.policy_version` and writes it to `info["policy_lineage"]` of its records lets the
-    book detect records of a version that a rewind abandoned, whenever they are appended.
+    If rollout workers read it together with `Book.policy_version` and write it to `info["policy_lineage"]` of their
+    records, the book detects records of an abandoned version whenever they are appended.
 
     Args:
         book: The book.
@@ -413,7 +431,7 @@ def parse_lineage(values: dict[str, str]) -> Lineage:
 
 
 def save_lineage(tx: Transaction, lineage: Lineage) -> None:
-    """Write the lineage; before the first rewind there is nothing to write."""
+    """Write the lineage; delete it if there was no rewind."""
     if not lineage.branches:
         tx.run("DELETE FROM meta WHERE key = 'lineage'")
         return
@@ -430,7 +448,7 @@ def _last_seq(tx: Transaction) -> int:
 
 
 def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
-    """Record the records since `seen` whose versions only an abandoned lineage has announced so far."""
+    """Add to `late` the records since `seen` whose versions only an abandoned lineage has announced so far."""
     low, top, last = lineage.announced or 0, lineage.top, _last_seq(tx)
     if top is not None and tx.one(
         "SELECT 1 FROM records WHERE seq > ? AND version_max > ? AND version_max <= ? LIMIT 1", (lineage.seen, low, top)
@@ -456,6 +474,8 @@ def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
     save_lineage(tx, lineage)
     return lineage
 
+
+# --- rows of `work` -------------------------------------------------------------------------------------------------
 
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
 STATES = (WAITING, COOLING, LEASED, TRAINED, DROPPED)
@@ -527,11 +547,11 @@ def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]
 
 
 def check_rows(values: Iterable[Any]) -> list[Row]:
-    """Parse rows of `work`, which are not trusted."""
+    """Parse rows of `work` and check their types, since the ledger is not trusted."""
     rows = list(map(Row._make, values))
     for row in rows:
         if not all(map(isinstance, row, _ROW_TYPES)):
-            # SQLite stores text in a column of numbers, too.
+            # SQLite also stores text in columns of numbers.
             raise CorruptBookError(
                 f"work: record number {row.seq}: got {str(row)[:200]}, expected the types of its columns"
             )
@@ -554,7 +574,7 @@ def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, floa
         ("consumer", "state", "reason", "n", "weight", "shard"),
         sorted(changes),
         "ON CONFLICT (consumer, state, reason, shard) DO UPDATE SET n = tallies.n + excluded.n, "
-        # Without rows the weight is exactly 0, whatever the rounding errors.
+        # Without rows, set the weight to 0 instead of accumulated rounding errors.
         "weight = CASE tallies.n + excluded.n WHEN 0 THEN 0 ELSE tallies.weight + excluded.weight END",
     )
 
@@ -614,7 +634,7 @@ def enter_rows(
 
 
 def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, Row]], events: Iterable[Event]) -> None:
-    """Update rows, write the events that say why, and refresh their groups if the consumer leases by group.
+    """Update rows, write their events, and refresh their groups if the consumer leases by group.
 
     Args:
         tx: The transaction.
@@ -635,8 +655,8 @@ def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, 
             entry = changes.setdefault((row.state, row.reason or ""), [0, 0.0])
             entry[0] += sign
             entry[1] += sign * row.weight
-        # Dropped records count neither as inserted nor as sampled, or their missing uses would hold appends back
-        # forever. A record that is offered again counts again.
+        # Dropped records count neither as inserted nor as sampled, or their missing uses would block appends forever.
+        # A record that is no longer dropped counts again.
         if (old.state == DROPPED) != (new.state == DROPPED):
             sign = -1 if new.state == DROPPED else 1
             consumer.inserts += sign
@@ -677,7 +697,7 @@ def drop_rows(
 
 
 def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason: str) -> int:
-    """Drop those of these records that are waiting or cooling down, and return how many."""
+    """Drop records that are waiting or cooling down; return how many."""
     rows = [row for row in select_rows_by_seq(tx, consumer, seqs) if row.state in (WAITING, COOLING)]
     drop_rows(tx, consumer, rows, reason)
     save_consumer(tx, consumer)
@@ -685,7 +705,7 @@ def drop_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int], reason
 
 
 def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind: str, reason: str | None) -> None:
-    """Offer leased rows again, with their former rank; drop those that came back `max_attempts` times."""
+    """Return leased rows to the queue with their former rank; drop those that were returned `max_attempts` times."""
     max_attempts = consumer.settings.max_attempts
     exhausted = [row for row in rows if max_attempts is not None and row.attempts + 1 >= max_attempts]
     returned = [row for row in rows if max_attempts is None or row.attempts + 1 < max_attempts]
@@ -694,7 +714,7 @@ def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind:
     moves = []
     for row in returned:
         rank = row.rank
-        if not sampler.keeps_rank:  # Its number may have been revised while it was leased.
+        if not sampler.keeps_rank:  # its value may have been revised while it was leased
             rank = sampler.rank(consumer.item(row.seq, row.uses, row.version, row.value), consumer.state)
         moves.append((row, row._replace(state=WAITING, lease=None, attempts=row.attempts + 1, rank=rank)))
     change_rows(
@@ -706,9 +726,12 @@ def requeue_rows(tx: Transaction, consumer: Consumer, rows: Sequence[Row], kind:
     drop_rows(tx, consumer, exhausted, "attempts")
 
 
+# --- maintenance ----------------------------------------------------------------------------------------------------
+
+
 def expire_leases(tx: Transaction, consumer: Consumer) -> None:
-    """Take back the records of leases that have expired, by the database's clock."""
-    # If the clock was put back, leases would last longer: restart their time.
+    """Return the records of expired leases to the queue; the database's clock counts."""
+    # If the clock was set back, leases would last longer: restart their time.
     tx.run(
         "UPDATE leases SET expires = ? + seconds WHERE consumer = ? AND state = 'active' AND expires > ? + seconds + 1",
         (tx.now, consumer.id, tx.now),
@@ -723,7 +746,7 @@ def expire_leases(tx: Transaction, consumer: Consumer) -> None:
 
 
 def end_cooldowns(tx: Transaction, consumer: Consumer, limit: int) -> bool:
-    """Offer records again whose cooldown is over; return whether none is left."""
+    """Return records whose cooldown is over to the queue; return whether none is left."""
     due = select_rows(
         tx,
         "consumer = ? AND state = 'cooling' AND until <= ? ORDER BY until, seq LIMIT ?",
@@ -774,7 +797,7 @@ def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, limi
     """Drop waiting records whose oldest token is of a version below `floor`; return whether none is left."""
     if floor is None:
         return True
-    # Every time: records that were leased or cooling down when the floor rose may have come back since.
+    # Checked every time: records that were leased or cooling down when the floor rose may be waiting by now.
     consumer.floor = floor if consumer.floor is None else max(floor, consumer.floor)
     stale = select_rows(
         tx, "consumer = ? AND state = 'waiting' AND version < ? ORDER BY seq LIMIT ?", (consumer.id, floor, limit)
@@ -784,7 +807,7 @@ def drop_stale_rows(tx: Transaction, consumer: Consumer, floor: int | None, limi
 
 
 def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
-    """Drop waiting records that abandoned versions of the policy sampled."""
+    """Drop waiting records that were sampled by abandoned versions of the policy."""
     lineage = read_lineage(tx)
     if not lineage.branches:
         return
@@ -805,8 +828,11 @@ def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
 
 
 def abandoned_detail(version: int | None) -> dict[str, Any]:
-    """Return the event detail of a record that is stale because an abandoned version sampled it."""
+    """Return the event detail of a record that was sampled by an abandoned version."""
     return {"abandoned_version": version}
+
+
+# --- announced version ----------------------------------------------------------------------------------------------
 
 
 def version_floor(announced: int | None, max_staleness: int | None) -> int | None:
@@ -823,7 +849,7 @@ def announced_version(tx: Transaction) -> int | None:
 
 
 def set_announced_version(tx: Transaction, version: int | None) -> None:
-    """Write the announced version, or none."""
+    """Write the announced version; delete it if `None`."""
     tx.run("DELETE FROM meta WHERE key = 'policy_version'")
     if version is not None:
         tx.run("INSERT INTO meta (key, value) VALUES ('policy_version', ?)", (str(version),))
@@ -845,7 +871,7 @@ def announce_version(tx: Transaction, version: int) -> bool:
     if now == version:
         return False
     if lineage.top is not None and (now or 0) < lineage.top:
-        # Note which records came with versions that are about to be announced in this lineage, too.
+        # Mark records of versions that this lineage is about to announce again.
         _close_lineage(tx, lineage)
         save_lineage(tx, lineage)
     set_announced_version(tx, version)
@@ -853,14 +879,22 @@ def announce_version(tx: Transaction, version: int) -> bool:
     return True
 
 
+# --- quarantine -----------------------------------------------------------------------------------------------------
+
 QUARANTINED = "quarantined"
 """Reason of dropped rows, and kind of events and findings."""
 _QUARANTINE_KEY = "quarantine"
-"""Key of `meta` with the first event that counts; without it, no record is in quarantine."""
+"""Key of `meta` with the id of the first quarantine event that is in effect. Without it, no record is in quarantine."""
 
 
 def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = None) -> None:
-    """Put records in quarantine; `first` is the oldest event that counts, by default the next one."""
+    """Put records in quarantine.
+
+    Args:
+        tx: The transaction.
+        seqs: The record numbers.
+        first: Id of the first quarantine event in effect, if there is none yet; by default the next event.
+    """
     if first is None:
         first = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM events")[0]
     tx.run("INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT DO NOTHING", (_QUARANTINE_KEY, str(first)))
@@ -873,7 +907,7 @@ def _first_quarantine_event(tx: Transaction) -> int | None:
 
 
 def find_quarantined(tx: Transaction, seqs: Sequence[int]) -> set[int]:
-    """Return those of these records that are in quarantine."""
+    """Return the records of `seqs` that are in quarantine."""
     first = _first_quarantine_event(tx)
     if first is None:
         return set()
@@ -899,7 +933,7 @@ def quarantined_uids(tx: Transaction) -> list[str]:
 
 
 def release_quarantine(tx: Transaction) -> int:
-    """Offer all records in quarantine to consumers; return how many there were."""
+    """Release all records from quarantine, so that consumers can lease them; return how many there were."""
     count = len(quarantined_uids(tx))
     tx.run("DELETE FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
     for consumer in all_consumers(tx):
@@ -919,10 +953,12 @@ def release_quarantine(tx: Transaction) -> int:
     return count
 
 
+# --- inbox ----------------------------------------------------------------------------------------------------------
+
 INBOX_COLUMNS = ("consumer", "first", "last", "count", "numbers")
 """`numbers` is a JSON list of the values that the sampler ranks by, if they are not in index columns."""
 CHUNK = 1000
-"""Records that one transaction drains, so that it holds its locks only for a moment."""
+"""Number of records that one transaction drains, so that it holds its locks for a short time."""
 
 
 def backfill_consumer(tx: Transaction, consumer: int) -> None:
@@ -933,7 +969,7 @@ def backfill_consumer(tx: Transaction, consumer: int) -> None:
 
 
 def add_consumer(tx: Transaction, name: str, settings: Mapping[str, ConsumerSetting] | None = None) -> Consumer:
-    """Create a consumer group and offer it all training records of the book, within an exclusive transaction."""
+    """Create a consumer group with all training records of the book, within an exclusive transaction."""
     consumer = create_consumer(tx, name, ConsumerConfig().changed(settings or {}))
     backfill_consumer(tx, consumer.id)
     return consumer
@@ -958,7 +994,7 @@ def configure_consumer(
         # All waiting records are ranked again, in chunks, before the next lease.
         current.state["unranked"] = current.state["oversized"] = 1
         save_consumer(tx, current)
-        tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # those of the former key
+        tx.run("UPDATE inbox SET numbers = NULL WHERE consumer = ?", (current.id,))  # of the former sampler's key
         # The event wakes waiting leases.
         detail = {"settings": json.loads(new.to_json())}
         record_events(tx, [Event("configured", consumer=current.id, detail=detail)])
@@ -971,7 +1007,7 @@ def inbox_size(tx: Transaction, consumer: int) -> int:
 
 
 def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CHUNK) -> bool:
-    """Make rows of `work` for about `limit` records, at least one range; return whether the inbox is empty now."""
+    """Create rows of `work` for about `limit` records, at least one range; return whether the inbox is empty now."""
     ranges = tx.all(
         f"SELECT first, last, numbers FROM inbox WHERE consumer = ? ORDER BY first LIMIT {limit + 1}", (consumer.id,)
     )
@@ -988,7 +1024,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
         if numbers is not None:
             values.update(zip(range(first, last + 1), _parse_numbers(numbers, last - first + 1), strict=True))
         elif last - first >= left:
-            cut = (first, first + left)  # a long range, of a new consumer, is drained in chunks
+            cut = (first, first + left)  # the long range of a new consumer is drained in chunks
             seqs.extend(range(*cut))
             break
         seqs.extend(range(first, last + 1))
@@ -999,7 +1035,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
     lineage = parse_lineage(meta)
     floor = version_floor(lineage.announced, consumer.settings.max_staleness) if bounded else None
     column = f", {key}" if key in index_columns.IndexColumns._fields else ""
-    # Numbers of a range that are not in `records` are of evaluation records.
+    # Some numbers of a range belong to evaluation records, which are left out.
     records = tx.all(
         f"SELECT seq, gid, version_min, gone, version_max{column} FROM records "
         f"WHERE evaluation = 0 AND seq {tx.in_ints} ORDER BY seq",
@@ -1033,7 +1069,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
 
 
 def _parse_numbers(numbers: LedgerValue, count: int) -> list[float | None]:
-    """Parse a list of numbers of a ledger, which is not trusted."""
+    """Parse a list of numbers from the ledger, which is not trusted."""
     try:
         values = json.loads(numbers)  # type: ignore[arg-type]
     except (RecursionError, TypeError, ValueError):
@@ -1055,11 +1091,11 @@ def new_row(
 
 
 def drain_inboxes(book: Book, bounded: bool = False) -> None:
-    """Drain the inbox of every consumer in short transactions; nothing if the book is read-only.
+    """Drain the inbox of every consumer in short transactions, unless the book is read-only.
 
     Args:
         book: The book.
-        bounded: Leave out consumers without bounds on age, staleness or size, whose inboxes only hold waiting records.
+        bounded: Skip consumers without bounds on age, staleness or size: all records in their inboxes are waiting.
     """
     if book.read_only:
         return
@@ -1068,7 +1104,7 @@ def drain_inboxes(book: Book, bounded: bool = False) -> None:
     for consumer in parse_consumers(rows):
         empty = bounded and not consumer.settings.bounded
         while not empty:
-            # Not durable: what a crash undoes is in the inbox again.
+            # Not durable: after a crash, the records are in the inbox again.
             with book.ledger.write(shared=True, durable=False) as tx:
                 current = find_consumer(tx, consumer.name, lock=True)
                 empty = current is None or drain_inbox(tx, book, current)

@@ -1,7 +1,7 @@
 """Reading records by number, id, condition or column.
 
-Invariant: a reader asks the ledger for a record's place, then the store for its bytes, and asks again if compaction has
-moved them in between. It returns private memory, whose size depends on the records that are read, not on the book.
+Invariant: a read gets a record's place from the ledger, then its bytes from the store, and tries again if compaction
+has moved them in between. It returns private memory, whose size depends on the records that are read, not on the book.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def fetch_present(
     media: bool = True,
     located: Mapping[int, Location] | None = None,
 ) -> tuple[list[int], Experiences]:
-    """Read those of these records that have bytes, in this order; otherwise as `fetch`.
+    """Read records in this order, as `fetch`, but skip those without bytes.
 
     Args:
         book: The book.
@@ -637,7 +637,7 @@ _CONDITION_COLUMNS = tuple(
         [*LEDGER_COLUMNS, *(name for name, field in FIELDS.items() if field.kind in ("text", "number", "integer"))]
     )
 )
-"""All columns that a condition can be on, beside entries of `info` and `metrics`."""
+"""All columns that a condition can be on, in addition to entries of `info` and `metrics`."""
 Scalar = str | float | bool
 Operand = Scalar | None | Sequence[Scalar]
 Condition = tuple[str, str, Any]
@@ -767,7 +767,7 @@ class Selection:
         self._order = order
 
     def where(self, *conditions: Condition, **equal: Operand) -> Selection:
-        """Return those of these records that also meet these conditions; see `Book.where`."""
+        """Return the records that also meet these conditions; see `Book.where`."""
         return Selection(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
 
     @property
@@ -775,7 +775,7 @@ class Selection:
         return [condition for condition in self._conditions if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
-        """Count the records, including failed runs and those whose bytes are gone (the column `gone` says why)."""
+        """Count the records, including failed runs and those whose bytes were removed (`gone` is the reason)."""
         if not self._record_conditions:
             sql, values = build_ledger_condition(self._conditions)
             with self._book.ledger.read() as tx:
@@ -787,7 +787,7 @@ class Selection:
         return [uid for piece in self._pieces() for _, uid, *_ in piece]
 
     def experiences(self) -> Experiences:
-        """Return all records at once; those whose bytes are gone are left out."""
+        """Return all records at once, without those whose bytes were removed."""
         return Experiences.concat(list(self.batches()))
 
     def batches(self, rows: int = PAGE_ROWS) -> Iterator[Experiences]:
@@ -809,8 +809,8 @@ class Selection:
     def scan(self, columns: Sequence[str] | None = None, rows: int = PAGE_ROWS) -> Iterator[pa.RecordBatch]:
         """Return Arrow batches of some columns of the records.
 
-        Memory is that of one batch. Columns that are not named are not read, and those of mapped segments are not
-        copied. Bytes are checked as far as memory safety needs; `Book.get` checks them all.
+        Uses the memory of one batch. Other columns are not read, and columns of mapped segments are not copied. Bytes
+        are checked only for memory safety; `Book.get` checks all of them.
 
         Args:
             columns: Names of columns; all if `None`.
@@ -856,7 +856,7 @@ def _locations(piece: Sequence[Any]) -> dict[int, Location]:
 
 
 def _read_values(book: Book, seqs: list[int], name: str) -> dict[int, Any]:
-    """Return one field of those of these records that have bytes, by number."""
+    """Return one field of records by number, without records that have no bytes."""
     head, dot, key = name.partition(".")
     present, records = fetch_present(book, seqs, verify=False, media=False)
     values = records.values(head) if present else []

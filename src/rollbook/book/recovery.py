@@ -270,21 +270,20 @@ class LostRows:
 def connect_to_copy(path: str, fresh: str) -> sqlite3.Connection | None:
     """Connect to a copy of a damaged ledger; return `None` if it is not a database at all.
 
-    If its first page, which says where the tables begin, is damaged, that of `fresh`, a new ledger, replaces it: tables
-    are always created in the same order and begin on the same pages.
+    If its first page, which locates the tables, is damaged, it is replaced by the first page of `fresh`, a new ledger:
+    tables are always created in the same order and begin on the same pages.
     """
     _apply_log(path)
     size = read_page_size(path)
-    os.truncate(
-        path, os.path.getsize(path) // size * size
-    )  # SQLite would read an incomplete page as one that ends in zeros.
+    # SQLite would read an incomplete last page as one that ends in zeros.
+    os.truncate(path, os.path.getsize(path) // size * size)
     for transplant in (False, True):
         if transplant and not _copy_schema_pages(path, fresh):
             return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA trusted_schema=OFF")
-            connection.execute("PRAGMA writable_schema=ON")  # Also read a file that is shorter than it says.
+            connection.execute("PRAGMA writable_schema=ON")  # also read a file that is shorter than its header states
             connection.execute("PRAGMA cell_size_check=ON")
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if tables & set(TABLES):
@@ -711,7 +710,7 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
 
 
 def _admit_found(book: Book, report: Report) -> None:
-    """Insert rows for recovered records as if they came now; consumers get theirs later."""
+    """Insert rows of `records` for recovered records, as new records. Rows of consumers are added later."""
     with book.ledger.read() as tx:
         base = 1 + max(
             tx.one(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
@@ -771,7 +770,7 @@ def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
 
 
 def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: Report) -> None:
-    """Delete and redact what was deleted and redacted before, by the list of deletions and the old ledger's events."""
+    """Delete and redact records again, by the list of deletions and the events of the old ledger."""
     with book.ledger.read() as tx:
         rows = tx.all(
             "SELECT records.uid, events.kind, events.time, events.reason, events.detail FROM events "
@@ -1048,7 +1047,7 @@ def _repair_consumers(book: Book, report: Report) -> bool:
                 parse_state(state)
             except ValueError:
                 state = "{}"
-                report.add_repair("consumer", f"its sampler begins anew: {why}", str(name))
+                report.add_repair("consumer", f"its sampler starts over: {why}", str(name))
             tx.run(
                 "UPDATE consumers SET settings = ?, state = ?, grouped = CASE WHEN grouped = 1 THEN 1 ELSE 0 END, "
                 "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM work WHERE consumer = ? AND "
@@ -1183,7 +1182,7 @@ def _repair_work(book: Book, report: Report, gaps: bool) -> None:
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(queue.STATES))
         count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", queue.STATES)
-        report.add_repair("work", "rows in no known state, made anew from their events", count=count)
+        report.add_repair("work", "rows in an unknown state, rebuilt from their events", count=count)
         tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
         for consumer in all_consumers(tx):
             _enter_missing_rows(tx, book, consumer, report, gaps)
@@ -1225,7 +1224,7 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
                 row = row._replace(state=queue.TRAINED, reason=None)
             entries.append(row._replace(uses=uses))
             report.add_repair(
-                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, as its events say", uid
+                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, by its events", uid
             )
         if unknown:
             queue.add_to_quarantine(tx, unknown)
@@ -1258,15 +1257,13 @@ def _repair_counts(book: Book, report: Report) -> None:
         queue.recount_all(tx)
         after = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
         changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
-        report.add_repair("tally", "counts were made anew", count=changed)
+        report.add_repair("tally", "recounted", count=changed)
         for consumer in all_consumers(tx):
             wrong = wrong_groups(tx, consumer)
             if wrong:
                 queue.rebuild_groups(tx, consumer)
                 save_consumer(tx, consumer)
-                report.add_repair(
-                    "group", f"consumer {consumer.name!r}: all groups were looked at anew", count=len(wrong)
-                )
+                report.add_repair("group", f"consumer {consumer.name!r}: all groups were rebuilt", count=len(wrong))
 
 
 def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
@@ -1299,7 +1296,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     busy = [name for name in sizes if store.busy(name)]
     if busy:
         raise BookError(f"{folder}: another process writes to {busy[0]}; close all writers to rebuild the ledger")
-    report.add_repair("ledger", f"built anew: {why}", LEDGER)
+    report.add_repair("ledger", f"rebuilt: {why}", LEDGER)
     report.aside = aside = _make_backup_folder(folder)
     for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):

@@ -53,7 +53,7 @@ class Counts:
         leased: Records in active leases.
         trained: Records that are done.
         dropped: Dropped records by reason.
-        evaluation: Records for evaluation, which no consumer gets and `admitted` does not count.
+        evaluation: Records for evaluation, which are never leased and not counted in `admitted`.
 
     >>> counts = Counts("train", admitted=3, waiting=1, leased=0, trained=1, dropped={"stale": 1})
     >>> counts.adds_up
@@ -77,19 +77,19 @@ class Counts:
 _SELECT_TALLIES = (
     "SELECT CAST(state AS TEXT), CAST(reason AS TEXT), CAST(SUM(CAST(n AS BIGINT)) AS BIGINT) FROM tallies"
 )
-"""With casts, since SQLite stores text in a column of numbers, too."""
+"""With casts, because SQLite also stores text in columns of numbers."""
 
 
 def count_records(book: Book, name: str) -> Counts:
     """Implement `Book.counts`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
-        mine = (get_consumer(tx, name).id,)
+        consumer = get_consumer(tx, name).id
+        # Consumer 0 stands for the book.
         totals = {state: n for state, _, n in tx.all(f"{_SELECT_TALLIES} WHERE consumer = 0 GROUP BY 1, 2")}
-        tallies = [
-            row for row in tx.all(f"{_SELECT_TALLIES} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", mine) if row[2]
-        ]
-        inbox = queue.inbox_size(tx, mine[0])
+        rows = tx.all(f"{_SELECT_TALLIES} WHERE consumer = ? GROUP BY 1, 2 ORDER BY 2", (consumer,))
+        inbox = queue.inbox_size(tx, consumer)
+    tallies = [row for row in rows if row[2]]
     by_state: Counter[str] = Counter()
     for state, _, n in tallies:
         by_state[state] += n
@@ -124,7 +124,10 @@ def read_history(book: Book, uid: str) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class KeepRate:
-    """How many records of a range were trained on. Dropping is often biased by length or reward."""
+    """Number of records in a range of lengths or rewards that were trained on, and that were dropped.
+
+    The rates of the ranges differ if dropping depends on length or reward.
+    """
 
     low: float
     high: float
@@ -142,7 +145,7 @@ class KeepRate:
 def keep_rates(
     book: Book, by: str = "length", edges: Sequence[float] | None = None, consumer: str = "train"
 ) -> list[KeepRate]:
-    """Return how many records of each response length or reward were trained on, and how many were dropped.
+    """Count the records that were trained on and dropped, by response length or reward.
 
     Args:
         book: The book.
@@ -164,25 +167,24 @@ def keep_rates(
     column = "response_tokens" if by == "length" else "reward"
     queue.drain_inboxes(book)
     with book.ledger.read() as tx:
-        mine = (get_consumer(tx, consumer).id,)
         rows = tx.all(
             f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
             "JOIN records ON records.seq = work.seq "
             f"WHERE work.consumer = ? AND records.{column} IS NOT NULL "
-            "AND NOT (records.length = 0 AND records.gone IS NOT NULL) "  # Failed runs have no length.
+            "AND NOT (records.length = 0 AND records.gone IS NOT NULL) "  # failed runs have no length
             "GROUP BY 1, 2, 3 ORDER BY 1",
-            mine,
+            (get_consumer(tx, consumer).id,),
         )
     if edges is None:
         edges = _equal_ranges([row[0] for row in rows])
-    rising = [float(edge) for edge in edges]
-    if len(rising) < 2 or any(b <= a for a, b in pairwise(rising)):
+    bounds = [float(edge) for edge in edges]
+    if len(bounds) < 2 or any(b <= a for a, b in pairwise(bounds)):
         if not rows:
             return []
         raise ValueError(f"edges: got {list(edges)!r}, expected at least two rising numbers")
     rates = []
-    for low, high in pairwise(rising):
-        last = high == rising[-1]
+    for low, high in pairwise(bounds):
+        last = high == bounds[-1]
         inside = [row for row in rows if low <= row[0] < high or (last and row[0] == high)]
         rates.append(
             KeepRate(
@@ -253,7 +255,7 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
 
 
 def decode_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Convert JSON of `encode_metrics`, which anybody may have written, back to numbers.
+    """Convert the result of `encode_metrics` back to numbers. The input is not trusted.
 
     Args:
         metrics: Numbers, or names of special numbers, by name.
@@ -288,7 +290,7 @@ def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
 def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
     """Implement `Book.metrics`."""
     with book.ledger.read() as tx:
-        # Events of no record are few, and together in the index.
+        # There are few events without a record, and they are adjacent in the index.
         rows = tx.all(
             "SELECT id, kind, step, detail FROM events WHERE seq IS NULL AND kind IN ('metrics', 'rewound') ORDER BY id"
         )
@@ -300,10 +302,11 @@ def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
                 raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
             entries.append((event, step, decode_metrics(metrics, f"event {event}")))
         else:
-            back = metrics.get("event")
-            if type(back) is not int:
+            # A rewind voids the metrics after its checkpoint.
+            checkpoint = metrics.get("event")
+            if type(checkpoint) is not int:
                 raise CorruptBookError(f"event {event}: got {str(metrics)[:60]!r}, expected the event of a checkpoint")
-            while entries and entries[-1][0] > back:
+            while entries and entries[-1][0] > checkpoint:
                 entries.pop()
     steps: dict[int, dict[str, float]] = {}
     for _, step, metrics in entries:

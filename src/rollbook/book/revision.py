@@ -60,7 +60,7 @@ class Addition:
     """What a record adds to the stored one of the same id."""
 
     merged: Experience
-    """The stored record with the additions; the stored record itself if there are none, or a conflict."""
+    """The stored record with the additions; without additions, or with a conflict, the stored record itself."""
     added: tuple[str, ...] = ()
     """Names of added fields, and of entries of dicts as `info.score`."""
     conflict: Difference | None = None
@@ -68,10 +68,10 @@ class Addition:
 
 
 def compare(old: Experience, new: Experience) -> Addition:
-    """Compare a record with a stored one of the same id: what it adds, or where they conflict.
+    """Compare a record with a stored one of the same id; return the fields that it adds, or the conflict.
 
-    `new` may bring late fields (see `is_late`) that `old` lacks, and new keys in its dicts; what it does not have
-    itself is left as it is. Everything else has to be equal.
+    `new` may add late fields (see `is_late`) that `old` lacks, and new keys of dicts. Fields that it lacks stay
+    unchanged. All other fields must be equal.
 
     >>> from rollbook import Experience
     >>> old = Experience(eid={"suffix": "a"}, tokens=[1, 2, 3], info={"seed": 7})
@@ -135,19 +135,20 @@ def _difference(field: str, old: Any, new: Any) -> Difference:
     return Difference(field, _show_value(old, new), _show_value(new, old))
 
 
-def _show_value(value: Any, beside: Any) -> str:
+def _show_value(value: Any, other: Any) -> str:
     """Format a value for an error; of tensors and long texts, the part that differs from the other."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
         text = f"{kind}{list(value.shape)}"
-        if getattr(beside, "shape", None) == value.shape and len(value.shape) == 1:
-            mine, other = value.tolist(), beside.tolist()
-            at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if not same(a, b)), None)
+        if getattr(other, "shape", None) == value.shape and len(value.shape) == 1:
+            mine, others = value.tolist(), other.tolist()
+            at = next((i for i, (a, b) in enumerate(zip(mine, others, strict=True)) if not same(a, b)), None)
             text += "" if at is None else f" with {mine[at]!r} at {at}"
         return text
-    if isinstance(value, str) and isinstance(beside, str) and len(value) > 60:
+    if isinstance(value, str) and isinstance(other, str) and len(value) > 60:
         at = next(
-            (i for i, (a, b) in enumerate(zip(value, beside, strict=False)) if a != b), min(len(value), len(beside))
+            (i for i, (a, b) in enumerate(zip(value, other, strict=False)) if a != b),
+            min(len(value), len(other)),
         )
         start = max(0, at - 10)
         return f"{value[start : start + 50]!r} from character {start} of {len(value)}"
@@ -532,7 +533,7 @@ def _requeue_unchanged(book: Book, seqs: Sequence[int], retrain: bool | str) -> 
 
 
 REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
-"""Fields that can be redacted, beside `info`, `metrics`, `multi_modal_inputs` and their keys as `info.NAME`."""
+"""Fields that can be redacted, in addition to `info`, `metrics`, `multi_modal_inputs` and their keys as `info.NAME`."""
 
 
 def redact_records(
@@ -648,7 +649,7 @@ def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str 
 
 
 def _delete_chunk(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
-    """Delete those of these records that are not deleted yet; return how many."""
+    """Delete records, except those deleted already; return how many."""
     present = tx.all(
         f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
         (tx.array(seqs),),

@@ -1,12 +1,12 @@
 """Samplers: the order in which waiting records (or groups) are leased.
 
-Invariant: a sampler computes a rank from what the ledger knows, and the smallest ranks are leased by index: no draw
-sorts or counts the rest. Random numbers depend on the seed and the record's number, not on a generator, and the state
-is in the ledger: a restart continues the sequence.
+Invariant: a sampler computes a rank from data of the ledger, and the smallest ranks are leased by an index: a draw does
+not sort or count the other records. Random numbers depend on the seed and the record's number, not on a generator, and
+the state is in the ledger: a restart continues the sequence.
 
 Uniform and proportional draws are exact at any time. The rank of a waiting record is the consumer's clock plus an
 exponential time whose rate is its weight; the clock is the rank that was leased last. Exponential times are memoryless,
-so it does not matter when a record arrived or came back: the next one is record i with probability
+so it does not matter when a record arrived or was returned: the next one is record i with probability
 `weight_i / sum of weights`.
 
 >>> sampler = Uniform()
@@ -224,7 +224,7 @@ class Proportional(_Random):
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
         size = min(max(value, self.least), 1e100)
         powers = self.alpha * math.log10(size)
-        # Bounded, since after a light item was leased, floats could not tell the ranks of heavy items apart.
+        # Bounded, because after a light item was leased, the ranks of heavy items would be equal as floats.
         return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
 
     def rank(self, item: Item, state: State) -> float:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     StorageOption = str | int | Mapping[str, Any] | Callable[[], float] | Disk | Tokenizer | None
 
 COPY_OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
-"""Options of `rollbook.open` that say how a copy is stored; settings of consumers are copied."""
+"""Options of `rollbook.open` for the storage of a copy. Settings of consumers are copied."""
 _BOOK_META = ("layout", "book", "made", "data", "from")
 """Keys of `meta` that belong to one book and are not copied."""
 _PAGE_ROWS = 2000
@@ -63,7 +63,7 @@ def snapshot(book: Book, url: str | os.PathLike[str], **options: StorageOption) 
     Args:
         book: The book.
         url: Where to write the copy.
-        options: Options of `rollbook.open` that say how the copy is stored.
+        options: Options of `rollbook.open` for the storage of the copy.
 
     Returns:
         The copy, open.
@@ -82,13 +82,13 @@ def snapshot(book: Book, url: str | os.PathLike[str], **options: StorageOption) 
 def fork(book: Book, name: str, url: str | os.PathLike[str], **options: StorageOption) -> Book:
     """Start another run from a checkpoint: copy the book as it was then to `url`.
 
-    The copy has nothing that came after the checkpoint, except revisions and deletions of older records.
+    The copy contains nothing from after the checkpoint, except revisions and deletions of older records.
 
     Args:
         book: The book, which does not change.
         name: The checkpoint.
         url: Where to write the copy.
-        options: Options of `rollbook.open` that say how the copy is stored.
+        options: Options of `rollbook.open` for the storage of the copy.
 
     Returns:
         The copy, open.
@@ -120,7 +120,7 @@ def export_records(
         path: File or folder to write.
         conditions: As for `Book.where`; without any, all records are written.
         format: A key of `rollbook.io.formats.FORMATS`; by default it follows from the path.
-        evaluation: Write the records for evaluation instead of those for training. Files do not say which they hold.
+        evaluation: Write the records for evaluation instead of those for training. Files do not contain this flag.
         overwrite: Replace what is at `path`.
         options: Options of the format.
 
@@ -317,7 +317,7 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
             last = out.one("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
             undo_work(out, copy, point, "drop")
-            # The copy has no trace of what happened after the checkpoint.
+            # The copy has no events from after the checkpoint.
             queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
         detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Check a book, and repair it if asked to."""
+    """Check a book, and with `--repair` repair it."""
     if options.repair and options.quick:
         raise ValueError("check: --repair and --quick exclude each other: a repair reads all data")
     if options.offer and not options.repair:

@@ -1,6 +1,6 @@
 """`ls`, `sql` and `history`: list the contents of a book, query it, and show the history of a record.
 
-Invariant: `ls` reads only the ledger; it loads neither pyarrow, torch nor duckdb.
+Invariant: `ls` of a book or of a folder of books reads only ledgers, and loads neither pyarrow, torch nor duckdb.
 """
 
 from __future__ import annotations
@@ -27,25 +27,41 @@ def ls(options: argparse.Namespace) -> int:
         return _list_samples(options)
     path = options.path if _is_postgres(options.path) else resolve_book(os.path.expanduser(options.path))
     if _is_postgres(path) or os.path.lexists(os.path.join(path, LEDGER)):
-        summary = _summarize(path)
-        if options.json:
-            print_json(summary)
-            return OK
-        for name in (*_SUMMARY_FIELDS, "policy_version", "segments", "bytes", "created"):
-            value = size(summary[name]) if name == "bytes" and summary[name] is not None else summary[name]
-            if value is not None:
-                print(f"{name.replace('_', ' '):19}{printable(value)}")
-        if summary["checkpoints"]:
-            print(wrapped(f"{'checkpoints':19}{printable(', '.join(summary['checkpoints']))}", 19))
-        rows = [[entry[name] for name in _CONSUMER_COLUMNS] for entry in summary["consumers"]]
-        if rows:
-            print()
-            print_table(_CONSUMER_COLUMNS, rows)
+        return _list_book(path, options)
+    if os.path.isdir(path):
+        return _list_folder(path, options)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    return _summarize_rollouts(options)
+
+
+_CONSUMER_COLUMNS = ("consumer", "waiting", "leased", "trained", "dropped")
+_SUMMARY_FIELDS = (
+    *("steps", "records", "evaluation", "reward", "evaluation_reward", "written"),
+    *("policy_version", "segments", "bytes", "created"),
+)
+
+
+def _list_book(path: str, options: argparse.Namespace) -> int:
+    summary = _summarize(path)
+    if options.json:
+        print_json(summary)
         return OK
-    if not os.path.isdir(path):
-        if not os.path.lexists(path):
-            raise FileNotFoundError(f"{path}: no such file or folder")
-        return _summarize_rollouts(options)
+    for name in _SUMMARY_FIELDS:
+        value = size(summary[name]) if name == "bytes" and summary[name] is not None else summary[name]
+        if value is not None:
+            print(f"{name.replace('_', ' '):19}{printable(value)}")
+    if summary["checkpoints"]:
+        print(wrapped(f"{'checkpoints':19}{printable(', '.join(summary['checkpoints']))}", 19))
+    rows = [[entry[name] for name in _CONSUMER_COLUMNS] for entry in summary["consumers"]]
+    if rows:
+        print()
+        print_table(_CONSUMER_COLUMNS, rows)
+    return OK
+
+
+def _list_folder(path: str, options: argparse.Namespace) -> int:
+    """List the runs and books in a folder; without any, summarize the folder as saved rollouts."""
     runs = []
     for name, book in _find_runs(path):
         try:
@@ -63,11 +79,10 @@ def ls(options: argparse.Namespace) -> int:
     elif not runs:
         print("no runs or books here")
     else:
-        names = ("steps", "records", "reward", "evaluation_reward", "written")
         rows = [
             [
                 entry["name"],
-                *(figure(entry.get(name)) for name in names[:-1]),
+                *(figure(entry.get(name)) for name in ("steps", "records", "reward", "evaluation_reward")),
                 entry.get("error") or entry.get("written"),
             ]
             for entry in runs
@@ -78,12 +93,10 @@ def ls(options: argparse.Namespace) -> int:
 
 _MAX_DEPTH = 3
 """Levels below a folder that are searched for runs."""
-_CONSUMER_COLUMNS = ("consumer", "waiting", "leased", "trained", "dropped")
-_SUMMARY_FIELDS = ("steps", "records", "evaluation", "reward", "evaluation_reward", "written")
 
 
 def _find_runs(folder: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
-    """Yield the name and the book of each run in a folder, by name; links are not followed."""
+    """Yield the name and the book of each run in a folder, in order of names. Links are not followed."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != ".")
     for name in names:
@@ -93,7 +106,8 @@ def _find_runs(folder: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]
             yield name, book
         elif depth > 1:
             try:
-                yield from ((f"{name}/{below}", below_book) for below, below_book in _find_runs(path, depth - 1))
+                for inner_name, inner_book in _find_runs(path, depth - 1):
+                    yield f"{name}/{inner_name}", inner_book
             except PermissionError:
                 yield name, path  # reported as unreadable
 
@@ -174,11 +188,13 @@ def _summarize_ledger(ledger: Ledger) -> dict[str, Any]:
                 raise ValueError(f"the book has layout {layout[0]}, this version reads {LAYOUT}")
             meta = dict(tx.all("SELECT key, value FROM meta WHERE key IN ('policy_version', 'made') LIMIT 2"))
             tallies = tx.all("SELECT consumer, state, SUM(n) FROM tallies GROUP BY 1, 2")
-            unseen = dict(tx.all("SELECT consumer, SUM(count) FROM inbox GROUP BY 1"))
-            names = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
+            in_inbox = dict(tx.all("SELECT consumer, SUM(count) FROM inbox GROUP BY 1"))
+            consumers = tx.all("SELECT id, name FROM consumers ORDER BY id LIMIT 1000")
             checkpoints = [name for (name,) in tx.all("SELECT name FROM checkpoints ORDER BY event LIMIT 1000")]
-            logged = tx.all("SELECT step FROM events WHERE seq IS NULL AND kind = 'metrics' ORDER BY id DESC LIMIT 1")
-            written = tx.all("SELECT time FROM events ORDER BY id DESC LIMIT 1")
+            last_metrics = tx.all(
+                "SELECT step FROM events WHERE seq IS NULL AND kind = 'metrics' ORDER BY id DESC LIMIT 1"
+            )
+            last_event = tx.all("SELECT time FROM events ORDER BY id DESC LIMIT 1")
             rewound: dict[int, int] = {}
             if tx.all("SELECT 1 FROM events WHERE seq IS NULL AND kind = 'rewound' LIMIT 1"):
                 rewound = dict(
@@ -188,25 +204,25 @@ def _summarize_ledger(ledger: Ledger) -> dict[str, Any]:
             evaluation_reward = _last_step_and_reward(tx, 1)[1]
     except sqlite3.Error as error:
         raise ValueError(f"the ledger cannot be read: {error}; `rollbook check` gives details") from None
-    count = {(consumer, state): n for consumer, state, n in tallies}
+    counts = {(consumer, state): n for consumer, state, n in tallies}  # consumer 0 stands for the book
     return {
-        "steps": logged[0][0] if logged else step,
-        "records": count.get((0, "admitted"), 0) - rewound.get(0, 0),
-        "evaluation": count.get((0, "evaluation"), 0) - rewound.get(1, 0),
+        "steps": last_metrics[0][0] if last_metrics else step,
+        "records": counts.get((0, "admitted"), 0) - rewound.get(0, 0),
+        "evaluation": counts.get((0, "evaluation"), 0) - rewound.get(1, 0),
         "reward": reward,
         "evaluation_reward": evaluation_reward,
-        "written": when(written[0][0]) if written else None,
+        "written": when(last_event[0][0]) if last_event else None,
         "policy_version": meta.get("policy_version"),
         "created": when(meta.get("made")),
         "checkpoints": [str(name) for name in checkpoints],
         "consumers": [
             {
                 "consumer": name,
-                "waiting": sum(count.get((number, state), 0) for state in ("waiting", "cooling"))
-                + unseen.get(number, 0),
-                **{state: count.get((number, state), 0) for state in _CONSUMER_COLUMNS[2:]},
+                "waiting": sum(counts.get((number, state), 0) for state in ("waiting", "cooling"))
+                + in_inbox.get(number, 0),
+                **{state: counts.get((number, state), 0) for state in _CONSUMER_COLUMNS[2:]},
             }
-            for number, name in names
+            for number, name in consumers
         ],
     }
 
@@ -251,16 +267,23 @@ def history(options: argparse.Namespace) -> int:
 
 
 def _resolve_uid(book: Book, uid: str) -> str:
-    """Return the only uid with this prefix; `3/12/0` matches run 0 of a task before runs 01, 02, ..."""
+    """Return the only uid with this prefix, or `uid` itself if there is none.
+
+    `3/12/0` matches run 0 of a task, although it is also a prefix of runs 01, 02, ...
+    """
+
+    def find(prefix: str) -> list[str]:
+        query = "SELECT uid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9"
+        uids = [str(candidate) for (candidate,) in tx.all(query, (prefix, prefix + "\U0010ffff"))]
+        return [candidate for candidate in uids if candidate.startswith(prefix)]
+
     with book.ledger.read() as tx:
-        for beginning in (uid, f"{uid}/", uid):
-            last = beginning + "\U0010ffff"
-            rows = tx.all("SELECT uid FROM records WHERE uid >= ? AND uid < ? ORDER BY uid LIMIT 9", (beginning, last))
-            uids = [str(candidate) for (candidate,) in rows if str(candidate).startswith(beginning)]
-            if uid in uids:
-                return uid
-            if len(uids) == 1:
-                return uids[0]
-    if uids:
-        raise ValueError(f"uid: {uid!r} is ambiguous: {len(uids)} or more begin with it: {', '.join(uids)}")
-    return uid
+        matches = find(uid)
+        in_run = find(f"{uid}/")
+    if uid in matches or not matches:
+        return uid
+    if len(matches) == 1:
+        return matches[0]
+    if len(in_run) == 1:
+        return in_run[0]
+    raise ValueError(f"uid: {uid!r} is ambiguous: {len(matches)} or more begin with it: {', '.join(matches)}")

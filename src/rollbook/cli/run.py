@@ -1,6 +1,6 @@
-"""Opening a run for a command, resolving ids, and the table of samples.
+"""Helpers of the commands: `resolve_book`, `open_run`, `resolve_uid` and `sample_table`.
 
-Invariant: a command reports the run as it was when it was opened, and writes nothing to it.
+Invariant: a command shows the run in the state in which it was opened, and writes nothing to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 LEDGER = "ledger.sqlite"
-"""The file that a book's folder has; `rollbook.book.book.LEDGER`, without loading the book."""
+"""The ledger's file in the folder of a book. Equals `rollbook.book.book.LEDGER`, which would load the book."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,10 @@ def resolve_book(path: str) -> str:
     >>> resolve_book("postgresql://host/database"), resolve_book("some/book")
     ('postgresql://host/database', 'some/book')
     """
-    inside = os.path.join(path, "book")
-    run = "://" not in path and not os.path.isfile(os.path.join(path, LEDGER))
-    return inside if run and os.path.isfile(os.path.join(inside, LEDGER)) else path
+    if "://" in path or os.path.isfile(os.path.join(path, LEDGER)):
+        return path
+    book = os.path.join(path, "book")
+    return book if os.path.isfile(os.path.join(book, LEDGER)) else path
 
 
 @contextlib.contextmanager
@@ -56,8 +57,8 @@ def open_run(
     Args:
         path: Path or URL for `open_source`.
         tokenizer: Path of a tokenizer, for records without text.
-        ids: For a book: index only the groups of these records or groups.
-        spans: For a book: index only the training steps that it returns.
+        ids: Of a book, index only the groups with these ids, or of records with these ids.
+        spans: Of a book, index only the ranges of training steps that this function returns.
     """
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.index import Index
@@ -66,7 +67,7 @@ def open_run(
     with contextlib.closing(open_source(path, tokenizer=tokenizer)) as source, Index() as index:
         if isinstance(source, BookSource):
             if ids is not None:
-                source.seqs = source.seqs_of(ids)
+                source.seqs = source.find_seqs(ids)
             elif spans is not None:
                 source.seqs = source.seqs_in(spans(source))
         load(source, index)
@@ -74,13 +75,13 @@ def open_run(
 
 
 def resolve_uid(index: Index, prefix: str) -> str:
-    """Return the uid that equals `prefix`, or the only one that begins with it."""
+    """Return the uid that equals `prefix`, or else the only one that begins with it."""
     if index.query("SELECT 1 FROM samples WHERE uid = ?", [prefix]):
         return prefix
-    # `42/1089/6` means run 6 of a task before it means a prefix of run 60.
-    for beginning in (f"{prefix}/", prefix):
+    # `42/1089/6` is first run 6 of a task, then a prefix of run 60.
+    for start in (f"{prefix}/", prefix):
         matches = index.query(
-            "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(beginning), beginning]
+            "SELECT uid FROM samples WHERE substr(uid, 1, ?) = ? ORDER BY n LIMIT 9", [len(start), start]
         )
         if len(matches) == 1:
             return str(matches[0][0])
@@ -99,7 +100,7 @@ _OPTIONAL_COLUMNS = ("kl", "entropy", "advantage", "state", "tokens")
 def sample_table(rows: Sequence[dict[str, Any]], extra_columns: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a table of samples.
 
-    On a narrow terminal, ids are printed without their last part, which `rollbook show` does not need.
+    On a narrow terminal, ids are printed without their last part, if they stay unique. `rollbook show` accepts both.
 
     Args:
         rows: Samples, as `Answers.list` returns them.

@@ -205,7 +205,7 @@ def _show_group(run: OpenRun, options: argparse.Namespace) -> int:
 
 
 def _show_trajectory(run: OpenRun, uid: str, options: argparse.Namespace) -> int:
-    trajectory = run.source.documents([uid])[0]
+    trajectory = run.source.trajectories([uid])[0]
     if options.json:
         print_json(run.source.record(uid))
         return OK

@@ -94,7 +94,7 @@ _VERDICT_STYLES = {
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Recompute a step of a run and compare it with what was recorded."""
+    """Recompute a step of a run and compare it with the recorded one."""
     import warnings
 
     from rollbook.models.loading import transformers_module

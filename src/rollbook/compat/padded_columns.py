@@ -1,7 +1,9 @@
-"""Records and batches as the padded columns of other frameworks, and back: the common part of the adapters.
+"""Conversion of records and batches to the padded columns of other frameworks and back, for `verl.py` and `trl.py`.
 
-Invariant: no row depends on another, so that rows may come back in any order, repeated or not at all. A row that comes
-back unchanged is the same sample, bit for bit: what the framework has no key for travels with it in `RowExtras`.
+`to_columns` returns `PaddedColumns`; `ReturnedColumns` converts back, to a batch or to records.
+
+Invariant: no row depends on another, so that a framework may reorder, repeat or drop rows. A row that is returned
+unchanged gives the same sample, bit for bit: data that the framework has no key for is in the row's `RowExtras`.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from rollbook.core.ids import EID
 COLUMN = "rollbook"
 """The key of `RowExtras` in a framework's batch."""
 LAYOUT = "prompt_left_response_right"
-"""Padding of the frameworks."""
+"""The layout of the frameworks: prompts padded on the left, responses on the right."""
 ENGINE = "extras.logprobs"
-"""The engine's log-probs."""
+"""The column of the engine's log-probs."""
 _PER_SAMPLE = ("labels", "references", "raw_images")
 _RESPONSE = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response" and name != "action_mask")
 
 
 class RowExtras(dict[str, Any]):
-    """What a framework has no key for, of one row. Compares by value, tensors included: frameworks use `==`."""
+    """The data of one row that a framework has no key for.
+
+    Compares by value, tensors included, because frameworks compare rows with `==`.
+    """
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RowExtras) and same(dict(self), dict(other))
@@ -50,7 +55,7 @@ class RowExtras(dict[str, Any]):
 
 
 def import_package(package: str, user: str) -> Any:
-    """Import `package`; the `ImportError` names the function that needs it."""
+    """Import `package`. The message of the `ImportError` contains `user`, the function that needs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -100,37 +105,47 @@ def custom_names(row_extras: Sequence[RowExtras]) -> set[str]:
 
 def to_columns(
     experiences: Records | ExperienceBatch,
-    whose: str,
+    framework: str,
     pad_token_id: int,
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> PaddedColumns:
-    """Convert records or a batch to columns: prompts padded on the left to P, responses on the right to R."""
-    batch, records = _batch_of(experiences, pad_token_id)
+    """Convert records or a batch to columns: prompts padded on the left to P, responses on the right to R.
+
+    Args:
+        experiences: The records or the batch.
+        framework: Name of the framework, for errors.
+        pad_token_id: Token id of the padding.
+        prompt_width: P; by default the length of the longest prompt.
+        response_width: R; by default the length of the longest response.
+    """
+    batch, records = _to_batch(experiences, pad_token_id)
     items = split_experience_batch(batch, unpad=True)
     if batch.layout == "packed" or records is None:
         batch = batch.pad(pad_token_id, LAYOUT)
     widths = _widths(batch, items, prompt_width, response_width)
-    engine = records is not None and any(value is None for value in records.values("old_logprobs"))
-    names = {"action_log_probs": ENGINE} if engine else {}
+    # Without `old_logprobs`, a batch has the engine's log-probs in `action_log_probs`.
+    uses_engine = records is not None and any(value is None for value in records.values("old_logprobs"))
+    names = {"action_log_probs": ENGINE} if uses_engine else {}
     columns = {name: getattr(batch, name) for name in _RESPONSE}
     columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}
     columns = {names.get(name, name): value for name, value in columns.items() if value is not None}
-    attended = torch.ones_like(batch.sequences) if batch.attention_mask is None else batch.attention_mask
-    chosen = batch.action_mask
-    if chosen is None:
-        chosen = attended[:, attended.shape[1] - widths.slots :]
-    for name, mask in (("attention_mask", attended), ("action_mask", chosen)):
+    attention_mask = torch.ones_like(batch.sequences) if batch.attention_mask is None else batch.attention_mask
+    action_mask = batch.action_mask
+    if action_mask is None:
+        action_mask = attention_mask[:, attention_mask.shape[1] - widths.slots :]
+    for name, mask in (("attention_mask", attention_mask), ("action_mask", action_mask)):
         # Masks of records are checked already, except action masks of unusual types.
         if mask.dtype != torch.bool and (records is None or name == "action_mask"):
-            wrong = (mask != 0) & (mask != 1)
-            if bool(wrong.any()):
-                raise ValueError(f"{name}: got {mask[wrong][0].item()}, expected 0 and 1; weights are `loss_weights`")
-    _check_complete(batch, items, whose)
+            invalid = (mask != 0) & (mask != 1)
+            if bool(invalid.any()):
+                value = mask[invalid][0].item()
+                raise ValueError(f"{name}: got {value}, expected 0 and 1; weights are `loss_weights`")
+    _check_complete(batch, items, framework)
     row_extras = _row_extras(batch, items, names)
     if records is not None:
         _add_record_fields(row_extras, records)
-        if engine:
+        if uses_engine:
             for row in row_extras:
                 row["engine"] = True
     ids = [item.eid for item in items]
@@ -139,9 +154,9 @@ def to_columns(
         raise ValueError(f"ids[{i}]: got None, expected an id for every row or for none")
     return PaddedColumns(
         widths.tokens(batch.sequences, pad_token_id).long(),
-        widths.tokens(attended, 0).long(),
-        widths.responses(chosen, 0).bool(),
-        {name: widths.responses(value, _pad(name)) for name, value in columns.items()},
+        widths.tokens(attention_mask, 0).long(),
+        widths.responses(action_mask, 0).bool(),
+        {name: widths.responses(value, _pad_value(name)) for name, value in columns.items()},
         _rewards(items),
         [eid for eid in ids if eid is not None] if any(ids) else None,
         [_media(item) for item in items],
@@ -151,7 +166,7 @@ def to_columns(
     )
 
 
-def _batch_of(experiences: Records | ExperienceBatch, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
+def _to_batch(experiences: Records | ExperienceBatch, pad_token_id: int) -> tuple[ExperienceBatch, Experiences | None]:
     if isinstance(experiences, ExperienceBatch):
         return experiences, None
     if not isinstance(experiences, Sequence):
@@ -172,6 +187,8 @@ def _batch_of(experiences: Records | ExperienceBatch, pad_token_id: int) -> tupl
 
 @dataclass(frozen=True)
 class _Widths:
+    """The response width of a batch, and the padding to add on the left and right."""
+
     slots: int
     left: int
     right: int
@@ -184,10 +201,10 @@ class _Widths:
 
 
 def _widths(batch: ExperienceBatch, items: list[BufferItem], prompt: int | None, response: int | None) -> _Widths:
-    slots = next((v.shape[1] for v in (*(getattr(batch, n) for n in (*_RESPONSE, "action_mask")),
-                                       *(batch.extras or {}).values()) if v is not None), 0)  # fmt: skip
+    columns = [getattr(batch, name) for name in (*_RESPONSE, "action_mask")] + list((batch.extras or {}).values())
+    slots = next((column.shape[1] for column in columns if column is not None), 0)
     if not slots:
-        raise ValueError("responses: got none in any row, expected response-axis fields that say where they begin")
+        raise ValueError("responses: got no response-axis field, expected at least one, for the response lengths")
     missing = []
     for name, limit, width in (
         ("max_prompt_length", prompt, batch.sequences.shape[1] - slots),
@@ -198,12 +215,13 @@ def _widths(batch: ExperienceBatch, items: list[BufferItem], prompt: int | None,
             if name == "max_prompt_length":
                 lengths = [len(item.sequences) - length for item, length in zip(items, lengths, strict=True)]
             i = lengths.index(max(lengths))
-            raise ValueError(f"{name}: got {limit}, expected at least {width}, as row {i}{_id(items[i])} has")
+            raise ValueError(f"{name}: got {limit}, expected at least {width}, the length in row {i}{_id(items[i])}")
         missing.append(0 if limit is None else limit - width)
     return _Widths(slots, *missing)
 
 
 def _slots(item: BufferItem) -> int:
+    """Return the number of response tokens of an item."""
     rows = [getattr(item, name) for name in (*_RESPONSE, "action_mask")] + list((item.extras or {}).values())
     return next((len(row) for row in rows if row is not None), 0)
 
@@ -217,7 +235,7 @@ def _widen(value: torch.Tensor, left: int, right: int, fill: float) -> torch.Ten
     return out
 
 
-def _pad(name: str) -> float:
+def _pad_value(name: str) -> float:
     field = FIELDS.get(name.removeprefix("extras."))
     return 0 if field is None else field.pad
 
@@ -232,17 +250,17 @@ def _row_extras(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[
     columns |= {f"extras.{name}": value for name, value in (batch.extras or {}).items()}
     columns = {name: value for name, value in columns.items() if value is not None}
     origin = batch.origin
-    usual = {names.get(name, name): value.dtype for name, value in columns.items()}
+    shared_dtypes = {names.get(name, name): value.dtype for name, value in columns.items()}
     rows = []
     for i, item in enumerate(items):
-        dtypes = usual
+        dtypes = shared_dtypes
         if origin.absent or origin.dtypes:
-            own_dtypes = {
-                name: origin.dtypes[name][i] if name in origin.dtypes else columns[name].dtype for name in columns
+            dtypes = {
+                names.get(name, name): origin.dtypes[name][i] if name in origin.dtypes else column.dtype
+                for name, column in columns.items()
+                if i not in origin.absent.get(name, ())
             }
-            lacking = {name for name in columns if i in origin.absent.get(name, ())}
-            dtypes = {names.get(name, name): kind for name, kind in own_dtypes.items() if name not in lacking}
-        row = RowExtras(dtypes=usual if dtypes == usual else dtypes)
+        row = RowExtras(dtypes=shared_dtypes if dtypes == shared_dtypes else dtypes)
         if item.info is not None:
             row["info"] = item.info
         if item.info_kinds:
@@ -255,28 +273,28 @@ def _row_extras(batch: ExperienceBatch, items: list[BufferItem], names: Mapping[
     return rows
 
 
-def _check_complete(batch: ExperienceBatch, items: list[BufferItem], whose: str) -> None:
+def _check_complete(batch: ExperienceBatch, items: list[BufferItem], framework: str) -> None:
     """Reject a field that only some rows have: a framework would read padding as values."""
     for name, rows in batch.origin.absent.items():
         if rows and (name in _RESPONSE or name.startswith("extras.")):
             first = min(rows)
-            shown = name.removeprefix("extras.") if name != "action_log_probs" else "action_log_probs (or logprobs)"
+            label = name.removeprefix("extras.") if name != "action_log_probs" else "action_log_probs (or logprobs)"
             raise ValueError(
-                f"{shown}: got None in {len(rows)} of {len(items)} rows, the first row {first}{_id(items[first])}, "
-                f"expected it in every row or in none: {whose} would read it as 0"
+                f"{label}: got None in {len(rows)} of {len(items)} rows, the first row {first}{_id(items[first])}, "
+                f"expected it in every row or in none: {framework} would read it as 0"
             )
 
 
 def _rewards(items: list[BufferItem]) -> list[float] | None:
     """Return each row's reward, or `None` if no row has one."""
     rewards: list[Any] = [(item.info or {}).get("reward") for item in items]
-    lacking = [i for i, reward in enumerate(rewards) if reward is None]
-    if lacking and len(lacking) < len(rewards):
+    missing = [i for i, reward in enumerate(rewards) if reward is None]
+    if missing and len(missing) < len(rewards):
         raise ValueError(
-            f"reward: got None in {len(lacking)} of {len(rewards)} rows, the first row {lacking[0]}"
-            f"{_id(items[lacking[0]])}, expected one in every row or in none: leave out what was not scored"
+            f"reward: got None in {len(missing)} of {len(rewards)} rows, the first row {missing[0]}"
+            f"{_id(items[missing[0]])}, expected one in every row or in none: leave out rows that were not scored"
         )
-    return None if lacking or not rewards else [float(reward) for reward in rewards]
+    return None if missing or not rewards else [float(reward) for reward in rewards]
 
 
 def _media(item: BufferItem) -> dict[str, torch.Tensor]:
@@ -305,22 +323,23 @@ def _add_record_fields(rows: list[RowExtras], records: Experiences) -> None:
             row["unknown"] = dict(record.unknown)
 
 
-def on_last_action(rewards: Sequence[float], chosen: torch.Tensor, warn: bool = False) -> torch.Tensor:
-    """[B, R] float32: place each reward on the last action of its row. A row without actions gets none.
+def on_last_action(rewards: Sequence[float], action_mask: torch.Tensor, warn: bool = False) -> torch.Tensor:
+    """Return token rewards [B, R] float32: the reward of each row on its last action, 0 elsewhere.
+
+    A row without actions has no reward.
 
     >>> on_last_action([1.0, 2.0], torch.tensor([[1, 1, 0], [0, 0, 0]]))
     tensor([[0., 1., 0.],
             [0., 0., 0.]])
     """
-    mask = chosen if chosen.dtype == torch.bool else chosen != 0
-    sampled = mask.cpu().numpy()
-    last = sampled.shape[1] - 1 - sampled[:, ::-1].argmax(axis=1)
-    rows = np.flatnonzero(sampled[np.arange(len(sampled)), last])
-    if warn and len(rows) < len(sampled):
-        warnings.warn(f"reward: {len(sampled) - len(rows)} rows have no action, and lose their reward", stacklevel=3)
-    scores = torch.zeros(chosen.shape, dtype=torch.float32)
+    mask = (action_mask != 0).cpu().numpy()
+    last = mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)
+    rows = np.flatnonzero(mask[np.arange(len(mask)), last])
+    if warn and len(rows) < len(mask):
+        warnings.warn(f"reward: {len(mask) - len(rows)} rows have no action, and lose their reward", stacklevel=3)
+    scores = torch.zeros(action_mask.shape, dtype=torch.float32)
     scores[rows, last[rows]] = torch.tensor(rewards, dtype=torch.float32)[rows]
-    return scores.to(chosen.device)
+    return scores.to(action_mask.device)
 
 
 # --- back to batches and records ----------------------------------------------------------------------------------
@@ -337,7 +356,7 @@ class ReturnedColumns:
     ids: list[EID] | None
     media: list[dict[str, torch.Tensor]]
     row_extras: list[RowExtras] | None
-    """`None` for rows that the framework made."""
+    """`None` for rows that the framework created."""
     info: list[dict[str, Any]] | None = None
     """Entries to add to each row's `info`."""
     custom: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -345,20 +364,20 @@ class ReturnedColumns:
 
     def spans(self) -> list[tuple[int, int]]:
         """Return the start and end of each row's tokens [B]."""
-        attended = (self.attention_mask != 0).to(torch.int8)
-        width = attended.shape[1]
+        mask = (self.attention_mask != 0).to(torch.int8)
+        width = mask.shape[1]
         if not width:
-            return [(0, 0)] * len(attended)
-        begin = attended.argmax(dim=1)
-        end = width - attended.flip(1).argmax(dim=1)
-        end = torch.where(attended.any(dim=1), end, begin)
+            return [(0, 0)] * len(mask)
+        begin = mask.argmax(dim=1)
+        end = width - mask.flip(1).argmax(dim=1)
+        end = torch.where(mask.any(dim=1), end, begin)
         return list(zip(begin.tolist(), end.tolist(), strict=True))
 
     @property
     def uses_engine_logprobs(self) -> bool:
-        """Whether the engine's log-probs take the place of missing policy log-probs, as in `from_experiences`."""
-        sent = all(row.get("engine", False) for row in self.row_extras or ())
-        return "action_log_probs" not in self.columns and sent
+        """Whether the engine's log-probs replace missing policy log-probs, as in `from_experiences`."""
+        from_engine = all(row.get("engine", False) for row in self.row_extras or ())
+        return "action_log_probs" not in self.columns and from_engine
 
     def items(self) -> list[BufferItem]:
         """Return the rows without padding."""
@@ -372,11 +391,11 @@ class ReturnedColumns:
             parts = {name: value[i, begin:end] for name, value in per_token.items()}
             low, high = max(begin - prompt, 0), max(end - prompt, 0)
             parts |= {name: value[i, low:high] for name, value in slots.items()}
-            kinds = row.get("dtypes")
-            if kinds is not None:
+            dtypes = row.get("dtypes")
+            if dtypes is not None:
                 masks = ("attention_mask", "action_mask")  # may have been added for the framework
-                parts = {name: part for name, part in parts.items() if name in kinds or name not in masks}
-                parts = {name: part.to(kinds.get(name, part.dtype)) for name, part in parts.items()}
+                parts = {name: part for name, part in parts.items() if name in dtypes or name not in masks}
+                parts = {name: part.to(dtypes.get(name, part.dtype)) for name, part in parts.items()}
             fields: dict[str, Any] = dict.fromkeys(BATCH_FIELDS)
             fields |= {names.get(name, name): part.clone() for name, part in parts.items()}
             extras = {n.removeprefix("extras."): fields.pop(n) for n in list(fields) if n.startswith("extras.")}
@@ -409,20 +428,20 @@ class ReturnedColumns:
         """Return the records. Columns that a record has no field for go to `info["trainer"]`, by name."""
         rows: list[Any] = self.row_extras or [RowExtras() for _ in self.sequences]
         return Experiences(
-            [_record(item, row, self.uses_engine_logprobs) for item, row in zip(self.items(), rows, strict=True)]
+            [_build_record(item, row, self.uses_engine_logprobs) for item, row in zip(self.items(), rows, strict=True)]
         )
 
 
-def _record(item: BufferItem, row: RowExtras, engine: bool) -> Experience:
+def _build_record(item: BufferItem, row: RowExtras, uses_engine: bool) -> Experience:
     fields: dict[str, Any] = dict(row.get("record", {}))
-    rest: dict[str, Any] = {}
+    trainer_columns: dict[str, Any] = {}
     columns = {name: getattr(item, name) for name in BATCH_FIELDS} | (item.extras or {})
     for name, part in columns.items():
-        field = _field_of(name, engine)
+        field = _find_record_field(name, uses_engine)
         if part is None or name == "attention_mask" or field in fields:
             continue
         if field is None:
-            rest[name] = part
+            trainer_columns[name] = part
         else:
             fields[field] = part
     if "token_dtype" in row:
@@ -436,8 +455,8 @@ def _record(item: BufferItem, row: RowExtras, engine: bool) -> Experience:
         fields["info"] = info
         if fields["prompt_length"] and slots and bool((fields.get("action_mask", torch.ones(1)) != 0).all()):
             fields.pop("action_mask", None)
-    if rest:
-        fields["info"] = {**fields.get("info", {}), "trainer": rest}
+    if trainer_columns:
+        fields["info"] = {**fields.get("info", {}), "trainer": trainer_columns}
     if media := _media(item):
         fields["multi_modal_inputs"] = media
     if item.eid is not None:
@@ -448,37 +467,37 @@ def _record(item: BufferItem, row: RowExtras, engine: bool) -> Experience:
     return record
 
 
-def _field_of(name: str, engine: bool) -> str | None:
-    """Return the record's field of a batch's column, if there is one."""
+def _find_record_field(name: str, uses_engine: bool) -> str | None:
+    """Return the field of a record for a column of a batch, if there is one."""
     batch_field = BATCH_FIELDS.get(name)
     if batch_field is not None:
-        return batch_field.sources[-1 if engine else 0] if batch_field.sources else None
+        return batch_field.sources[-1 if uses_engine else 0] if batch_field.sources else None
     return name if name in FIELDS and FIELDS[name].axis == "response" else None
 
 
-def pop_foreign(out: PaddedColumns, key: str) -> list[Any]:
-    """Remove and return the framework's own entries in `info[key]` of each row; [] if any row has none."""
-    entries = [(row.get("info") or {}).get(key) for row in out.row_extras]
+def pop_info(columns: PaddedColumns, key: str) -> list[Any]:
+    """Remove `info[key]` of each row and return the values; if any row lacks it, remove nothing and return []."""
+    entries = [(row.get("info") or {}).get(key) for row in columns.row_extras]
     if any(entry is None for entry in entries):
         return []
-    for row in out.row_extras:
+    for row in columns.row_extras:
         row["info"] = {name: value for name, value in row["info"].items() if name != key}
     return entries
 
 
-def read_ids(unique: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
-    """Return the ids of rows. Rows that the framework made have only a group, which becomes the task of a new id.
+def read_ids(uids: Sequence[Any] | None, groups: Sequence[Any] | None) -> list[EID] | None:
+    """Return the ids of rows. Rows that the framework created have only a group, which becomes the task of a new id.
 
     >>> [eid.rid for eid in read_ids(None, ["a", "b", "a"])]
     ['/a/0', '/b/0', '/a/1']
     """
-    if unique is not None:
-        return [EID.parse(str(uid)) for uid in unique]
+    if uids is not None:
+        return [EID.parse(str(uid)) for uid in uids]
     if groups is None:
         return None
-    seen: dict[str, int] = {}
+    runs: dict[str, int] = {}
     eids = []
     for group in map(str, groups):
-        seen[group] = seen.get(group, -1) + 1
-        eids.append(EID(task=group, run=seen[group]))
+        runs[group] = runs.get(group, -1) + 1
+        eids.append(EID(task=group, run=runs[group]))
     return eids

@@ -1,7 +1,7 @@
-"""Names of Trinity-RFT's `trinity.common.experience`: the record, padded tensors, groups, and HF datasets.
+"""The public names of Trinity-RFT's `trinity.common.experience`: records, padded tensors, groups, and HF datasets.
 
-Invariant: a list of rows and `Experiences` give the same result; a maximum that is too small raises an error that names
-the record, and nothing is truncated.
+Invariant: a list of records and `Experiences` give the same result. Nothing is truncated: a record that exceeds a
+maximum length raises an error that names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Records: TypeAlias = Sequence[Experience] | Experiences
 
 
-def _check_shapes(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
+def _checked_lengths(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
     """Return the prompt and response lengths [N], checked against the maxima."""
     if not isinstance(experiences, Sequence):
         raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
@@ -62,8 +62,8 @@ def _check_limit(name: str, limit: int, lengths: NDArray[np.int64], experiences:
 
 
 def _response_lengths(experiences: Records) -> Any:
-    """Return the response slots [N] of each record: its response tokens, or the log-probs of a truncated prompt."""
-    _, responses = _check_shapes(experiences, None, sys.maxsize)
+    """Return the response lengths [N]. With a truncated prompt, it is the number of log-probs."""
+    _, responses = _checked_lengths(experiences, None, sys.maxsize)
     if isinstance(experiences, Experiences):
         status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
     else:
@@ -75,8 +75,8 @@ def _response_lengths(experiences: Records) -> Any:
     return responses
 
 
-def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
-    """Return a tensor field of every record; one number for a response is expanded to all of its tokens."""
+def _tensors(experiences: Records, name: str) -> list[torch.Tensor]:
+    """Return a tensor field of every record. A single number is expanded to all response tokens."""
     field = FIELDS[name]
     if isinstance(experiences, Experiences):
         rows = experiences.values(name)
@@ -101,7 +101,7 @@ def _rows(experiences: Records, name: str) -> list[torch.Tensor]:
     return rows
 
 
-def _padded(
+def _pad_field(
     experiences: Records,
     name: str,
     width: int,
@@ -116,11 +116,11 @@ def _padded(
     if isinstance(column, Ragged) and column.valid is None:
         kind = result_dtype(name, column.row_dtypes(), fill)
         if kind != column.dtype:
-            # The column is wider because of rows that are not among these.
+            # The column has a wider type than these rows, because of rows that are not selected.
             padded = spans.pad(column, fill).to(getattr(torch, kind))
             return padded if out is None else out.copy_(padded)
         return spans.pad(column, fill, out)
-    rows = _rows(experiences, name)
+    rows = _tensors(experiences, name)
     if not rows:
         return torch.full((0, width), fill, dtype=getattr(torch, FIELDS[name].dtype))
     target = getattr(torch, result_dtype(name, {dtype_name(row) for row in rows}, fill))
@@ -142,8 +142,7 @@ def gather_token_ids(
         max_prompt_length: P.
         max_response_length: R.
         pad_token_id: Token id of the padding.
-        out: A tensor of the result's shape and type to be filled and returned; reusing memory takes a third of the
-            time.
+        out: A tensor of the result's shape and type to write to and return, which takes a third of the time.
 
     Returns:
         [N, P + R]
@@ -157,12 +156,12 @@ def gather_token_ids(
     tensor([[ 9, 11, 12, 13,  9],
             [21, 22, 23, 24, 25]], dtype=torch.int32)
     """
-    prompts, responses = _check_shapes(experiences, max_prompt_length, max_response_length)
+    prompts, responses = _checked_lengths(experiences, max_prompt_length, max_response_length)
     starts = max_prompt_length - prompts
     width = max_prompt_length + max_response_length
     if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
         raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
-    return _padded(experiences, "tokens", width, int(pad_token_id), starts, prompts + responses, out)
+    return _pad_field(experiences, "tokens", width, int(pad_token_id), starts, prompts + responses, out)
 
 
 def gather_attention_masks(experiences: Records, max_prompt_length: int, max_response_length: int) -> torch.Tensor:
@@ -183,7 +182,7 @@ def gather_attention_masks(experiences: Records, max_prompt_length: int, max_res
     >>> gather_attention_masks([Experience(tokens=[11, 12, 13])], 2, 3)
     tensor([[False,  True,  True,  True, False]])
     """
-    prompts, responses = _check_shapes(experiences, max_prompt_length, max_response_length)
+    prompts, responses = _checked_lengths(experiences, max_prompt_length, max_response_length)
     device = "cpu"
     if not isinstance(experiences, Experiences) and len(experiences):
         device = str(experiences[0].tokens.device)
@@ -242,9 +241,9 @@ def gather_response_attrs(
     if isinstance(column, Ragged) and column.valid is None:
         lengths = column.lengths
     else:
-        lengths = np.array([len(row) for row in _rows(experiences, attr_name)], dtype=np.int64)
+        lengths = np.array([len(row) for row in _tensors(experiences, attr_name)], dtype=np.int64)
     _check_limit("max_response_length", max_response_length, lengths, experiences)
-    return _padded(experiences, attr_name, max_response_length, pad_value, np.zeros_like(lengths), lengths)
+    return _pad_field(experiences, attr_name, max_response_length, pad_value, np.zeros_like(lengths), lengths)
 
 
 def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tensor]]:
@@ -266,13 +265,13 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
     else:
         inputs = [row.multi_modal_inputs for row in experiences]
     media = [item or {} for item in inputs]
-    models: dict[str, torch.Tensor] = {}
+    examples: dict[str, torch.Tensor] = {}
     for item in media:
         for key, tensor in item.items():
-            models.setdefault(key, tensor)
+            examples.setdefault(key, tensor)
     return {
-        key: [item[key] if key in item else model.new_empty((0, *model.shape[1:])) for item in media]
-        for key, model in models.items()
+        key: [item[key] if key in item else example.new_empty((0, *example.shape[1:])) for item in media]
+        for key, example in examples.items()
     }
 
 
@@ -306,11 +305,11 @@ def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:
     Args:
         experiences: The records.
         for_trinity: Write the columns and types that Trinity-RFT's own `from_hf_datasets` reads. Fields that Trinity
-            lacks (`policy_versions`, `sampling`, ...) are left out, keys of `info` that some records lack read as
-            `None` there, and tensors come back in Trinity's types. `rollbook.core.wire.to_trxp` loses none of this.
+            lacks (`policy_versions`, `sampling`, ...) are left out, keys of `info` that some records lack become
+            `None`, and tensors are read with Trinity's types. `rollbook.core.wire.to_trxp` is lossless.
 
     Returns:
-        A dataset from which `from_hf_datasets` gives the same records back, unless it was made for Trinity.
+        A dataset. Without `for_trinity`, `from_hf_datasets` reads the same records from it.
 
     Raises:
         ValueError: With `for_trinity`, if the records have custom fields, or values of different types under one key.
@@ -350,7 +349,7 @@ def _trinity_values(records: Experiences, field: Field) -> list[Any]:
     if field.kind == "eid":
         parts = [eid.to_dict() for eid in records.eids()]
         for name in ("batch", "task"):
-            if len({type(part[name]) for part in parts}) > 1:  # numbers and texts of ids print alike
+            if len({type(part[name]) for part in parts}) > 1:  # a column has one type: numbers become text
                 parts = [{**part, name: str(part[name])} for part in parts]
         return parts
     if field.kind == "media":
@@ -364,7 +363,7 @@ def _trinity_values(records: Experiences, field: Field) -> list[Any]:
                 )
         return [{key: tensor.tolist() for key, tensor in value.items()} if value else None for value in values]
     if field.name == "action_mask":
-        # Without a mask, Trinity builds that of a single turn, and infers the type of the record.
+        # Without a mask, Trinity creates the mask of a single turn, and infers the type of the record.
         return [
             None if value is None or implied_mask(row) else (value != 0).tolist()
             for row, value in zip(records.rows(), values, strict=True)

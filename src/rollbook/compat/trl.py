@@ -13,7 +13,7 @@ an entry per row, which its trainer shuffles and splits with everything else.
 | `old_per_token_logps`, `ref_per_token_logps` (B, R) | the old policy's and the reference's log-probs |
 | `sampling_per_token_logps` (B, R) | the engine's |
 | `importance_sampling_ratio` (B, R) | from `extras`, if present: TRL needs it with vLLM |
-| custom fields of records (B, ...) | as their `CustomField` says |
+| custom fields of records (B, ...) | as declared by their `CustomField` |
 | `pixel_values`, `image_grid_thw`, `num_images`, `mm_token_type_ids`, ... | of all rows concatenated; counts per row |
 | `unique_ids`, `rollbook` [B] | lists: the ids of the records, and everything else |
 
@@ -40,7 +40,7 @@ from rollbook.compat.padded_columns import (
     ReturnedColumns,
     RowExtras,
     custom_names,
-    pop_foreign,
+    pop_info,
     read_ids,
     to_columns,
 )
@@ -121,7 +121,7 @@ def to_trl(
         if name not in KEYS and key in reserved:
             raise ValueError(f"extras: got {key!r}, expected a name that TRL's batch does not have already")
         batch[key] = value
-    if pop_foreign(out, FOREIGN):
+    if pop_info(out, FOREIGN):
         for key, value in out.info[FOREIGN].items():
             batch.setdefault(key, value)
     if out.ids is not None:
@@ -199,7 +199,7 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
 
     Args:
         batch: The dict.
-        pad_token_id: The token id of padding, which is computed anew.
+        pad_token_id: Token id of the new padding.
         layout: `prompt_left_response_right`, `left` or `packed`.
 
     >>> batch = {

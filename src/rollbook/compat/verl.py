@@ -13,7 +13,7 @@ under `rollbook` what verl has no key for.
 | `token_level_scores` (B, R) | `token_level_reward`, else the reward on the last *action* |
 | `teacher_logprobs`, `loss_weights`, `policy_versions`, other extras (B, R) | by name |
 | `response_routed_experts` (B, R, layers, k) | not `routed_experts`, which in verl includes the prompt |
-| custom fields of records (B, ...) | as their `CustomField` says |
+| custom fields of records (B, ...) | as declared by their `CustomField` |
 | `uid`, `unique_ids` | the task's id, by which verl groups, and the record's |
 | `multi_modal_inputs` | a dict of tensors for each row, with the `images_seqlens` that verl counts |
 | `model_versions` | `info["model_version"]`, or 0; per row, because `meta_info` is not split or joined by row |
@@ -41,7 +41,7 @@ from rollbook.compat.padded_columns import (
     custom_names,
     import_package,
     on_last_action,
-    pop_foreign,
+    pop_info,
     read_ids,
     to_columns,
 )
@@ -198,7 +198,7 @@ FOREIGN = "verl"
 
 def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dict[str, list[Any]]) -> None:
     """Restore the keys that `from_verl` kept in `info`."""
-    entries = pop_foreign(out, FOREIGN)
+    entries = pop_info(out, FOREIGN)
     if not entries:
         return
     for key in entries[0].get("rows", ()):
@@ -219,7 +219,7 @@ def _add_foreign(out: PaddedColumns, tensors: dict[str, torch.Tensor], rows: dic
 
 @runtime_checkable
 class DataProto(Protocol):
-    """`verl.DataProto`, as far as it is read here."""
+    """The part of `verl.DataProto` that is read here."""
 
     batch: Any
     """Tensors by name, or `None`."""
@@ -228,7 +228,7 @@ class DataProto(Protocol):
 
 @runtime_checkable
 class TensorDict(Protocol):
-    """`tensordict.TensorDict`, as far as it is read here."""
+    """The part of `tensordict.TensorDict` that is read here."""
 
     batch_size: Sequence[int]
 
@@ -239,8 +239,8 @@ class TensorDict(Protocol):
 def from_verl(data: DataProto | TensorDict, *, pad_token_id: int = 0, layout: str = LAYOUT) -> ExperienceBatch:
     """Convert a `DataProto`, or a `TensorDict` with the same keys, to an `ExperienceBatch`.
 
-    Rows from `to_verl` come back as they were, with the columns that verl added. For rows that verl made, the engine's
-    log-probs take the place of missing policy log-probs, the reward is the sum of the row's scores, and the task of the
+    Rows from `to_verl` are restored unchanged, with the columns that verl added. For rows that verl created, the
+    engine's log-probs replace missing policy log-probs, the reward is the sum of the row's scores, and the task of the
     id is verl's `uid`. Keys that a batch does not have are kept in `info["verl"]`, and `to_verl` restores them.
     `meta_info` is left out.
 
@@ -352,9 +352,9 @@ def _parts(data: DataProto | TensorDict) -> tuple[dict[str, torch.Tensor], dict[
 
 
 def _scores(
-    columns: dict[str, torch.Tensor], chosen: torch.Tensor, row_extras: list[RowExtras] | None, count: int
+    columns: dict[str, torch.Tensor], action_mask: torch.Tensor, row_extras: list[RowExtras] | None, count: int
 ) -> list[dict[str, Any]]:
-    """Return the `info` entries of the scores, and drop scores from the columns that only repeat the reward."""
+    """Return the `info` of each row with its reward. Remove scores from `columns` if they only repeat the reward."""
     name = "extras.token_level_reward"
     info: list[dict[str, Any]] = [{} for _ in range(count)]
     scores = columns.get(name)
@@ -364,8 +364,8 @@ def _scores(
         for row, total in zip(info, scores.sum(dim=1).tolist(), strict=True):
             row["reward"] = total
     elif all(row.get("scored") for row in row_extras):
-        ours = on_last_action([row["info"]["reward"] for row in row_extras], chosen)
-        if torch.equal(ours.nan_to_num(nan=torch.inf), scores.to(ours.dtype).nan_to_num(nan=torch.inf)):
+        rewards = on_last_action([row["info"]["reward"] for row in row_extras], action_mask)
+        if torch.equal(rewards.nan_to_num(nan=torch.inf), scores.to(rewards.dtype).nan_to_num(nan=torch.inf)):
             del columns[name]
     return info
 

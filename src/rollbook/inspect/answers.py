@@ -2,7 +2,7 @@
 
 Invariant: every number is finite or `None`. An answer reads one state of the index, and reads the source only for data
 that the index lacks (the label of a group, a text to search). The pages of a list contain each row of its snapshot
-once, whatever is added meanwhile; a row shows its current state.
+once, even if rows are added meanwhile; a row shows its current state.
 """
 
 from __future__ import annotations
@@ -441,8 +441,8 @@ class Answers:
         """Return a page of samples, or of groups with a sample that matches the filter.
 
         The order is fixed by the first request. Later pages are requested with its `snapshot` and are consistent with
-        it, whatever was added since. With `step`, only training samples are listed unless `evaluation` is set; without
-        it, all.
+        it, even if samples were added since. With `step`, only training samples are listed unless `evaluation` is set;
+        without it, all.
         """
         self.index.update_summaries(_SUMMARY_SECONDS)
         with self.index.reading() as read:
@@ -508,10 +508,10 @@ class Answers:
         for row in rows:
             if row["removed_reason"] is None:
                 try:
-                    (document,) = self.source.documents([row["uid"]])
+                    (trajectory,) = self.source.trajectories([row["uid"]])
                 except (BookError, KeyError, OSError, ValueError):
                     continue
-                return json_safe(document.label), json_safe(document.reference)
+                return json_safe(trajectory.label), json_safe(trajectory.reference)
         return None, None
 
     def neighbors(self, uid: str) -> dict[str, Any]:
@@ -524,10 +524,10 @@ class Answers:
             members = [row[0] for row in read.execute(_GROUP_UIDS, (gid, evaluation))]
             at = members.index(uid) if uid in members else None
             group = read.execute("SELECT g FROM groups WHERE gid = ? AND evaluation = ?", (gid, evaluation)).fetchone()
-            beside = (None, None) if group is None else _adjacent_groups(read, group[0])
+            adjacent = (None, None) if group is None else _adjacent_groups(read, group[0])
             firsts = [
                 None if neighbor is None else read.execute(_GROUP_UIDS, (neighbor[1], evaluation)).fetchone()
-                for neighbor in beside
+                for neighbor in adjacent
             ]
             steps = [
                 row[0]

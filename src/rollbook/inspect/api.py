@@ -64,7 +64,7 @@ class Request:
     """An HTTP request.
 
     `headers` are in order, with lower-case names and duplicates. `path` is raw, without parameters. `local` is the
-    address the connection came in on, as host:port.
+    address that the connection was made to, as host:port.
     """
 
     method: str
@@ -698,7 +698,7 @@ class Api:
         if len(set(uids)) != len(uids):
             raise ValueError("uid: got the same uid twice")
 
-        frame = self._run_with_limit(lambda: encode(self.source.documents(uids)))
+        frame = self._run_with_limit(lambda: encode(self.source.trajectories(uids)))
         # The tag is a hash of the content, so any change of a record changes it.
         tag = hashlib.blake2b(frame, digest_size=16).hexdigest()
         return self._cached(request, frame, "application/octet-stream", tag, "private, no-cache")

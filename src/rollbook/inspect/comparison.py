@@ -277,21 +277,21 @@ def _compare_phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dic
     if not all(sides):
         return [], {"a": len(sides[0]), "b": len(sides[1])}
     counted = [[count_phrases(entry.text) for entry in side] for side in sides]
-    documents = [Counter(phrase for entry in side for phrase in entry) for side in counted]
+    sample_counts = [Counter(phrase for entry in side for phrase in entry) for side in counted]
     totals = [Counter[str]() for _ in sides]
     for total, side in zip(totals, counted, strict=True):
         for entry in side:
             total.update(entry)
     sizes = [max(1, len(side)) for side in sides]
     scored = []
-    for phrase in documents[0].keys() | documents[1].keys():
-        occurrences = documents[0][phrase] + documents[1][phrase]
+    for phrase in sample_counts[0].keys() | sample_counts[1].keys():
+        occurrences = sample_counts[0][phrase] + sample_counts[1][phrase]
         if occurrences < 3 or (phrase.replace(" ", "").isdigit()):
             continue
-        score = _log_odds_z(documents[0][phrase], sizes[0], documents[1][phrase], sizes[1])
+        score = _log_odds_z(sample_counts[0][phrase], sizes[0], sample_counts[1][phrase], sizes[1])
         if abs(score) >= _MIN_Z:
             errors = [_share_error(side, phrases, phrase) for side, phrases in zip(sides, counted, strict=True)]
-            gap = documents[1][phrase] / sizes[1] - documents[0][phrase] / sizes[0]
+            gap = sample_counts[1][phrase] / sizes[1] - sample_counts[0][phrase] / sizes[0]
             # Samples of a group are not independent: a phrase of a few prompts is in all of their samples.
             by_group = abs(gap) / math.hypot(*errors) if any(errors) else math.inf
             score = math.copysign(min(abs(score), by_group), score)
@@ -329,8 +329,8 @@ def _compare_phrases(a: Side, b: Side, texts: int, limit: int) -> tuple[list[dic
                 "phrase": phrase,
                 "a": totals[0][phrase] / sizes[0],
                 "b": totals[1][phrase] / sizes[1],
-                "share_a": documents[0][phrase] / sizes[0],
-                "share_b": documents[1][phrase] / sizes[1],
+                "share_a": sample_counts[0][phrase] / sizes[0],
+                "share_b": sample_counts[1][phrase] / sizes[1],
                 "z": score,
                 "reward": _correlation(rewards, has_phrase),
                 "uids": uids[-8:],
@@ -388,12 +388,12 @@ def read_responses(
 ) -> Iterable[tuple[str, str]]:
     """Yield the text of each response; without `special`, special tokens end sentences. Loads a few at a time."""
     for at in range(0, len(uids), piece):
-        for document in source.documents(uids[at : at + piece]):
-            if document.tokenized == "ids":
-                text = document.response_text or ""
+        for trajectory in source.trajectories(uids[at : at + piece]):
+            if trajectory.tokenized == "ids":
+                text = trajectory.response_text or ""
             else:
-                text = document.text[document.prompt_end :]
-                if not special and document.special[document.prompt_tokens :].any():
-                    tokens = range(document.prompt_tokens, document.tokens)
-                    text = "".join(_SENTENCE_BREAK if document.special[i] else document.token(i) for i in tokens)
-            yield document.uid, text if special else _MARKUP.sub(_SENTENCE_BREAK, text)
+                text = trajectory.text[trajectory.prompt_end :]
+                if not special and trajectory.special[trajectory.prompt_tokens :].any():
+                    tokens = range(trajectory.prompt_tokens, trajectory.tokens)
+                    text = "".join(_SENTENCE_BREAK if trajectory.special[i] else trajectory.token(i) for i in tokens)
+            yield trajectory.uid, text if special else _MARKUP.sub(_SENTENCE_BREAK, text)

@@ -483,31 +483,31 @@ def export_html(
     if len(chosen) > MAX_TRAJECTORIES:
         raise ValueError(f"uids: got {len(chosen)}, expected at most {MAX_TRAJECTORIES}")
 
-    documents = [_select_lenses(document, fields) for document in _read_trajectories(source, chosen)]
-    recorded = _record_answers(source, answers, documents)
-    media = _read_images(source, documents) if images else {}
+    trajectories = [_select_lenses(trajectory, fields) for trajectory in _read_trajectories(source, chosen)]
+    recorded = _record_answers(source, answers, trajectories)
+    media = _read_images(source, trajectories) if images else {}
     hidden = 0
     if patterns:
         with nullcontext(workers) if workers is not None else Workers() as children:
-            documents, recorded, hidden = _redact(documents, recorded, patterns, children)
+            trajectories, recorded, hidden = _redact(trajectories, recorded, patterns, children)
     if gid is not None:
-        start = "#/group/" + _encode_uri(documents[0].gid)
+        start = "#/group/" + _encode_uri(trajectories[0].gid)
     else:
-        start = "#/t/" + _encode_uri(documents[0].uid) if len(documents) == 1 else "#/samples"
+        start = "#/t/" + _encode_uri(trajectories[0].uid) if len(trajectories) == 1 else "#/samples"
     responses = {response_key(path, **selector): answer for path, selector, answer in recorded}
     payload = {
         "responses": responses,
         "media": media,
-        "frame": base64.b64encode(encode(documents, "f2")).decode(),
+        "frame": base64.b64encode(encode(trajectories, "f2")).decode(),
         "start": start,
     }
     content = render_page(as_json(payload), title=title or responses["/api/run"]["name"] or "rollbook", theme=theme)
     if max_mb is not None and len(content) > max_mb * 1e6:
         raise ValueError(
-            f"max_mb: the file of {len(documents)} trajectories and {len(media)} images would have "
+            f"max_mb: the file of {len(trajectories)} trajectories and {len(media)} images would have "
             f"{len(content) / 1e6:.1f} MB, expected at most {max_mb:g}; export fewer samples or lenses, or no images"
         )
-    return ExportResult(content, _file_name(start, len(documents)), len(documents), len(media), hidden)
+    return ExportResult(content, _file_name(start, len(trajectories)), len(trajectories), len(media), hidden)
 
 
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> ExportResult:
@@ -599,28 +599,30 @@ def _file_name(start: str, count: int) -> str:
     return f"rollbook-{content}-{hashlib.blake2b(start.encode(), digest_size=4).hexdigest()}.html"
 
 
-def _select_lenses(document: Trajectory, fields: Sequence[str] | None) -> Trajectory:
+def _select_lenses(trajectory: Trajectory, fields: Sequence[str] | None) -> Trajectory:
     if fields is None:
-        return document
-    arrays = {name: array for name, array in document.arrays.items() if name in fields}
-    rejected = None if document.rejected is None else _select_lenses(document.rejected, fields)
-    return dataclasses.replace(document, arrays=arrays, rejected=rejected)
+        return trajectory
+    arrays = {name: array for name, array in trajectory.arrays.items() if name in fields}
+    rejected = None if trajectory.rejected is None else _select_lenses(trajectory.rejected, fields)
+    return dataclasses.replace(trajectory, arrays=arrays, rejected=rejected)
 
 
-# --- what the pages will ask --------------------------------------------------------------------------------------
+# --- recorded answers to the requests of the pages ------------------------------------------------------------------
 
 Answer = tuple[str, dict[str, str], Any]
 """Path, parameters, and the server's answer."""
 
 
 def _read_trajectories(source: Source, uids: Sequence[str]) -> list[Trajectory]:
-    return [document for start in range(0, len(uids), 32) for document in source.documents(uids[start : start + 32])]
+    return [
+        trajectory for start in range(0, len(uids), 32) for trajectory in source.trajectories(uids[start : start + 32])
+    ]
 
 
-def _record_answers(source: Source, answers: Answers, documents: Sequence[Trajectory]) -> list[Answer]:
+def _record_answers(source: Source, answers: Answers, trajectories: Sequence[Trajectory]) -> list[Answer]:
     """Yield the answers to the requests of the exported pages, for a run that has only these samples."""
-    inside = {document.uid for document in documents}
-    gids = dict.fromkeys(document.gid for document in documents)
+    inside = {trajectory.uid for trajectory in trajectories}
+    gids = dict.fromkeys(trajectory.gid for trajectory in trajectories)
     run = dict(answers.run())
     run["name"] = os.path.basename(str(run["name"]).rstrip("/\\"))
     run["live"], run["idle"] = False, None
@@ -628,15 +630,15 @@ def _record_answers(source: Source, answers: Answers, documents: Sequence[Trajec
     run["features"] = dict.fromkeys(run["features"], False)
     recorded: list[Answer] = []
     rows: list[dict[str, Any]] = []
-    for document in documents:
-        near = dict(answers.neighbors(document.uid))
+    for trajectory in trajectories:
+        near = dict(answers.neighbors(trajectory.uid))
         rows.append(near["row"])
         for name in ("previous", "next", "previous_group", "next_group"):
             near[name] = near[name] if near[name] in inside else None
         near["same_prompt"] = []
-        recorded.append(("/api/neighbors", {"uid": document.uid}, near))
+        recorded.append(("/api/neighbors", {"uid": trajectory.uid}, near))
         # Without the ledger, which names consumers and machines.
-        recorded.append(("/api/record", {"uid": document.uid}, _shorten(source.record(document.uid))))
+        recorded.append(("/api/record", {"uid": trajectory.uid}, _shorten(source.record(trajectory.uid))))
     groups: list[dict[str, Any]] = []
     for gid in gids:
         group = dict(answers.group(gid))
@@ -669,10 +671,10 @@ def _shorten(value: Json) -> Any:
 _DATA = re.compile(r"data:[a-z]+/[a-zA-Z0-9.+-]+;base64,[A-Za-z0-9+/=]{64,}")
 
 
-def _read_images(source: Source, documents: Sequence[Trajectory]) -> dict[str, str]:
+def _read_images(source: Source, trajectories: Sequence[Trajectory]) -> dict[str, str]:
     images: dict[str, str] = {}
-    for document in documents:
-        for picture in document.pictures:
+    for trajectory in trajectories:
+        for picture in trajectory.pictures:
             media = None if picture.sha256 in images else source.media(picture.sha256)
             kind = None if media is None else image_type(media[0])
             if media is not None and kind is not None:
@@ -685,46 +687,46 @@ def _read_images(source: Source, documents: Sequence[Trajectory]) -> dict[str, s
 _REDACTED_KEYS = frozenset({"info", "metrics", "messages", "tools", "sampling", "label", "reference", "parts", "row"})
 """Entries whose keys are redacted too."""
 _REDACTED_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
-"""Entries in which numbers are redacted like texts (a phone number, for example)."""
+"""Entries in which numbers (for example, phone numbers) are redacted like texts."""
 _HASH = re.compile("[0-9a-f]{64}")
 Cover = Callable[[str], str]
 
 
 def _redact(
-    documents: list[Trajectory], recorded: list[Answer], patterns: list[str], workers: Workers
+    trajectories: list[Trajectory], recorded: list[Answer], patterns: list[str], workers: Workers
 ) -> tuple[list[Trajectory], list[Answer], int]:
-    for document in documents:
-        if document.tokenized == "ids":
+    for trajectory in trajectories:
+        if trajectory.tokenized == "ids":
             raise ValueError(
-                f"redact: {document.uid} has token ids and no tokenizer, so its text cannot be searched; set one"
+                f"redact: {trajectory.uid} has token ids and no tokenizer, so its text cannot be searched; set one"
             )
     texts: dict[str, str] = {}
 
     def note(text: str) -> str:
         return texts.setdefault(text, text)
 
-    for document in documents:
-        _redact_trajectory(document, note)
+    for trajectory in trajectories:
+        _redact_trajectory(trajectory, note)
     for path, parameters, answer in recorded:
         _redact_json([parameters, answer], note, most=_max_integers(path))
     # In an id a slash is encoded as %2F; a pattern may match the decoded form too.
     ids = {
         identifier: identifier.replace("%2F", "/").replace("%25", "%")
-        for document in documents
-        for identifier in (document.uid, document.gid)
+        for trajectory in trajectories
+        for identifier in (trajectory.uid, trajectory.gid)
     }
     for written in ids.values():
         note(written)
-    unhashed = _replace_hashes(documents)
+    unhashed = _replace_hashes(trajectories)
     masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_REDACTION_SECONDS)
     hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
     texts = dict(zip(texts, masked, strict=True))
     texts |= {identifier: texts[written] for identifier, written in ids.items() if texts[written] != unhashed(written)}
-    covered = [_redact_trajectory(document, texts.__getitem__) for document in documents]
-    if len({document.uid for document in covered}) != len(documents):
+    covered = [_redact_trajectory(trajectory, texts.__getitem__) for trajectory in trajectories]
+    if len({trajectory.uid for trajectory in covered}) != len(trajectories):
         raise ValueError("redact: the redacted ids of different samples would be equal")
-    for document in covered:
-        document.notes.append("Parts of this file are redacted; token ids are omitted.")
+    for trajectory in covered:
+        trajectory.notes.append("Parts of this file are redacted; token ids are omitted.")
     answers = [
         (
             path,
@@ -737,13 +739,13 @@ def _redact(
     return covered, answers, hidden
 
 
-def _replace_hashes(documents: Sequence[Trajectory]) -> Cover:
+def _replace_hashes(trajectories: Sequence[Trajectory]) -> Cover:
     """Replace hashes of texts in ids: with the hash and the visible part of a text, the redacted part could be found by
     trying.
     """
     hashes: dict[str, str] = {}
-    for document in documents:
-        for variant in (document, document.rejected):
+    for trajectory in trajectories:
+        for variant in (trajectory, trajectory.rejected):
             if variant is not None:
                 text = blake2b(variant.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
                 for content in (variant.prompt, text):
@@ -763,19 +765,19 @@ def _max_integers(path: str) -> int:
     return 0 if path == "/api/record" else 3
 
 
-def _redact_trajectory(document: Trajectory, cover: Cover) -> Trajectory:
+def _redact_trajectory(trajectory: Trajectory, cover: Cover) -> Trajectory:
     """Return the sample with redacted texts and without ids; the number of characters stays the same, so ends stay
     valid.
     """
     changed: dict[str, Any] = {"ids": None}
-    for field in dataclasses.fields(document):
-        value = getattr(document, field.name)
+    for field in dataclasses.fields(trajectory):
+        value = getattr(trajectory, field.name)
         if isinstance(value, (str, dict)) or field.name in ("messages", "tools", "label", "reference", "notes"):
             changed[field.name] = _redact_json({field.name: value}, cover, most=0)[field.name]
-    changed["arrays"] = document.arrays
-    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in document.segments]
-    changed["rejected"] = None if document.rejected is None else _redact_trajectory(document.rejected, cover)
-    return dataclasses.replace(document, **changed)
+    changed["arrays"] = trajectory.arrays
+    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in trajectory.segments]
+    changed["rejected"] = None if trajectory.rejected is None else _redact_trajectory(trajectory.rejected, cover)
+    return dataclasses.replace(trajectory, **changed)
 
 
 def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
@@ -789,7 +791,7 @@ def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, nu
     if isinstance(value, Mapping):
         mapped = {}
         for key, entry in value.items():
-            ours = (
+            is_constant = (
                 not free
                 and key in _CONSTANT_KEYS
                 and isinstance(entry, str)
@@ -797,7 +799,7 @@ def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, nu
             )
             mapped[cover(key) if free and isinstance(key, str) else key] = (
                 entry
-                if ours
+                if is_constant
                 else _redact_json(
                     entry,
                     cover,
@@ -831,8 +833,8 @@ def _count_integers(value: Json) -> int | None:
 
 def _update_excerpts(value: Json, covered: Sequence[Trajectory]) -> None:
     """Recompute openings and closings from redacted texts, since the existing ones may cut a redacted part."""
-    by_uid = {document.uid: document for document in covered}
-    by_gid = {document.gid: document for document in reversed(covered)}
+    by_uid = {trajectory.uid: trajectory for trajectory in covered}
+    by_gid = {trajectory.gid: trajectory for trajectory in reversed(covered)}
     waiting = [value]
     while waiting:
         entry = waiting.pop()
@@ -840,8 +842,8 @@ def _update_excerpts(value: Json, covered: Sequence[Trajectory]) -> None:
             waiting += entry
         elif isinstance(entry, dict):
             waiting += entry.values()
-            document = by_uid.get(entry.get("uid", "")) or by_gid.get(entry.get("gid", ""))
-            if document is not None and "opening" in entry:
-                entry["opening"] = extract_opening(document.text[: document.prompt_end])
-            if document is not None and "closing" in entry:
-                entry["closing"] = extract_closing(document.text[document.prompt_end :])
+            trajectory = by_uid.get(entry.get("uid", "")) or by_gid.get(entry.get("gid", ""))
+            if trajectory is not None and "opening" in entry:
+                entry["opening"] = extract_opening(trajectory.text[: trajectory.prompt_end])
+            if trajectory is not None and "closing" in entry:
+                entry["closing"] = extract_closing(trajectory.text[trajectory.prompt_end :])

@@ -468,27 +468,27 @@ class Index:
                 self._gids.add(gid)
                 self._steps.add((step, evaluation))
 
-    def add(self, documents: Sequence[Trajectory]) -> None:
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
         """Add, or measure again, `Trajectory`s in order of arrival."""
-        seen = {*self.fact("tokenized", []), *(document.tokenized for document in documents)}
+        seen = {*self.fact("tokenized", []), *(trajectory.tokenized for trajectory in trajectories)}
         self.set_fact("tokenized", sorted(seen))
-        self.declare(name for document in documents for name in document.declared)
+        self.declare(name for trajectory in trajectories for name in trajectory.declared)
         with self._lock:
             numbers: dict[str, int] = {}
-            for part in _chunks([document.uid for document in documents]):
+            for part in _chunks([trajectory.uid for trajectory in trajectories]):
                 marks = ",".join("?" * len(part))
                 numbers.update(
                     self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall()
                 )
             (last,) = self._writer.execute("SELECT COALESCE(MAX(n), 0) FROM samples").fetchone()
             rows = []
-            for document in documents:
-                if document.uid not in numbers:
+            for trajectory in trajectories:
+                if trajectory.uid not in numbers:
                     last += 1
-                    numbers[document.uid] = last
-                rows.append({"n": numbers[document.uid], **measures.measure_trajectory(document)})
+                    numbers[trajectory.uid] = last
+                rows.append({"n": numbers[trajectory.uid], **measures.measure_trajectory(trajectory)})
             self.put(rows)
-        measures.update_scales(self, documents)
+        measures.update_scales(self, trajectories)
 
     # --- summaries ----------------------------------------------------------------------------------------------
 

@@ -1,9 +1,12 @@
 """Columns of the index: measures of each sample, and summaries of groups and steps.
 
-Invariant: a row is the same whether it comes from a book's columns (many records at once) or from one `Trajectory`.
-Means and extremes are over trained tokens and finite numbers; missing values are `None`. A summary is a function of the
-present samples, the run's top reward and its newest step; only changes are recomputed. Deleted and rewound samples do
-not count.
+In this order: repetition, excerpts of texts, rows of samples (`measure_trajectory`), summaries of groups and steps
+(`update_summaries`), and the parts of the reward (`reward_parts`).
+
+Invariant: a row is the same whether it is computed from a book's columns (many records at once) or from one
+`Trajectory`. Means and maxima are over trained tokens and finite numbers; missing values are `None`. A summary depends
+only on the present samples, the run's highest reward and its newest step; only changes are recomputed. Deleted and
+rewound samples do not count.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ if TYPE_CHECKING:
 
 
 EXCERPT_LENGTH = 240
+"""Characters of an excerpt of a prompt or response."""
 NGRAM = 8
 MAX_PERIOD = 64
 MIN_REPEATS = 4
 MIN_TOKENS = 16
+"""Limits of a loop; see `measure_repetition`."""
 _MAX_END_TOKENS = 4
-_FACTORS = np.random.default_rng(8).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
+_HASH_FACTORS = np.random.default_rng(8).integers(1, 2**63, NGRAM, dtype=np.uint64) | np.uint64(1)
 
 
 # --- repetition -----------------------------------------------------------------------------------------------------
@@ -43,10 +48,11 @@ _FACTORS = np.random.default_rng(8).integers(1, 2**63, NGRAM, dtype=np.uint64) |
 def measure_repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
     """Return the share of repetition in a response [R], from 0 to 1, and the token where a final loop starts.
 
-    A loop is at least 4 repeats of up to 64 tokens at the end of the response, at least 16 tokens together; the last
-    repeat may be incomplete, and up to 4 other tokens (such as end of text) may follow. Its share includes the first
-    repeat. Without a loop, or if it is larger, the result is the share of 8-grams that occur earlier in the response,
-    which finds loops that ended and copied blocks. Below 16 tokens the result is 0.
+    The share is the larger of two: the share of tokens in a final loop, and the share of 8-grams that occur earlier in
+    the response, which also finds loops that ended and copied blocks. Below 16 tokens it is 0.
+
+    A final loop is at least 4 repeats of up to 64 tokens at the end of the response, at least 16 tokens in all. The
+    last repeat may be incomplete, and up to 4 other tokens (such as end of text) may follow.
 
     >>> measure_repetition(np.array([5, 6, 7, 8] + [1, 2, 3] * 20))
     (0.9375, 4)
@@ -58,10 +64,10 @@ def measure_repetition(ids: NDArray[Any]) -> tuple[float, int | None]:
         return 0.0, None
     grams = _hash_ngrams(np.asarray(ids))
     ordered = np.sort(grams)
-    again = int((ordered[1:] == ordered[:-1]).sum())
-    if not again:
+    repeats = int((ordered[1:] == ordered[:-1]).sum())
+    if not repeats:
         return 0.0, None
-    share = again / len(grams)
+    share = repeats / len(grams)
     loop = _find_loop(ids, grams)
     if loop is None:
         return share, None
@@ -73,9 +79,9 @@ def _hash_ngrams(ids: NDArray[Any]) -> NDArray[np.uint64]:
     """Return [R - 7] hashes of the 8-grams."""
     numbers = ids.astype(np.uint64)
     size = len(numbers) - NGRAM + 1
-    grams: NDArray[np.uint64] = numbers[:size] * _FACTORS[0]
+    grams: NDArray[np.uint64] = numbers[:size] * _HASH_FACTORS[0]
     for i in range(1, NGRAM):
-        grams += numbers[i : i + size] * _FACTORS[i]
+        grams += numbers[i : i + size] * _HASH_FACTORS[i]
     return grams
 
 
@@ -93,29 +99,29 @@ def _find_loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] 
         period = len(near) - int(before[-1])
         same = ids[period:stop] == ids[: stop - period]
         differs = np.flatnonzero(~same[::-1])
-        covered = (int(differs[0]) if len(differs) else len(same)) + period
-        long = covered >= max(MIN_TOKENS, MIN_REPEATS * period)
-        if long and (best is None or covered > best[1] - best[0]):
-            best = (stop - covered, stop)
+        length = (int(differs[0]) if len(differs) else len(same)) + period
+        is_loop = length >= max(MIN_TOKENS, MIN_REPEATS * period)
+        if is_loop and (best is None or length > best[1] - best[0]):
+            best = (stop - length, stop)
     return best
 
 
 def measure_sampled_tokens(response: NDArray[Any], mask: NDArray[np.bool_]) -> tuple[float, int | None, int | None]:
-    """Measure repetition, the start of a final loop and the digest over the tokens that the model sampled.
+    """Return the share of repetition, the start of a final loop and the hash of the tokens that the model sampled.
 
-    Tool output and other masked tokens are excluded. A response without sampled tokens is measured as it is.
+    Tool output and other masked tokens are excluded. If no token was sampled, all tokens count.
 
     >>> read_file = [7, 8, 9] * 20
     >>> measure_sampled_tokens(np.array([1, 2, *read_file, 3]), np.array([True, True, *[False] * 60, True]))[:2]
     (0.0, None)
     """
-    chosen = np.flatnonzero(mask)
-    if not len(chosen) or len(chosen) == len(response):
+    positions = np.flatnonzero(mask)
+    if not len(positions) or len(positions) == len(response):
         share, loop = measure_repetition(response)
         return share, loop, hash_tokens(response)
-    sampled = response[chosen]
+    sampled = response[positions]
     share, loop = measure_repetition(sampled)
-    return share, None if loop is None else int(chosen[loop]), hash_tokens(sampled)
+    return share, None if loop is None else int(positions[loop]), hash_tokens(sampled)
 
 
 def hash_tokens(ids: NDArray[Any]) -> int | None:
@@ -125,7 +131,7 @@ def hash_tokens(ids: NDArray[Any]) -> int | None:
     return int(xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype="<i8").data) >> 1)
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------
+# --- excerpts of texts ----------------------------------------------------------------------------------------------
 
 _USER = re.compile(
     r"<\|im_start\|>user\n|<\|start_header_id\|>user<\|end_header_id\|>\s*|<start_of_turn>user\n|\[INST\]|<\uff5cUser\uff5c>|"
@@ -140,8 +146,9 @@ _MAX_PROMPT_LENGTH = 20_000
 
 
 def extract_opening(text: str) -> str:
-    """Return the first 240 characters of the user's message in a prompt, with whitespace collapsed; of a text without
-    roles, its start.
+    """Return the first 240 characters of the user's message in a prompt, with whitespace collapsed.
+
+    If no user message is found, the prompt itself is the text.
 
     >>> extract_opening("<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\nWhat is  2+2?<|im_end|>")
     'What is 2+2?'
@@ -185,7 +192,7 @@ def extract_user_message(messages: Json) -> str:
 
 
 def count_messages(text: str) -> tuple[int, int, int]:
-    """Return the number of assistant messages, tool calls and images in a conversation as compact JSON.
+    """Return the number of assistant messages, tool calls and images in a conversation, given as compact JSON.
 
     Quotes are escaped inside JSON texts, so message contents are never counted.
 
@@ -234,7 +241,7 @@ def extract_declared_parts(info: Json) -> tuple[str, ...]:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def measure_trajectory(document: Trajectory) -> dict[str, Any]:
+def measure_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Return the row of `samples` for a trajectory, without its number.
 
     >>> trajectory = Trajectory(uid="3/1/0/0/a", gid="3/1", step=3, text="2+2=4", ends=np.arange(1, 6), prompt_tokens=4,
@@ -243,52 +250,55 @@ def measure_trajectory(document: Trajectory) -> dict[str, Any]:
     >>> row["reward"], row["entropy"], row["response_tokens"], row["trained_tokens"], row["opening"], row["closing"]
     (1.0, 0.5, 1, 1, '2+2=', '4')
     """
-    start, length = document.prompt_tokens, document.tokens
-    ids = document.ids
+    start, length = trajectory.prompt_tokens, trajectory.tokens
+    ids = trajectory.ids
     if ids is None:
-        words = [document.token(i) for i in range(start, length)]
+        words = [trajectory.token(i) for i in range(start, length)]
         response: NDArray[Any] = np.array(
             [xxhash.xxh3_64_intdigest(word.encode("utf-8", "surrogatepass")) >> 2 for word in words], dtype=np.int64
         )
     else:
         response = ids[start:]
-    trained = document.mask & (np.arange(length) >= start)
-    share, loop, digest = measure_sampled_tokens(response, document.mask[start:])
-    prompt_text = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
-    response_text = document.text[document.prompt_end :] if document.response_text is None else document.response_text
-    versions = None if document.versions is None else document.versions[trained & (document.versions >= 0)]
-    if document.versions is not None and versions is not None and not len(versions):
-        versions = document.versions[document.versions >= 0]
-    reward, scored = encode_reward(document.reward)
-    turns = {segment.turn for segment in document.segments if segment.role == "assistant"}
-    answered = sum(segment.kind == "tool_result" for segment in document.segments)
-    called = sum(segment.kind == "tool_call" for segment in document.segments)
-    # LightRFT's files have only the highest entropies, so neither a mean nor a NaN count is computed from them.
-    entropies = document.arrays.get("entropy")
+    trained = trajectory.mask & (np.arange(length) >= start)
+    share, loop, digest = measure_sampled_tokens(response, trajectory.mask[start:])
+    prompt_text, response_text = trajectory.prompt_text, trajectory.response_text
+    if prompt_text is None:
+        prompt_text = trajectory.text[: trajectory.prompt_end]
+    if response_text is None:
+        response_text = trajectory.text[trajectory.prompt_end :]
+    versions = None if trajectory.versions is None else trajectory.versions[trained & (trajectory.versions >= 0)]
+    if trajectory.versions is not None and versions is not None and not len(versions):
+        versions = trajectory.versions[trajectory.versions >= 0]
+    reward, scored = encode_reward(trajectory.reward)
+    turns = {segment.turn for segment in trajectory.segments if segment.role == "assistant"}
+    tool_results = sum(segment.kind == "tool_result" for segment in trajectory.segments)
+    tool_calls = sum(segment.kind == "tool_call" for segment in trajectory.segments)
+    # LightRFT's files contain only the highest entropies, so their mean and NaN count would be wrong.
+    entropies = trajectory.arrays.get("entropy")
     incomplete_entropies = (
-        document.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
+        trajectory.tokenized == "words" and entropies is not None and not np.isfinite(entropies[trained]).all()
     )
-    lenses = {n: v for n, v in document.arrays.items() if n != "entropy" or not incomplete_entropies}
+    lenses = {n: v for n, v in trajectory.arrays.items() if n != "entropy" or not incomplete_entropies}
     bad = np.zeros(length, dtype=np.bool_)
     for name in (lens for lens in _RECORDED_LENSES if lens in lenses):
         bad |= ~np.isfinite(lenses[name])
     if "kl" in lenses:
         bad |= np.isnan(lenses["kl"])
-    advantage = document.advantage
+    advantage = trajectory.advantage
     if advantage is None and "advantage" in lenses:
         advantage = _aggregate_tokens({"entropy": lenses["advantage"][trained]})["entropy"]
     return {
-        "uid": document.uid,
-        "gid": document.gid or document.uid,
-        "step": document.step or 0,
-        "task": str(document.task),
-        "run": document.run,
-        "turn": document.turn,
-        "prompt": document.prompt,
-        "evaluation": int(document.evaluation),
+        "uid": trajectory.uid,
+        "gid": trajectory.gid or trajectory.uid,
+        "step": trajectory.step or 0,
+        "task": str(trajectory.task),
+        "run": trajectory.run,
+        "turn": trajectory.turn,
+        "prompt": trajectory.prompt,
+        "evaluation": int(trajectory.evaluation),
         "reward": reward,
         "scored": scored,
-        "parts": json.dumps(extract_numbers(document.parts)),
+        "parts": json.dumps(extract_numbers(trajectory.parts)),
         "advantage": finite_or_none(advantage),
         "length": length,
         "prompt_tokens": start,
@@ -296,23 +306,23 @@ def measure_trajectory(document: Trajectory) -> dict[str, Any]:
         "trained_tokens": int(trained.sum()),
         "version_min": int(versions.min()) if versions is not None and len(versions) else None,
         "version_max": int(versions.max()) if versions is not None and len(versions) else None,
-        "finish_reason": document.finish_reason,
-        "status": document.status,
-        "kind": document.kind,
-        "group_size": document.group_size,
-        "parent": document.parent,
+        "finish_reason": trajectory.finish_reason,
+        "status": trajectory.status,
+        "kind": trajectory.kind,
+        "group_size": trajectory.group_size,
+        "parent": trajectory.parent,
         **_aggregate_tokens({name: values[trained] for name, values in lenses.items()}),
         "nans": int((bad & trained).sum()) + (scored == 2),
         "repetition": share,
         "loop_at": loop,
         "turns": len(turns),
-        "tool_calls": max(called, answered),
-        "images": len(document.pictures),
+        "tool_calls": max(tool_calls, tool_results),
+        "images": len(trajectory.pictures),
         "digest": digest,
-        "opening": extract_user_message(document.messages) or extract_opening(prompt_text),
+        "opening": extract_user_message(trajectory.messages) or extract_opening(prompt_text),
         "closing": extract_closing(response_text),
-        "kept": document.kept,
-        "state": "evaluation" if document.evaluation else "",
+        "kept": trajectory.kept,
+        "state": "evaluation" if trajectory.evaluation else "",
         "measured": 1,
     }
 
@@ -350,11 +360,11 @@ _ABORTED = frozenset(("abort", "aborted", "cancelled", "canceled", "timeout"))
 _FAILED = frozenset(("error", "failed", "content_filter"))
 
 
-def status_of(finish_reason: str | None, truncate_status: str | None, response_tokens: int = 1) -> str:
-    """Return how a sample ended, one of `STATUSES`; without information, finished if it has a response.
+def classify_status(finish_reason: str | None, truncate_status: str | None, response_tokens: int = 1) -> str:
+    """Return the status of a sample, one of `STATUSES`. Without other information, it is finished if it has a response.
 
-    >>> status_of("stop", None), status_of("length", None), status_of(None, "prompt_truncated"), status_of("abort", "")
-    ('finished', 'truncated', 'truncated', 'aborted')
+    >>> classify_status("stop", None), classify_status("length", None), classify_status(None, "prompt_truncated")
+    ('finished', 'truncated', 'truncated')
     """
     reason = (finish_reason or "").lower()
     if reason in _FAILED:
@@ -373,13 +383,13 @@ def encode_reward(reward: float | None) -> tuple[float | None, int]:
     return (None, 2) if math.isnan(reward) else (float(reward), 1)
 
 
-def update_scales(index: Index, documents: Sequence[Trajectory]) -> None:
+def update_scales(index: Index, trajectories: Sequence[Trajectory]) -> None:
     """Add the tokens of trajectories to the index's scales."""
     if index.scales.full:
         return
     changed = False
-    for document in documents:
-        changed |= index.scales.offer(document.arrays, document.mask)
+    for trajectory in trajectories:
+        changed |= index.scales.offer(trajectory.arrays, trajectory.mask)
     if changed:
         index.set_fact("scales", index.scales.as_dict())
 
@@ -387,10 +397,11 @@ def update_scales(index: Index, documents: Sequence[Trajectory]) -> None:
 # --- groups and steps ------------------------------------------------------------------------------------------------
 
 LOOP_SHARE = 0.5
-"""Minimum share of repetition of a loop."""
+"""Share of repetition from which a sample counts as a loop."""
 STALE_LAG = 1
 """Lag above which a sample counts as stale."""
 _SOLVED_DISTANCE = 0.2
+"""See `_update_solved_reward`."""
 FLAGGED_MISMATCH = 1.0
 """Minimum train-inference mismatch at any token for a group to be flagged."""
 STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
@@ -453,7 +464,7 @@ _UPDATE_DUPLICATES = f"""
         SELECT 1 FROM samples AS other WHERE other.gid = samples.gid AND other.digest = samples.digest
         AND other.run <> samples.run AND other.turn = samples.turn AND other.evaluation = samples.evaluation
         AND {_COUNTED.replace("removed_reason", "other.removed_reason")}))"""
-"""Parts of one run may be equal; a duplicate is of another run."""
+"""A duplicate has the same tokens as a sample of another run of its group. Turns of one run may be equal."""
 
 
 class _StandardDeviation:
@@ -484,7 +495,17 @@ def register_functions(connection: sqlite3.Connection) -> None:
 def update_summaries(
     write: sqlite3.Connection, gids: Iterable[str], steps: Iterable[tuple[int, int]], cursor: int
 ) -> set[tuple[int, int]]:
-    """Summarize these groups and the steps of their samples; return (step, evaluation) of each changed step."""
+    """Update the summaries of groups and of the steps of their samples.
+
+    Args:
+        write: The connection that writes to the index.
+        gids: The groups whose samples changed.
+        steps: (step, evaluation) of steps whose samples changed.
+        cursor: Number of the change, which is stored with each changed step.
+
+    Returns:
+        (step, evaluation) of each step whose summary was written.
+    """
     changed = set(steps)
     write.execute("DELETE FROM dirty")
     write.executemany("INSERT INTO dirty VALUES (?)", [(gid,) for gid in gids])
@@ -544,7 +565,7 @@ def _update_solved_reward(write: sqlite3.Connection, evaluation: int) -> bool:
         return before is not None
     if before is not None and before[0] == top and before[3] <= count < 2 * before[3]:
         return False
-    where = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTED}"
+    where = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTED}"  # 9e999 is infinity
     scored = write.execute(f"SELECT COUNT(*) FROM samples WHERE {where}", (evaluation,)).fetchone()[0]
     low = write.execute(
         f"SELECT reward FROM samples WHERE {where} ORDER BY reward LIMIT 1 OFFSET ?", (evaluation, scored // 10)
@@ -562,7 +583,7 @@ def solved_reward(read: sqlite3.Connection, evaluation: int = 0) -> float | None
 
 
 SOLVED = ("none", "some", "all")
-"""How many of a prompt's samples are solved, fewest first."""
+"""Whether none, some or all of a prompt's samples are solved."""
 
 
 def solved_tag(solved: int, total: int) -> str:
@@ -575,7 +596,7 @@ def solved_tag(solved: int, total: int) -> str:
 
 
 def incomplete_condition(newest: int | None) -> str:
-    """Return the condition for a group with fewer runs than expected that will get no more."""
+    """Return the SQL condition of an incomplete group: fewer runs than expected, and not of the newest step."""
     return f"(runs < expected AND step < {int(newest)})" if newest is not None else "0"
 
 
@@ -607,7 +628,7 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     tokens = sum(response)
     shares = {
         "truncated": status.count("truncated"),
-        # One of each set is not a duplicate: this is the redundant share.
+        # One sample of each set of equal samples is not redundant.
         "duplicates": sum(duplicate) - copied,
         "stale": sum(number is not None and number > STALE_LAG for number in lag),
         "loops": sum(number is not None and number >= LOOP_SHARE for number in repetition),
@@ -663,7 +684,7 @@ def mean_parts(parts: Sequence[str]) -> dict[str, float]:
 DECLARED = "reward_parts"
 """The entry of a record's `info`, and the fact of the index, with declared reward parts."""
 MAX_FITTED = 2000
-"""Maximum number of samples for the fit of weights, spread evenly over the run."""
+"""Maximum number of samples, spread evenly over the run, to which weights are fitted."""
 _MIN_PRESENCE = 0.9
 _ROWS_PER_COLUMN = 4
 
@@ -671,8 +692,8 @@ _ROWS_PER_COLUMN = 4
 def reward_parts(index: Index) -> list[str]:
     """Return the names of reward parts.
 
-    Parts are those that the reward declared. Without a declaration, they are the numbers whose weighted sum is the
-    reward in every sample, up to rounding, with the same weights.
+    These are the parts that the records declare. Without a declaration, they are the named numbers whose weighted sum,
+    with the same weights in every sample, is the reward up to rounding.
 
     >>> from rollbook.inspect.index import Index
     >>> index = Index()

@@ -30,7 +30,7 @@ from rollbook.core.ids import EID, record_step
 from rollbook.core.ragged import Ragged, check_shape
 from rollbook.core.vocabulary import Vocabulary, VocabularySource
 from rollbook.inspect.images import Album, ImageExtractor, Reference, locate_images
-from rollbook.inspect.measures import extract_declared_parts, extract_numbers, status_of
+from rollbook.inspect.measures import classify_status, extract_declared_parts, extract_numbers
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import Trajectory, derive_lenses, find_segments, hash_prompt
 
@@ -71,7 +71,7 @@ class Reader:
     >>> book = rollbook.open("memory:")
     >>> row = rollbook.Experience(eid={"batch": 3, "task": 1, "suffix": "a"}, tokens=[5, 6, 7], logprobs=[-0.5, -1.0])
     >>> _ = book.append(row)
-    >>> trajectory, = Reader(book).documents([row.eid.uid])
+    >>> trajectory, = Reader(book).trajectories([row.eid.uid])
     >>> trajectory.step, trajectory.text, trajectory.tokenized, trajectory.arrays["logprob"].tolist()
     (3, '⟨5⟩⟨6⟩⟨7⟩', 'ids', [nan, -0.5, -1.0])
     """
@@ -88,7 +88,7 @@ class Reader:
             self._vocabulary = read_vocabulary(self.book)
         return self._vocabulary
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """Return records by id, in this order. `KeyError` names an unknown one. Records deleted meanwhile are omitted;
         for a single one, `BookError` is raised.
         """
@@ -137,7 +137,7 @@ class Reader:
 
 def read_trajectories(book: Book, uids: Sequence[str], vocabulary: Vocabulary | None = None) -> list[Trajectory]:
     """Return a book's records as trajectories; see `Reader`, which also returns their pictures."""
-    return Reader(book, vocabulary).documents(uids)
+    return Reader(book, vocabulary).trajectories(uids)
 
 
 def convert_records(
@@ -324,7 +324,7 @@ class _TrajectoryBuilder:
         return values
 
     def sampled(self, length: int, start: int, mask: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """Return [L] which tokens the model sampled, if the record says so."""
+        """Return which tokens [L] the model sampled, if the record has a mask."""
         spans = self.info.get("segments")
         if isinstance(spans, list) and all(isinstance(span, dict) for span in spans):
             sampled = np.zeros(length, dtype=np.bool_)
@@ -385,7 +385,7 @@ class _TrajectoryBuilder:
         locate_images(pictures, text, ends, segments)
         metrics = self.table.freeform("metrics", self.index) or {}
         failed = self.info.get("error") is not None
-        status = "error" if failed else status_of(fields["finish_reason"], fields["truncate_status"])
+        status = "error" if failed else classify_status(fields["finish_reason"], fields["truncate_status"])
         tid = eid.tid
         return Trajectory(
             uid=eid.uid,

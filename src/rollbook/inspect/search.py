@@ -136,7 +136,7 @@ def _phrase_regex(phrase: str) -> str:
 class Search:
     """Search over the texts of a source, which are read in the background from the first search on, newest step first.
 
-    `search` answers at once from the texts read so far; `complete` says whether that is all.
+    `search` returns immediately with matches in the texts read so far; `complete` is whether these are all texts.
     """
 
     def __init__(self, source: Source, index: Index) -> None:
@@ -394,14 +394,16 @@ class Search:
 
 
 def read_texts(source: Source, uids: Sequence[str]) -> list[tuple[str, str]]:
-    """Return prompt and response texts of records, from a book's columns or from documents."""
+    """Return prompt and response texts of records, from a book's columns or from trajectories."""
     from rollbook.inspect.sources import BookSource
 
     if isinstance(source, BookSource):
         return source.texts(uids)
     texts = []
-    for document in source.documents(uids):
-        prompt = document.text[: document.prompt_end] if document.prompt_text is None else document.prompt_text
-        response = document.text[document.prompt_end :] if document.response_text is None else document.response_text
+    for trajectory in source.trajectories(uids):
+        prompt = trajectory.text[: trajectory.prompt_end] if trajectory.prompt_text is None else trajectory.prompt_text
+        response = (
+            trajectory.text[trajectory.prompt_end :] if trajectory.response_text is None else trajectory.response_text
+        )
         texts.append((prompt, response))
     return texts

@@ -1,13 +1,15 @@
-"""Strict JSON values, and the binary frame in which a browser gets trajectories: a JSON header and aligned arrays.
+"""Strict JSON (`json_safe`, `as_json`), and the binary frames in which trajectories are sent to a browser.
 
-Invariant: `json.dumps(json_safe(value), allow_nan=False).encode()` works for every value, in linear time and
-space, and runs none of its code. `decode(encode(trajectories))` returns every field, as JSON can represent it. Widths
-are in UTF-16 code units, as in JavaScript's strings; all blobs are little-endian and aligned to 8 bytes.
+`encode` writes a frame: a JSON header, followed by aligned arrays ("blobs").
 
     [u32: bytes of header][JSON, padded with spaces so that the blobs begin at a multiple of 8][blobs]
 
-Offsets in the header count from its end. `tokens` is L; `text` is UTF-8; `widths` [L] holds the width of each token;
-`flags` [L] has bit 0 for the mask and bit 1 for special tokens; arrays are `array:NAME` [L].
+Offsets in the header are relative to its end. Blobs are little-endian and aligned to 8 bytes: `text` in UTF-8; `widths`
+[L], the length of each token in UTF-16 code units, as in JavaScript's strings; `flags` [L], with bit 0 for the mask and
+bit 1 for special tokens; `ids` and `versions` [L]; and `array:NAME` [L]. L is `tokens` in the header.
+
+Invariant: `json.dumps(json_safe(value), allow_nan=False).encode()` works for every value, in linear time and space,
+without running code of the value. `decode(encode(trajectories))` returns every field, as far as JSON can represent it.
 """
 
 from __future__ import annotations
@@ -128,16 +130,18 @@ _MAX_FLOAT16 = 65504.0
 
 
 class _Blobs:
+    """Collects the blobs of a frame. `put` and `array` return the header's entry: [offset, bytes, type]."""
+
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0
 
     def put(self, data: bytes) -> list[Any]:
-        place = [self.size, len(data)]
-        padded = -len(data) % _ALIGN
-        self.parts += [data, bytes(padded)]
-        self.size += len(data) + padded
-        return place
+        entry = [self.size, len(data)]
+        padding = -len(data) % _ALIGN
+        self.parts += [data, bytes(padding)]
+        self.size += len(data) + padding
+        return entry
 
     def array(self, values: NDArray[Any], kind: str) -> list[Any]:
         return [*self.put(np.ascontiguousarray(values, dtype=TYPES[kind]).tobytes()), kind]
@@ -170,17 +174,17 @@ def encode(trajectories: Sequence[Trajectory], dtype: str = "f4") -> bytes:
     return b"".join((_LENGTH.pack(len(header)), header, *blobs.parts))
 
 
-def utf16_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Convert the offsets `ends` [L] of a text to UTF-16 code units [L].
+def utf16_ends(text: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Convert offsets `ends` [L] in a text from characters to UTF-16 code units.
 
     >>> utf16_ends("a😀b", np.array([1, 2, 3])).tolist()
     [1, 3, 4]
     """
-    if written.isascii():
+    if text.isascii():
         return ends
-    points = np.frombuffer(written.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
-    return before[ends]
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    units: NDArray[np.int64] = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
+    return units[ends]
 
 
 def _encode_trajectory(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dict[str, Any]:
@@ -217,7 +221,7 @@ def _encode_trajectory(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dic
 
 
 def decode(data: bytes) -> list[dict[str, Any]]:
-    """Decode a frame, for tests and tools.
+    """Decode a frame, in tests and tools. The viewer's JavaScript has its own decoder.
 
     Returns:
         Per trajectory the fields of the header, and `text`, `widths` [L], `ends` [L] (in characters), `mask`,
@@ -241,25 +245,25 @@ def decode(data: bytes) -> list[dict[str, Any]]:
     listed = header.get("trajectories")
     if not isinstance(listed, list):
         raise WireError("frame header: no list of trajectories", _LENGTH.size)
-    return [_decode_trajectory(described, memoryview(data)[base:]) for described in listed]
+    return [_decode_trajectory(entry, memoryview(data)[base:]) for entry in listed]
 
 
 def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _decode_trajectory(described: Json, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
-    if not isinstance(described, dict) or not isinstance(described.get("blobs"), dict):
+def _decode_trajectory(entry: Json, blobs: memoryview, nested: bool = False) -> dict[str, Any]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("blobs"), dict):
         raise WireError("frame: a trajectory has no description")
-    length = described.get("tokens")
+    length = entry.get("tokens")
     if type(length) is not int or not 0 <= length <= len(blobs):
         raise WireError(f"frame: {length!r} tokens do not fit")
-    places: dict[str, Any] = dict(described["blobs"])
-    written = _read_blob("text", places.pop("text", None), blobs, None)
-    fields: dict[str, Any] = {name: value for name, value in described.items() if name != "blobs"}
+    places: dict[str, Any] = dict(entry["blobs"])
+    text = _read_blob("text", places.pop("text", None), blobs, None)
+    fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "blobs"}
     arrays = {name: _read_array(name, place, blobs, length) for name, place in places.items()}
     try:
-        fields["text"] = bytes(written).decode()
+        fields["text"] = bytes(text).decode()
         widths, flags = arrays.pop("widths"), arrays.pop("flags")
     except (UnicodeDecodeError, KeyError) as error:
         raise WireError(f"frame: a trajectory has no text, widths or flags: {error}") from None
@@ -268,11 +272,11 @@ def _decode_trajectory(described: Json, blobs: memoryview, nested: bool = False)
     fields["ids"], fields["versions"] = arrays.pop("ids", None), arrays.pop("versions", None)
     fields["arrays"] = {name.removeprefix("array:"): array for name, array in arrays.items()}
     fields["ends"] = _character_ends(fields["text"], np.cumsum(fields["widths"]))
-    fields["segments"] = [_decode_segment(segment) for segment in described.get("segments") or ()]
-    if described.get("rejected") is not None:
+    fields["segments"] = [_decode_segment(segment) for segment in entry.get("segments") or ()]
+    if entry.get("rejected") is not None:
         if nested:
             raise WireError("frame: a rejected answer has a rejected answer")
-        fields["rejected"] = _decode_trajectory(described["rejected"], blobs, nested=True)
+        fields["rejected"] = _decode_trajectory(entry["rejected"], blobs, nested=True)
     return fields
 
 
@@ -298,11 +302,12 @@ def _read_array(name: str, place: Json, blobs: memoryview, length: int) -> NDArr
     return np.frombuffer(data, dtype=dtype)
 
 
-def _character_ends(written: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    points = np.frombuffer(written.encode("utf-32-le"), dtype="<u4")
-    places = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
-    characters = np.searchsorted(places, ends)
-    if (ends[-1] if len(ends) else 0) != places[-1] or (places[characters] != ends).any():
+def _character_ends(text: str, ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Convert offsets `ends` [L] in a text from UTF-16 code units to characters."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    units = np.concatenate([[0], np.cumsum(1 + (points > 0xFFFF))])
+    characters = np.searchsorted(units, ends)
+    if (ends[-1] if len(ends) else 0) != units[-1] or (units[characters] != ends).any():
         raise WireError("frame: the token widths do not add up to the text")
     return characters.astype(np.int64)
 

@@ -498,7 +498,7 @@ def _is_loopback(host: str) -> bool:
 
 def _bind_tcp(host: str, port: int) -> sockets.socket:
     if host == "localhost":
-        host = "127.0.0.1"  # whatever the hosts file says
+        host = "127.0.0.1"  # regardless of the hosts file
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     return sockets.create_server((host, port), family=family, backlog=64)
 
@@ -520,7 +520,7 @@ def _bind_both(host: str, port: int) -> list[sockets.socket] | None:
 
 
 def _bind_unix(path: str) -> sockets.socket:
-    """Bind a Unix socket that only its owner can open; replace one that a viewer left behind, and nothing else."""
+    """Bind a Unix socket that only its owner can open; replace only the socket of a crashed viewer."""
     bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -620,19 +620,19 @@ def _start_messages(server: Server, requested_port: int) -> Iterator[str]:
 def _stop_event() -> Iterator[threading.Event]:
     """Yield an event that Ctrl-C or SIGTERM sets; a second Ctrl-C interrupts as usual."""
     stop = threading.Event()
-    before: dict[int, Any] = {}
+    old_handlers: dict[int, Any] = {}
 
-    def tell(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         stop.set()
-        signal.signal(number, before[number])
+        signal.signal(number, old_handlers[number])
 
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
+        old_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        for number, action in before.items():
-            signal.signal(number, action)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

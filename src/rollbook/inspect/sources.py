@@ -264,7 +264,7 @@ class _Mask:
         return grid
 
     def row(self, i: int, size: int) -> NDArray[np.bool_]:
-        """Return [size] the mask of a record; all True if it has none of that size."""
+        """Return the mask [size] of a record; all True if it has no mask of that size."""
         if self.column is None or self.column.lengths[i] != size or not self.column.present[i]:
             return np.ones(size, dtype=np.bool_)
         return self.bits[self.offsets[i] : self.offsets[i + 1]]
@@ -417,13 +417,13 @@ class Follower:
     def _read_ledger(self) -> bool:
         """Read new records or events in one transaction; return whether there were any."""
         # Concurrent writers may commit smaller numbers after larger ones, so nothing is read beyond the bounds.
-        seqs, events = self.book.ledger.bounds()
+        seq_bound, event_bound = self.book.ledger.bounds()
         with self.book.ledger.read() as tx:
             train = find_consumer(tx, TRAIN)
             consumer = -1 if train is None else train.id
             if self._event is None:
                 # Later changes are read as events; earlier ones are in the rows.
-                self._event = events
+                self._event = event_bound
                 self._version_history.read(tx, 0, self._event)
                 if self._remaining_seqs is not None:
                     self._version_history.read_records(tx)
@@ -432,21 +432,21 @@ class Follower:
                 self._has_trained = bool(trained and trained[0])
             if self._remaining_seqs is not None:
                 part, self._remaining_seqs = self._remaining_seqs[:LEDGER_ROWS], self._remaining_seqs[LEDGER_ROWS:]
-                rows = self._rows_of(tx, part, consumer)
+                rows = self._read_rows(tx, part, consumer)
                 self.index.put(rows)
                 return bool(rows)
             records = tx.all(
                 f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
                 "work.consumer = ? AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
                 "ORDER BY records.seq LIMIT ?",
-                (consumer, self._seq, seqs, LEDGER_ROWS),
+                (consumer, self._seq, seq_bound, LEDGER_ROWS),
             )
             if records:
                 bounds = (records[0][0], records[-1][0])
-                happened = tx.all(f"{_SELECT_EVENTS} seq >= ? AND seq <= ? ORDER BY id", bounds)
-                rows = self._rows(records, happened, consumer)
+                events = tx.all(f"{_SELECT_EVENTS} seq >= ? AND seq <= ? ORDER BY id", bounds)
+                rows = self._rows(records, events, consumer)
             else:
-                rows, changed, last = self._changes(tx, consumer, events)
+                rows, changed, last = self._changes(tx, consumer, event_bound)
         if records:
             self.index.put(rows)
             self._seq = records[-1][0]
@@ -488,7 +488,7 @@ class Follower:
                 return [], None, last
             if seq is not None and seq <= self._seq and (whose in (None, consumer)):
                 kinds.setdefault(seq, set()).add(kind)
-        rows = self._rows_of(tx, sorted(kinds), consumer)
+        rows = self._read_rows(tx, sorted(kinds), consumer)
         other = {seq for seq, met in kinds.items() if not met.isdisjoint((*_TEXT_CHANGES, *_REMOVALS))}
         for row in rows:
             if row["n"] in other and row["removed_reason"] is None:
@@ -498,38 +498,38 @@ class Follower:
         return rows, sorted(other), last
 
     def _reset_lags(self) -> None:
-        """Reset the lags of waiting records, now that some are trained on; theirs are known when they are."""
+        """Reset the lags of waiting records when the first record was trained on: lags are then set at training."""
         if not self._has_trained:
             self._has_trained = True
             waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
             self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
 
-    def _rows_of(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
+    def _read_rows(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
         """Return the `samples` rows of records."""
         records: list[Any] = []
-        happened: list[Any] = []
+        events: list[Any] = []
         for marks, part in chunks(seqs):
             records += tx.all(
                 f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
                 f"work.consumer = ? AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
                 (consumer, *part),
             )
-            happened += tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
-        return self._rows(records, happened, consumer)
+            events += tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
+        return self._rows(records, events, consumer)
 
-    def _rows(self, records: Iterable[Any], happened: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
-        """Return `samples` rows from the ledger."""
-        came: dict[int, int] = {}
+    def _rows(self, records: Iterable[Any], events: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
+        """Return `samples` rows from rows of the ledger."""
+        admitted: dict[int, int] = {}
         trained: dict[int, dict[Any, tuple[int, int | None]]] = {}
-        for event, seq, kind, whose, step, lease in happened:
-            if kind == "trained" and whose == consumer:
+        for event, seq, kind, event_consumer, step, lease in events:
+            if kind == "trained" and event_consumer == consumer:
                 trained.setdefault(seq, {})[lease] = (event, step)
-            elif kind == "voided" and whose == consumer:
+            elif kind == "voided" and event_consumer == consumer:
                 trained.get(seq, {}).pop(lease, None)
             elif kind in ("admitted", "recovered"):
-                came[seq] = event
+                admitted[seq] = event
         rows = []
-        for seq, *values, turn, cut, state, reason in records:
+        for seq, *values, turn, truncate_status, state, reason in records:
             row = {"n": seq, **dict(zip(_LEDGER_COLUMNS, values, strict=True))}
             last = max(trained.get(seq, {}).values(), default=None)
             row["step"] = record_step(row["batch"], row["version_min"])
@@ -537,18 +537,19 @@ class Follower:
             failed = (
                 row["removed_reason"] is not None and row["length"] == 0 and row["removed_reason"] not in VOID_REASONS
             )
-            row["status"] = "error" if failed else measures.status_of(row["finish_reason"], cut, row["response_tokens"])
+            status = measures.classify_status(row["finish_reason"], truncate_status, row["response_tokens"])
+            row["status"] = "error" if failed else status
             row["state"] = "evaluation" if row["evaluation"] else _STATE_NAMES.get(state, state or "")
             row["reason"] = reason
             row["trained_step"] = None if last is None else last[1]
             waits = self._has_trained and state in _WAITING_STATES
-            row["moment"] = last[0] if last is not None else None if waits else came.get(seq)
+            row["moment"] = last[0] if last is not None else None if waits else admitted.get(seq)
             row["lag"] = None
             row["evaluation"] = int(row["evaluation"])
             if row["removed_reason"] is not None:
                 row["measured"] = 1
             if row["version_max"] is not None:
-                self._version_history.see(came.get(seq, 0), row["version_max"])
+                self._version_history.see(admitted.get(seq, 0), row["version_max"])
             rows.append(row)
         return rows
 
@@ -651,15 +652,15 @@ class _VersionHistory:
         firsts = tx.all(
             "SELECT MIN(seq), version_max FROM records WHERE version_max IS NOT NULL GROUP BY version_max ORDER BY 1"
         )
-        came: dict[int, int] = {}
+        admitted: dict[int, int] = {}
         for marks, part in chunks([seq for seq, _ in firsts]):
-            came |= {
+            admitted |= {
                 seq: event
                 for event, seq, kind, *_ in tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
                 if kind in ("admitted", "recovered")
             }
         for seq, version in firsts:
-            self.see(came.get(seq, 0), version)
+            self.see(admitted.get(seq, 0), version)
 
     def read(self, tx: Transaction, after: int, last: int) -> None:
         """Read announcements and rewinds among events."""
@@ -721,7 +722,7 @@ class Source(Protocol):
     def refresh(self, index: Index) -> set[int] | None:
         """Update the index, completely or in part; return the changed steps, or `None` if there was nothing to do."""
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """Return samples in this order; `KeyError` names an unknown one."""
 
     def record(self, uid: str) -> dict[str, Any]:
@@ -783,9 +784,10 @@ class BookSource:
         """Return the logged metrics of each step, as `Book.metrics`."""
         return self.book.metrics()
 
-    def seqs_of(self, ids: Sequence[str]) -> list[int]:
-        """Return the record numbers of groups, or of the groups of records, by id or prefix. Of a prefix with many
-        matches, the first few.
+    def find_seqs(self, ids: Sequence[str]) -> list[int]:
+        """Return the numbers of all records in the groups with these ids, or in the groups of records with these ids.
+
+        An id may be a prefix; of a prefix with many matches, the first nine count.
         """
         gids: dict[str, None] = {}
         with self.book.ledger.read() as tx:
@@ -838,9 +840,9 @@ class BookSource:
             self._follower = Follower(self.book, index, self.reader, self.seqs)
         return self._follower.refresh()
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """See `Source`."""
-        return self.reader.documents(uids)
+        return self.reader.trajectories(uids)
 
     def record(self, uid: str) -> dict[str, Any]:
         """See `Source`."""

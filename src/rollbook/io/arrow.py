@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 
 from rollbook.core import columns, experiences
-from rollbook.core import columns as arrow
 from rollbook.core.columns import PLAIN_TYPES, Columns
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
@@ -36,13 +35,13 @@ def to_table(records: Experiences, portable: bool = False, typed: bool = True) -
     >>> table["tokens"].to_pylist(), from_table(table).values("reward")
     ([[1, 2, 3], [4, 5]], [1.0, 0.0])
     """
-    arrays = arrow.to_arrays(records.columns, portable)
+    arrays = columns.to_arrays(records.columns, portable)
     if portable:
         ordered = {}
         for field in FIELDS.values():
             ordered[field.name] = arrays.pop(field.name, None)
             if ordered[field.name] is None:
-                ordered[field.name] = pa.nulls(len(records), arrow.empty_type(field) if typed else pa.null())
+                ordered[field.name] = pa.nulls(len(records), columns.empty_type(field) if typed else pa.null())
             for side in [name for name in arrays if name.startswith(f"{field.name}__")]:
                 ordered[side] = arrays.pop(side)
         arrays = {**ordered, **arrays}
@@ -90,10 +89,10 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
             raise WireError(f"column {name!r} of type {array.type} cannot be read as its field: {error}") from None
     if "tokens" not in arrays and "tokens" not in parts and "tokens__other" not in arrays:
         raise WireError("the table has no column 'tokens'")
-    parts.update(arrow.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
+    parts.update(columns.from_arrays({k: v for k, v in arrays.items() if k.partition("__")[0] not in parts}))
     try:
         experiences.add_required_columns(parts, count, explicit_masks=True)
-        arrow.check_columns(parts, count, masks=True)
+        columns.check_columns(parts, count, masks=True)
     except WireError:
         raise
     except ValueError as error:
@@ -108,7 +107,7 @@ def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _normalize(name: str, array: pa.Array, arrays: dict[str, pa.Array], parts: Columns) -> None:
-    """Put `array` into `arrays` with the type its field has, or, if it must be remade by value, into `parts`."""
+    """Add `array` to `arrays`, cast to the type of its field; if no cast exists, encode its values into `parts`."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     column = owner(name)
@@ -121,7 +120,7 @@ def _normalize(name: str, array: pa.Array, arrays: dict[str, pa.Array], parts: C
         if kind is None:
             parts.update(_by_value(field, array))
         else:
-            arrays[name] = _without_hidden(array if kind == array.type else array.cast(kind))
+            arrays[name] = _drop_null_values(array if kind == array.type else array.cast(kind))
         return
     kind = PLAIN_TYPES[field.kind, side]
     if array.type == kind:
@@ -149,7 +148,7 @@ def _names(kind: pa.DataType) -> list[str]:
 
 
 def _ragged_type(field: Field, kind: pa.DataType) -> pa.DataType | None:
-    """The column type that `kind` can be cast to without looking at values, if there is one."""
+    """Return the column type that `kind` can be cast to without reading values, or `None`."""
     if not (_is_list(kind) or pa.types.is_fixed_size_list(kind)):
         return None
     inner = kind.value_type
@@ -162,16 +161,16 @@ def _ragged_type(field: Field, kind: pa.DataType) -> pa.DataType | None:
     if pa.types.is_boolean(inner) and field.accepts == "real":
         inner = pa.uint8()
     if not pa.types.is_integer(inner) and (field.accepts == "integer" or not pa.types.is_floating(inner)):
-        raise WireError(f"column {field.name!r}: got values of {inner}, expected numbers that it can hold")
+        raise WireError(f"column {field.name!r}: got values of {inner}, expected numbers of its type")
     for size in reversed(sizes):
         inner = pa.list_(inner, size)
     return pa.large_list(inner)
 
 
-def _without_hidden(array: pa.Array) -> pa.Array:
-    """The same list array, with no values behind its null rows (other tools may leave some there)."""
-    valid = arrow.validity(array)
-    if valid is None or not (np.diff(arrow.offsets(array, len(array.values)))[~valid] != 0).any():
+def _drop_null_values(array: pa.Array) -> pa.Array:
+    """Return a list array without the values of its null rows, which other tools may leave in place."""
+    valid = columns.validity(array)
+    if valid is None or not (np.diff(columns.offsets(array, len(array.values)))[~valid] != 0).any():
         return array
     return array.take(pa.array(np.arange(len(array))))
 
@@ -229,14 +228,14 @@ class UnionSchema:
             wide = promote((dtype, column.dtype))
             if wide is None or trailing != column.trailing:
                 # No column type holds both: these rows are stored as {dtype, shape, data}.
-                self._set_aside(FIELDS[name], parts, len(records))
+                self._store_separately(FIELDS[name], parts, len(records))
                 continue
             if wide != dtype:
-                # Earlier rows need their own type.
+                # Rows of earlier batches keep their dtype in a side column.
                 self.types[f"{name}__dtype"] = pa.uint8()
             self.tensors[name] = (wide, trailing)
             parts[name] = column.as_dtype(wide)
-        arrays = arrow.to_arrays(parts, portable=True)
+        arrays = columns.to_arrays(parts, portable=True)
         for name, array in arrays.items():
             earlier = self.types.setdefault(name, array.type)
             if earlier != array.type:
@@ -245,7 +244,7 @@ class UnionSchema:
                 self.types[name] = array.type
         return arrays, self.schema()
 
-    def _set_aside(self, field: Field, parts: Columns, count: int) -> None:
+    def _store_separately(self, field: Field, parts: Columns, count: int) -> None:
         values = columns.decode(field, parts) or []
         encoded = columns.encode(field, values, [frozenset((field.name,))] * count)
         for name in (field.name, f"{field.name}__other", f"{field.name}__one"):
@@ -253,10 +252,10 @@ class UnionSchema:
         parts.update(encoded)
 
     def schema(self) -> pa.Schema:
-        """Every field's column followed by its side columns, then unknown columns."""
+        """Return the schema: the column of every field with its side columns, then unknown columns."""
         ordered: dict[str, pa.DataType] = {}
         for field in FIELDS.values():
-            ordered[field.name] = self.types.get(field.name) or (arrow.empty_type(field) if self.typed else pa.null())
+            ordered[field.name] = self.types.get(field.name) or (columns.empty_type(field) if self.typed else pa.null())
             ordered.update({side: t for side, t in sorted(self.types.items()) if side.startswith(f"{field.name}__")})
         ordered.update({name: kind for name, kind in self.types.items() if name not in ordered})
         return pa.schema(list(ordered.items()))
@@ -268,16 +267,16 @@ class UnionSchema:
             array = arrays.get(name)
             main = arrays.get(name.removesuffix("__dtype")) if name.endswith("__dtype") else None
             if array is None and main is not None:
-                # Other tables of the file have this column, so it states the implied type here.
-                array = self._codes(FIELDS[name.removesuffix("__dtype")], main)
+                # Other tables of the file have this column, so this one needs it too, with the implied dtype.
+                array = self._dtype_codes(FIELDS[name.removesuffix("__dtype")], main)
             full[name] = pa.nulls(count, kind) if array is None else array
         return pa.table(full, schema=schema)
 
-    def _codes(self, field: Field, main: pa.Array) -> pa.Array:
+    def _dtype_codes(self, field: Field, main: pa.Array) -> pa.Array:
         inner = main.type
         while inner.num_fields:
             inner = inner.field(0).type
-        code = DTYPES[arrow.implied(str(np.dtype(inner.to_pandas_dtype())), field)].code
+        code = DTYPES[columns.implied(str(np.dtype(inner.to_pandas_dtype())), field)].code
         return pa.array(np.where(np.asarray(main.is_valid()), code, 0).astype(np.uint8))
 
 

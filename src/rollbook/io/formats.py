@@ -124,7 +124,7 @@ def _read(
     errors: ErrorHandler,
     max_bytes: int = 1 << 62,
 ) -> Iterator[Experiences]:
-    """Read chunks whose header states their length; memory grows with the bytes that are there, not with the header."""
+    """Read chunks whose header states their length. Memory grows with the bytes of the file, not with that length."""
     with open(path, "rb") as file:
         at = 0
         while head := file.read(head_bytes):
@@ -155,11 +155,11 @@ def _fill(file: BinaryIO, data: bytearray, total: int) -> None:
 
 
 FORMATS: dict[str, str] = {
-    "parquet": "one Parquet file of ordinary columns, a row group a batch; read and written",
+    "parquet": "one Parquet file of ordinary columns, a row group per batch; read and written",
     "hf": "a folder of Dataset.save_to_disk, or a datasets.Dataset; read and written",
-    "jsonl": "one record a line, strict JSON that loses nothing; read and written",
-    "frames": "Rollbook's frames one after the other; read and written",
-    "trxp": "Trinity-RFT's payloads one after the other (or one of its pickles); read and written",
+    "jsonl": "one record per line, as strict and lossless JSON; read and written",
+    "frames": "consecutive frames of Rollbook; read and written",
+    "trxp": "consecutive payloads of Trinity-RFT, or one of its pickles; read and written",
     "trinity-sqlite": "a table of Trinity-RFT's SQLite buffers, 0.5.x and 0.6.x; read",
     "verl": "rollouts that verl dumped: {step}.jsonl in rollout_data_dir, or Parquet; read",
     "trl": "completions that TRL logged (log_completions), Parquet or JSONL; read",
@@ -171,7 +171,7 @@ EXTENSIONS = {".parquet": "parquet", ".jsonl": "jsonl", ".frames": "frames", ".t
 
 def check_format(name: str | None, writing: bool = False) -> str:
     """Check the name of a format."""
-    names = [format_name for format_name, words in FORMATS.items() if not writing or words.endswith("written")]
+    names = list(_WRITERS if writing else _READERS)
     if name not in names:
         also = " for writing" if writing and name in FORMATS else ""
         raise ValueError(f"format: got {name!r}, unknown format{also}{suggest(str(name), names)}")
@@ -187,7 +187,7 @@ def format_from_name(path: str) -> str:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    """Return whether a folder was written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
     return any(os.path.isfile(os.path.join(path, file)) for file in ("state.json", "dataset_dict.json"))
 
 
@@ -262,11 +262,14 @@ def _guess_file(path: str) -> str:
         except WireError as error:
             raise ValueError(f"{path}: line 1: {error.message}; {_list_formats()}") from None
         return guess_from_keys(path, row, "jsonl", "JSON lines with the keys")
-    content = "a JSON array, not one object a line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
+    content = (
+        "a JSON array, not one object per line" if head.lstrip()[:1] == b"[" else f"bytes that begin {head[:16]!r}"
+    )
     raise ValueError(f"{path}: found {content}; {_list_formats()}")
 
 
 def read_column_names(path: str) -> dict[str, Any]:
+    """Return the names of the columns of a Parquet file, as keys."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -277,14 +280,15 @@ def read_column_names(path: str) -> dict[str, Any]:
 
 
 def guess_from_keys(path: str, row: dict[str, Any], native: str, content: str) -> str:
+    """Return the format of rows with these keys; `native` is that of Rollbook's own rows."""
     keys = set(row)
     if "tokens" in keys or (native == "parquet" and "tokens__other" in keys) or "rollbook" in keys:
         return native
-    # verl's generation writes a list of answers beside its dataset's columns; its trainer writes ids and masks.
-    by_verl = keys & {"data_source", "reward_model", "response_mask", "attention_mask", "input_ids"}
+    # verl's generation script writes the dataset's columns and a list of responses; its trainer writes ids and masks.
+    verl_keys = keys & {"data_source", "reward_model", "response_mask", "attention_mask", "input_ids"}
     if {"input", "output"} <= keys and keys & {"score", "gts", "step"}:
         return "verl"
-    if "responses" in keys and keys & {"prompt", "prompts"} and by_verl:
+    if "responses" in keys and keys & {"prompt", "prompts"} and verl_keys:
         return "verl"
     if keys >= {"prompt", "completion"} or keys >= {"prompt_ids", "completion_ids"}:
         return "trl"
@@ -433,9 +437,9 @@ def write(
         raise FileExistsError(f"path: {final!r} exists; overwrite=True replaces it")
     check_regular(final)
     if os.path.isdir(final) and not (name == "hf" and is_saved_dataset(final)):
-        # Its files would be lost.
-        raise FileExistsError(f"path: {final!r} is a folder and no saved dataset; it is not replaced")
-    # In a private folder, which also has the temporary files of the writer.
+        # Replacing the folder would delete its files.
+        raise FileExistsError(f"path: {final!r} is a folder and not a saved dataset; it is not replaced")
+    # Written in a private folder, which also holds the temporary files of the writer.
     working_folder = f"{final}.{os.urandom(4).hex()}.partial"
     partial = os.path.join(working_folder, os.path.basename(final))
     os.mkdir(working_folder, FOLDER_MODE)
@@ -475,7 +479,7 @@ def _sync_folder(path: str) -> None:
 
 
 def _replace_folder(new: str, final: str) -> None:
-    """Replace a folder. Between the two renames the name is free; it never has an incomplete folder."""
+    """Replace a folder by two renames. Between them, `final` does not exist; it is never incomplete."""
     old = f"{new}.old"
     os.rename(final, old)
     try:

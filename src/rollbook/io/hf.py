@@ -33,7 +33,7 @@ def to_hf(records: Experiences) -> Dataset:
     >>> from_hf(to_hf(records)) == records
     True
     """
-    # Empty columns have the null type: datasets then concatenates with any.
+    # Empty columns have the null type, so that `concatenate_datasets` accepts any type in another dataset.
     return dataset_from_table(to_table(records, portable=True, typed=False))
 
 
@@ -73,7 +73,7 @@ def dataset_from_table(table: pa.Table) -> Dataset:
 # --- saved datasets -------------------------------------------------------------------------------------------------
 
 
-def _datasets() -> Any:
+def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError:
@@ -83,7 +83,7 @@ def _datasets() -> Any:
 
 def write(batches: Iterable[Experiences], path: str, *, max_shard_size: int | str = "1GB") -> int:
     """Write a folder as `Dataset.save_to_disk` makes it; return the number of records."""
-    datasets = _datasets()
+    datasets = _import_datasets()
     spool = f"{path}.arrow"
     try:
         count = write_tables(batches, spool, typed=False, open_writer=pa.ipc.new_stream, read_tables=_read_stream)
@@ -91,7 +91,7 @@ def write(batches: Iterable[Experiences], path: str, *, max_shard_size: int | st
         quiet = not datasets.utils.logging.is_progress_bar_enabled()
         datasets.disable_progress_bars()
         try:
-            # The library writes no shard for no rows, and does not read back what it then wrote.
+            # Without rows, the library would write no shard, and could not load the result.
             dataset.save_to_disk(path, **({"max_shard_size": max_shard_size} if count else {"num_shards": 1}))
         finally:
             if not quiet:
@@ -123,7 +123,7 @@ def read(
     elif split is not None:
         raise ValueError(f"split: got {split!r}, but the dataset has no splits")
     for table in dataset.with_format("arrow").iter(batch_size=batch_rows):
-        # Gathered, not sliced: a batch must not keep the memory of its dataset.
+        # Copied, not sliced: a slice would keep the whole dataset in memory.
         yield from_table(table.take(pa.array(np.arange(len(table)))))
 
 
@@ -131,23 +131,25 @@ def _load(path: str) -> Dataset | DatasetDict:
     folders = [path]
     listing = os.path.join(path, "dataset_dict.json")
     if os.path.isfile(listing):
-        folders = [os.path.join(path, _check_file_name(name, listing)) for name in _json(listing).get("splits", [])]
+        folders = [
+            os.path.join(path, _check_file_name(name, listing)) for name in _load_json(listing).get("splits", [])
+        ]
     for folder in folders:
-        # The library would open whatever these name, also outside of the folder.
+        # The library would open any file that these name, also outside of the folder.
         state = os.path.join(folder, "state.json")
         for key in ("_data_files", "_indices_data_files"):
-            for entry in _json(state).get(key) or []:
+            for entry in _load_json(state).get(key) or []:
                 name = _check_file_name(entry.get("filename") if isinstance(entry, dict) else None, state)
                 real = os.path.realpath(os.path.join(folder, name))
                 if os.path.dirname(real) != os.path.realpath(folder):
                     raise WireError(f"{state}: {name!r} is a link that leaves the folder")
     try:
-        return _datasets().load_from_disk(path)
+        return _import_datasets().load_from_disk(path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
         raise WireError(f"{path}: cannot read saved dataset: {error}") from None
 
 
-def _json(path: str) -> dict[str, Any]:
+def _load_json(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             parsed = json.loads(file.read(16 << 20))

@@ -1,7 +1,7 @@
-"""Rows of JSONL and Parquet files within limits, and what to do with rows that cannot be read.
+"""Rows of JSONL and Parquet files within limits (`read_rows`), and errors of rows (`ErrorHandler`, `Report`).
 
 Invariant: only the path itself and regular files directly in it are opened. No line or row larger than its limit is
-held. A row that cannot be read either raises or is in the report.
+held in memory. A row that cannot be read raises an error or is in the report.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rollbook.core.freeform import MAX_DEPTH, Json
 from rollbook.io import parquet
 
 MAX_ROW_BYTES = 256 << 20
-"""Default limit of one line, row or stored record (Trinity's own limit is 32 MiB)."""
+"""Default limit of the bytes of one line, row or stored record. Trinity's limit is 32 MiB."""
 MAX_LISTED = 10_000
-"""Largest number of rows that a report lists; it counts all."""
+"""Maximum number of rows that a report lists. It counts all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +155,14 @@ def parse_object(text: bytes | None, max_row_bytes: int, strict: bool = True) ->
         except (ValueError, RecursionError) as other:
             raise WireError(f"invalid JSON: {other}") from None
     if type(value) is not dict:
-        raise WireError(f"got a JSON {type(value).__name__}, expected one object a line")
-    # A record's own free-form values may be MAX_DEPTH deep, inside the line's object.
+        raise WireError(f"got a JSON {type(value).__name__}, expected one object per line")
+    # Free-form values, which may have MAX_DEPTH levels, are inside the object of the line.
     check_depth(value, MAX_DEPTH + 2)
     return value
 
 
 def check_depth(value: Json, depth: int) -> None:
-    """Raise `WireError` if values are nested deeper than `depth`. Not recursive: the input chooses the depth."""
+    """Raise `WireError` if values are nested deeper than `depth`. Not recursive, since the input is untrusted."""
     layer = [value]
     for _ in range(depth + 1):
         layer = [
@@ -176,7 +176,7 @@ def check_depth(value: Json, depth: int) -> None:
     raise WireError(f"values are nested deeper than {depth}")
 
 
-_ROWS = re.compile(r".*\.(jsonl|json|parquet)")
+_ROW_FILES = re.compile(r".*\.(jsonl|json|parquet)")
 
 
 def _is_parquet(path: str) -> bool:
@@ -189,7 +189,7 @@ def list_float_columns(path: str) -> list[str]:
     import pyarrow.parquet as pq
 
     names: dict[str, None] = {}
-    for name in filter(_is_parquet, list_files(path, _ROWS)):
+    for name in filter(_is_parquet, list_files(path, _ROW_FILES)):
         try:
             schema = pq.read_schema(name)
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -200,14 +200,14 @@ def list_float_columns(path: str) -> list[str]:
 
 def read_rows(path: str, errors: ErrorHandler, max_row_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read (place, row) of every row of a JSONL or Parquet file, or of a folder of such files."""
-    for name in list_files(path, _ROWS):
+    for name in list_files(path, _ROW_FILES):
         if _is_parquet(name):
-            at = 0
-            # Few at a time: Python values take many times the bytes of the rows.
+            number = 0
+            # Small batches: Python values take many times the memory of the Arrow rows.
             for batch in parquet.batches(name, 64, max_row_bytes=max_row_bytes):
                 for row in batch.to_pylist():
-                    yield f"{os.path.basename(name)}:{at}", row
-                    at += 1
+                    yield f"{os.path.basename(name)}:{number}", row
+                    number += 1
             continue
         for where, text in read_lines(name, max_row_bytes):
             try:

@@ -1,8 +1,10 @@
-"""Records as a resumable torch `IterableDataset`, one by one or in batches.
+"""`ExperienceDataset`: records as a resumable torch `IterableDataset`, one by one or in batches.
 
-Invariant: the units of an epoch (rows or batches) and their order follow from the source, the settings, the seed and
-the epoch alone. Every unit goes to exactly one rank and one worker, and the units of a rank have the same order with
-any number of workers, so that a position in the epoch is one number.
+A unit is what the dataset yields: a record, or a batch.
+
+Invariant: the units of an epoch and their order depend only on the source, the settings, the seed and the epoch. Every
+unit goes to exactly one rank and one worker, and the units of a rank have the same order with any number of workers, so
+that a position in the epoch is one number.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from rollbook.core.checks import check_int
 from rollbook.core.errors import WireError
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
@@ -27,32 +30,32 @@ from rollbook.core.wire import HEADER_BYTES, decode, read_header
 Rows: TypeAlias = NDArray[np.int64]
 RecordSource: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str] | Experience | Experiences]"
 """Records, paths of frame files, or an iterable of records."""
-_GATHER = 1024
-"""Rows that are created at once when rows are returned one by one."""
+_ROWS_PER_CHUNK = 1024
+"""Records that are built at once when records are returned one by one."""
 
 
 class ExperienceDataset(IterableDataset[Any]):
     """Records for a torch `DataLoader` with `batch_size=None`: this class makes the batches.
 
-    The units are single `Experience`s, or `Experiences` with `batch_size` or `max_tokens`. They are distributed to
-    ranks, and to the workers of a rank, in turn.
+    It yields single `Experience`s, or with `batch_size` or `max_tokens` batches of type `Experiences`. They are
+    distributed round-robin to ranks, and to the workers of a rank.
 
-    The epoch increases when it was iterated to its end in this process. With workers and without `tracked`, call
-    `set_epoch` before each epoch. `state_dict` and `load_state_dict` save and restore the position: exactly, if this
-    process iterates the dataset, or a loader through `tracked`, or if the loader asks its workers, as torchdata's
-    `StatefulDataLoader` does. Iterating again without loading starts at the last loaded state.
+    The epoch increases when this process iterates to its end. With workers and without `tracked`, call `set_epoch`
+    before each epoch. `state_dict` and `load_state_dict` save and restore the position. It is exact if this process
+    iterates the dataset, or a loader through `tracked`, or if the loader collects the states of its workers, as
+    torchdata's `StatefulDataLoader` does. Iterating again without loading starts at the last loaded state.
 
     Args:
         source: `Experiences`, a list of records, paths of frame files, or any object that can be iterated repeatedly
             and yields `Experiences` or `Experience`. Files are read a few frames at a time.
         batch_size: Records per batch. The last may have fewer.
-        max_tokens: Largest number of tokens of a batch, filled with records in order.
+        max_tokens: Maximum number of tokens of a batch, which is filled with records in order.
         collate: Converts a batch, in the worker. For an `ExperienceBatch`:
             `functools.partial(rollbook.compat.lightrft.batch.from_experiences, pad_token_id=0)`.
-        shuffle: Shuffle in each epoch: all records if they are in memory, else the frames of the files, and then
-            `shuffle_rows` records at a time.
-        seed: The seed of the order.
-        shuffle_rows: Records that are shuffled together.
+        shuffle: Shuffle in each epoch: all records if they are in memory, else the frames of the files, and then the
+            records within windows of `shuffle_rows`.
+        seed: Seed of the order.
+        shuffle_rows: Number of records that are shuffled together.
         drop_last: Give all ranks the same number of units, and leave out a short last batch. Otherwise ranks may
             differ by one unit.
         rank: The rank; by default that of `torch.distributed`.
@@ -81,17 +84,16 @@ class ExperienceDataset(IterableDataset[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        for name, limit in (("batch_size", batch_size), ("max_tokens", max_tokens), ("shuffle_rows", shuffle_rows)):
-            if limit is not None and (type(limit) is not int or limit < 1):
-                raise ValueError(f"{name}: got {limit!r}, expected a whole number from 1 on")
+        batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
+        max_tokens = None if max_tokens is None else check_int("max_tokens", max_tokens, 1)
+        shuffle_rows = check_int("shuffle_rows", shuffle_rows, 1)
+        seed = check_int("seed", seed)
         if batch_size is not None and max_tokens is not None:
-            raise ValueError(f"max_tokens: got {max_tokens} beside batch_size {batch_size}, expected one of the two")
+            raise ValueError(f"max_tokens: got {max_tokens} with batch_size {batch_size}, expected only one of the two")
         if collate is not None and batch_size is None and max_tokens is None:
-            raise ValueError("collate: got a function, expected batch_size or max_tokens with it: rows stay rows")
-        if type(seed) is not int or seed < 0:
-            raise ValueError(f"seed: got {seed!r}, expected a whole number from 0 on")
-        self.rank, self.world_size = _place(rank, world_size)
-        self._source = _source(source)
+            raise ValueError("collate: got a function, expected batch_size or max_tokens with it: it converts batches")
+        self.rank, self.world_size = _resolve_rank(rank, world_size)
+        self._source = _open_source(source)
         self._collate = collate
         self._settings: dict[str, Any] = {
             "batch_size": batch_size,
@@ -103,28 +105,27 @@ class ExperienceDataset(IterableDataset[Any]):
             "rank": self.rank,
             "world_size": self.world_size,
         }
-        # Shared with workers, also with those that outlive an epoch; only the process that made it writes to it.
-        self._shared: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._taken = 0
-        self._resumed: tuple[int, int, int] | None = None
+        # [epoch, first unit of this rank in it]. In shared memory, so that persistent workers see the next epoch. Only
+        # the process that created the dataset writes to it.
+        self._shared_position: torch.Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._units_taken = 0
+        self._resumed_position: tuple[int, int, int] | None = None
 
     # --- position ----------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """The current or next epoch."""
-        return int(self._shared[0])
+        return int(self._shared_position[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch. If it is not the current one, it starts at its beginning."""
-        if type(epoch) is not int or epoch < 0:
-            raise ValueError(f"epoch: got {epoch!r}, expected a whole number from 0 on")
-        if epoch != self.epoch:
-            self._begin(epoch, 0)
+        """Set the next epoch, which starts at its beginning unless it is the current one."""
+        if check_int("epoch", epoch) != self.epoch:
+            self._start_epoch(epoch, 0)
 
-    def _begin(self, epoch: int, start: int) -> None:
-        self._shared[0], self._shared[1] = epoch, start
-        self._taken, self._resumed = 0, None
+    def _start_epoch(self, epoch: int, start: int) -> None:
+        self._shared_position[0], self._shared_position[1] = epoch, start
+        self._units_taken, self._resumed_position = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the position in it and the settings.
@@ -139,38 +140,38 @@ class ExperienceDataset(IterableDataset[Any]):
         >>> head + [int(row.tokens[-1]) for row in again] == whole
         True
         """
-        worker, workers = _worker()
-        epoch, start, taken = self._place()
-        taken += self._taken
+        worker, workers = _worker_place()
+        epoch, start, taken = self._position()
+        taken += self._units_taken
         return {"epoch": epoch, "start": start, "taken": taken, "worker": worker, "workers": workers, **self._settings}
 
-    def _place(self) -> tuple[int, int, int]:
-        """Return the epoch, where this rank started in it, and the units that this worker had taken by then."""
-        return self._resumed or (int(self._shared[0]), int(self._shared[1]), 0)
+    def _position(self) -> tuple[int, int, int]:
+        """Return the epoch, the first unit of this rank in it, and the number of units that this worker has yielded."""
+        return self._resumed_position or (int(self._shared_position[0]), int(self._shared_position[1]), 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, with the same source and settings."""
-        place = ("epoch", "start", "taken", "worker", "workers")
-        for name in (*place, *self._settings):
+        position = ("epoch", "start", "taken", "worker", "workers")
+        for name in (*position, *self._settings):
             if name not in state:
                 raise ValueError(f"state: got no {name!r}, expected a state_dict of ExperienceDataset")
             if name in self._settings and state[name] != self._settings[name]:
                 raise ValueError(f"{name}: got a state saved with {state[name]!r}, expected {self._settings[name]!r}")
-        epoch, start, taken, worker, workers = (int(state[name]) for name in place)
+        epoch, start, taken, worker, workers = (int(state[name]) for name in position)
         if (worker, workers) == (0, 1):
-            self._begin(epoch, start + taken)
+            self._start_epoch(epoch, start + taken)
             return
-        if (worker, workers) != _worker():
+        if (worker, workers) != _worker_place():
             raise ValueError(
-                f"state: got that of worker {worker} of {workers}, expected to load it in the same; the process that "
-                "owns the loader has its own (see tracked)"
+                f"state: got the state of worker {worker} of {workers}, expected to load it in the same worker; the "
+                "main process has a state of its own (see tracked)"
             )
-        self._resumed, self._taken = (epoch, start, taken), 0
+        self._resumed_position, self._units_taken = (epoch, start, taken), 0
 
     def tracked(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Iterate `loader`, a `DataLoader` of this dataset, and keep the position of the dataset up to date.
 
-        A loader's workers have copies of the dataset and are ahead of what was delivered; this counts deliveries.
+        The workers of a loader have copies of the dataset and prefetch. This counts the units that were yielded.
         """
         if loader.dataset is not self or loader.batch_size is not None or not getattr(loader, "in_order", True):
             raise ValueError(
@@ -181,55 +182,56 @@ class ExperienceDataset(IterableDataset[Any]):
             yield from loader
             return
         epoch = self.epoch
-        self._taken = 0
+        self._units_taken = 0
         for unit in loader:
-            self._taken += 1
+            self._units_taken += 1
             yield unit
-        self._begin(epoch + 1, 0)
+        self._start_epoch(epoch + 1, 0)
 
     # --- iteration ----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the units of this rank in an epoch, if they can be counted in advance."""
+        """Return the number of units of this rank in an epoch; raise `TypeError` if it is not known in advance."""
         if self._source.count is None or self._settings["max_tokens"] is not None:
-            raise TypeError("len: units are counted beforehand only without max_tokens, and of a source with a size")
+            raise TypeError("len: unknown with max_tokens, or for a source without a length")
         size, drop = self._settings["batch_size"] or 1, self._settings["drop_last"]
         units = self._source.count // size if drop else -(-self._source.count // size)
         return units // self.world_size + (not drop and self.rank < units % self.world_size)
 
     def __iter__(self) -> Iterator[Any]:
-        worker, workers = _worker()
-        epoch, start, taken = self._place()
-        self._taken = 0
-        for unit in self._made(self._mine(epoch, start + worker + taken * workers, workers)):
-            self._taken += 1
+        worker, workers = _worker_place()
+        epoch, start, taken = self._position()
+        self._units_taken = 0
+        for unit in self._collated(self._units_of_rank(epoch, start + worker + taken * workers, workers)):
+            self._units_taken += 1
             yield unit
         if get_worker_info() is None:
-            self._begin(epoch + 1, 0)
+            self._start_epoch(epoch + 1, 0)
         else:
-            self._resumed = None
+            self._resumed_position = None
 
-    def _mine(self, epoch: int, first: int, step: int) -> Iterator[_Unit]:
+    def _units_of_rank(self, epoch: int, first: int, step: int) -> Iterator[_Unit]:
         """Yield every `step`th unit of this rank, from number `first`."""
-        deal: list[_Unit] = []
+        # One unit per rank at a time, since `drop_last` drops the last units if there are fewer than ranks.
+        one_per_rank: list[_Unit] = []
         number = 0
         for unit in self._units(epoch):
-            deal.append(unit)
-            # One round of dealing at a time: whether it is a full one decides about the last with `drop_last`.
-            if len(deal) == self.world_size:
+            one_per_rank.append(unit)
+            if len(one_per_rank) == self.world_size:
                 if number >= first and not (number - first) % step:
-                    yield deal[self.rank]
-                deal = []
+                    yield one_per_rank[self.rank]
+                one_per_rank = []
                 number += 1
-        last = self.rank < len(deal) and not self._settings["drop_last"]
-        if last and number >= first and not (number - first) % step:
-            yield deal[self.rank]
+        has_last = self.rank < len(one_per_rank) and not self._settings["drop_last"]
+        if has_last and number >= first and not (number - first) % step:
+            yield one_per_rank[self.rank]
 
     def _units(self, epoch: int) -> Iterator[_Unit]:
+        """Yield the units of all ranks, as rows of blocks."""
         size, cap = self._settings["batch_size"] or 1, self._settings["max_tokens"]
         unit: _Unit = []
         filled = 0
-        for block, order in self._blocks(epoch):
+        for block, order in self._shuffled_blocks(epoch):
             begin = 0
             if cap is None:
                 while filled + len(order) - begin >= size:
@@ -240,43 +242,43 @@ class ExperienceDataset(IterableDataset[Any]):
                     unit.append((block, order[begin:]))
                     filled += len(order) - begin
                 continue
-            for at, length in enumerate(block.records.token_lengths()[order].tolist()):
+            for i, length in enumerate(block.records.token_lengths()[order].tolist()):
                 if length > cap:
-                    eid = block.records[int(order[at])].eid
-                    raise ValueError(f"max_tokens: got {cap}, expected at least {length}, as record {eid} has")
+                    eid = block.records[int(order[i])].eid
+                    raise ValueError(f"max_tokens: got {cap}, expected at least {length}, the length of record {eid}")
                 if filled + length > cap:
-                    yield [*unit, (block, order[begin:at])] if at > begin else unit
-                    unit, filled, begin = [], 0, at
+                    yield [*unit, (block, order[begin:i])] if i > begin else unit
+                    unit, filled, begin = [], 0, i
                 filled += length
             if begin < len(order):
                 unit.append((block, order[begin:]))
         if unit and not self._settings["drop_last"]:
             yield unit
 
-    def _blocks(self, epoch: int) -> Iterator[tuple[_Block, Rows]]:
-        """Yield blocks of records that are ordered together, with their order."""
+    def _shuffled_blocks(self, epoch: int) -> Iterator[tuple[_Block, Rows]]:
+        """Yield blocks of records that are shuffled together, with the order of their rows."""
         shuffle, seed = self._settings["shuffle"], self._settings["seed"]
         parts: Iterable[_Part] = self._source.parts()
         if shuffle and self._source.count is not None:
             all_parts = list(parts)
             parts = (all_parts[i] for i in np.random.default_rng([seed, epoch]).permutation(len(all_parts)))
-        least = self._settings["shuffle_rows"] if shuffle else 1
-        for number, block in enumerate(_blocks(parts, least)):
+        min_rows = self._settings["shuffle_rows"] if shuffle else 1
+        for number, block in enumerate(_join_parts(parts, min_rows)):
             if shuffle:
                 yield block, np.random.default_rng([seed, epoch, number + 1]).permutation(block.count)
             else:
                 yield block, np.arange(block.count)
 
-    def _made(self, units: Iterator[_Unit]) -> Iterator[Any]:
+    def _collated(self, units: Iterator[_Unit]) -> Iterator[Any]:
         if self._settings["batch_size"] is None and self._settings["max_tokens"] is None:
-            yield from _rows(units)
+            yield from _iterate_rows(units)
             return
         for unit in units:
             batch = Experiences.concat([block.records.take(rows) for block, rows in unit])
             yield batch if self._collate is None else self._collate(batch)
 
 
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return the rank and the number of ranks."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank: got {rank} with world_size {world_size}, expected both or neither")
@@ -285,11 +287,12 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
             return 0, 1
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank: got {rank}, expected 0 to {world_size - 1}, world_size being {world_size}")
+        raise ValueError(f"rank: got {rank}, expected 0 to {world_size - 1}, with world_size {world_size}")
     return rank, world_size
 
 
-def _worker() -> tuple[int, int]:
+def _worker_place() -> tuple[int, int]:
+    """Return the number of this loader worker, and how many there are."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
@@ -306,7 +309,7 @@ class _Part:
 
 
 class _Block:
-    """Parts that are ordered together, loaded on first use."""
+    """Parts that are shuffled together, loaded on first use."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts: list[_Part] | None = parts
@@ -324,36 +327,38 @@ class _Block:
 _Unit: TypeAlias = list[tuple[_Block, Rows]]
 
 
-def _blocks(parts: Iterable[_Part], least: int) -> Iterator[_Block]:
-    """Yield blocks of complete parts with at least `least` records each, except the last."""
+def _join_parts(parts: Iterable[_Part], min_rows: int) -> Iterator[_Block]:
+    """Yield blocks of complete parts with at least `min_rows` records each, except the last."""
     pending: list[_Part] = []
     count = 0
     for part in parts:
         if part.count:
             pending.append(part)
             count += part.count
-        if count >= least:
+        if count >= min_rows:
             yield _Block(pending)
             pending, count = [], 0
     if pending:
         yield _Block(pending)
 
 
-def _rows(units: Iterator[_Unit]) -> Iterator[Experience]:
-    """Yield the record of each unit of one, created in bulk."""
+def _iterate_rows(units: Iterator[_Unit]) -> Iterator[Experience]:
+    """Yield the records of units of one record, built `_ROWS_PER_CHUNK` at a time."""
     pending: list[int] = []
     block: _Block | None = None
-    for ((its, (row,)),) in units:
-        if block is not None and (its is not block or len(pending) == _GATHER):
+    for ((next_block, (row,)),) in units:
+        if block is not None and (next_block is not block or len(pending) == _ROWS_PER_CHUNK):
             yield from block.records.take(pending).rows()
             pending = []
-        block = its
+        block = next_block
         pending.append(int(row))
     if block is not None:
         yield from block.records.take(pending).rows()
 
 
-class _Memory:
+class _MemorySource:
+    """Records in memory, as one part."""
+
     def __init__(self, records: Experiences) -> None:
         self.records = records
         self.count: int | None = len(records)
@@ -362,11 +367,11 @@ class _Memory:
         return iter([_Part(len(self.records), lambda: self.records)])
 
 
-class _Files:
-    """Frames of files, located by their headers."""
+class _FileSource:
+    """Frames of files, which are loaded when they are needed."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self.frames = [frame for path in paths for frame in _frames(path)]
+        self.frames = [frame for path in paths for frame in _scan_frames(path)]
         self.count: int | None = sum(frame.count for frame in self.frames)
 
     def parts(self) -> Iterator[_Part]:
@@ -387,28 +392,31 @@ class _FileFrame:
         try:
             return decode(memory, private=True)
         except WireError as error:
-            at = None if error.offset is None else self.start + error.offset
-            raise WireError(f"{self.path}: {error.message}", at) from None
+            offset = None if error.offset is None else self.start + error.offset
+            raise WireError(f"{self.path}: {error.message}", offset) from None
 
 
-def _frames(path: Path) -> Iterator[_FileFrame]:
+def _scan_frames(path: Path) -> Iterator[_FileFrame]:
+    """Locate the frames of a file by their headers."""
     check_regular(path)
     size = path.stat().st_size
-    at = 0
+    start = 0
     with open(path, "rb") as file:
-        while at < size:
-            file.seek(at)
+        while start < size:
+            file.seek(start)
             try:
                 frame = read_header(file.read(HEADER_BYTES))
             except WireError as error:
-                raise WireError(f"{path}: {error.message}", at + (error.offset or 0)) from None
-            if at + frame.stop > size:
-                raise WireError(f"{path}: the frame takes {frame.stop} bytes, {size - at} are there", at)
-            yield _FileFrame(path, at, at + frame.stop, frame.count)
-            at += frame.stop
+                raise WireError(f"{path}: {error.message}", start + (error.offset or 0)) from None
+            if start + frame.stop > size:
+                raise WireError(f"{path}: the frame takes {frame.stop} bytes, {size - start} are left", start)
+            yield _FileFrame(path, start, start + frame.stop, frame.count)
+            start += frame.stop
 
 
-class _Stream:
+class _StreamSource:
+    """An iterable of `Experiences` or `Experience`s, of unknown length."""
+
     def __init__(self, source: Iterable[Any]) -> None:
         self.source = source
         self.count: int | None = None
@@ -422,35 +430,35 @@ class _Stream:
                 raise ValueError(
                     f"source: item {number} is of type {type(entry).__name__}, expected Experiences or Experience"
                 )
-            if rows and (isinstance(entry, Experiences) or len(rows) == _GATHER):
-                yield _loaded(Experiences(rows))
+            if rows and (isinstance(entry, Experiences) or len(rows) == _ROWS_PER_CHUNK):
+                yield _loaded_part(Experiences(rows))
                 rows = []
             if isinstance(entry, Experiences):
-                yield _loaded(entry)
+                yield _loaded_part(entry)
         if rows:
-            yield _loaded(Experiences(rows))
+            yield _loaded_part(Experiences(rows))
 
 
-def _loaded(records: Experiences) -> _Part:
+def _loaded_part(records: Experiences) -> _Part:
     return _Part(len(records), lambda: records)
 
 
-def _source(data: RecordSource) -> _Memory | _Files | _Stream:
+def _open_source(data: RecordSource) -> _MemorySource | _FileSource | _StreamSource:
     if isinstance(data, Experiences):
-        return _Memory(data)
+        return _MemorySource(data)
     if isinstance(data, (str, os.PathLike)):
-        return _Files([Path(data)])
+        return _FileSource([Path(data)])
     if isinstance(data, Sequence) and not isinstance(data, (bytes, bytearray, memoryview)):
         if data and all(isinstance(entry, (str, os.PathLike)) for entry in data):
-            return _Files([Path(entry) for entry in data])
+            return _FileSource([Path(entry) for entry in data])
         rows = [entry for entry in data if isinstance(entry, Experience)]
         if len(rows) == len(data):
-            return _Memory(Experiences(rows))
+            return _MemorySource(Experiences(rows))
         if all(isinstance(entry, (Experience, Experiences)) for entry in data):
-            parts = _Stream(data).parts()
-            return _Memory(Experiences.concat(part.load() for part in parts))
+            parts = _StreamSource(data).parts()
+            return _MemorySource(Experiences.concat(part.load() for part in parts))
     if isinstance(data, Iterable) and not isinstance(data, (Iterator, bytes, bytearray, memoryview, Mapping)):
-        return _Stream(data)
+        return _StreamSource(data)
     raise ValueError(
         f"source: got {type(data).__name__}, expected Experiences, a list of records, paths of frame files, or "
         "an iterable (not an iterator) of Experiences or records"

@@ -1,13 +1,18 @@
-"""Trajectories as JSON files for people: decode texts, select samples of a rollout, encode and write them.
+"""Trajectories as readable JSON files: decode tokens, select samples of a rollout, encode and write them.
 
-In this order: `Decoder` (token ids to text and token ends), statistics of texts (`repeat_score`, `reflections`), images
-(`ImageEncoder`), the files (`TrajectoryFiles`, `BackgroundWriter`), and the trajectories themselves. A
-`TrajectorySource` reads samples where they are (`RecordSource`: records). A `TrajectorySet` describes every sample as a
-`Candidate`, from which `select` chooses, and returns the chosen ones as `Trajectory`. A `TrajectoryEncoder` encodes
-these: LightRFT's keys first, in its order, then the rest of the record.
+Contents, in order:
 
-Invariant: entry j of every array of a `Trajectory` belongs to token `prompt + j`; it shares no memory with its source;
-sources are not changed. The texts of tokens, joined, are the text they belong to. The bytes are strict JSON.
+- `Decoder`: token ids to text, with the end of each token;
+- `repeat_score`, `count_reflections`: statistics of texts;
+- `ImageEncoder`: images as PNG;
+- `TrajectoryFiles`, `BackgroundWriter`: the files, and a thread that writes them;
+- `TrajectorySource` (`RecordSource` for records), `TrajectorySet`: all samples, each as a `Candidate`;
+- `select`: which candidates are written, each as a `Trajectory`;
+- `TrajectoryEncoder`: the JSON. LightRFT's keys come first, in its order, then the rest of the record.
+
+Invariant: entry j of every array of a `Trajectory` belongs to token `prompt + j`. A trajectory shares no memory with
+its source, and sources are not changed. The texts of all tokens concatenated are the whole text. The files are strict
+JSON.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ from rollbook.core.media import (
 from rollbook.core.vocabulary import Ids, Tokenizer, Vocabulary
 
 __all__ = [
-    *["REFLECTIONS", "Decoder", "reflections", "repeat_score"],
+    *["REFLECTIONS", "Decoder", "count_reflections", "repeat_score"],
     *[
         "DEFAULT_PREFIX",
         "IMAGES",
@@ -89,18 +94,20 @@ __all__ = [
     ],
 ]
 
+# --- decoding -------------------------------------------------------------------------------------------------------
+
 _PROBES, _PROBE_LENGTH = 8, 24
-"""Number and length of the sequences that test whether a tokenizer decodes as its vocabulary says."""
+"""Number and length of the sequences that test whether a tokenizer decodes by concatenation of vocabulary entries."""
 _MAX_PREFIXES = 2048
-"""Prefixes that are decoded at most, for a tokenizer whose text of a token depends on the tokens after it."""
+"""Maximum number of prefixes to decode for a tokenizer whose text of a token depends on the tokens after it."""
 
 
 class Decoder:
-    """Decode token ids with a tokenizer: by the bytes of its vocabulary if the text is the same, else by its `decode`.
+    """Decodes token ids: by the bytes of the tokenizer's vocabulary if that gives the same text, else by its `decode`.
 
     Args:
         tokenizer: Any object with `decode(ids)`, or a processor with a `tokenizer`. Without `all_special_ids`, its
-            special tokens are those of beginning, end and padding.
+            special tokens are the BOS, EOS and padding tokens.
 
     >>> class Letters:
     ...     eos_token_id = 0
@@ -124,14 +131,14 @@ class Decoder:
             {},
         ]
         ends = getattr(tokenizer, "eos_token_id", None)
-        self.end_ids = frozenset(_as_list(ends))
+        self.end_ids = frozenset(_as_int_list(ends))
         """The ids that end a response."""
         special_ids = getattr(tokenizer, "all_special_ids", None)
         if special_ids is None:
             others = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "pad"))
-            special_ids = [*self.end_ids, *(i for ids in others for i in _as_list(ids))]
+            special_ids = [*self.end_ids, *(i for ids in others for i in _as_int_list(ids))]
         self.special_ids = frozenset(int(i) for i in special_ids)
-        self._vocabulary = self._tested_vocabulary()
+        self._vocabulary = self._find_vocabulary()
 
     def decode(self, ids: list[int]) -> str:
         """Decode `ids` with the tokenizer, special tokens included."""
@@ -166,8 +173,8 @@ class Decoder:
             ends = self._ends_by_prefixes(token_ids, text)
         return text, np.array(ends, dtype=np.int64)
 
-    def _tested_vocabulary(self) -> Vocabulary | None:
-        """Return the tokenizer's vocabulary if it decodes as that says."""
+    def _find_vocabulary(self) -> Vocabulary | None:
+        """Return the tokenizer's vocabulary if concatenating its entries gives the text of `decode`."""
         try:
             vocabulary = Vocabulary.from_tokenizer(self.tokenizer)
             generator = random.Random(0)
@@ -180,12 +187,12 @@ class Decoder:
                     probe[generator.randrange(_PROBE_LENGTH)] = generator.choice(special_ids)
                 if not probe or vocabulary.decode_with_ends(probe)[0] != self.decode(probe):
                     return None
-        except Exception:  # tokenizers of other libraries raise anything when asked for their vocabulary
+        except Exception:  # tokenizers of other libraries may raise anything
             return None
         return vocabulary
 
     def _ends_stepwise(self, ids: list[int], text: str) -> list[int] | None:
-        """Return where tokens end, by decoding each with the few before it; `None` if that gives another text."""
+        """Return where tokens end, by decoding each with the few before it; `None` if the pieces are not `text`."""
         ends: list[int] = []
         pieces: list[str] = []
         at = start = read = 0
@@ -193,7 +200,7 @@ class Decoder:
         for i in range(len(ids)):
             now = self.decode(ids[start : i + 1])
             if now.endswith("�") and i + 1 < len(ids):
-                ends.append(at)  # inside a character
+                ends.append(at)  # the token ends inside a character
                 continue
             if not now.startswith(before):
                 return None
@@ -205,7 +212,7 @@ class Decoder:
         return ends if "".join(pieces) == text else None
 
     def _ends_by_prefixes(self, ids: list[int], text: str) -> list[int]:
-        """Return where tokens end, by decoding prefixes; with a stride if there are many tokens."""
+        """Return where tokens end, by decoding prefixes: all of them, or every n-th if there are many tokens."""
         stride = -(-len(ids) // _MAX_PREFIXES)
         ends, at = [], 0
         for i in range(len(ids)):
@@ -224,7 +231,7 @@ def _valid_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def _as_list(token_ids: int | Iterable[int] | None) -> list[int]:
+def _as_int_list(token_ids: int | Iterable[int] | None) -> list[int]:
     if token_ids is None:
         return []
     return [int(i) for i in token_ids] if isinstance(token_ids, Iterable) else [int(token_ids)]
@@ -250,10 +257,10 @@ def _common_prefix(left: str, right: str) -> int:
     return low
 
 
-# --- repetition -----------------------------------------------------------------------------------------------------
+# --- statistics of texts --------------------------------------------------------------------------------------------
 
 _KEY_BITS = 63
-"""Bits of a key that packs several characters: those of an int64 without its sign."""
+"""Bits of a key that packs several characters: an int64 without its sign."""
 
 REFLECTIONS = {
     "let_me_think": r"let\s+me\s+think",
@@ -265,19 +272,19 @@ REFLECTIONS = {
     "wrong": "wrong",
     "rethink": "rethink",
 }
-"""The phrases that are counted: whole words, in any case."""
+"""The phrases that `count_reflections` counts, as patterns of whole words, ignoring case."""
 
-_PHRASES = [(name, re.compile(rf"{phrase}\b"), phrase.split("\\")[0]) for name, phrase in REFLECTIONS.items()]
-_ANY_CASE = {name: re.compile(rf"\b{phrase}\b", re.IGNORECASE) for name, phrase in REFLECTIONS.items()}
-_CASE_FOLDED = re.compile("[\u0130\u0131\u017f\u212a]")
-"""Characters that match i, s and k if case is ignored, but that `str.lower` does not convert to them."""
+_FAST_PATTERNS = [(name, re.compile(rf"{phrase}\b"), phrase.split("\\")[0]) for name, phrase in REFLECTIONS.items()]
+_SLOW_PATTERNS = {name: re.compile(rf"\b{phrase}\b", re.IGNORECASE) for name, phrase in REFLECTIONS.items()}
+_SPECIAL_CASE = re.compile("[\u0130\u0131\u017f\u212a]")
+"""Characters that match i, s and k with `re.IGNORECASE`, but that `str.lower` does not convert to them."""
 
 
 def repeat_score(text: str) -> float:
-    """Score how repetitive a text is: the share of its substrings that occurred before.
+    """Compute the share of substrings of a text that occurred before.
 
     The score is 2 S / (n (n + 1)), where n is the number of characters and S the sum of the lengths of the common
-    prefixes of neighboring suffixes in sorted order: n (n + 1) / 2 - S is the number of different substrings.
+    prefixes of adjacent suffixes in sorted order: n (n + 1) / 2 - S is the number of distinct substrings.
 
     Args:
         text: The text.
@@ -294,11 +301,11 @@ def repeat_score(text: str) -> float:
     if n <= 1:
         return 0.0
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return 2 * _common(_ranked(codes)) / (n * (n + 1))
+    return 2 * _sum_common_prefixes(_rank_characters(codes)) / (n * (n + 1))
 
 
-def _ranked(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Return the ranks [n] of the characters, from 1: the end of the text is 0."""
+def _rank_characters(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Return the ranks [n] of the characters, from 1; 0 is reserved for the end of the text."""
     top = int(codes.max())
     if top > 1 << 16:
         return np.unique(codes, return_inverse=True)[1].astype(np.int64) + 1
@@ -307,11 +314,11 @@ def _ranked(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
     return np.cumsum(seen)[codes]
 
 
-def _common(ranks: NDArray[np.int64]) -> int:
-    """Return the summed lengths of the common prefixes of neighboring suffixes.
+def _sum_common_prefixes(ranks: NDArray[np.int64]) -> int:
+    """Sum the lengths of the common prefixes of adjacent suffixes in sorted order, by prefix doubling.
 
-    Suffixes are sorted by their first w characters, packed into one number; those that equal a neighbor by 2 w, 4 w and
-    so on, by their ranks so far (prefix doubling, each round on fewer suffixes).
+    Suffixes are first sorted by w characters, packed into one number. Those that are equal so far are sorted by 2 w,
+    4 w, ... characters, by their ranks in the round before. Each round has fewer suffixes.
     """
     n = len(ranks)
     bits = int(ranks.max()).bit_length()
@@ -324,7 +331,7 @@ def _common(ranks: NDArray[np.int64]) -> int:
     differ = sorted_keys[1:] ^ sorted_keys[:-1]
     total = _shared_characters(differ[differ != 0], bits, width)
     changed = np.concatenate(([True], differ != 0))
-    # A rank is 1 + the start of its run of equals, so that it stays when the others of the run are separated.
+    # The rank is 1 + the start of the run of equal suffixes, so that it stays valid when the run is split later.
     rank = np.zeros(n + 1, dtype=np.int64)
     starts = np.flatnonzero(changed)
     sizes = np.diff(starts, append=n)
@@ -332,16 +339,16 @@ def _common(ranks: NDArray[np.int64]) -> int:
     levels = [(width, rank)]
     left = left[np.repeat(sizes > 1, sizes)]
     while len(left):
-        # `left`: suffixes that share their first `length` characters with another, sorted by runs of equals.
+        # `left`: suffixes that share their first `length` characters with another, sorted by runs of equal suffixes.
         length, rank = levels[-1]
         turn = np.argsort(rank[left] * (n + 1) + rank[np.minimum(left + length, n)])
         left = left[turn]
         run, second = rank[left], rank[np.minimum(left + length, n)]
         other_run = run[1:] != run[:-1]
         split = (second[1:] != second[:-1]) & ~other_run
-        apart = np.flatnonzero(split)  # neighbors that differ after their first `length` characters
+        apart = np.flatnonzero(split)  # adjacent suffixes that differ after their first `length` characters
         total += len(apart) * length
-        total += _lifted(left[apart] + length, left[apart + 1] + length, levels, keys, bits)
+        total += _sum_common_prefixes_of_pairs(left[apart] + length, left[apart + 1] + length, levels, keys, bits)
         starts = np.flatnonzero(np.concatenate(([True], split | other_run)))
         sizes = np.diff(starts, append=len(left))
         begins = np.flatnonzero(np.concatenate(([True], other_run)))
@@ -359,7 +366,7 @@ def _shared_characters(differ: NDArray[np.int64], bits: int, width: int) -> int:
     return len(differ) * (width - 1) - int(np.searchsorted(bounds, differ, side="right").sum())
 
 
-def _lifted(
+def _sum_common_prefixes_of_pairs(
     left: NDArray[np.int64],
     right: NDArray[np.int64],
     levels: list[tuple[int, NDArray[np.int64]]],
@@ -377,7 +384,7 @@ def _lifted(
     return total + _shared_characters(keys[left] ^ keys[right], bits, levels[0][0])
 
 
-def reflections(text: str) -> dict[str, int]:
+def count_reflections(text: str) -> dict[str, int]:
     """Count the phrases of `REFLECTIONS` in a text.
 
     Args:
@@ -386,31 +393,33 @@ def reflections(text: str) -> dict[str, int]:
     Returns:
         Counts by name; empty for an empty text.
 
-    >>> {name: count for name, count in reflections("Wait, actually: let  me think. Await!").items() if count}
+    >>> {name: count for name, count in count_reflections("Wait, actually: let  me think. Await!").items() if count}
     {'let_me_think': 1, 'actually': 1, 'wait': 1}
     """
     if not text:
         return {}
-    if not text.isascii() and _CASE_FOLDED.search(text):
-        return {name: len(phrase.findall(text)) for name, phrase in _ANY_CASE.items()}
+    if not text.isascii() and _SPECIAL_CASE.search(text):
+        return {name: len(phrase.findall(text)) for name, phrase in _SLOW_PATTERNS.items()}
     lower = text.lower()
     # Patterns that begin with letters are fast; the word boundary before them is checked afterwards.
     return {
-        name: sum(not _in_word(lower, match.start()) for match in phrase.finditer(lower)) if stem in lower else 0
-        for name, phrase, stem in _PHRASES
+        name: sum(not _is_inside_word(lower, match.start()) for match in phrase.finditer(lower)) if stem in lower else 0
+        for name, phrase, stem in _FAST_PATTERNS
     }
 
 
-def _in_word(text: str, at: int) -> bool:
+def _is_inside_word(text: str, at: int) -> bool:
     return at > 0 and (text[at - 1].isalnum() or text[at - 1] == "_")
 
 
+# --- images ---------------------------------------------------------------------------------------------------------
+
 _PNG_MODES = frozenset(("1", "L", "LA", "RGB", "RGBA"))
-"""Pixel modes that PNG has and that can be resized; others become RGB or RGBA."""
+"""Pixel modes of PNG that can be resized; others are converted to RGB or RGBA."""
 _ORIENTATION = 0x0112
 """The EXIF tag of the orientation."""
 _MAX_CACHED_IMAGES = 256
-"""Images of earlier saves that are not encoded again."""
+"""Number of encoded images to cache."""
 
 
 @dataclass
@@ -431,10 +440,10 @@ class EncodedImage:
 
 
 class ImageEncoder:
-    """Encodes images as PNG, each content once. Takes all forms of `rollbook.core.media`.
+    """Encodes images as PNG, equal images once. Accepts all forms of `rollbook.core.media`.
 
     Args:
-        max_size: Largest width and height in pixels.
+        max_size: Maximum width and height in pixels; larger images are scaled down.
 
     >>> from PIL import Image
     >>> image = Image.new("RGB", (1024, 600))
@@ -449,15 +458,15 @@ class ImageEncoder:
         self._by_content: OrderedDict[Any, EncodedImage] = OrderedDict()
 
     def encode(self, image: Medium) -> EncodedImage:
-        """Encode an image; `ValueError` if it is none, or cannot be read."""
+        """Encode an image; raise `ValueError` if it is not an image or cannot be read."""
         raw = read_encoded("image", image)
         image = None if raw is not None else load_picture("image", image)
-        key: Any = hashlib.sha256(raw).digest() if raw is not None else _content(image)
+        key: Any = hashlib.sha256(raw).digest() if raw is not None else _content_key(image)
         if key not in self._by_content:
             try:
                 self._by_content[key] = self._encode(load_picture("image", raw) if raw is not None else image)
             except OSError as error:
-                raise ValueError(f"image: got one that cannot be written as PNG: {error}") from error
+                raise ValueError(f"image: cannot be written as PNG: {error}") from error
             if len(self._by_content) > _MAX_CACHED_IMAGES:
                 self._by_content.popitem(last=False)
         self._by_content.move_to_end(key)
@@ -470,26 +479,26 @@ class ImageEncoder:
         if image.mode.startswith(("I", "F")):
             image = Image.fromarray(_gray(image))
         elif image.mode not in _PNG_MODES:
-            clear = image.mode in ("PA", "La", "RGBa") or "transparency" in image.info
-            image = image.convert("RGBA" if clear else "RGB")
+            has_alpha = image.mode in ("PA", "La", "RGBa") or "transparency" in image.info
+            image = image.convert("RGBA" if has_alpha else "RGB")
         if max(image.size) > self.max_size:
             image = image.convert("L") if image.mode == "1" else image
             image.thumbnail((self.max_size, self.max_size), Image.Resampling.LANCZOS)
-        bare = Image.new(image.mode, image.size)
-        bare.paste(image)  # without the metadata of the original
+        pixels_only = Image.new(image.mode, image.size)
+        pixels_only.paste(image)  # without the metadata of the original
         buffer = io.BytesIO()
-        bare.save(buffer, "PNG")
+        pixels_only.save(buffer, "PNG")
         png = buffer.getvalue()
         return EncodedImage(hashlib.sha256(png).hexdigest(), png, *image.size)
 
 
-def _content(image: Medium) -> Any:
-    """Return what determines the encoded image: pixels, colors and orientation."""
+def _content_key(image: Medium) -> Any:
+    """Return a key that determines the encoded image: pixels, colors and orientation."""
     return pixels_key(image), image.getexif().get(_ORIENTATION)
 
 
 def _gray(image: Medium) -> NDArray[np.uint8]:
-    """Convert numbers of more than 8 bits to gray [H, W]: unchanged if all are in 0 to 255, else scaled."""
+    """Convert pixels of more than 8 bits to 8-bit gray [H, W]: unchanged if all are in 0 to 255, else scaled."""
     pixels = np.nan_to_num(np.asarray(image).astype(np.float64), posinf=0.0, neginf=0.0)
     low, high = float(pixels.min(initial=0.0)), float(pixels.max(initial=0.0))
     if low < 0 or high > 255:
@@ -556,11 +565,11 @@ DEFAULT_PREFIX = "trajectories"
 _PARTIAL = ".partial"
 _STALE_SECONDS = 3600.0
 _MAX_LINKED_IMAGES = 256
-"""Images of earlier saves that are hard-linked, not written, when they occur again."""
+"""Number of images of earlier saves that are hard-linked instead of written when they occur again."""
 
 
 def check_prefix(prefix: str) -> str:
-    """Check that a prefix of file names neither leads to another folder nor hides the file.
+    """Check that a prefix of file names contains no folder and does not make the file hidden.
 
     Args:
         prefix: The prefix.
@@ -580,7 +589,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def image_stem(prefix: str, step: int) -> str:
-    """Return the beginning of image names: LightRFT's for the default prefix, unique for others.
+    """Return the start of image file names: LightRFT's for the default prefix; others contain the prefix.
 
     Args:
         prefix: Prefix of the files.
@@ -593,7 +602,7 @@ def image_stem(prefix: str, step: int) -> str:
 
 
 class TrajectoryFiles:
-    """The folder of a saver, created if missing.
+    """Writes saves to a folder, which is created if missing.
 
     Args:
         folder: The folder.
@@ -605,7 +614,7 @@ class TrajectoryFiles:
         self._linked: dict[str, Path] = {}
         for path in (folder, folder / IMAGES) if with_images else (folder,):
             make_folder(path)
-        self._sweep()
+        self._remove_stale_partials()
 
     def path(self, prefix: str, step: int) -> Path:
         """Return the path of the JSON of a save."""
@@ -619,9 +628,9 @@ class TrajectoryFiles:
             for name, picture in images.items():
                 final = self.folder / IMAGES / name
                 make_folder(final.parent)
-                moves.append((self._beside(final), final))
-                self._image(moves[-1][0], picture)
-            moves.append((self._beside(target), target))
+                moves.append((self._partial_path(final), final))
+                self._write_image(moves[-1][0], picture)
+            moves.append((self._partial_path(target), target))
             body = (b"[\n", b",\n".join(records), b"\n]\n") if records else (b"[]\n",)
             _write_file(moves[-1][0], body)
             for partial, final in moves:
@@ -638,7 +647,7 @@ class TrajectoryFiles:
         self._remove_others(image_stem(prefix, step), images)
         return target
 
-    def _image(self, path: Path, picture: EncodedImage) -> None:
+    def _write_image(self, path: Path, picture: EncodedImage) -> None:
         """Write an image, or link the file of an earlier save with the same content."""
         earlier = self._linked.get(picture.sha256)
         if earlier is not None:
@@ -648,21 +657,21 @@ class TrajectoryFiles:
                     return
         _write_file(path, (picture.png,))
 
-    def _beside(self, final: Path) -> Path:
+    def _partial_path(self, final: Path) -> Path:
         return final.with_name(f".{final.name}.{os.getpid()}.{os.urandom(4).hex()}{_PARTIAL}")
 
-    def _remove_others(self, beginning: str, images: Mapping[str, EncodedImage]) -> None:
-        """Remove images of an earlier save of the same name."""
+    def _remove_others(self, stem: str, images: Mapping[str, EncodedImage]) -> None:
+        """Remove images of an earlier save of the same name that are not in `images`."""
         folder = self.folder / IMAGES
         if not folder.is_dir():
             return
-        pattern = re.compile(rf"{re.escape(beginning)}(_rank\d+)?_exp\d+_sample\d+_img\d+\.png")
+        pattern = re.compile(rf"{re.escape(stem)}(_rank\d+)?_exp\d+_sample\d+_img\d+\.png")
         for name in os.listdir(folder):
             if name not in images and pattern.fullmatch(name):
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
 
-    def _sweep(self) -> None:
+    def _remove_stale_partials(self) -> None:
         """Remove partial files of saves that were killed."""
         for folder in (self.folder, self.folder / IMAGES):
             for entry in os.scandir(folder) if folder.is_dir() else ():
@@ -697,7 +706,7 @@ class BackgroundWriter:
     """A thread that runs jobs in order. Accepted jobs finish before the program ends.
 
     Args:
-        max_pending: Largest number of jobs that wait.
+        max_pending: Maximum number of queued jobs.
 
     >>> numbers = []
     >>> writer = BackgroundWriter(max_pending=4)
@@ -710,7 +719,7 @@ class BackgroundWriter:
 
     def __init__(self, max_pending: int) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue(max_pending)
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="rollbook saver", daemon=True)
+        self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="rollbook saver", daemon=True)
         self._thread.start()
         weakref.finalize(self, _stop, self._jobs, self._thread)  # also when the program ends
 
@@ -727,7 +736,7 @@ class BackgroundWriter:
         self._jobs.join()
 
 
-def _work(jobs: queue.Queue[Job | None]) -> None:
+def _run_jobs(jobs: queue.Queue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         with contextlib.suppress(Exception):  # a job reports its own errors
             job()
@@ -740,6 +749,8 @@ def _stop(jobs: queue.Queue[Job | None], thread: threading.Thread) -> None:
     if thread is not threading.current_thread():  # a job may hold the last reference to the saver
         thread.join()
 
+
+# --- candidates and trajectories ------------------------------------------------------------------------------------
 
 ARRAYS = {
     "advantages": "advantages",
@@ -855,18 +866,19 @@ class Trajectory:
 
 _MAX_DEPTH = 32
 _MAX_ELEMENTS = 1 << 18
-"""Larger tensors and arrays are described, not written."""
+"""Larger tensors and arrays are replaced by their type and shape."""
 _MAX_TEXT = 1 << 16
-"""Bytes, and the text of unknown objects, are cut here."""
+"""Bytes, and the text of unknown objects, are truncated to this length."""
 _INT64 = 1 << 63
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class JsonSafe:
-    """Convert any values to strict JSON, and count by path what was not finite. Never raises.
+    """Converts any values to strict JSON, and counts non-finite numbers by path. Never raises.
 
-    Tensors and arrays become lists (without dimensions: numbers), tuples and sets lists, keys text. Bytes become text
-    if they are UTF-8, else `{"$bytes": hexadecimal}`. Images and other objects are described in words.
+    Tensors and arrays become lists (numbers, if they have no dimensions), tuples and sets become lists, and keys become
+    text. Bytes become text if they are UTF-8, else `{"$bytes": hexadecimal}`. Images and other objects become a
+    description.
 
     Args:
         references: By `id()` of a message part with an image, or of an image's bytes, the text to write instead.
@@ -883,7 +895,7 @@ class JsonSafe:
         self.references = references or {}
 
     def convert(self, value: Json, path: str, depth: int = 0) -> Any:
-        """Convert `value`, whose place in the record is `path`."""
+        """Convert `value`; `path` is its path in the record."""
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -964,7 +976,7 @@ class JsonSafe:
         return self.convert(array.tolist(), path, 1)
 
     def count_nonfinite(self, array: NDArray[Any], path: str) -> None:
-        """Count what is not finite in an array."""
+        """Count the non-finite numbers of an array."""
         if array.dtype.kind != "f" or np.isfinite(array).all():
             return
         for name, count in (
@@ -1006,10 +1018,10 @@ def as_number(value: Json) -> float | None:
 
 
 class TrajectorySource(ABC):
-    """Samples that are read where they are, on demand.
+    """Samples whose fields are read from the caller's objects on demand.
 
     Args:
-        places: (experience, row) of each sample: its place in what the caller passed.
+        places: (experience, row) of each sample: the index of the object that the caller passed, and the row in it.
     """
 
     def __init__(self, places: list[tuple[int, int]]) -> None:
@@ -1184,11 +1196,12 @@ def encode_images(images: Iterable[Any], encoder: ImageEncoder, notes: list[str]
 class TrajectorySet:
     """All samples of a process: a `Candidate` for each, and its `Trajectory` on demand.
 
-    A sample without an id gets one by content: the same in every process that has the same samples in the same order.
+    A sample without an id gets a hash of its content as id, which is the same in every process that has the same
+    samples in the same order.
 
     Args:
         sources: The samples.
-        step: The training step, for ids by content.
+        step: The training step, which is part of the ids of samples that have none.
         rank: The process.
         problems: A list to which the reason is added for each sample that cannot be read. The others are not affected.
 
@@ -1267,7 +1280,7 @@ class TrajectorySet:
         return float(difference.max()) if len(difference) else None
 
     def trajectory(self, index: int, encoder: ImageEncoder | None) -> Trajectory:
-        """Return sample `index`; without `encoder`, only what `measure_response` needs."""
+        """Return sample `index`; without `encoder`, only the parts that `measure_response` reads."""
         samples, i = self._places[index]
         candidate = self.candidates[index]
         slots = samples.slots(i)
@@ -1332,7 +1345,7 @@ class Selection:
 
     @property
     def reason(self) -> str:
-        """All reasons, in order."""
+        """All reasons in order, without duplicates."""
         return ", ".join(dict.fromkeys(self.reasons))
 
 
@@ -1341,12 +1354,12 @@ def select(candidates: Sequence[Candidate], count: int, keep: str | Callable[...
 
     The selection depends on the candidates and `seed` alone, not on their order or on which rank they came from.
 
-    - `groups`: half at random, as whole groups (samples of one prompt). The rest are the best, the worst, one of a
-      group without variance, truncated, the largest difference of log-probs, the longest and failed ones, each with its
-      group as far as there is room; then the next best, and so on.
+    - `groups`: half of them are whole groups (samples of one prompt) drawn at random. The rest comes from rankings in
+      turn: best, worst, one of a group without variance, truncated, largest log-prob mismatch, longest, failed; then
+      the next of each ranking, and so on. Each is selected with its group, as far as `count` allows.
     - `first`: the first of each rank in turn. `random`: any, at random.
-    - `auto`: `groups` if samples have ids, which state their group; else `first`.
-    - a function of the candidates and `count` that returns the selected ones, or pairs of one and a reason.
+    - `auto`: `groups` if samples have ids, which contain the group; else `first`.
+    - a function of the candidates and `count` that returns the selected ones, or pairs of a candidate and a reason.
 
     Args:
         candidates: The candidates of all processes.
@@ -1397,7 +1410,9 @@ def _select_by_function(candidates: Sequence[Candidate], count: int, keep: Calla
     for entry in keep(list(candidates), count):
         candidate, reason = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, "chosen")
         if not isinstance(candidate, Candidate) or candidate.uid not in by_uid:
-            raise ValueError(f"keep: got {candidate!r}, expected some of the candidates, or pairs of one and why")
+            raise ValueError(
+                f"keep: got {candidate!r}, expected some of the candidates, or pairs of a candidate and a reason"
+            )
         selected[candidate.uid] = Selection(by_uid[candidate.uid], [str(reason)])
     return _in_order(candidates, dict(list(selected.items())[:count]))
 
@@ -1410,7 +1425,7 @@ class _GroupSelector:
         self.groups: dict[str, list[Candidate]] = {}
         for candidate in candidates:
             self.groups.setdefault(candidate.group, []).append(candidate)
-        # Ties, of which rewards of 0 and 1 have many, are broken at random, in one order for all rankings.
+        # Ties, which are frequent for rewards of 0 and 1, are broken by one random order for all rankings.
         order = list(candidates)
         generator.shuffle(order)
         scored = [candidate for candidate in order if candidate.reward is not None and not math.isnan(candidate.reward)]
@@ -1460,7 +1475,7 @@ class _GroupSelector:
             return
         selected[candidate.uid] = Selection(candidate, [reason])
         others = [other for other in self.groups[candidate.group] if other.uid not in selected]
-        for other in _by_contrast(others, candidate)[: count - len(selected)]:
+        for other in _sort_by_contrast(others, candidate)[: count - len(selected)]:
             selected[other.uid] = Selection(other, [f"with {reason}"])
 
 
@@ -1473,9 +1488,11 @@ def _first_of_each_group(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list({candidate.group: candidate for candidate in reversed(list(candidates))}.values())[::-1]
 
 
-def _by_contrast(group: list[Candidate], candidate: Candidate) -> list[Candidate]:
-    """Sort by reward from both ends alternately, the end further from `candidate` first: if a group does not fit,
-    those that differ most are selected."""
+def _sort_by_contrast(group: list[Candidate], candidate: Candidate) -> list[Candidate]:
+    """Sort by reward, alternating between both ends and starting with the one further from `candidate`.
+
+    If a group does not fit, those that differ most are then selected.
+    """
     ranked = sorted(group, key=_finite_reward)
     reward = _finite_reward(candidate)
     if ranked and reward - _finite_reward(ranked[0]) < _finite_reward(ranked[-1]) - reward:
@@ -1569,7 +1586,7 @@ def measure_response(trajectory: Trajectory, response: Response) -> ResponseStat
     finite = None if finite is None else finite[np.isfinite(finite)]
     return ResponseStats(
         repeat_score=repeat_score(response.pure_text),
-        reflections=reflections(response.pure_text),
+        reflections=count_reflections(response.pure_text),
         policy_entropy=float(finite.mean(dtype=np.float64)) if finite is not None and len(finite) else None,
         tokens=len(response.ids),
     )
@@ -1588,7 +1605,7 @@ def sample_std(log_probs: NDArray[Any]) -> float:
 
 
 class TrajectoryEncoder:
-    """Encode trajectories as JSON objects.
+    """Encodes trajectories as JSON objects.
 
     Args:
         decoder: Decoder of the tokenizer.
@@ -1637,7 +1654,7 @@ class TrajectoryEncoder:
         if trajectory.info is not None:
             record["info"] = trajectory.info
         record |= self._images(trajectory, paths)
-        record |= self._further_keys(trajectory, text, ends, response)
+        record |= self._rollbook_keys(trajectory, text, ends, response)
         return orjson.dumps(record, option=_ORJSON_OPTIONS), stats
 
     def _tokens(
@@ -1666,10 +1683,10 @@ class TrajectoryEncoder:
         texts = [None if image is None else base64.b64encode(image.png).decode() for image in trajectory.images]
         return counts | {"images_base64": texts}
 
-    def _further_keys(
+    def _rollbook_keys(
         self, trajectory: Trajectory, text: str, ends: NDArray[np.int64], response: Response
     ) -> dict[str, Any]:
-        """Return the keys that LightRFT's records lack."""
+        """Return the keys that Rollbook adds to LightRFT's."""
         eid, prompt, arrays = trajectory.eid, trajectory.prompt, trajectory.arrays
         log_probs = arrays.get("action_log_probs")
         spread = None if log_probs is None else sample_std(log_probs[response.sampled])
@@ -1724,7 +1741,7 @@ class _TokenJson(dict[str, bytes]):
 
 
 def _as_json_array(array: NDArray[Any]) -> NDArray[Any]:
-    """Convert an array to a type that orjson encodes; what is not finite becomes null there."""
+    """Convert an array to a type that orjson encodes; it encodes non-finite numbers as null."""
     if array.dtype.kind == "b":
         return array.astype(np.uint8)
     if array.dtype not in _ORJSON_TYPES:

@@ -1,13 +1,13 @@
-"""Trinity-RFT's SQLite buffers, read without changing them and without running anything in them.
+"""Reader for the SQLite buffers of Trinity-RFT: `list_tables` and `read`.
 
-Invariant: the files are byte for byte the same afterwards and none is added beside them; every row of the table comes
-out as a record or as an error that names its id.
+Invariant: reading changes no file, creates none next to the database, and executes nothing that the database contains.
+Every row of the table becomes a record or an error with its id.
 
-Up to 0.5.x a record's bytes are a column of its row. 0.6.0 keeps them in `<table>_blob` by the same id, and on opening
-an older file adds that table and finds nothing in it: here both places are looked at. As in Trinity, the columns for
-task, run, suffix, reward and model version override what the bytes say, since later writers may have changed them; but
-a column that is NULL has nothing to say of ids or version (SQLite turns a NaN reward into NULL: the bytes still have
-it), and a task that was a number is one again.
+Up to version 0.5.x, the bytes of a record are in a column of its row; since 0.6.0, in the table `<table>_blob`, by the
+same id. Version 0.6.0 adds an empty blob table to an older file, so both places are read. As in Trinity, the columns of
+task, run, suffix, reward and model version override the values in the bytes, because writers may have updated them.
+NULL does not override ids, the model version, or a reward of NaN, which SQLite stores as NULL. A numeric task id stays
+a number, although the column is text.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
 _INLINE = ("experience_bytes", "serialized_exp")
-"""Names of the column of bytes: since 0.2.1, and before."""
+"""Name of the column of bytes since version 0.2.1, and before."""
 _META = ("task_id", "run_id", "msg_id", "model_version", "reward")
 _KINDS = ({"task_id", "run_id", "msg_id"}, {"message_list"}, {"chosen_message_list", "rejected_message_list"})
-"""Columns that identify a table of 0.6.0: of experiences, of SFT and of DPO data."""
+"""Columns that identify a table of version 0.6.0: experiences, SFT data and DPO data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of records: the place of their bytes, and which of Trinity's columns it has."""
+    """A table of records: where their bytes are, and which of Trinity's columns it has."""
 
     name: str
     inline: str | None
     """The column of bytes in the table itself."""
     blob: str | None
-    """The table of bytes beside it."""
+    """The separate table of bytes."""
     columns: tuple[str, ...]
 
     @property
     def layout(self) -> str:
-        """Description of the place of the bytes."""
+        """Description of where the bytes are."""
         if self.inline and self.blob:
             return f"bytes in {self.inline!r} and in {self.blob!r} (0.5, later written by 0.6)"
         if self.inline:
@@ -113,41 +113,41 @@ def open_read_only(path: str) -> Iterator[sqlite3.Connection]:
         head = file.read(20)
     if not head.startswith(b"SQLite format 3\0"):
         raise WireError(f"{path}: begins with {head[:16]!r}, expected an SQLite database")
-    logged = head[18:20] == b"\x02\x02"
-    wal, shared = os.path.exists(f"{path}-wal"), os.path.exists(f"{path}-shm")
+    wal_mode = head[18:20] == b"\x02\x02"
+    has_wal, has_wal_index = os.path.exists(f"{path}-wal"), os.path.exists(f"{path}-shm")
     with tempfile.TemporaryDirectory() as copies:
         try:
-            if logged and not wal:
-                # Nobody writes: a writer in this mode has a log. Opened otherwise, SQLite would make one.
+            if wal_mode and not has_wal:
+                # Without a log there is no writer. SQLite would create a log, except for an immutable file.
                 connection = _connect(path, "mode=ro&immutable=1")
-            elif logged and not shared:
-                # The log of a writer that is gone. To read it SQLite needs an index beside it, so a copy gets one.
-                connection = _connect(_copied(path, "-wal", copies), "mode=rw")
+            elif wal_mode and not has_wal_index:
+                # A writer crashed. SQLite needs to create the index of its log, so it reads a copy.
+                connection = _connect(_copy_database(path, "-wal", copies), "mode=rw")
             else:
                 connection = _connect(path, "mode=ro")
         except sqlite3.Error as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
                 raise WireError(f"{path}: the database cannot be read: {error}") from None
-            # Half a transaction of a writer that is gone, which SQLite undoes by writing: to a copy.
-            connection = _connect(_copied(path, "-journal", copies), "mode=rw")
+            # A writer crashed within a transaction. SQLite needs to roll it back, so it reads a copy.
+            connection = _connect(_copy_database(path, "-journal", copies), "mode=rw")
         with closing(connection):
             yield connection
 
 
-def _copied(path: str, beside: str, folder: str) -> str:
+def _copy_database(path: str, log_suffix: str, folder: str) -> str:
     copy = os.path.join(folder, "copy")
     shutil.copyfile(path, copy)
-    shutil.copyfile(path + beside, copy + beside)
+    shutil.copyfile(path + log_suffix, copy + log_suffix)
     return copy
 
 
 def _connect(path: str, mode: str) -> sqlite3.Connection:
     connection = sqlite3.connect(f"file:{quote(os.path.abspath(path))}?{mode}", uri=True, isolation_level=None)
     try:
-        # Nothing in the file's own schema may call a function with effects; text that is not UTF-8 is the error of a
-        # row, not of the file.
+        # The schema of the file must not call functions with side effects.
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA query_only = ON")
+        # Text that is not UTF-8 then fails in its row, not in the whole query.
         connection.text_factory = bytes
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except BaseException:
@@ -156,13 +156,14 @@ def _connect(path: str, mode: str) -> sqlite3.Connection:
     return connection
 
 
-def _name(text: str) -> str:
+def _quote_name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
 
 
 def find_tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
+    """Return the tables of records by name."""
     try:
-        # Views and virtual tables have no page of their own: they are not read.
+        # Views and virtual tables, which have no root page, are not read.
         rows = connection.execute(
             "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0 AND name NOT LIKE 'sqlite_%' "
             "ORDER BY rowid"
@@ -170,48 +171,49 @@ def find_tables(connection: sqlite3.Connection, path: str) -> dict[str, Table]:
         columns: dict[str, set[str]] = {}
         for (raw,) in rows:
             name = raw.decode("utf-8")
-            info = connection.execute(f"PRAGMA table_info({_name(name)})").fetchall()
+            info = connection.execute(f"PRAGMA table_info({_quote_name(name)})").fetchall()
             columns[name] = {entry[1].decode("utf-8") for entry in info}
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise WireError(f"{path}: the list of tables cannot be read: {error}") from None
     tables = {}
-    for name, has in columns.items():
-        inline = next((column_name for column_name in _INLINE if column_name in has), None)
+    for name, column_names in columns.items():
+        inline = next((column for column in _INLINE if column in column_names), None)
         blob = f"{name}_blob" if {"id", "experience_bytes"} <= columns.get(f"{name}_blob", set()) else None
-        of_another = name.endswith("_blob") and has == {"id", "experience_bytes"}
-        if "id" not in has or of_another or not (inline or any(kind <= has for kind in _KINDS)):
-            continue
-        tables[name] = Table(name, inline, blob, tuple(column_name for column_name in _META if column_name in has))
+        is_blob_table = name.endswith("_blob") and column_names == {"id", "experience_bytes"}
+        holds_records = inline or any(kind <= column_names for kind in _KINDS)
+        if "id" in column_names and holds_records and not is_blob_table:
+            tables[name] = Table(name, inline, blob, tuple(column for column in _META if column in column_names))
     return tables
 
 
 def build_query(table: Table) -> str:
-    """Return the query of: id, bytes and length in the row, bytes and length in the blob table, columns.
+    """Return the query for the id, the bytes and their length in the row and in the blob table, and the columns.
 
-    A value over the limit is not fetched, only measured.
+    Its two parameters are the limit of the bytes. Of larger values only the length is fetched.
     """
-    places = [f"t.{_name(table.inline)}" if table.inline else "NULL", "b.experience_bytes" if table.blob else "NULL"]
-    selected = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in places]
-    joined = f" LEFT JOIN {_name(table.blob)} b ON b.id = t.id" if table.blob else ""
+    inline = f"t.{_quote_name(table.inline)}" if table.inline else "NULL"
+    blob = "b.experience_bytes" if table.blob else "NULL"
+    selected = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in (inline, blob)]
+    joined = f" LEFT JOIN {_quote_name(table.blob)} b ON b.id = t.id" if table.blob else ""
     columns = "".join(f", t.{column}" for column in table.columns)
-    return f"SELECT t.id, {', '.join(selected)}{columns} FROM {_name(table.name)} t{joined} ORDER BY t.id"
+    return f"SELECT t.id, {', '.join(selected)}{columns} FROM {_quote_name(table.name)} t{joined} ORDER BY t.id"
 
 
 # --- one row ------------------------------------------------------------------------------------------------------
 
 
 def _record(row: tuple[Any, ...], table: Table, max_row_bytes: int) -> Experience:
-    inline, inline_size, beside, beside_size = row[1:5]
-    size = inline_size if inline_size is not None else beside_size
-    data = inline if inline_size is not None else beside
+    inline, inline_size, blob, blob_size = row[1:5]
+    size = inline_size if inline_size is not None else blob_size
+    data = inline if inline_size is not None else blob
     if size is None:
         places = [f"column {table.inline!r}"] * bool(table.inline) + [f"table {table.blob!r}"] * bool(table.blob)
-        looked = " and ".join(places) or f"a table {table.name + '_blob'!r}, which is missing"
-        raise WireError(f"the record's bytes are missing (looked in {looked})")
+        searched = " and ".join(places) or f"a table {table.name + '_blob'!r}, which is missing"
+        raise WireError(f"the record's bytes are missing (looked in {searched})")
     if data is None:
         raise WireError(f"{size} bytes are over the limit of {max_row_bytes} (max_row_bytes)")
     if not isinstance(data, bytes):
-        raise WireError(f"got a {type(data).__name__} where the record's bytes should be")
+        raise WireError(f"got a {type(data).__name__}, expected the record's bytes")
     records = read_any(data, Limits(max_bytes=max_row_bytes))
     if len(records) != 1:
         raise WireError(f"the bytes hold {len(records)} records, expected 1")
@@ -219,13 +221,14 @@ def _record(row: tuple[Any, ...], table: Table, max_row_bytes: int) -> Experienc
     return records[0]
 
 
-def _override(record: Experience, column: dict[str, Any]) -> None:
+def _override(record: Experience, columns: dict[str, Any]) -> None:
+    """Replace fields of a record by the values of the table's columns."""
     try:
-        stored = {name: entry.decode() if isinstance(entry, bytes) else entry for name, entry in column.items()}
+        stored = {name: entry.decode() if isinstance(entry, bytes) else entry for name, entry in columns.items()}
         changes: dict[str, Any] = {}
         for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
             entry = stored.get(name)
-            # Written as text: what prints alike is what it was.
+            # The column is text: an equal text is the same id, which may be a number in the record.
             if entry is not None and str(getattr(record.eid, part)) != str(entry):
                 changes[part] = str(entry) if part == "suffix" else entry
         if changes:
@@ -235,4 +238,4 @@ def _override(record: Experience, column: dict[str, Any]) -> None:
         if stored.get("model_version") is not None:
             record.info["model_version"] = stored["model_version"]
     except (ValueError, TypeError) as error:
-        raise WireError(f"a column holds what it cannot: {error}") from None
+        raise WireError(f"a column has an invalid value: {error}") from None

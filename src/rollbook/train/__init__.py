@@ -1,4 +1,4 @@
-"""Training on experience: a small, real trainer, and the parts it is made of.
+"""Training on experience: the trainer and its parts.
 
 | module | contents |
 |---|---|

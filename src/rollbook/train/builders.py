@@ -181,7 +181,7 @@ def _call_function(name: str, target: str, options: Mapping[str, Any], seed: int
 
 
 def build_models(config: Config, actor: Actor, device: torch.device) -> Models:
-    """Build the models that the algorithm needs beside the policy.
+    """Build the models that the algorithm needs in addition to the policy.
 
     Args:
         config: The configuration of the run.

@@ -74,7 +74,7 @@ class CheckpointConfig:
     Args:
         folder: The run's folder. A trainer continues from the newest checkpoint in it.
         interval: Steps between checkpoints in `Trainer.run`; 0 writes none in between.
-        keep_last: Number of recent checkpoints to keep, beside that of step 0; `None` keeps all.
+        keep_last: Number of recent checkpoints to keep, in addition to that of step 0; `None` keeps all.
         save_final: Whether `Trainer.run` writes a checkpoint after the last step.
 
     >>> CheckpointConfig("runs/mine", interval=10).keep_last is None
@@ -162,8 +162,8 @@ def save(
         step: Number of the step.
         actor: The policy.
         critic: The critic, if there is one.
-        state: What goes to `state.pt`, beside random states.
-        trainer_state: What goes to `trainer.json`, beside the step.
+        state: Content of `state.pt`, in addition to random states.
+        trainer_state: Content of `trainer.json`, in addition to the step.
     """
     where = folder / CHECKPOINT_FOLDER
     make_folder(where)
@@ -208,7 +208,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Load `state.pt`: `learner`, `random`, and whatever else `save` was given."""
+    """Load `state.pt`: `learner`, `random`, and the other entries that were passed to `save`."""
     path = checkpoint.path / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -266,7 +266,7 @@ def annotate(
     """Add the model outputs per token that the algorithm reads and the records lack: one pass per model.
 
     Args:
-        records: Rollouts; given answers and pairs of answers need nothing, and come back as they are.
+        records: Rollouts. Given answers and preference pairs are returned unchanged.
         algorithm: Its `passes` are run.
         models: The models of the passes.
         old_logprobs: Of records without log-probs of the policy before the update: `recompute` them, or take those of
@@ -497,7 +497,7 @@ def _token_rewards(
 def _mark_missing_rewards(
     records: Experiences, rewards: torch.Tensor, chosen: Any, expert: Sequence[bool] | None
 ) -> Experiences:
-    """Set the reward of records that nobody scored to NaN, and name them in a warning."""
+    """Set the reward of records that were not scored to NaN, and list them in a warning."""
     scores = records.values("reward")
     missing = [
         row for row in chosen.tolist() if scores[row] is None and rewards[row].isnan() and not (expert and expert[row])

@@ -101,30 +101,30 @@ class Reader:
         self.folder = folder
         self.confined = confined
         self.columns: dict[str, str | None] = {name: name for name in COLUMN_NAMES}
-        for ours, theirs in (columns or {}).items():
-            if ours not in COLUMN_NAMES:
-                raise ValueError(f"columns: unknown column {ours!r}{suggest(ours, list(COLUMN_NAMES))}")
-            if theirs is not None and (not isinstance(theirs, str) or not theirs):
-                raise ValueError(f"columns[{ours!r}]: got {theirs!r}, expected a column's name, or None")
-            self.columns[ours] = theirs
+        for field, column in (columns or {}).items():
+            if field not in COLUMN_NAMES:
+                raise ValueError(f"columns: unknown column {field!r}{suggest(field, list(COLUMN_NAMES))}")
+            if column is not None and (not isinstance(column, str) or not column):
+                raise ValueError(f"columns[{field!r}]: got {column!r}, expected a column's name, or None")
+            self.columns[field] = column
         if isinstance(keep, str):
             raise ValueError(f"keep: got {keep!r}, expected a list of columns")
         self.keep = None if keep is None else frozenset(keep)
         self.dropped: dict[str, str] = {}
         """Reasons why columns are not kept in `info`."""
         self._count = 0
-        self._unseen = {theirs for theirs in (columns or {}).values() if theirs is not None}
-        left_out = {ours for ours, theirs in self.columns.items() if theirs is None}
-        self._used = left_out | {theirs for theirs in self.columns.values() if theirs is not None}
-        self._seen: dict[Any, None] = {}
+        self._missing_columns = {column for column in (columns or {}).values() if column is not None}
+        left_out = {field for field, column in self.columns.items() if column is None}
+        self._used = left_out | {column for column in self.columns.values() if column is not None}
+        self._seen_columns: dict[Any, None] = {}
 
     @property
     def wanted(self) -> set[str] | None:
         """The columns to read; `None`: all."""
         if self.keep is None:
             return None
-        ours = {theirs for theirs in self.columns.values() if theirs is not None}
-        return ours | {name.partition(".")[0] for name in ours} | self.keep
+        used = {column for column in self.columns.values() if column is not None}
+        return used | {column.partition(".")[0] for column in used} | self.keep
 
     def row(self, place: str, source: Mapping[str, Any] | Prompt) -> Row:
         """Convert the next row.
@@ -143,24 +143,27 @@ class Reader:
             return _build_row(where, number, source.replace(eid=None), question)
         if not isinstance(source, Mapping):
             raise ValueError(f"{where}: got {type(source).__name__}, expected a mapping with a prompt, or a Prompt")
-        fields = {ours: self._found(source, theirs) for ours, theirs in self.columns.items() if theirs is not None}
-        fields = {ours: value for ours, value in fields.items() if value is not None}
+        fields = {
+            field: self._get_column(source, column) for field, column in self.columns.items() if column is not None
+        }
+        fields = {field: value for field, value in fields.items() if value is not None}
         fields["info"] = self._info(where, place, source, fields.get("info"))
         return self._build(where, number, fields)
 
     def finish(self) -> None:
         """Raise `ValueError` if no row has a column that `columns` names."""
-        if self._unseen and self._count:
-            column = min(self._unseen)
-            ours = next(name for name, theirs in self.columns.items() if theirs == column)
-            hint = suggest(column, [str(name) for name in self._seen])
-            raise ValueError(f"{self.name}: columns[{ours!r}]: no row has a column {column!r}{hint}")
+        if self._missing_columns and self._count:
+            column = min(self._missing_columns)
+            field = next(name for name, source_column in self.columns.items() if source_column == column)
+            hint = suggest(column, [str(name) for name in self._seen_columns])
+            raise ValueError(f"{self.name}: columns[{field!r}]: no row has a column {column!r}{hint}")
 
     # --- columns ------------------------------------------------------------------------------------------------------
 
-    def _found(self, source: Mapping[str, Any], column: str) -> Any:
+    def _get_column(self, source: Mapping[str, Any], column: str) -> Any:
+        """Return the value of a column, or of an entry of a nested column (`a.b`); `None` if it is missing."""
         if column in source:
-            self._unseen.discard(column)
+            self._missing_columns.discard(column)
             return source[column]
         if "." not in column:
             return None
@@ -169,7 +172,7 @@ class Reader:
             if not isinstance(value, Mapping) or part not in value:
                 return None
             value = value[part]
-        self._unseen.discard(column)
+        self._missing_columns.discard(column)
         return value
 
     def _info(
@@ -177,13 +180,13 @@ class Reader:
     ) -> dict[str, Any]:
         """Return the other columns, and the entries of the row's own `info`."""
         if row_info is not None and not isinstance(row_info, Mapping):
-            raise ValueError(f"{where}: {self._called('info')}: got {type(row_info).__name__}, expected a mapping")
+            raise ValueError(f"{where}: {self._label('info')}: got {type(row_info).__name__}, expected a mapping")
         others = {
             column: value
             for column, value in source.items()
             if column not in self._used and (self.keep is None or column in self.keep)
         }
-        self._seen.update(dict.fromkeys(source))
+        self._seen_columns.update(dict.fromkeys(source))
         duplicate = next((column for column in others if row_info is not None and column in row_info), None)
         if duplicate is not None:
             raise ValueError(f"{where}: {duplicate}: got a column and an entry of `info`, expected one of them")
@@ -199,9 +202,10 @@ class Reader:
                 self.dropped.setdefault(str(column), f"{error} (first in {place})")
         return info
 
-    def _called(self, ours: str) -> str:
-        theirs = self.columns[ours]
-        return ours if theirs in (ours, None) else f"{theirs} ({ours})"
+    def _label(self, field: str) -> str:
+        """Return the name of a field in errors, with the column that it is read from."""
+        column = self.columns[field]
+        return field if column in (field, None) else f"{column} ({field})"
 
     # --- question and answers -----------------------------------------------------------------------------------------
 
@@ -219,21 +223,21 @@ class Reader:
         ):
             if answers:
                 raise ValueError(
-                    f"{where}: {self._called('messages')}: got a chat that ends with the assistant's message beside "
+                    f"{where}: {self._label('messages')}: got a chat that ends with the assistant's message and "
                     f"{' and '.join(answers)}, expected one that ends before the answer"
                 )
             # A chat that ends with an answer is a prompt and a response.
             answers["response"] = self._answer(where, "messages", question.pop(), question)
             if not question:
                 raise ValueError(
-                    f"{where}: {self._called('messages')}: got an answer alone, expected a prompt before it"
+                    f"{where}: {self._label('messages')}: got an answer alone, expected a prompt before it"
                 )
         parts: dict[str, Any] = {"tools": self._tools(where, fields["tools"]) if "tools" in fields else None}
         for name in ("reference", "label"):
             try:
                 parts[name] = to_json(fields.get(name))
             except TypeError as error:
-                raise ValueError(f"{where}: {self._called(name)}: got {error}") from None
+                raise ValueError(f"{where}: {self._label(name)}: got {error}") from None
         media = {name: self._media(where, name, fields[name]) for name in ("images", "videos") if name in fields}
         contents = [question, *(media.get(name, ()) for name in ("images", "videos")), parts["tools"]]
         for name, value in media.items():
@@ -242,9 +246,7 @@ class Reader:
             question = [self._with_media_paths(where, message) for message in question]
         clash = next((name for name in answers if name in fields["info"]), None)
         if clash is not None:
-            raise ValueError(
-                f"{where}: info: got an entry {clash!r} beside the answer of this name, expected one of them"
-            )
+            raise ValueError(f"{where}: info: got an entry {clash!r} and the answer of this name, expected one of them")
         try:
             form = "text" if isinstance(question, str) else "messages" if isinstance(question[0], dict) else "token_ids"
             prompt = Prompt(**{"info": {**fields["info"], **answers}, **parts, form: question})
@@ -258,18 +260,18 @@ class Reader:
         shared = _common_messages(fields.get("chosen"), fields.get("rejected"))
         if len(names) == 2:
             raise ValueError(
-                f"{where}: got {self._called('prompt')} and {self._called('messages')}, expected one of them; "
+                f"{where}: got {self._label('prompt')} and {self._label('messages')}, expected one of them; "
                 "columns={'messages': None} leaves the other out"
             )
         if not names:
             if shared:
                 return shared  # the chats of a pair contain the prompt
             raise ValueError(
-                f"{where}: {self._called('prompt')}: missing, expected text in a column of that name, or messages; "
-                f"the row has {', '.join(map(str, self._seen))}"
+                f"{where}: {self._label('prompt')}: missing, expected text in a column of that name, or messages; "
+                f"the row has {', '.join(map(str, self._seen_columns))}"
             )
         name, value = names[0], fields[names[0]]
-        called = self._called(name)
+        called = self._label(name)
         if hasattr(value, "tolist"):
             value = value.tolist()
         if isinstance(value, str) and name == "prompt":
@@ -287,7 +289,7 @@ class Reader:
 
     def _answer(self, where: str, name: str, value: Answer, question: Question) -> str | dict[str, Any]:
         """Return the text of an answer, or the message of the assistant if it has more than text."""
-        called = f"{where}: {self._called(name)}"
+        called = f"{where}: {self._label(name)}"
         if isinstance(value, (list, tuple)):
             chat = [_check_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
             if isinstance(question, list) and chat[: len(question)] == question:
@@ -307,7 +309,7 @@ class Reader:
 
     def _tools(self, where: str, value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Read tools, a list or its JSON text: typed columns cannot hold different schemas."""
-        called = self._called("tools")
+        called = self._label("tools")
         try:
             tools = json.loads(value) if isinstance(value, str) else to_json(value)
         except (ValueError, TypeError) as error:
@@ -319,7 +321,7 @@ class Reader:
     # --- media --------------------------------------------------------------------------------------------------------
 
     def _media(self, where: str, name: str, value: Image | Sequence[Image]) -> tuple[Image, ...]:
-        called = f"{where}: {self._called(name)}"
+        called = f"{where}: {self._label(name)}"
         media = as_media(called, value)
         for i, entry in enumerate(media):
             if not isinstance(entry, (str, os.PathLike, bytes, bytearray, memoryview, Mapping)) and not (
@@ -354,7 +356,7 @@ class Reader:
 
 
 def to_json(value: Any) -> Any:
-    """Copy a value to JSON types; raise `TypeError` if there is none for it.
+    """Copy a value to JSON types; raise `TypeError` if it has none.
 
     >>> to_json({"a": (1, np.float32(0.5)), "b": np.arange(2)})
     {'a': [1, 0.5], 'b': [0, 1]}
@@ -696,7 +698,7 @@ class Prompts:
         reader = Reader(called, columns, keep, folder, confined=True)
         placed = read(path, split=split, subset=subset, columns=reader.wanted)
         rows = _read(reader, placed, None if limit is None else check_int("limit", limit, 1))
-        return cls._of(rows, seed, shuffle, called)
+        return cls._from_rows(rows, seed, shuffle, called)
 
     @classmethod
     def from_function(
@@ -745,7 +747,7 @@ class Prompts:
         )
 
     @classmethod
-    def _of(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
+    def _from_rows(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
         prompts = cls.__new__(cls)
         prompts._set(lambda: rows, seed, shuffle, name)
         return prompts
@@ -870,7 +872,7 @@ class Prompts:
         parts = []
         for side, inside in (("rest", False), ("held out", True)):
             rows = [row for i, row in enumerate(self._rows) if (i in held_out) is inside]
-            parts.append(self._of(rows, self.seed, self.shuffle, f"{self.name or 'rows'} ({side})"))
+            parts.append(self._from_rows(rows, self.seed, self.shuffle, f"{self.name or 'rows'} ({side})"))
         return parts[0], parts[1]
 
     def require(self, *names: str) -> None:
@@ -951,10 +953,10 @@ class Prompts:
 
 
 def permutation(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """[count] The numbers below count, in an order of (seed, epoch).
+    """Return the numbers below `count` in a random order that depends on `seed` and `epoch`.
 
-    Each has a key of 64 bits (SplitMix64, from a digest of both on), and they go by their keys: no generator of a
-    library is asked, whose stream could be another in its next version.
+    The numbers are sorted by keys of 64 bits (SplitMix64, seeded by a digest of both). Generators of libraries are not
+    used, because their streams may differ between versions.
 
     >>> permutation(5, seed=0, epoch=0).tolist(), permutation(5, seed=0, epoch=1).tolist()
     ([0, 1, 4, 2, 3], [2, 1, 0, 4, 3])

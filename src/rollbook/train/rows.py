@@ -1,7 +1,7 @@
-"""`TrainRows`: the records of a step as rows for a loss.
+"""`TrainRows`: the records of a training step as rows of the loss, with masks and weights.
 
-Invariant: every row knows the record it came from. Rows and tokens are left out of the loss here, over the whole step,
-so that denominators do not depend on the split into minibatches.
+Invariant: `sources` maps every row to its record. Rows and tokens are left out of the loss here, for the whole step, so
+that denominators do not depend on the split into minibatches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from rollbook.core.fields import FIELDS
 from rollbook.core.rows import Rows
 from rollbook.train.algorithm import AlgorithmConfig
 
+_TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
+_BATCH_FIELDS = ("truncate_status", "multi_modal_inputs")
+"""Fields of a batch that are not per token."""
+
 
 @dataclass
 class TrainRows:
@@ -41,19 +45,19 @@ class TrainRows:
     """
 
     records: Experiences
-    """[B] The rows, with the columns that a batch is made of."""
+    """[B] The rows, with the columns of a batch."""
     sources: NDArray[np.int64]
-    """[B] The index of the record that each row came from."""
+    """[B] Index of the record of each row."""
     record_count: int
-    """How many records there were."""
+    """Number of records, including those that were left out."""
     pairs: list[str] | None = None
-    """[B] Of preference pairs: the pair that a row belongs to."""
+    """[B] For preference pairs: the pair of each row."""
     chosen: list[bool] | None = None
-    """[B] Of preference pairs: whether a row is the better answer."""
+    """[B] For preference pairs: whether a row is the chosen answer."""
     expert: list[bool] | None = None
-    """[B] Of mixed data: whether a row is an expert's."""
+    """[B] For mixed data: whether a row is from an expert."""
     left_out: dict[int, str] = field(default_factory=dict)
-    """The records without a row, and the reason."""
+    """Indices of the records without a row, with the reason."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -71,11 +75,11 @@ class TrainRows:
 
         Args:
             records: The step's records, with every column that the algorithm reads.
-            algorithm: What they are trained by.
-            expert: [N] Which records an expert made.
-            weights: [N] A sampler's weight of each record.
+            algorithm: The algorithm.
+            expert: [N] Which records are from an expert.
+            weights: [N] Weight of each record, from the sampler.
             drop_zero_advantages: Whether to leave out rows whose advantages are all 0.
-            version: The policy's version, for a bound on staleness.
+            version: Version of the policy, for the staleness limit of the correction.
 
         Returns:
             The rows, without those that have no reward or no token in the loss.
@@ -105,14 +109,14 @@ class TrainRows:
         if algorithm.high_entropy_ratio > 0:
             rows._mask_low_entropy(algorithm.high_entropy_ratio)
         rows._leave_out_empty(drop_zero_advantages and "advantages" in algorithm.loss_inputs)
-        # Log-probs say how long the response of a truncated prompt is.
+        # The length of `logprobs` is the response length of a record with a truncated prompt.
         rows.records = rows.records.select(*algorithm.loss_columns, *_BATCH_FIELDS, "logprobs")
         return rows
 
     @classmethod
     def _from_pairs(cls, records: Experiences, weights: Sequence[float] | None) -> TrainRows:
         if weights is not None:
-            raise ValueError("weights: got some, and pairs of answers take none")
+            raise ValueError("weights: got weights, expected None for preference pairs")
         answers = mask_unpredicted(Experiences(split_preference_pairs(list(records))))
         return cls(
             answers.select("action_mask", *_BATCH_FIELDS),
@@ -136,13 +140,13 @@ class TrainRows:
         return taken
 
     def lengths(self) -> list[int]:
-        """[B] Response tokens of each row."""
+        """Return the number of response tokens of each row [B]."""
         lengths: list[int] = np.maximum(self.records.token_lengths() - self.records.prompt_lengths(), 0).tolist()
         return lengths
 
     @cached_property
     def masks(self) -> Rows:
-        """Mask of the tokens in the loss. Read only after `from_records`, whose stages change it."""
+        """Mask of the tokens in the loss. Not valid before `from_records` returns."""
         return self._read_masks()
 
     @cached_property
@@ -184,10 +188,10 @@ class TrainRows:
                 )
 
     def _fill_columns(self) -> None:
-        """Give every token a number in the columns that some rows lack.
+        """Fill columns that only some rows have.
 
-        Old log-probs are the trainer's or else the engine's, row by row. Of an expert's rows none is read, and all are
-        0. Rows without loss weights beside others with them weigh 1.
+        Missing `old_logprobs` are filled with `logprobs`. Expert rows get 0, which the loss does not read. If some rows
+        have `loss_weights`, the others get 1.
         """
         columns: dict[str, Sequence[Any]] = {}
         if len(self.records.missing("old_logprobs")):
@@ -204,13 +208,14 @@ class TrainRows:
             self.records = self.records.assign(**columns)
 
     def _zero_expert(self, column: Sequence[Any]) -> list[Any]:
-        """A column with 0 on the expert's rows."""
+        """Return a column with 0 in expert rows."""
         if self.expert is None:
             return list(column)
         rows = zip(column, self.expert, self.lengths(), strict=True)
         return [torch.zeros(length) if expert else row for row, expert, length in rows]
 
     def _correct(self, algorithm: AlgorithmConfig, version: int | None) -> None:
+        """Apply the importance correction to masks and weights."""
         names = ("old_logprobs", "logprobs")
         columns = [self._zero_expert(self.records.values(name)) for name in names]
         for name, column in zip(names, columns, strict=True):
@@ -230,7 +235,7 @@ class TrainRows:
             raise ValueError(f"record {self.records.eids()[missing]}: got no {name}, which {reader}")
 
     def _versions(self, current: int | None) -> Rows:
-        """The policy version of every response token; an expert's tokens are never stale."""
+        """Return the policy version of every response token; expert rows have the current version."""
         versions = []
         rows = zip(self.records.values("policy_versions"), self._read_masks(), strict=True)
         for i, (version, mask) in enumerate(rows):
@@ -245,12 +250,13 @@ class TrainRows:
             if current is not None and newest > current:
                 raise ValueError(
                     f"record {self.records.eids()[i]}: policy_versions: got {newest}, expected at most {current}, the "
-                    "version of the policy that learns (step - 1)"
+                    "version of the trained policy (step - 1)"
                 )
             versions.append(by_token)
         return Rows(versions)
 
     def _mask_low_entropy(self, ratio: float) -> None:
+        """Keep only the share `ratio` of tokens with the highest entropy in the loss."""
         entropy = self.records.values("entropy")
         self._check_complete(entropy, "entropy", "algorithm.high_entropy_ratio needs")
         masks = high_entropy_mask(Rows(entropy), self._read_masks(), ratio)
@@ -289,29 +295,26 @@ class TrainRows:
         if drop_zero_advantages:
             advantages = self.records.values("advantages")
             for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
-                of_expert = self.expert is not None and self.expert[i]
-                if not of_expert and i not in reasons and not bool(row[mask].any()):
+                is_expert = self.expert is not None and self.expert[i]
+                if not is_expert and i not in reasons and not bool(row[mask].any()):
                     reasons[i] = "zero advantage"
         self._leave_out(reasons)
 
     def _leave_out(self, reasons: dict[int, str]) -> None:
-        if reasons:
-            for i, reason in reasons.items():
-                self.left_out[int(self.sources[i])] = reason
-                metric = f"left_out/{reason.replace(' ', '_')}"
-                self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
-            remaining = np.setdiff1d(np.arange(len(self)), list(reasons))
-            self.records, self.sources = self.records.take(remaining), self.sources[remaining]
-            if self.expert is not None:
-                self.expert = [self.expert[i] for i in remaining]
+        """Remove rows, given the reason by index."""
+        if not reasons:
+            return
+        for i, reason in reasons.items():
+            self.left_out[int(self.sources[i])] = reason
+            metric = f"left_out/{reason.replace(' ', '_')}"
+            self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
+        remaining = np.setdiff1d(np.arange(len(self)), list(reasons))
+        self.records, self.sources = self.records.take(remaining), self.sources[remaining]
+        if self.expert is not None:
+            self.expert = [self.expert[i] for i in remaining]
 
 
 def _count_tokens(masks: Rows) -> NDArray[np.int64]:
     """[B] Count the tokens of each row that a mask selects."""
     row_of_token = np.repeat(np.arange(len(masks)), masks.lengths)
     return np.bincount(row_of_token[masks.values.numpy()], minlength=len(masks))
-
-
-_TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
-_BATCH_FIELDS = ("truncate_status", "multi_modal_inputs")
-"""Fields of a batch beside its columns."""

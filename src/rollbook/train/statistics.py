@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k of several samples per prompt, with confidence intervals.
+"""Estimates of avg@k, pass@k and maj@k from several samples per prompt, and confidence intervals.
 
 Intervals are clustered by prompt, because samples of one prompt are correlated. They have a positive width even if all
 outcomes are equal.
@@ -23,7 +23,7 @@ _PRIOR_PROMPTS = 2.0
 _UNCORRELATED_PROMPTS = 4.0
 """Weight, in prompts, of the prior that success rates before and after are uncorrelated (see `paired_difference`)."""
 _EXACT_UP_TO = 300
-"""Degrees of freedom up to which Student's distribution is summed; above, its expansion is exact to 1e-9."""
+"""Degrees of freedom up to which the t distribution is computed by a sum; above, an expansion is exact to 1e-9."""
 
 
 class Interval(NamedTuple):
@@ -70,8 +70,8 @@ def avg_at_k_interval(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
     normal one, the Wilson interval equals that of a t test over prompts for p near 0.5. Near 0 and 1, where a t test
     gives a point or leaves [0, 1], it remains valid.
 
-    If nearly all samples agree, the data say little about the correlation. The design effect m k / n is therefore
-    averaged with its maximum k, which is weighted like two prompts.
+    If nearly all samples agree, the correlation cannot be estimated well. The design effect m k / n is therefore
+    averaged with its maximum k, which has the weight of two prompts.
 
     Args:
         outcomes: [prompts][samples] Which samples succeeded.
@@ -94,7 +94,7 @@ def avg_at_k_interval(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
         n = m * k * (informative + _PRIOR_PROMPTS) / (informative * design_effect + _PRIOR_PROMPTS * k)
     t2 = student_quantile(confidence, m - 1) ** 2 if m > 1 else math.inf
     if t2 == math.inf:
-        return Interval(p, 0.0, 1.0)  # a single prompt says nothing about others
+        return Interval(p, 0.0, 1.0)  # the variance over prompts cannot be estimated from one prompt
     center = (p + t2 / (2 * n)) / (1 + t2 / n)
     margin = math.sqrt(t2 * (p * (1 - p) / n + t2 / (4 * n * n))) / (1 + t2 / n)
     return Interval(p, min(max(0.0, center - margin), p), max(min(1.0, center + margin), p))
@@ -127,8 +127,8 @@ def paired_difference(before: Outcomes, after: Outcomes, confidence: float = 0.9
 
     The intervals of `avg_at_k_interval` are combined by MOVER (Newcombe 1998, method 10), with the correlation of the
     success rates over prompts, which makes the interval narrower than that of unpaired evaluations. The correlation is
-    shrunk as if four more prompts were uncorrelated, so that two evaluations that agree on every prompt still have an
-    interval of positive width.
+    shrunk by a prior with the weight of four uncorrelated prompts, so that the interval has a positive width even if
+    both evaluations agree on every prompt.
 
     Args:
         before: [prompts][samples] Which samples succeeded.
@@ -180,7 +180,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-# --- the best, and the most frequent, of k --------------------------------------------------------------------------
+# --- pass@k and maj@k ------------------------------------------------------------------------------------------------
 
 
 def pass_at_k(outcomes: Outcomes, k: int) -> float:
@@ -219,9 +219,9 @@ def powers_of_two(k: int) -> list[int]:
 def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k: int | None = None) -> float:
     """Compute maj@k: the probability that the majority answer of k samples is correct.
 
-    The result is exact: the mean over all subsets of k of the n samples, with ties broken at random. A sample
-    without an answer does not vote. If equal answers have different outcomes, the answer counts as correct to the share
-    of them that succeeded.
+    The result is exact: the mean over all subsets of k of the n samples, with ties broken at random. A sample without
+    an answer does not vote. If samples with equal answers have different outcomes, the answer counts as correct with
+    the share of them that succeeded.
 
     Args:
         answers: [prompts][samples] The answers, or `None`.
@@ -289,7 +289,7 @@ def _win_probabilities(counts: tuple[int, ...], abstaining: int, k: int) -> dict
 def _add_answer(
     subsets: dict[tuple[int, int], int], count: int, x: int, max_votes: int, *, ties: bool
 ) -> dict[tuple[int, int], int]:
-    """Extend the numbers of subsets, by votes and ties, by an answer of `count` samples that gets at most x votes."""
+    """Add an answer of `count` samples with at most x votes to the numbers of subsets by (votes, ties)."""
     extended: Counter[tuple[int, int]] = Counter()
     for (s, t), number in subsets.items():
         for d in range(min(count, x, max_votes - s) + 1):
@@ -299,9 +299,9 @@ def _add_answer(
 
 def _check_sample_count(outcomes: Outcomes, k: int) -> None:
     _success_rates(outcomes)
-    least = min(map(len, outcomes))
-    if k > least:
-        raise ValueError(f"k: got {k}, expected at most {least}, the samples of a prompt")
+    fewest = min(map(len, outcomes))
+    if k > fewest:
+        raise ValueError(f"k: got {k}, expected at most {fewest}, the samples of a prompt")
 
 
 # --- Student's distribution -----------------------------------------------------------------------------------------
@@ -312,38 +312,38 @@ def _check_confidence(confidence: float) -> None:
 
 
 @lru_cache(256)
-def student_quantile(confidence: float, freedom: int) -> float:
+def student_quantile(confidence: float, df: int) -> float:
     """Return the t with P(|T| <= t) = confidence for Student's distribution.
 
     Args:
         confidence: The probability.
-        freedom: Degrees of freedom.
+        df: Degrees of freedom.
 
     >>> round(student_quantile(0.95, 9), 4), round(student_quantile(0.95, 10**6), 4)
     (2.2622, 1.96)
     """
     _check_confidence(confidence)
-    check_int("freedom", freedom, 1)
-    if freedom > _EXACT_UP_TO:
+    check_int("df", df, 1)
+    if df > _EXACT_UP_TO:
         z = NormalDist().inv_cdf((1 + confidence) / 2)
         first = (z**3 + z) / 4
         second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
         third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return z + first / freedom + second / freedom**2 + third / freedom**3
-    low, high = 0.0, math.pi / 2  # of the angle, whose tangent is t / sqrt(freedom)
+        return z + first / df + second / df**2 + third / df**3
+    low, high = 0.0, math.pi / 2  # bisection for the angle with tangent t / sqrt(df)
     for _ in range(60):
         angle = (low + high) / 2
-        low, high = (angle, high) if _student_probability(angle, freedom) < confidence else (low, angle)
-    return math.tan(low) * math.sqrt(freedom)
+        low, high = (angle, high) if _student_probability(angle, df) < confidence else (low, angle)
+    return math.tan(low) * math.sqrt(df)
 
 
-def _student_probability(angle: float, freedom: int) -> float:
-    """Compute P(|T| <= sqrt(freedom) tan(angle)) by a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+def _student_probability(angle: float, df: int) -> float:
+    """Compute P(|T| <= sqrt(df) tan(angle)) by a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
+    odd = df % 2
     term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for i in range(2 + odd, freedom - 1, 2):
+    total = term if df > 1 else 0.0
+    for i in range(2 + odd, df - 1, 2):
         term *= cosine * cosine * (i - 1) / i
         total += term
     return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -54,7 +54,7 @@ Numbers = float | Sequence[float] | NDArray[np.float64] | torch.Tensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """A recorded quantity beside the recomputed one.
+    """A recorded quantity and the recomputed one.
 
     Args:
         quantity: Its name.
@@ -248,7 +248,7 @@ class StepRecords:
         uids: [N] Ids, in the order of the lease, which is that of the batch.
         placements: [N] What was acknowledged: `minibatch`, `micro_batch` and `weight`, or `left_out`.
         importance: [N] Sampling weights; `None` if the sampler has none.
-        appends: Ids of the records that were appended together with some of these, as far as their data exist.
+        appends: Ids of the records that were appended together with some of these, if their data still exist.
         lost: Number of records of these appends without data.
         revised: Authors of changes after the step, by id.
 
@@ -460,7 +460,7 @@ class RestoredStep:
         return traced
 
     def records(self, traced: StepRecords) -> Experiences:
-        """Read the records of a step, as they are now."""
+        """Read the records of a step in their current state."""
         try:
             return self.book.get(traced.uids)
         except ValueError as error:
@@ -586,7 +586,7 @@ class RestoredStep:
         return source([RewardInput.of(last[row.eid.rid], self.models.policy.tokenizer) for row in rows])
 
     def _new_rewards(self, rows: Experiences, source: Reward) -> list[float]:
-        """Compute rewards by another source. Records without a reward stay without; that of an environment is added."""
+        """Compute rewards by another source. Missing rewards stay missing; rewards of an environment are added."""
         rewards = [math.nan if value is None else float(value) for value in rows.values("reward")]
         scored = [i for i, value in enumerate(rewards) if not math.isnan(value)]
         scores = self.scores(source, rows.take(scored))
@@ -889,7 +889,7 @@ class ReplayResult:
 
 
 def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), *, trust: bool = False) -> ReplayResult:
-    """Compute a step of a run again, and compare it with what was trained.
+    """Recompute a step of a run, and compare it with the recorded one.
 
     Args:
         run: The folder of the run.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book as RunBook
 
 TRACKERS = ("book", "jsonl", "tensorboard", "wandb", "display")
-"""The names that `build_trackers` knows."""
+"""The names that `build_trackers` accepts."""
 METRICS_FILE = "metrics.jsonl"
 """The file of a run's folder that `JsonlTracker` writes."""
 

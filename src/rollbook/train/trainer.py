@@ -184,7 +184,7 @@ class Trainer:
         algorithm: An `AlgorithmConfig`, or the name of a preset.
         book: Where records are kept and leased from.
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
-        reward: Scores rollouts: whatever `rollbook.rewards.as_reward` takes.
+        reward: Scores rollouts: anything that `rollbook.rewards.as_reward` accepts.
         engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
         sync_every: Send the weights to the engine every N steps, if it does not share them and takes some
             (`engine.takes_weights`). After each update `check_sync` compares log-probs. `None`: never.
@@ -199,7 +199,7 @@ class Trainer:
         replay: Which records a step takes.
         expert: A book of an expert's records, for `replay.expert_share`.
         seed: The seed of every random choice.
-        trackers: What metrics go to beside the book; each has `log(step, metrics)`.
+        trackers: Receive metrics, in addition to the book; each has `log(step, metrics)`.
         checkpoints: Where and when to write checkpoints. Training continues from the newest one in the folder, with the
             book rewound to it.
         success: The least reward that counts as a success.
@@ -338,12 +338,12 @@ class Trainer:
 
         Returns:
             The metrics of the step. If there is nothing to lease, the weights stay as they are, no step is counted,
-            `report["records"]` is 0, and a warning says why.
+            `report["records"]` is 0, and a warning gives the reason.
         """
         step, metrics = self.done + 1, StepMetrics()
         begun = time.perf_counter()
         appended = None
-        with metrics.time("make"):
+        with metrics.time("collect"):
             if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
                 self._sync_engine(metrics)
                 appended = self._rollout(self.prompts, step, metrics)
@@ -354,12 +354,12 @@ class Trainer:
             timeout=self.replay.timeout,
             seconds=self.replay.lease_seconds,
         ) as lease:
-            with metrics.time("take"):
+            with metrics.time("lease"):
                 leased = lease.experiences if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
-            with metrics.time("learn"):
+            with metrics.time("update"):
                 if isinstance(self.engine, BaseEngine):
                     self.engine.release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
@@ -542,7 +542,7 @@ class Trainer:
     def _announce(self) -> None:
         """Set the policy version of the book, and of the engine if it samples from the trained weights.
 
-        The version of another engine, such as a server, is set by whoever changes its weights.
+        The version of another engine, such as a server, is set by the process that changes its weights.
         """
         if self._own_engine is not None and self.engine is self._own_engine:
             self._own_engine.version = self.done

@@ -75,9 +75,9 @@ class Place:
 class SegmentStore(Protocol):
     """Stores the bytes of a book.
 
-    Between a `put` and the commit of the ledger that refers to it, no other process knows that the bytes are needed. A
-    book therefore checks with `has`, in the transaction that commits, that they still exist, and compaction removes
-    segments in a transaction, too: of the two, the later one sees what the earlier one did.
+    Between a `put` and the commit of the ledger that refers to it, compaction in another process cannot see that the
+    bytes are needed. Appends therefore check with `has`, in the transaction that commits, that the bytes still exist,
+    and compaction also removes segments in a transaction, so that the later of the two sees the effect of the earlier.
     """
 
     private: bool
@@ -107,7 +107,7 @@ class SegmentStore(Protocol):
         """End the open segment; the next `put` starts another."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusyError` if it has a writer; one that is already gone is not an error."""
+        """Remove a segment; raise `SegmentBusyError` if it has a writer. A missing segment is not an error."""
 
     def close(self) -> None:
         """Stop writing. Views that were returned stay valid."""
@@ -130,7 +130,7 @@ def check_header(head: bytes, segment: str) -> None:
     if magic != MAGIC:
         raise CorruptBookError(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
     if version > VERSION:
-        raise NewerLayoutError(f"segment {segment}: layout {version} is newer than {VERSION}, which this version knows")
+        raise NewerLayoutError(f"segment {segment}: layout {version} is newer than this version's, {VERSION}")
     if head != build_header():
         raise CorruptBookError(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
 
@@ -222,7 +222,7 @@ def _open_checked(disk: Disk, path: str, segment: str) -> Iterator[tuple[int, in
 
 
 def read_segment(disk: Disk, path: str, place: Place, mapped: bool) -> memoryview:
-    """Read a place of a segment file, mapped if that is faster and nobody truncates the file.
+    """Read a place of a segment file, mapped if that is faster and no process truncates the file.
 
     Every call opens, checks and closes the file: no descriptor keeps the space of a removed file, and no two calls
     share memory, so that a tensor that is changed in place does not change for the next reader of the record.
@@ -344,7 +344,7 @@ class FileSegmentStore:
         return [Place(segment, base + at, length) for at, length in places]
 
     def _start(self) -> File:
-        """Create a new file and lock it before others could take it for that of a dead writer."""
+        """Create a new file and lock it, before another process could mistake it for the file of a dead writer."""
         if self._identity is None:
             self.disk.make_folder(self.book_folder)
             self._identity = file_identity(self.book_folder)
@@ -421,7 +421,7 @@ class FileSegmentStore:
             self._end()
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusyError` if it has a writer; one that is already gone is not an error."""
+        """Remove a segment; raise `SegmentBusyError` if it has a writer. A missing segment is not an error."""
         path = self._path(segment)
         try:
             fd = open_segment(self.disk, path)
@@ -533,7 +533,7 @@ class MemorySegmentStore:
             self._open = None
 
     def remove(self, segment: str) -> None:
-        """Remove a segment, `SegmentBusyError` if it is the open one; one that is already gone is not an error."""
+        """Remove a segment; raise `SegmentBusyError` if it is open. A missing segment is not an error."""
         with self._lock:
             if check_name(segment) == self._open:
                 raise SegmentBusyError(f"segment {segment} is being written")

@@ -233,7 +233,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         fs, root = url_to_fs(url, **options)
     except ValueError as error:
-        raise ValueError(f"url: got {redacted(url)!r}, expected one that fsspec knows ({error})") from None
+        raise ValueError(f"url: got {redacted(url)!r}, expected one that fsspec supports ({error})") from None
     return fs, str(root)
 
 
@@ -317,7 +317,7 @@ class FsspecSegmentStore:
         """Do nothing: every `put` creates an object."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment; one that is already gone is not an error."""
+        """Remove a segment. A missing segment is not an error."""
         with suppress(FileNotFoundError):
             self._store.remove(check_name(segment))
 

@@ -44,10 +44,10 @@ Answer = TypeVar("Answer")
 ROW_BYTES = 8 << 20
 """Maximum size of a row: far below the limit of a gigabyte, since a server holds several copies of a value."""
 
-# The data's commit does not wait for the disk. The log is one sequence, and the ledger's commit, which comes later in
-# it, waits until everything before it is flushed: one wait for both. If the server crashes in between, the row is gone,
-# and `has`, asked inside the ledger's transaction, says so. The setting ends with the statement's transaction, so that
-# it cannot reach another one, not even when a pooler hands the same session to the ledger.
+# The commit of the data does not wait for the disk. The ledger's commit is later in the same write-ahead log and waits
+# until everything before it is flushed, so one wait is enough for both. If the server crashes in between, the row is
+# lost, which `has` detects inside the ledger's transaction. The setting ends with the statement's transaction, so that
+# it does not affect another one, even if a pooler gives the same session to the ledger.
 _ASYNC_COMMIT = "set_config('synchronous_commit', 'off', true) = 'off'"
 _PUT = (
     "INSERT INTO {} (segment, data, made) SELECT %s, %b, extract(epoch FROM clock_timestamp())"
@@ -71,7 +71,8 @@ _REMOVE = f"DELETE FROM {{}} WHERE segment = %s AND {_ASYNC_COMMIT} RETURNING oc
 class PostgresSegmentStore:
     """Segments as rows of the ledger's table `blobs`, over the ledger's connections.
 
-    Every `put` is a segment of its own, complete when it is there: none is ever busy, and sealing changes nothing.
+    Every `put` creates a segment, which is complete when it is visible: no segment is ever busy, and `seal` does
+    nothing.
     """
 
     private = True
@@ -149,7 +150,7 @@ class PostgresSegmentStore:
         segments = list(dict.fromkeys(check_place(place).segment for place in places))
         if not places or max(place.length for place in places) > ROW_BYTES:
             return [self.get(place) for place in places]
-        # In one snapshot with the header of each segment, which says whether the segment is there.
+        # In one snapshot with the header of each segment, without which the segment does not exist.
         ranges = [(segment, 1, ALIGN) for segment in segments]
         counts = []
         for place in places:
@@ -197,10 +198,10 @@ class PostgresSegmentStore:
         return False
 
     def seal(self) -> None:
-        """Do nothing: every `put` is a segment of its own."""
+        """Do nothing: every `put` creates a complete segment."""
 
     def remove(self, segment: str) -> None:
-        """Remove a segment; one that is already gone is not an error."""
+        """Remove a segment. A missing segment is not an error."""
         check_name(segment)
 
         def delete(connection: psycopg.Connection[Any]) -> None:

@@ -55,10 +55,10 @@ from rollbook.io.trajectories import (
     TrajectorySet,
     TrajectorySource,
     check_prefix,
+    count_reflections,
     extract_response,
     image_stem,
     measure_response,
-    reflections,
     repeat_score,
     sample_std,
     select,
@@ -953,13 +953,13 @@ def _calculate_repeatness(s: str) -> float:
 
 
 def _check_reflection_pattern(text: str) -> dict[str, int]:
-    """`reflections`; of an empty text, 0 of each."""
-    return reflections(text) or dict.fromkeys(REFLECTIONS, 0)
+    """Return the counts of `count_reflections`; for an empty text, 0 for each phrase."""
+    return count_reflections(text) or dict.fromkeys(REFLECTIONS, 0)
 
 
 def _calculate_reflection_pattern_score(text: str) -> int:
     """Count the reflection phrases."""
-    return sum(reflections(text).values())
+    return sum(count_reflections(text).values())
 
 
 def _calculate_entropy_from_log_probs(log_probs: torch.Tensor | None) -> float:

@@ -506,7 +506,7 @@ def examine(
 
 
 def _open_index(source: str | os.PathLike[str] | Book | Source | Index, stack: ExitStack) -> tuple[Index, str]:
-    """Return an up-to-date index of the source, and its name; the stack closes what is opened here."""
+    """Return an up-to-date index of the source, and its name. The stack closes what is opened here."""
     from rollbook.inspect.index import Index
 
     if isinstance(source, Index):
@@ -518,7 +518,7 @@ def _open_index(source: str | os.PathLike[str] | Book | Source | Index, stack: E
         opened = stack.enter_context(closing(open_source(source)))
     elif isinstance(source, Book):
         opened = open_source(source)
-    elif hasattr(source, "refresh") and hasattr(source, "documents"):
+    elif hasattr(source, "refresh") and hasattr(source, "trajectories"):
         opened = source
     else:
         raise ValueError(f"source: got {type(source).__name__}, expected a path, a book, a viewer's source or an index")
@@ -583,7 +583,7 @@ def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, sourc
     return Diagnosis(
         source,
         rank_findings(finding for name, finding in findings.items() if causes.get(name) is None),
-        tuple(_status_of(name, result, causes.get(name)) for name, result in results.items()),
+        tuple(_apply_cause(name, result, causes.get(name)) for name, result in results.items()),
         int(samples.present.sum()),
         (int(samples.steps[0]), int(samples.steps[-1])) if len(samples.steps) else None,
         evaluation,
@@ -591,7 +591,8 @@ def diagnose(samples: Samples, t: Thresholds, *, evaluation: bool = False, sourc
     )
 
 
-def _status_of(name: str, result: CheckResult, cause: str | None) -> CheckStatus:
+def _apply_cause(name: str, result: CheckResult, cause: str | None) -> CheckStatus:
+    """Return the status of a check, `explained` if the finding of another check is its cause."""
     if cause is not None:
         return CheckStatus(name, "explained", f"explained by {cause}: {result.reason}")
     return CheckStatus(name, result.status, result.reason)

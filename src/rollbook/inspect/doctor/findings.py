@@ -580,7 +580,7 @@ class Samples:
         return np.asarray(self.present & (self.step >= steps[-min(w, len(steps))]))
 
     def series(self, values: Floats, mask: Mask | None = None, *, median: bool = False) -> Series:
-        """Return values by step, over the records that are there."""
+        """Return values by step, over the present records."""
         use = self.present if mask is None else self.present & mask
         return by_step(self.step[use], values[use], median=median)
 

@@ -31,7 +31,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.ids import EID
 from rollbook.inspect.files.stores import Row, parse_int, parse_number, parse_numbers
 from rollbook.inspect.images import RowContext, read_image, replace_images
-from rollbook.inspect.measures import status_of
+from rollbook.inspect.measures import classify_status
 from rollbook.inspect.serialization import json_safe
 from rollbook.inspect.trajectory import (
     Json,
@@ -52,7 +52,7 @@ _THINK = re.compile(r"<think>.*?(?:</think>\n*|\Z)", re.S)
 
 
 class Part(NamedTuple):
-    """A stretch of text of one speaker."""
+    """Consecutive text of one speaker."""
 
     text: str
     role: str
@@ -124,16 +124,16 @@ def build_from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
 
 def build_from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory:
     """Create a trajectory from the words of a prompt and a response, which may contain chat-template marks."""
-    before, behind = split_words(prompt), split_words(response)
-    text, ends = prompt + response, np.concatenate([before, behind + len(prompt)])
-    mask = np.arange(len(ends)) >= len(before)
+    prompt_ends, response_ends = split_words(prompt), split_words(response)
+    text, ends = prompt + response, np.concatenate([prompt_ends, response_ends + len(prompt)])
+    mask = np.arange(len(ends)) >= len(prompt_ends)
     return Trajectory(
         uid="",
         text=text,
         ends=ends,
-        prompt_tokens=len(before),
+        prompt_tokens=len(prompt_ends),
         mask=mask,
-        segments=find_segments(text, ends, len(before), mask, sampled=mask, exact=False),
+        segments=find_segments(text, ends, len(prompt_ends), mask, sampled=mask, exact=False),
         tokenized="words",
         prompt=hash_prompt(None, prompt),
         **{"prompt_text": prompt, "response_text": response, **fields},
@@ -145,12 +145,18 @@ def build_conversation(prompt: Json, answer: Json, where: RowContext, /, **field
     prompt, answer = remove_nulls(prompt), remove_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return build_from_texts(prompt, answer, **fields)
-    before: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    behind: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if not is_messages(before) or not isinstance(behind, list) or (behind and not is_messages(behind)):
+    prompt_messages: Json = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answer_messages: Json = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if (
+        not is_messages(prompt_messages)
+        or not isinstance(answer_messages, list)
+        or (answer_messages and not is_messages(answer_messages))
+    ):
         raise WireError(f"got {type(prompt).__name__} and {type(answer).__name__}, expected a prompt and an answer")
-    messages = [*before, *behind]
-    return build_chat(messages, where, lambda i: i >= len(before) and messages[i].get("role") == "assistant", **fields)
+    messages = [*prompt_messages, *answer_messages]
+    return build_chat(
+        messages, where, lambda i: i >= len(prompt_messages) and messages[i].get("role") == "assistant", **fields
+    )
 
 
 def build_chat(
@@ -477,14 +483,14 @@ def read_trl(row: Row, where: RowContext) -> Iterator[Trajectory]:
     if len(counted) > 1:
         notes.append(f"TRL does not log the total reward; shown is the unweighted sum of {', '.join(counted)}.")
     rewards = [value for value in counted.values() if value is not None and value == value]
-    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks.row_step(row))
+    sample = Sample(row.get("prompt"), row.get("completion"), batch=frameworks.read_step(row))
     sample.reward = math.fsum(rewards) if rewards else math.nan if counted else None
     sample.advantage = parse_number(row.get("advantage"))
     used = {"prompt", "completion", "step", "global_step", "advantage"}
     if row.get("prompt_ids") is not None and row.get("completion_ids") is not None:
-        sample.prompt, sample.answer = row["prompt_ids"], row["completion_ids"]
-        used |= frameworks.read_trl_ids(row, sample) | {"prompt_ids", "completion_ids"}
-    elif sample.prompt is None or sample.answer is None:
+        sample.prompt, sample.response = row["prompt_ids"], row["completion_ids"]
+        used |= frameworks.unpad_trl_row(row, sample) | {"prompt_ids", "completion_ids"}
+    elif sample.prompt is None or sample.response is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
     trajectory = _build_trajectory(sample, row, used, where)
     trajectory.declared = tuple(counted)
@@ -511,15 +517,15 @@ def _build_trajectory(sample: Sample, row: Row, used: set[str], where: RowContex
         "label": json_safe(label),
         "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
     }
-    if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.answer)):
-        return build_conversation(sample.prompt, sample.answer, where, **fields)
+    if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.response)):
+        return build_conversation(sample.prompt, sample.response, where, **fields)
     arrays = dict(sample.tensors)
     if sample.advantage is not None:
         arrays.setdefault("advantages", sample.advantage)
     for name, theirs in (("prompt_text", "prompt"), ("response_text", "completion")):
         fields[name] = row[theirs] if isinstance(row.get(theirs), str) else None
     trajectory = build_from_ids(
-        [*sample.prompt, *sample.answer],
+        [*sample.prompt, *sample.response],
         len(sample.prompt),
         where,
         mask=sample.mask,
@@ -741,7 +747,7 @@ def read_rollbook(row: Row, where: RowContext) -> Iterator[Trajectory]:
         "reward": parse_number(row.get("reward")),
         "parts": parse_numbers(row.get("reward_parts")),
         "metrics": parse_numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
-        "status": "error" if info.get("error") else status_of(reason, cut, len(ids) - prompt),
+        "status": "error" if info.get("error") else classify_status(reason, cut, len(ids) - prompt),
         "finish_reason": reason,
         "truncate_status": cut,
         "kind": row["kind"] if isinstance(row.get("kind"), str) else "single_turn",

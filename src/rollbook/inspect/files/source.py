@@ -201,7 +201,7 @@ class FrameFile(AppendOnlyFile):
             for at, rows in by_frame.items():
                 records, _ = self._frame(file, at)
                 if records is None:
-                    raise WireError(f"{self.path}: the frame at byte {at} is gone")
+                    raise WireError(f"{self.path}: the frame at byte {at} was removed")
                 for i in rows:
                     (fetched[at, i],) = split_records(records[i : i + 1])
         return fetched
@@ -395,8 +395,8 @@ class Database:
         self._last: dict[int, int] = {}
 
     def stamp(self) -> tuple[int, ...]:
-        beside = f"{self.path}-wal"
-        return *file_stamp(self.path), *(file_stamp(beside) if os.path.exists(beside) else ())
+        log = f"{self.path}-wal"
+        return *file_stamp(self.path), *(file_stamp(log) if os.path.exists(log) else ())
 
     def grown(self) -> bool:
         return bool(self._last)
@@ -756,8 +756,8 @@ class FileSource:
     def _names(self) -> list[str]:
         if not self.folder:
             return [os.path.basename(self.path)]
-        names, strangers = list_files(self.path)
-        for name in strangers:
+        names, outside_links = list_files(self.path)
+        for name in outside_links:
             self._skipped_files[name] = "link to a place outside the folder"
         if "state.json" in names or "dataset_dict.json" in names:
             return [n for n in names if n.endswith(".arrow") and not os.path.basename(n).startswith("cache-")]
@@ -899,11 +899,11 @@ class FileSource:
             try:
                 if isinstance(row, WireError):
                     raise row
-                documents = list(self._documents_of(file, row, {}))
+                trajectories = list(self._read_row(file, row, {}))
             except _READ_ERRORS as error:
                 self._add_error(file, error)
                 continue
-            for sub, trajectory in enumerate(documents):
+            for sub, trajectory in enumerate(trajectories):
                 number = len(self._places) // 4
                 self._identify(trajectory)
                 self._places.extend((file.number, a, b, sub))
@@ -913,8 +913,8 @@ class FileSource:
                     self._media.setdefault(sha256, number)
                 yield trajectory
 
-    def _documents_of(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
-        """Return the samples of a row; store the bytes of the `wanted` pictures."""
+    def _read_row(self, file: _File, row: Row, images: dict[str, Any]) -> Iterator[Trajectory]:
+        """Yield the samples of a row; add the bytes of pictures to `images` if it has their hash."""
 
         def keep(sha256: str, data: bytes, mime: str) -> None:
             if sha256 in images:
@@ -977,7 +977,7 @@ class FileSource:
 
     # --- samples ------------------------------------------------------------------------------------------------
 
-    def documents(self, uids: Sequence[str]) -> list[Trajectory]:
+    def trajectories(self, uids: Sequence[str]) -> list[Trajectory]:
         """Return samples by id, in this order; `KeyError` names an unknown one."""
         trajectories: dict[str, Trajectory] = {}
         by_file: dict[int, list[tuple[str, Place, int]]] = {}
@@ -1015,7 +1015,7 @@ class FileSource:
         raise WireError(f"{display_name(file.name)}: the file is not read")
 
     def _rebuild(self, file: _File, row: Row, sub: int, uid: str) -> Trajectory:
-        trajectory = list(self._documents_of(file, row, {}))[sub]
+        trajectory = list(self._read_row(file, row, {}))[sub]
         eid = EID.parse(uid)
         trajectory.uid, trajectory.run, trajectory.turn = uid, eid.run, eid.step
         trajectory.gid = trajectory.gid or eid.tid
@@ -1039,7 +1039,7 @@ class FileSource:
         file = self._numbered_files[at]
         images: dict[str, Any] = {sha256: None}
         # Rebuilding the row's samples visits all of its pictures.
-        for _ in self._documents_of(file, self._fetch_rows(file, [(a, b)])[a, b], images):
+        for _ in self._read_row(file, self._fetch_rows(file, [(a, b)])[a, b], images):
             if images[sha256] is not None:
                 break
         image: tuple[bytes, str] | None = images[sha256]

@@ -6,7 +6,7 @@ metadata of the file for all rows; and `stamp()`, which differs when the file ha
 
 Invariant: `scan` yields every row with two numbers that locate it, and `fetch` returns the same row for them while the
 file is unchanged; neither holds more than a row, a batch or a member. An unreadable row is returned as the error, and
-reading continues behind it. Sizes, depths and names in a file are checked before use, and nothing in it is executed;
+reading continues after it. Sizes, depths and names in a file are checked before use, and nothing in it is executed;
 exceeding a limit is a `WireError` that names the limit.
 """
 
@@ -149,12 +149,12 @@ def natural_sort_key(path: str) -> list[Any]:
 
 
 def display_name(name: str) -> str:
-    """Return a file name as text, whatever its bytes."""
+    """Return a file name as text; bytes that are not UTF-8 are replaced."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def inside(root: str, path: str) -> bool:
-    """Return whether a path, with links resolved, is in the folder `root` (which has none)."""
+    """Return whether a path, with links resolved, is in the folder `root`, whose links are resolved already."""
     return os.path.realpath(path).startswith(os.path.join(root, ""))
 
 
@@ -162,20 +162,20 @@ def list_files(root: str) -> tuple[list[str], list[str]]:
     """Return the files in a folder and its subfolders, relative and sorted, and the links that leave it."""
     real = os.path.realpath(root)
     files: list[str] = []
-    strangers: list[str] = []
+    outside_links: list[str] = []
     for folder, folders, names in os.walk(real):
         below = os.path.relpath(folder, real)
         depth = 0 if below == "." else below.count(os.sep) + 1
         folders[:] = [name for name in folders if not name.startswith(".") and depth + 1 < MAX_FOLDERS]
         for name in names:
-            whole_name = os.path.join(folder, name)
-            if name.startswith(".") or not os.path.isfile(whole_name):
+            path = os.path.join(folder, name)
+            if name.startswith(".") or not os.path.isfile(path):
                 continue
-            leaves = os.path.islink(whole_name) and not inside(real, whole_name)
-            (strangers if leaves else files).append(name if below == "." else os.path.join(below, name))
+            leaves = os.path.islink(path) and not inside(real, path)
+            (outside_links if leaves else files).append(name if below == "." else os.path.join(below, name))
             if len(files) > MAX_FILES:
                 raise WireError(f"{root}: more than {MAX_FILES} files, expected the folder of one run")
-    return sorted(files, key=natural_sort_key), strangers
+    return sorted(files, key=natural_sort_key), outside_links
 
 
 def resolve_path(root: str, name: Json) -> str | None:
@@ -302,7 +302,7 @@ class Lines(AppendOnlyFile):
 
 
 def unpack(path: str, into: str) -> None:
-    """Unpack a gzip or zstd file to `into`, within the limits; of a truncated file, what is there."""
+    """Unpack a gzip or zstd file to `into`, within the limits; of a truncated file, the readable part."""
     with open(path, "rb") as file, open(into, "wb") as out:
         head = file.read(4)
         file.seek(0)

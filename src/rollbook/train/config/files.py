@@ -88,7 +88,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def _import_yaml() -> Any:
-    """Import PyYAML, or raise an error that tells how to install it."""
+    """Import PyYAML, or raise an error with the command that installs it."""
     try:
         return importlib.import_module("yaml")
     except ImportError as error:
@@ -485,7 +485,7 @@ def _merge(old: RawValue, new: RawValue, kind: Kind | None, arguments: bool = Fa
             combined[name] = _merge(combined.get(name), value, key.kind if key is not None else None, arguments)
         except ConfigError as error:
             raise error.under(name) from None
-    # A layer does not reset the keys that it sets itself, in whatever order.
+    # A layer does not reset the keys that it sets itself, regardless of their order.
     return {**combined, **{name: combined.get(name, new[name]) for name in new}}
 
 

@@ -55,7 +55,7 @@ def check_at_most_one(section: DataclassInstance, *names: str) -> None:
     """Raise `ConfigError` if more than one of the keys is set."""
     present = [name for name in names if getattr(section, name) is not None]
     if len(present) > 1:
-        raise ConfigError(present[1], f"got it beside {present[0]}, expected one of {', '.join(names)}")
+        raise ConfigError(present[1], f"got it together with {present[0]}, expected one of {', '.join(names)}")
 
 
 def check_required(section: DataclassInstance, name: str, other: str) -> None:
@@ -484,7 +484,7 @@ class CheckpointSection:
     interval: int = key(50, low=0)
     """Steps between checkpoints; 0: none during training. A killed run repeats at most this many steps."""
     keep_last: int | None = key(2, low=1)
-    """Number of recent checkpoints to keep, beside that of step 0; null: all."""
+    """Number of recent checkpoints to keep, in addition to that of step 0; null: all."""
     save_final: bool = key(True)
     """Save a checkpoint after the last step."""
 
