@@ -152,7 +152,13 @@ def single_thread() -> None:
     pa.set_io_thread_count(1)
 
 
-def measure(contenders: Sequence[Contender], rounds: int, seed: int = 0, progress: bool = True) -> Times:
+def measure(
+    contenders: Sequence[Contender],
+    rounds: int,
+    seed: int = 0,
+    progress: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
     """One warm-up of every contender, then `rounds` rounds, each in its own shuffled order."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -165,7 +171,7 @@ def measure(contenders: Sequence[Contender], rounds: int, seed: int = 0, progres
         turn = list(contenders)
         order.shuffle(turn)
         for contender in turn:
-            elapsed = _once(contender)
+            elapsed = _once(contender, clock)
             if round_ >= 0:
                 times.seconds[contender.name].append(elapsed)
         if progress:
@@ -173,12 +179,12 @@ def measure(contenders: Sequence[Contender], rounds: int, seed: int = 0, progres
     return times
 
 
-def _once(contender: Contender) -> float:
+def _once(contender: Contender, clock: Callable[[], float]) -> float:
     state = contender.prepare()
     gc.collect()
-    start = time.perf_counter()
+    start = clock()
     result = contender.run(state)
-    elapsed = time.perf_counter() - start
+    elapsed = clock() - start
     del result, state
     gc.collect()
     return elapsed

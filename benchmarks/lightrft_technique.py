@@ -170,6 +170,7 @@ class ReplayBuffer:
         self.items: list[Item] = []
         self._random: Any = random if seed is None else random.Random(seed)
 
+    @torch.no_grad()
     def append(self, batch: Batch) -> None:
         """Split, unpad unless packing, keep the newest `limit`."""
         items = split_experience_batch(batch)
@@ -202,6 +203,7 @@ def to(tensor: Any, device: Any) -> Any:
     return [to(one, device) for one in tensor] if isinstance(tensor, list) else tensor.to(device)
 
 
+@torch.no_grad()
 def to_device(batch: Batch, device: Any) -> None:
     """Move all but base log-probs and `info`, in place."""
     for name in TENSORS:
@@ -229,10 +231,12 @@ def clip_filter_like_weight_func(rewards: Tensor, clip_eps: float = 3.0, lamda: 
 def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor, ratio: float) -> Tensor:
     """Row by row, the top k of the masked entropies."""
     marked = torch.zeros_like(entropy)
-    masked = entropy * action_mask
     for i in range(len(entropy)):
-        k = max(1, int(action_mask[i].sum() * ratio))
-        marked[i, torch.topk(masked[i], k).indices] = 1
+        numbers = action_mask[i].to(entropy.dtype)
+        masked, counted = entropy[i] * numbers, numbers.bool()
+        if counted.any():
+            k = max(1, int(counted.sum().item() * ratio))
+            marked[i, torch.topk(masked, k).indices] = 1
     return marked
 
 
@@ -247,6 +251,7 @@ class Maker:
     group: int
     kl_coef: float = 0.01
 
+    @torch.no_grad()
     def get_advantages_and_returns(
         self, values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lambd: float
     ) -> tuple[Tensor, Tensor]:
@@ -262,6 +267,7 @@ class Maker:
         advantages = torch.stack(backwards[::-1], dim=1)
         return advantages.detach(), advantages + values
 
+    @torch.no_grad()
     def get_cumulative_returns(self, rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
         """The same kind of loop, written into a matrix of zeros."""
         rewards = action_mask * rewards
@@ -272,11 +278,14 @@ class Maker:
             returns[:, t] = carried
         return returns
 
+    @torch.no_grad()
     def make_experience(self, samples: Any) -> Batch:
-        """Every model asked once, the KL of tokens masked, and its mean over each row."""
+        """Call each model once, mask the KL of tokens, and take its mean over each row."""
+        for model in (self.actor, self.initial_model, self.reward_model, self.critic):
+            model.eval()
         inputs = samples.sequences, samples.num_actions, samples.attention_mask
         ours, base = self.actor(*inputs), self.initial_model(*inputs)
-        values = self.critic(samples.sequences, samples.attention_mask, samples.num_actions)
+        values = self.critic(*inputs)
         reward = self.reward_model(samples.sequences, samples.attention_mask)
         kl = (ours.float() - base.float()) * samples.action_mask
         info = {
@@ -286,12 +295,15 @@ class Maker:
             "total_length": samples.total_length,
             "num_actions": samples.num_actions,
         }
+        self.actor.train()
+        self.critic.train()
         batch = Batch(
             samples.sequences, ours, base, values, None, None, samples.attention_mask, samples.action_mask, info
         )
-        batch.kl = kl
+        batch.kl, batch.labels, batch.references = kl, samples.labels, samples.references
         return batch
 
+    @torch.no_grad()
     def process_experiences(self, batches: list[Batch]) -> tuple[list[Batch], list[Tensor]]:
         """RLOO over groups by place."""
         rewards = torch.cat([batch.info["reward"] for batch in batches]).reshape(-1, self.group)

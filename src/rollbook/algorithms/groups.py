@@ -206,8 +206,11 @@ def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats
 
 
 def block_sums(blocks: Floats) -> Floats:
-    """[groups] Sum each row of a matrix in the order of its columns, as `segment_sums` does."""
-    return np.add.reduceat(blocks.reshape(-1), np.arange(0, blocks.size, blocks.shape[1]))
+    """[groups, 1] Sum each row of a matrix in the order of its columns, as `segment_sums` does."""
+    return np.add.reduceat(blocks, _FIRST_COLUMN, axis=1)
+
+
+_FIRST_COLUMN = np.zeros(1, dtype=np.intp)
 
 
 def block_means(blocks: Floats) -> tuple[Floats, Floats]:

@@ -44,7 +44,7 @@ from rollbook.algorithms.advantages import (
 )
 from rollbook.algorithms.advantages.temporal import place_rewards
 from rollbook.algorithms.filters import clip_filter_like_weight_func, zero_variance
-from rollbook.algorithms.groups import block_means, block_sums, whiten
+from rollbook.algorithms.groups import block_sums, whiten
 from rollbook.algorithms.inputs import INFO_KEYS
 from rollbook.algorithms.kl import KL, k1, penalize, token_kl
 from rollbook.algorithms.layout import Layout
@@ -394,7 +394,7 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
 
     Returns:
         The scores of the general path, bit for bit, or `None` if it is needed: other estimators or options, rows with
-        ids, missing or infinite rewards, rewards that are not float32 on the CPU.
+        ids, missing or very large rewards, rewards that are not float32 on the CPU.
     """
     size, options = config.n_samples_per_prompt, config.estimator_options
     entry = ESTIMATORS[config.advantage_estimator]
@@ -415,11 +415,13 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
         return None
     # A copy: the report is computed later.
     rewards = parts[0].astype(np.float64) if len(parts) == 1 else np.concatenate(parts, dtype=np.float64)
-    if not len(rewards) or len(rewards) % size or not isfinite(rewards.dot(rewards)):
+    if not len(rewards) or len(rewards) % size or not rewards.dot(rewards) < _LARGEST_SQUARE:  # also if it is NaN
         return None
     blocks = rewards.reshape(-1, size)
-    ascending, means = block_means(blocks)
-    means = means[:, None]
+    ascending = blocks.copy()
+    ascending.sort(axis=1)
+    means = block_sums(ascending)
+    means /= size  # exactly the reward if all are equal, since float64 sums of equal float32 rewards are exact
     scores = blocks - means
     if formula is rloo:
         scores *= size
@@ -427,9 +429,9 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
     elif formula is grpo:
         squares = block_sums((ascending - means) ** 2)
         divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
-        scores /= np.where(divisors > 0, divisors, 1.0)[:, None]
+        scores /= np.where(divisors > 0, divisors, 1.0)
     scores += 0.0  # -0.0 becomes 0.0
-    shaped = torch.from_numpy(scores.reshape(-1)).float()  # not by numpy, which warns of overflow
+    shaped = torch.from_numpy(scores.reshape(-1).astype(np.float32))
 
     def report() -> Report:
         raw = torch.from_numpy(rewards.astype(np.float32))
@@ -440,6 +442,8 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
 
 _BLOCK_FORMULAS = (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline)
 """The estimators of `_block_scores`; the last one's scores are those of `dr_grpo`."""
+_LARGEST_SQUARE = 1e60
+"""Bound of the sum of squared rewards below which no score overflows float32."""
 
 
 # --- the maker --------------------------------------------------------------------------------------------------------
@@ -1017,8 +1021,7 @@ class NaiveExperienceMaker:
         longest = max_new_tokens if max_new_tokens is not None else self._max_new_tokens
         scores = self._row_scores = score_rewards(experiences, self.config, self.reward_norm, longest)
         rewards = [scores.rewards] if len(experiences) == 1 else RolloutBatches(experiences).split(scores.rewards)
-        devices = map(_reward_device, experiences)
-        return list(experiences), [part.to(device) for part, device in zip(rewards, devices, strict=True)]
+        return list(experiences), list(map(_on_reward_device, rewards, experiences))
 
     def get_advantages_and_returns(
         self, values: TokenColumn, rewards: TokenColumn, action_mask: TokenColumn | None, gamma: float, lambd: float
@@ -1402,9 +1405,10 @@ def _is_trained(model: Callable[..., Any] | None) -> bool:
     return callable(getattr(model, "train", None))
 
 
-def _reward_device(batch: Experience) -> torch.device:
+def _on_reward_device(rewards: torch.Tensor, batch: Experience) -> torch.Tensor:
+    """Move rewards from the CPU to the device of `info["reward"]`."""
     reward = (batch.info or {}).get("reward")
-    return reward.device if isinstance(reward, torch.Tensor) else torch.device("cpu")
+    return rewards if not isinstance(reward, torch.Tensor) or reward.is_cpu else rewards.to(reward.device)
 
 
 def _checked_rewards(rollout: RolloutBatches, rewards: Sequence[Any]) -> torch.Tensor:
@@ -1583,7 +1587,7 @@ def _response_slots(
     answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], bits: NDArray[np.int32] | None
 ) -> torch.Tensor:
     """[B, A] Copy as float32, 0 after the end of each row, and 0 for non-finite numbers where the mask is False."""
-    source = answer.detach().float().cpu().numpy()
+    source = answer.float().numpy(force=True)
     if bits is not None:
         return torch.from_numpy((source.view(np.int32) & bits).view(np.float32))
     copied = empty(source.shape, torch.float32)
@@ -1605,7 +1609,8 @@ def _k1(
     """Compute the difference of log-probs [B, A], 0 where the mask is False, and its mean over actions [B]."""
     if small:
         kl = policy - reference
-        return kl, kl.double().sum(-1).float() / torch.tensor([float(end or 1) for end in ends])
+        sums = kl.sum(-1, dtype=torch.float64).numpy().astype(np.float32)
+        return kl, torch.from_numpy(sums / np.array([end or 1 for end in ends], dtype=np.float32))
     kl = empty(mask.shape, torch.float32)
     matrix, counts, parts = kl.numpy(), np.array(ends), []
     with np.errstate(invalid="ignore"):

@@ -270,9 +270,15 @@ def _attended(attention: torch.Tensor, action_mask: torch.Tensor) -> torch.Tenso
     return attention
 
 
+def _are_floats(lengths: Any) -> bool:
+    return type(lengths) is torch.Tensor and lengths.is_cpu and lengths.dtype == torch.float32
+
+
 def sample_lengths(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """[B] Return the number of actions and of tokens of samples as float32; counted if samples lack them."""
     responses, totals = samples.response_length, samples.total_length
+    if _are_floats(responses) and _are_floats(totals) and samples.sequences.is_cpu:
+        return responses, totals
     device = samples.sequences.device
     if responses is None:
         is_packed, mask = samples.packed_seq_lens is not None, samples.action_mask
@@ -720,16 +726,19 @@ class TokenReward(Reward):
         padded = batch if batch.layout == "padded" else batch.pad()
         mask = padded.attention_mask
         answer = self.model(padded.sequences, torch.ones_like(padded.sequences) if mask is None else mask)
-        if isinstance(answer, Mapping):
-            key = next((key for key in ("score", "scores", "reward", "rewards") if key in answer), None)
-            if key is None:
-                raise ValueError(f"reward_model: returned a dict of {', '.join(map(str, answer))}, expected 'score'")
-            answer = answer[key]
-        scores = torch.as_tensor(answer).detach().float().cpu().reshape(-1)
-        if len(scores) != len(batch):
-            raise WrongCountError(
-                f"reward_model: returned {len(scores)} scores, expected {len(batch)}, one for each sample"
-            )
+        if not isinstance(answer, torch.Tensor):
+            if isinstance(answer, Mapping):
+                key = next((key for key in ("score", "scores", "reward", "rewards") if key in answer), None)
+                if key is None:
+                    raise ValueError(
+                        f"reward_model: returned a dict of {', '.join(map(str, answer))}, expected 'score'"
+                    )
+                answer = answer[key]
+            answer = torch.as_tensor(answer)
+        scores = answer.detach().float().cpu().reshape(-1)
+        count = scores.numel()
+        if count != len(batch):
+            raise WrongCountError(f"reward_model: returned {count} scores, expected {len(batch)}, one for each sample")
         return scores
 
     def __call__(self, inputs: Sequence[RewardInput]) -> RewardResult:
@@ -886,11 +895,11 @@ class Scorer(Reward):
             model.score_batches(batches, keys)
 
     def score_tokens(self, batch: ExperienceBatch) -> None:
-        """Score one batch by a callable of its tokens, without building an input per sample."""
+        """Score one batch on the CPU by a callable of its tokens, without building an input per sample."""
         reward = self.reward
         scores = reward.scores(batch)  # type: ignore[union-attr]
         numbers = scores.tolist()
-        batch.info = {**(batch.info or {}), "reward": scores.to(batch_device(batch), copy=True)}
+        batch.info = {**(batch.info or {}), "reward": scores.clone()}
         if not all(map(isfinite, numbers)):
             batch.info["reward"][~scores.isfinite()] = math.nan
             batch.info["reward_error"] = list(map(_score_error, numbers))
