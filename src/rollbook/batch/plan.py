@@ -306,7 +306,7 @@ class Plan:
         image_cap: Cap on images, or `None`.
         needed: Micro-batches that the caps required, before ranks got equally many; `None` without caps.
         lower_bound: Lower bound of `needed` for any plan; `None` without caps.
-        oversize: Samples that exceed a cap on their own.
+        oversize: The samples that exceed a cap on their own.
         longest: Sample with the most tokens; `None` if there are no samples.
         longest_tokens: Its number of tokens.
         groups: Number of groups; `None` if no groups were given.
@@ -388,7 +388,7 @@ class PlanReport:
         waiting: Share of time that ranks wait for the slowest, if they synchronize after each step and cost is time.
         step_imbalance: Imbalance of cost over ranks in each step.
         rank_imbalance: Imbalance of cost over ranks in all steps together.
-        rank_samples: Samples of each rank.
+        rank_samples: Number of samples of each rank.
         rank_tokens: Tokens of each rank.
         rank_cost: Cost of each rank.
 
@@ -762,7 +762,7 @@ class Request:
     atom_of: Ints | None
     """[N] Each sample's atom, if atoms are groups."""
     kinds: Ints
-    """[N] Samples that are equal in everything but the group have the same number."""
+    """[N] Rows that are equal in everything but the group have the same number."""
     atoms: Atoms
 
     def make_atoms(self, codes: Ints | None) -> Atoms:
