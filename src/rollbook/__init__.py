@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollbook.core import __version__ as __version__
-from rollbook.core.lazy import lazily
+from rollbook.core import lazily
 
 if TYPE_CHECKING:
     from rollbook import algorithms as algorithms

@@ -319,7 +319,7 @@ def test_going_on_is_bit_equal(kind: str) -> None:
 
 def test_the_state_of_another_model_is_refused() -> None:
     state = learner().state_dict()
-    with pytest.raises(ValueError, match="critic: got the state"):
+    with pytest.raises(ValueError, match="critic: the state and this learner"):
         critical().load_state_dict(state)
     with pytest.raises(ValueError, match="optimizer: got the state of other weights"):
         Learner(Actor(llama(), lora={"r": 2, "target_modules": ["q_proj"]}), GRPO).load_state_dict(state)

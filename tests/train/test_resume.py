@@ -263,7 +263,7 @@ def test_a_run_without_its_book_or_its_checkpoints(nursery: Nursery, whole: Path
     folder = copied(whole, tmp_path / "third")
     shutil.rmtree(folder / "checkpoints/step-000000")
     life = nursery.live(command(folder, "steps=8"))
-    assert life.code == 2 and "step-000000 is gone" in life.said, life.said
+    assert life.code == 2 and "reference: missing" in life.said and "step-000000" in life.said, life.said
 
 
 def test_other_data_are_refused(nursery: Nursery, tmp_path: Path) -> None:

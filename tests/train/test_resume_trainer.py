@@ -337,7 +337,7 @@ def test_an_old_folder_is_not_written_over(tmp_path: Path) -> None:
     trainer(tmp_path / "run", {}).run(2)
     made = trainer(tmp_path / "other", {})
     made.checkpoints = CheckpointConfig(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"has a checkpoint of step 2, and this is step 0, .* or resume\(\) first"):
+    with pytest.raises(ValueError, match=r"has a checkpoint of the later step 2, at step 0, .* or resume\(\) first"):
         made.save()
     with pytest.raises(ValueError, match="has no checkpoint 'step-000002' of "):
         made.resume()

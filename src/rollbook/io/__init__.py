@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook.core.lazy import lazily
+from rollbook.core import lazily
 
 if TYPE_CHECKING:
     from rollbook.io.arrow import from_table as from_table

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook.core.lazy import lazily
+from rollbook.core import lazily
 
 if TYPE_CHECKING:
     from rollbook.rewards.answers import boxed_match as boxed_match

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollbook.core.lazy import lazily
+from rollbook.core import lazily
 
 if TYPE_CHECKING:
     from rollbook.core.sampling import Prompt as Prompt

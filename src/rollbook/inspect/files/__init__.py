@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from rollbook.core.lazy import lazily
+from rollbook.core import lazily
 
 if TYPE_CHECKING:
     from rollbook.inspect.files.source import FORMATS as FORMATS
