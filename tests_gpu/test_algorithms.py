@@ -29,7 +29,7 @@ def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
     mask = torch.arange(WIDTH) < lengths[:, None]
     mask[::2] &= torch.rand(mask[::2].shape) > 0.2
     mask[3] = False
-    names = ("log_probs", "old_log_probs", "ref_log_probs", "values", "old_values", "returns", "entropy", "advantages")
+    names = ("new_logprobs", "old_logprobs", "ref_logprobs", "values", "old_values", "returns", "entropy", "advantages")
     made = {name: torch.randn(ROWS, WIDTH) * 0.3 - 1 for name in names}
     return {**made, "mask": mask, "token_rewards": torch.randn(ROWS, WIDTH), "rewards": torch.randn(ROWS)}
 
@@ -89,7 +89,7 @@ def test_every_estimator(packed: bool) -> None:
     for name in ESTIMATORS.names():
         here, there = ({**on(d, data, packed), **rows} for d in ("cpu", DEVICE))
         for inputs in (here, there):
-            inputs["teacher_log_probs"] = inputs["ref_log_probs"]
+            inputs["teacher_logprobs"] = inputs["ref_logprobs"]
             inputs["necs"] = inputs["entropy"]
         needs = ESTIMATORS[name].inputs
         mine, theirs = (ESTIMATORS.call(name, {k: v for k, v in d.items() if k in needs}) for d in (there, here))
@@ -101,14 +101,14 @@ def test_every_estimator(packed: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_loss_and_its_gradient(mode: str) -> None:
     data = tokens(1)
-    for name in LOSSES.names():
-        if "log_probs" not in LOSSES[name].inputs or name == "dpo":
-            continue
+    names = [name for name in LOSSES.names() if "new_logprobs" in LOSSES[name].inputs and name != "dpo"]
+    assert "ppo" in names
+    for name in names:
         found = []
         for device, packed in (("cpu", False), (DEVICE, False), (DEVICE, True)):
             inputs = on(device, data, packed)
-            leaf = data["log_probs"].detach().clone().to(device).requires_grad_()
-            inputs["log_probs"] = Rows(leaf.reshape(-1), [WIDTH] * ROWS) if packed else leaf
+            leaf = data["new_logprobs"].detach().clone().to(device).requires_grad_()
+            inputs["new_logprobs"] = Rows(leaf.reshape(-1), [WIDTH] * ROWS) if packed else leaf
             inputs |= {"expert_mask": [i % 2 for i in range(ROWS)], "step": 3}
             inputs = {key: value for key, value in inputs.items() if key in LOSSES[name].inputs}
             loss = LOSSES.call(
@@ -127,7 +127,7 @@ def test_corrections_masks_and_divergences(packed: bool) -> None:
     here, there = on("cpu", data, packed), on(DEVICE, data, packed)
     for level in ("token", "sequence", "geometric"):
         both = [
-            importance_weights(d["log_probs"], d["old_log_probs"], d["mask"], level=level, mask_outside=(0.2, 5.0))
+            importance_weights(d["new_logprobs"], d["old_logprobs"], d["mask"], level=level, mask_outside=(0.2, 5.0))
             for d in (here, there)
         ]
         torch.testing.assert_close(plain(both[1].weights), plain(both[0].weights), rtol=1e-5, atol=1e-6)
@@ -140,7 +140,7 @@ def test_corrections_masks_and_divergences(packed: bool) -> None:
     torch.testing.assert_close(*(plain(getattr(age, "weights", age)) for age in ages))
     for name in KL.names():
         values = [
-            kl_loss(d["log_probs"], d["ref_log_probs"], d["mask"], d["old_log_probs"], estimator=name).value
+            kl_loss(d["new_logprobs"], d["ref_logprobs"], d["mask"], d["old_logprobs"], estimator=name).value
             for d in (here, there)
         ]
         assert values[1].item() == pytest.approx(values[0].item(), rel=1e-4, abs=1e-7)

@@ -100,7 +100,7 @@ def test_every_layout_gives_the_model_the_same(attention: str) -> None:
     found = []
     for make in layouts.LAYOUTS.values():
         batch = make(items).to_device(DEVICE)
-        found.append(layouts.flat(batch, layouts.logprobs(policy, batch)))
+        found.append(layouts.flat(batch, layouts.log_probs(policy, batch)))
     for one in found[1:]:
         layouts.close(one, found[0], attention)
 
