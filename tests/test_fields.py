@@ -349,7 +349,7 @@ def test_bytes_with_a_field_that_nobody_declared() -> None:
         Field("novel", "tensor", "diagonal", "float32"),  # type: ignore[arg-type]
         Field("serialize", "number"),
         Field("replace", "text"),
-        Field("odd", "json"),
+        Field("malformed_fields", "json"),
         Field("unknown", "json"),
         Field("self", "number"),
     ],

@@ -395,7 +395,7 @@ def test_max_rows_stops_an_endless_answer() -> None:
 def test_ctrl_c_stops_the_query(query: str) -> None:
     # A shell starts what is to run in the background with this signal ignored, and the tests with it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):

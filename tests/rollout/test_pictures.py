@@ -106,7 +106,7 @@ def test_the_runs_of_a_prompt_share_what_was_encoded() -> None:
 
 def test_no_more_is_remembered_than_is_worth_it() -> None:
     encode_for_record([Image.new("L", (1, 1 + i)) for i in range(300)])
-    assert 0 < len(under_test._pngs) <= 256
+    assert 0 < len(under_test._png_cache) <= 256
 
 
 def test_what_cannot_be_had_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
