@@ -78,12 +78,11 @@ from rollbook import WireError
 from rollbook.io.parquet import read_parquet
 from rollbook.io.tables import ErrorHandler, Report, read_rows
 from rollbook.train import prompts
-from rollbook.inspect.files.source import ArrowFile
-from rollbook.inspect.files.stores import to_dicts
+from rollbook.inspect.files.stores import Table, to_dicts
 from tests.attacks.outcome import Meter
 
 readers = {
-    "viewer": lambda path: list(ArrowFile(path, to_dicts).scan(False)),
+    "viewer": lambda path: list(Table(path, to_dicts).scan(False)),
     "import": lambda path: list(read_rows(path, ErrorHandler(False, Report()), 1 << 28)),
     "train": lambda path: list(prompts.read(path)),
     "from_parquet": read_parquet,
