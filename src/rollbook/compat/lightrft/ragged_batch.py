@@ -198,7 +198,7 @@ def is_token_axis(name: str) -> bool:
     return name in _ON_TOKENS
 
 
-_ON_TOKENS = frozenset(name for name, one in BATCH_FIELDS.items() if one.axis == "sequence")
+_ON_TOKENS = frozenset(name for name, field in BATCH_FIELDS.items() if field.axis == "sequence")
 
 
 @dataclass(eq=False)
@@ -455,7 +455,7 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-_MASKS = tuple(name for name, one in BATCH_FIELDS.items() if one.absent)
+_MASKS = tuple(name for name, field in BATCH_FIELDS.items() if field.absent)
 _LISTED = {item: batch for batch, item in SAMPLE_LISTS.items()}
 
 
