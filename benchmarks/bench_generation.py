@@ -19,7 +19,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,8 @@ def compare_greedy(network: Any, prompts: list[list[int]], new_tokens: int) -> d
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
+    """Add the measurements to `results`, and yield after each part."""
     device = torch.device("cpu" if options.cpu else "cuda")
     network = make_model(options.cpu).to(device)
     vocabulary = network.config.vocab_size
@@ -281,15 +282,30 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "generate_batch, paged|sdpa": lambda: run_generate_batch(network, prompts),
     }
     rates: dict[str, list[float]] = {}
+    steps: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    results |= {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "date": datetime.date.today().isoformat(),
+        "rounds": options.rounds,
+        "rates": rates,
+        "steps": steps,
+        "failures": failures,
+    }
     for turn in range(options.rounds + 1):  # the first warms up
         for name, function in cases.items():
             elapsed, tokens = seconds(function, device)
             print(name, turn, round(tokens / elapsed), flush=True)
             if turn:
                 rates.setdefault(name, []).append(tokens / elapsed)
-    steps: dict[str, float] = {}
-    failures: dict[str, str] = {}
-    results: dict[str, Any] = {}
+    yield
+    results["bfloat16" if not options.cpu else "float32"] = compare_logprobs(network, prompts[:8], 64)
+    results["float32"] = compare_logprobs(network.float(), prompts[:8], 64)
+    results["greedy"] = compare_greedy(network, prompts[:4], 64)
+    network.to(torch.float32 if options.cpu else torch.bfloat16)
+    yield
     if device.type == "cuda":
         results["roofline"] = roofline(network, prompts, device)
     if not options.cpu:
@@ -309,11 +325,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 own.generate(prompts, **fixed)
                 elapsed, samples = seconds(lambda own=own: own.generate(prompts, **fixed), device)
                 rates[f"TransformersEngine, {kind}"] = [sampled(samples) / elapsed]
-    results["bfloat16" if not options.cpu else "float32"] = compare_logprobs(network, prompts[:8], 64)
-    exact = network.float()
-    results["float32"] = compare_logprobs(exact, prompts[:8], 64)
-    results["greedy"] = compare_greedy(exact, prompts[:4], 64)
-    network.to(torch.float32 if options.cpu else torch.bfloat16)
+    yield
     for name, function in slow.items() if options.slow else ():
         try:
             function()
@@ -323,17 +335,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         except Exception as error:
             traceback.print_exc(limit=3)
             failures[name] = f"{type(error).__name__}: {error}"[:200]
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "date": datetime.date.today().isoformat(),
-        "rounds": options.rounds,
-        "rates": rates,
-        "steps": steps,
-        "failures": failures,
-        **results,
-    }
+    yield
 
 
 def report(results: dict[str, Any]) -> str:
@@ -370,12 +372,13 @@ def report(results: dict[str, Any]) -> str:
         if name in results:
             row = results[name]
             lines.append(f"| {name} | {row['tokens']} | {row['max']:.2e} | {row['mean']:.2e} |")
-    greedy = results["greedy"]
-    lines += [
-        "",
-        f"Greedy decoding in float32: {greedy['equal']} of {greedy['prompts']} responses equal those of `generate` "
-        f"token for token; largest gap of the two best logits at a first difference: {greedy['largest_gap']:.1e}.",
-    ]
+    if "greedy" in results:
+        greedy = results["greedy"]
+        lines += [
+            "",
+            f"Greedy decoding in float32: {greedy['equal']} of {greedy['prompts']} responses equal those of `generate` "
+            f"token for token; largest gap of the two best logits at a first difference: {greedy['largest_gap']:.1e}.",
+        ]
     lines += [f"\nNot measured: {name} ({why})." for name, why in results["failures"].items()]
     return "\n".join(lines) + "\n"
 
@@ -389,12 +392,12 @@ def main() -> None:
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device (--cpu tries it out)")
-    results = measure(options)
-    text = report(results)
-    print(text)
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "generation.json").write_text(json.dumps(results))
-    (options.results / "generation.md").write_text(text)
+    results: dict[str, Any] = {}
+    for _ in measure(options, results):  # written after each part, so that a time limit loses only the rest
+        (options.results / "generation.json").write_text(json.dumps(results))
+        (options.results / "generation.md").write_text(report(results))
+    print(report(results))
 
 
 if __name__ == "__main__":

@@ -50,12 +50,20 @@ class Clock:
         event.record()
         return event
 
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured. Nothing runs then; the replays are timed."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def begin(self, *_: Any) -> None:
+        if self._is_capturing():
+            return
         if not self.depth:
             self._begun = self._now()
         self.depth += 1
 
     def end(self, *_: Any) -> None:
+        if self._is_capturing():
+            return
         self.depth -= 1
         if not self.depth:
             self.pairs.append((self._begun, self._now()))
@@ -84,14 +92,15 @@ class Clock:
 
 
 def watch(clock: Clock, *modules: nn.Module) -> None:
-    """Time forward passes of these modules, what actors take from hidden states, every backward pass and every step of
-    an optimizer."""
+    """Time forward passes of these modules, what actors take from hidden states, every backward pass, every step of an
+    optimizer and every replay of a CUDA graph."""
     for module in modules:
         module.register_forward_pre_hook(clock.begin)
         module.register_forward_hook(clock.end)
     Actor.token_stats = clock.around(Actor.token_stats)  # type: ignore[method-assign]
     torch.Tensor.backward = clock.around(torch.Tensor.backward)  # type: ignore[method-assign]
     torch.optim.AdamW.step = clock.around(torch.optim.AdamW.step)  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = clock.around(torch.cuda.CUDAGraph.replay)  # type: ignore[method-assign]
 
 
 def wait(device: torch.device) -> float:
@@ -239,7 +248,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     for name, kind in kinds.items():  # one after the other: each with the memory to itself
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        saved = Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step
+        saved = Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step, torch.cuda.CUDAGraph.replay
         side = kind(options, device, clocks[name])
         for turn in range(options.rounds + 1):
             prompts = drawn(options.prompts, 2_000 if options.cpu else 151_936, turn)
@@ -254,7 +263,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             print(name, turn, {key: round(value, 3) for key, value in row.items()}, flush=True)
             if turn:
                 found[name].append(row)
-        Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step = saved  # type: ignore[method-assign]
+        Actor.token_stats, torch.Tensor.backward, torch.optim.AdamW.step, torch.cuda.CUDAGraph.replay = saved  # type: ignore[method-assign]
         del side
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

@@ -310,7 +310,7 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
     labels = torch.randint(0, 9000, (700,), device=DEVICE)
     assert kernels.supports(hidden, weight)
     fused = from_hidden(hidden, weight, labels, entropy=True)
-    monkeypatch.setattr(kernels, "takes", lambda *_: False)
+    monkeypatch.setattr(kernels, "supports", lambda *_: False)
     for tile in ((4096, 16384), (128, 1000), (300, 8192)):
         monkeypatch.setattr(logprobs, "_TILE_CUDA", tile)
         tiled = from_hidden(hidden, weight, labels, entropy=True)

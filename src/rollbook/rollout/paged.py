@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -352,6 +353,115 @@ def _use_attention(runner: ModelRunner, attention: PackedAttention | DecodeAtten
             _attention = None
 
 
+class FusedKernels:
+    """RMS norms and rotary position embeddings of a model in one kernel each, where the model's code launches ten.
+
+    A kernel replaces the code of a model only if both agree on random inputs.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._norms: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._rotary: list[tuple[Any, Callable[..., Any]]] = []
+        offsets: dict[type, bool | None] = {}
+        for module in model.modules():
+            if not type(module).__name__.endswith("RMSNorm") or "forward" in vars(module):
+                continue  # a forward method of the instance is the user's
+            if type(module) not in offsets:
+                offsets[type(module)] = _norm_offset(module)
+            offset = offsets[type(module)]
+            if offset is not None:
+                self._norms.append((module, _fused_norm(module, offset)))
+        for source in {sys.modules[type(module).__module__] for module in model.modules()}:
+            rotate = getattr(source, _ROTARY, None)
+            if rotate is not None and _rotates_halves(rotate, next(model.parameters())):
+                self._rotary.append((source, rotate))
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Use the kernels in the forward passes of the current thread."""
+        thread = threading.get_ident()
+        for module, norm in self._norms:
+            module.forward = norm
+        for source, rotate in self._rotary:
+            setattr(source, _ROTARY, _fused_rotary(rotate, thread))
+        try:
+            yield
+        finally:
+            for module, _ in self._norms:
+                del module.forward
+            for source, rotate in self._rotary:
+                setattr(source, _ROTARY, rotate)
+
+
+_ROTARY = "apply_rotary_pos_emb"
+"""Name of the function for rotary position embeddings in transformers' modeling modules."""
+
+
+def _norm_epsilon(norm: Any) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
+    return actual.dtype == expected.dtype and torch.allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def _random_like(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return random numbers of the type and device of a tensor; the global generator is not used."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(tensor.device, tensor.dtype)
+
+
+def _norm_offset(norm: Any) -> bool | None:
+    """Return the argument `offset` with which `rms_norm` computes a norm, or `None` if it does not."""
+    weight, epsilon = getattr(norm, "weight", None), _norm_epsilon(norm)
+    if weight is None or weight.ndim != 1 or not isinstance(epsilon, float):
+        return None
+    inputs = _random_like(weight, 4, 1, len(weight))
+    expected = norm(inputs)
+    for offset in (False, True):
+        if _agree(decode_triton.rms_norm(inputs, weight, epsilon, offset=offset), expected):
+            return offset
+    return None
+
+
+def _fused_norm(norm: Any, offset: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    forward, epsilon = norm.forward, _norm_epsilon(norm)
+
+    def fused(hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype != norm.weight.dtype or epsilon is None:
+            return forward(hidden_states)  # type: ignore[no-any-return]
+        return decode_triton.rms_norm(hidden_states, norm.weight, epsilon, offset=offset)
+
+    return fused
+
+
+def _rotates_halves(rotate: Callable[..., Any], parameter: torch.Tensor) -> bool:
+    """Whether a function for rotary position embeddings computes what `decode_triton.rotate` does."""
+    query, key = _random_like(parameter, 2, 4, 1, 32), _random_like(parameter, 2, 2, 1, 32)
+    cos, sin = _random_like(parameter, 2, 2, 1, 32).unbind()
+    try:
+        expected = rotate(query, key, cos, sin)
+    except Exception:  # a function of this name with other arguments
+        return False
+    return all(map(_agree, decode_triton.rotate(query, key, cos, sin), expected))
+
+
+def _fused_rotary(rotate: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    """Return a function that calls `decode_triton.rotate` for decode steps of one thread, and `rotate` otherwise."""
+
+    def fused(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any) -> Any:
+        shape = (query.shape[0], 1, query.shape[-1])
+        same_type = query.dtype == key.dtype == cos.dtype == sin.dtype
+        if args or threading.get_ident() != thread or query.shape[2] != 1 or cos.shape != shape or not same_type:
+            return rotate(query, key, cos, sin, *args)
+        return decode_triton.rotate(query, key, cos, sin)
+
+    return fused
+
+
 # --- the decode step ------------------------------------------------------------------------------------------------
 
 (_ID, _POSITION, _LENGTH, _COUNT, _ALIVE, _LIMIT, _STOP_SET, _GREEDY, _KIND, _TOP_K, _STEP) = range(11)
@@ -488,6 +598,10 @@ class PagedDecoder:
         """Number of engine calls that are using the cache."""
         self._graph_pool: Any = None
         self._fingerprint: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def _fused_kernels(self) -> FusedKernels:
+        return FusedKernels(self.runner.model)
 
     @property
     def nbytes(self) -> int:
@@ -711,7 +825,8 @@ class PagedDecoder:
         positions = integers[_POSITION][:, None]
         if runner.rope is not None:
             positions = positions.expand(3, -1, -1)
-        with _use_attention(runner, DecodeAttention(self.cache, table, lengths)):
+        fused = self._fused_kernels() if runner.device.type == "cuda" else nullcontext()
+        with _use_attention(runner, DecodeAttention(self.cache, table, lengths)), fused:
             logits = runner.model(
                 input_ids=integers[_ID][:, None],
                 position_ids=positions,

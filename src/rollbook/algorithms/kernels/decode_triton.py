@@ -1,4 +1,5 @@
-"""Triton kernels of a decode step: `paged_attention` over a key-value cache, and `find_floors` for top-k and top-p.
+"""Triton kernels of a decode step: `paged_attention` over a key-value cache, `rms_norm`, `rotate` for rotary position
+embeddings, and `find_floors` for top-k and top-p.
 
 Invariant: launching a kernel does not synchronize with the device or read values from it, so that a decode step can be
 captured in a CUDA graph.
@@ -207,6 +208,139 @@ def paged_attention(
             partial, maxima, sums, output, SIZE=size, SIZE_BLOCK=size_block, SPLITS=splits, num_warps=1
         )
     return output
+
+
+# --- normalization and positions ------------------------------------------------------------------------------------
+
+
+@_jit
+def _norm_kernel(inputs, weight, output, row_stride, size, epsilon, OFFSET: tl.constexpr, SIZE_BLOCK: tl.constexpr):
+    # One program per row.
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, SIZE_BLOCK)
+    inside = dim < size
+    x = tl.load(inputs + row * row_stride + dim, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + dim, mask=inside, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    if OFFSET:
+        normed = normed * (1.0 + scale)
+    else:  # rounded before the product, as in the models
+        normed = normed.to(output.dtype.element_ty).to(tl.float32) * scale
+    tl.store(output + row * size + dim, normed.to(output.dtype.element_ty), mask=inside)
+
+
+def rms_norm(inputs: torch.Tensor, weight: torch.Tensor, epsilon: float, *, offset: bool) -> torch.Tensor:
+    """Normalize the last axis by its root mean square, in one kernel.
+
+    Args:
+        inputs: [..., size]; the last axis is contiguous.
+        weight: [size], of the type of `inputs`.
+        epsilon: Added to the mean square.
+        offset: Whether the factor is 1 + weight (Gemma) or weight (Llama).
+
+    Returns:
+        [..., size]
+    """
+    size = inputs.shape[-1]
+    rows = inputs.reshape(-1, size)
+    output = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(len(rows),)](
+        rows,
+        weight,
+        output,
+        rows.stride(0),
+        size,
+        epsilon,
+        OFFSET=offset,
+        SIZE_BLOCK=block,
+        num_warps=min(max(block // 256, 1), 8),
+    )
+    return output
+
+
+@_jit
+def _rotate_kernel(
+    query,
+    key,
+    cos,
+    sin,
+    query_output,
+    key_output,
+    query_row_stride,
+    query_head_stride,
+    key_row_stride,
+    key_head_stride,
+    cos_row_stride,
+    sin_row_stride,
+    heads,
+    key_heads,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    # One program per row and head; the key heads follow the query heads. Products are rounded, as in the models.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, HALF_BLOCK)
+    inside = dim < HALF
+    kind = query_output.dtype.element_ty
+    if head < heads:
+        source = query + row * query_row_stride + head * query_head_stride
+        target = query_output + (row * heads + head) * 2 * HALF
+    else:
+        source = key + row * key_row_stride + (head - heads) * key_head_stride
+        target = key_output + (row * key_heads + head - heads) * 2 * HALF
+    first = tl.load(source + dim, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + dim, mask=inside, other=0.0).to(tl.float32)
+    first_cos = tl.load(cos + row * cos_row_stride + dim, mask=inside, other=0.0).to(tl.float32)
+    second_cos = tl.load(cos + row * cos_row_stride + HALF + dim, mask=inside, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin + row * sin_row_stride + dim, mask=inside, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + row * sin_row_stride + HALF + dim, mask=inside, other=0.0).to(tl.float32)
+    left = (first * first_cos).to(kind).to(tl.float32) - (second * first_sin).to(kind).to(tl.float32)
+    right = (second * second_cos).to(kind).to(tl.float32) + (first * second_sin).to(kind).to(tl.float32)
+    tl.store(target + dim, left.to(kind), mask=inside)
+    tl.store(target + HALF + dim, right.to(kind), mask=inside)
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply rotary position embeddings to the query and the key of one token per row, in one kernel.
+
+    Args:
+        query: [rows, heads, 1, size]; the last axis of all arguments is contiguous.
+        key: [rows, key heads, 1, size]
+        cos: [rows, 1, size]
+        sin: [rows, 1, size]
+
+    Returns:
+        The rotated query and key, in their shapes.
+    """
+    rows, heads, _, size = query.shape
+    key_heads = key.shape[1]
+    query_output, key_output = (
+        torch.empty(states.shape, dtype=states.dtype, device=states.device) for states in (query, key)
+    )
+    _rotate_kernel[(rows, heads + key_heads)](
+        query,
+        key,
+        cos,
+        sin,
+        query_output,
+        key_output,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        heads,
+        key_heads,
+        HALF=size // 2,
+        HALF_BLOCK=max(triton.next_power_of_2(size // 2), 16),
+        num_warps=1,
+    )
+    return query_output, key_output
 
 
 # --- top-k and top-p ------------------------------------------------------------------------------------------------
