@@ -15,6 +15,8 @@ from transformers import LlamaConfig
 
 import rollbook
 from rollbook import Experience, Experiences
+from rollbook.algorithms import LOSSES
+from rollbook.algorithms.results import Loss
 from rollbook.book import ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
 from rollbook.models import Actor
 from rollbook.rollout import EnvironmentConfig, ScriptedEngine
@@ -239,3 +241,52 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
     traced = trace_step(book, 1)
     places = dict(zip(traced.uids, traced.placements, strict=True))
     assert places["0/0/2/0/"] == {"left_out": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5
+
+
+# --- mistakes of a first script ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unweighted() -> Any:
+    """A custom loss without the option `weights`, and one without `denominators`."""
+
+    def loss(
+        new_logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any = None, *, denominators: Any = None
+    ) -> Loss:
+        value = (
+            (new_logprobs * advantages * mask).sum() if isinstance(mask, torch.Tensor) else new_logprobs.values.sum()
+        )
+        return Loss(value, {})
+
+    def bare(new_logprobs: Any, mask: Any = None) -> Loss:
+        return Loss(new_logprobs.sum(), {})
+
+    LOSSES.register("unweighted", source="a test")(loss)
+    LOSSES.register("bare", source="a test")(bare)
+    yield
+    LOSSES.unregister("unweighted")
+    LOSSES.unregister("bare")
+
+
+def test_a_loss_that_cannot_apply_weights_is_refused_where_there_are_some(unweighted: None) -> None:
+    plain = AlgorithmConfig.preset("grpo", group_size=4, kl_coef=0.0, loss="unweighted")
+    assert trainer(models()[0], plain).step()["records"] == 8
+    with pytest.raises(ValueError, match="algorithm.correction: the loss 'unweighted' has no option 'weights'"):
+        AlgorithmConfig.preset(plain, correction={})
+    with pytest.raises(ValueError, match="algorithm.loss: 'bare' has no option 'denominators'"):
+        AlgorithmConfig.preset(plain, loss="bare")
+    learner = Learner(models()[0], plain)
+    records = Experiences(
+        Experience(tokens=[1, 2, 3], prompt_length=1, old_logprobs=[-1.0, -1.0], advantages=[a, a], loss_weights=[w, w])
+        for a, w in ((1.0, 1.0), (-1.0, 0.5))
+    )
+    with pytest.raises(
+        ValueError, match="loss 'unweighted': has no option 'weights', and the records have loss weights"
+    ):
+        learner.update(records, step=1)
+
+
+def test_an_unknown_loss_says_that_custom_ones_are_registered_first() -> None:
+    message = "algorithm.loss: unknown name 'cipso'; did you mean 'cispo'.* must be registered before"
+    with pytest.raises(ValueError, match=message):
+        AlgorithmConfig.preset("grpo", loss="cipso")
