@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ import rollbook
 from rollbook import Experience, Experiences
 from rollbook.algorithms import LOSSES
 from rollbook.algorithms.results import Loss
-from rollbook.book import ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
+from rollbook.book import ConflictError, ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
 from rollbook.models import Actor
 from rollbook.rollout import EnvironmentConfig, ScriptedEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.learner import Learner
 from rollbook.train.prompts import Prompts
 from rollbook.train.step_replay import trace_step
@@ -244,6 +246,26 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
 
 
 # --- mistakes of a first script ---------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_book_says_how_to_continue() -> None:
+    book, prompts = rollbook.open("memory:"), Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
+    options: dict[str, Any] = {"prompts": prompts, "reward": reward, "sampling": {"max_tokens": 3}}
+    Trainer(models()[0], KL, book, optimizer={"lr": 1e-2}, prompts_per_step=2, **options).run(2)
+    again = Trainer(models()[0], KL, book, optimizer={"lr": 1e-1}, prompts_per_step=2, **options)
+    with pytest.warns(UserWarning, match="in the book already, from an earlier run with this seed"):
+        again.run(1)
+    with pytest.raises(ConflictError, match="step 2: .* pass its folder as checkpoints; .* open another book"):
+        again.step()
+
+
+def test_checkpoints_may_be_a_folder_and_the_optimizer_a_mapping(tmp_path: Path) -> None:
+    made = trainer(models()[0], KL, checkpoints=str(tmp_path), optimizer={"lr": 1e-2})
+    assert made.checkpoints == CheckpointConfig(tmp_path) and made.learner.optimizer.config.lr == 1e-2
+    with pytest.raises(ValueError, match="optimizer: unknown option 'learning_rate'; did you mean 'lr'"):
+        trainer(models()[0], KL, optimizer={"learning_rate": 1e-2})
+    with pytest.raises(ValueError, match="optimizer: got float, expected OptimizerConfig or a mapping"):
+        trainer(models()[0], KL, optimizer=1e-2)
 
 
 @pytest.fixture
