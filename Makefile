@@ -50,7 +50,7 @@ bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs 
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.bench_viewer_data
 
-trials: $(STAMP)  ## longer runs that show learning: the demo over seeds against a reward of chance, the examples, crashes
+trials: $(STAMP)  ## longer runs that show learning: the demo over seeds with the random-reward control, the examples, crashes
 	$(BIN)/python -m benchmarks.trial_letters --what letters ppo calculator colors
 	$(BIN)/python -m tests.train.trials crash --kills 60
 

@@ -32,14 +32,16 @@ def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (code,) = blocks(ROOT / "README.md")
     scope: dict[str, Any] = {}
     exec(code, scope)
-    rewards = dict(scope["book"].metrics())
-    assert rewards[1]["reward"] < 0.6 and rewards[20]["reward"] > 0.9
-    assert scope["trainer"].done == 20 and scope["book"].counts().trained == 20 * 16 * 8
-    scope["book"].close()
-    exec(code.replace("run(20,", "run(22,"), scope)  # a second run continues
-    assert scope["trainer"].resumed_from == 20 and scope["trainer"].done == 22
-    assert dict(scope["book"].metrics())[22]["reward"] > 0.9
-    scope["book"].close()
+    trainer = scope["trainer"]
+    rewards = dict(trainer.book.metrics())
+    assert rewards[1]["reward"] < 0.6 and rewards[12]["reward"] > 0.9
+    assert trainer.done == 12 and trainer.book.counts().trained == 12 * 64 * 8
+    trainer.book.close()
+    exec(code.replace("run(12,", "run(13,"), scope)  # a second run continues
+    trainer = scope["trainer"]
+    assert trainer.resumed_from == 12 and trainer.done == 13
+    assert dict(trainer.book.metrics())[13]["reward"] > 0.9
+    trainer.book.close()
 
 
 def test_experience_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

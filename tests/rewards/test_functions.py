@@ -85,6 +85,20 @@ def test_other_libraries_names_are_known() -> None:
     assert FunctionReward(trl)([one, one]).rewards == [1.0, 1.0]
 
 
+def test_a_function_of_trl_receives_columns_of_the_data() -> None:
+    def trl(completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
+        return [float(c == s) for c, s in zip(completions, solution, strict=True)]
+
+    rows = [RewardInput(prompt="p", response="r", info={"solution": s, "level": 1}) for s in ("r", "x")]
+    assert FunctionReward(trl)([*rows, RewardInput(prompt="p", response="r", info={})]).rewards == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="trl: parameter 'solution' is neither a field .*did you mean 'solutoin'"):
+        FunctionReward(trl)([RewardInput(prompt="p", response="r", info={"solutoin": "r"})])
+    with pytest.raises(ValueError, match="parameter 'refrences' is neither a field .*did you mean 'references'"):
+        FunctionReward(lambda completions, refrences, **kwargs: [1.0])(rows)
+    with pytest.raises(ValueError, match="parameter 'solution' is not a field of a sample"):
+        FunctionReward(lambda completions, solution: [1.0])
+
+
 def test_an_unknown_parameter_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"f: parameter 'respons' .*did you mean 'response'\?"):
         as_reward(lambda respons: 1.0, name="f")

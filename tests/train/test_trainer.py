@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from transformers import LlamaConfig
 
 import rollbook
 from rollbook import Experience, Experiences
-from rollbook.book import ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
+from rollbook.algorithms import LOSSES
+from rollbook.algorithms.results import Loss
+from rollbook.book import ConflictError, ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
 from rollbook.models import Actor
 from rollbook.rollout import EnvironmentConfig, ScriptedEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.learner import Learner
 from rollbook.train.prompts import Prompts
 from rollbook.train.step_replay import trace_step
@@ -239,3 +243,72 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
     traced = trace_step(book, 1)
     places = dict(zip(traced.uids, traced.placements, strict=True))
     assert places["0/0/2/0/"] == {"left_out": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5
+
+
+# --- mistakes of a first script ---------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_book_says_how_to_continue() -> None:
+    book, prompts = rollbook.open("memory:"), Prompts([{"prompt": [5, 6]}, {"prompt": [7]}])
+    options: dict[str, Any] = {"prompts": prompts, "reward": reward, "sampling": {"max_tokens": 3}}
+    Trainer(models()[0], KL, book, optimizer={"lr": 1e-2}, prompts_per_step=2, **options).run(2)
+    again = Trainer(models()[0], KL, book, optimizer={"lr": 1e-1}, prompts_per_step=2, **options)
+    with pytest.warns(UserWarning, match="in the book already, from an earlier run with this seed"):
+        again.run(1)
+    with pytest.raises(ConflictError, match="step 2: .* pass its folder as checkpoints; .* open another book"):
+        again.step()
+
+
+def test_checkpoints_may_be_a_folder_and_the_optimizer_a_mapping(tmp_path: Path) -> None:
+    made = trainer(models()[0], KL, checkpoints=str(tmp_path), optimizer={"lr": 1e-2})
+    assert made.checkpoints == CheckpointConfig(tmp_path) and made.learner.optimizer.config.lr == 1e-2
+    with pytest.raises(ValueError, match="optimizer: unknown option 'learning_rate'; did you mean 'lr'"):
+        trainer(models()[0], KL, optimizer={"learning_rate": 1e-2})
+    with pytest.raises(ValueError, match="optimizer: got float, expected OptimizerConfig or a mapping"):
+        trainer(models()[0], KL, optimizer=1e-2)
+
+
+@pytest.fixture
+def unweighted() -> Any:
+    """A custom loss without the option `weights`, and one without `denominators`."""
+
+    def loss(
+        new_logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any = None, *, denominators: Any = None
+    ) -> Loss:
+        value = (
+            (new_logprobs * advantages * mask).sum() if isinstance(mask, torch.Tensor) else new_logprobs.values.sum()
+        )
+        return Loss(value, {})
+
+    def bare(new_logprobs: Any, mask: Any = None) -> Loss:
+        return Loss(new_logprobs.sum(), {})
+
+    LOSSES.register("unweighted", source="a test")(loss)
+    LOSSES.register("bare", source="a test")(bare)
+    yield
+    LOSSES.unregister("unweighted")
+    LOSSES.unregister("bare")
+
+
+def test_a_loss_that_cannot_apply_weights_is_refused_where_there_are_some(unweighted: None) -> None:
+    plain = AlgorithmConfig.preset("grpo", group_size=4, kl_coef=0.0, loss="unweighted")
+    assert trainer(models()[0], plain).step()["records"] == 8
+    with pytest.raises(ValueError, match="algorithm.correction: the loss 'unweighted' has no option 'weights'"):
+        AlgorithmConfig.preset(plain, correction={})
+    with pytest.raises(ValueError, match="algorithm.loss: 'bare' has no option 'denominators'"):
+        AlgorithmConfig.preset(plain, loss="bare")
+    learner = Learner(models()[0], plain)
+    records = Experiences(
+        Experience(tokens=[1, 2, 3], prompt_length=1, old_logprobs=[-1.0, -1.0], advantages=[a, a], loss_weights=[w, w])
+        for a, w in ((1.0, 1.0), (-1.0, 0.5))
+    )
+    with pytest.raises(
+        ValueError, match="loss 'unweighted': has no option 'weights', and the records have loss weights"
+    ):
+        learner.update(records, step=1)
+
+
+def test_an_unknown_loss_says_that_custom_ones_are_registered_first() -> None:
+    message = "algorithm.loss: unknown name 'cipso'; did you mean 'cispo'.* must be registered before"
+    with pytest.raises(ValueError, match=message):
+        AlgorithmConfig.preset("grpo", loss="cipso")

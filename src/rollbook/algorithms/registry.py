@@ -229,7 +229,7 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
                     raise ValueError(f"{self.kind} {name!r}: takes {option}, expected named inputs and options")
             taken = next((candidate for candidate in (name, *aliases) if candidate in self._entries), None)
             if taken is not None:
-                raise ValueError(f"{self.kind} {taken!r} is registered already")
+                raise ValueError(f"{self.kind} {taken!r} is registered already; `unregister` removes it")
             entry = self._entry(name, function, aliases, source, **declared)
             self._entries |= dict.fromkeys((name, *aliases), entry)
             return function

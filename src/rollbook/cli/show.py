@@ -178,7 +178,8 @@ def _show_step(run: OpenRun, options: argparse.Namespace) -> int:
         rows.append(line_cells)
     names = ("group", "n", "rewards", "mean", "sd", "length", "entropy", "flags", "prompt")
     print(
-        styled(f"step {options.step}", "bold"), f"· {page['total']} groups; ■ a reward above {figure((top + low) / 2)}"
+        styled(f"step {options.step}", "bold"),
+        f"· {page['total']} groups; ■ a reward above {figure((top + low) / 2)}, the middle of the step's range",
     )
     for line in table(names, rows, right=(1, 3, 4, 5, 6), optional=(6, 5, 4)):
         print(line)

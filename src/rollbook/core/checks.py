@@ -24,17 +24,24 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
     >>> suggest("epsilon", ["eps", "gamma"]), suggest("beta", ["eps", "gamma"])
     ("; did you mean 'eps'? (eps, gamma)", '; there are (eps, gamma)')
+    >>> suggest("refrence", ["ref", "reference"]), suggest("learning_rate", ["lr", "eps"])
+    ("; did you mean 'reference'? (ref, reference)", "; did you mean 'lr'? (lr, eps)")
     """
-    names = list(names)
+    names, name = list(names), str(name)
     by_lower = {candidate.lower(): candidate for candidate in names}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-    # Names that are part of the unknown one come first: mask for action_mask, eps for epsilon.
-    parts = [
+    words = name.split("_")
+    # A misspelling first; then names that are part of the unknown one (mask for action_mask, eps for epsilon) or its
+    # initials (lr for learning_rate); then any similar name.
+    guesses = [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.85)]
+    guesses += [
         candidate
         for candidate in names
-        if candidate in str(name).split("_") or (len(candidate) > 2 and str(name).startswith(candidate))
+        if candidate in words
+        or (len(candidate) > 2 and name.startswith(candidate))
+        or (len(candidate) > 1 and candidate == "".join(word[:1] for word in words))
     ]
-    guess = f"; did you mean {(parts or [by_lower[close[0]]])[0]!r}?" if parts or close else "; there are"
+    guesses += [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1)]
+    guess = f"; did you mean {guesses[0]!r}?" if guesses else "; there are"
     return f"{guess} ({', '.join(names) or 'none'})"
 
 

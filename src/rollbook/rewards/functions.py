@@ -488,6 +488,8 @@ _BATCHED_ALIASES = {
     "refs": "reference", "data_sources": "label", "extra_infos": "info",
 }  # fmt: skip
 _PLURALS = {name: field for name, field in (_BATCHED | _BATCHED_ALIASES).items() if name not in _SINGLE}
+_COLUMN = "info."
+"""Prefix of a field that is a column of the data."""
 PARAMETER_NAMES = frozenset({*_SINGLE, *_PLURALS})
 """All parameter names that receive a field of a sample."""
 
@@ -561,7 +563,10 @@ def _shareable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def match_parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
-    """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`."""
+    """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`.
+
+    In a function of lists with `**`, as TRL's are, another parameter is a column of the data: the field `info.NAME`.
+    """
     inner, bound = unwrap_partial(function)
     try:
         arguments = [p for p in inspect.signature(function).parameters.values() if p.name not in bound]
@@ -571,16 +576,16 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
         lists = any(p.name in _PLURALS for p in arguments) or bool(getattr(inner, "rollbook_batched", False))
     fields = {**_SINGLE, **_PLURALS} if lists else _SINGLE
     requested: dict[str, str] = {}
-    everything = False
+    everything = any(p.kind is p.VAR_KEYWORD for p in arguments)
     for p in arguments:
-        if p.kind is p.VAR_KEYWORD:
-            everything = True
-        elif p.kind is p.VAR_POSITIONAL:
+        if p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL:
             continue
-        elif p.kind is p.POSITIONAL_ONLY:
+        if p.kind is p.POSITIONAL_ONLY:
             raise ValueError(f"{name}: parameter {p.name!r} is positional only, expected parameters that have names")
-        elif p.name in fields:
+        if p.name in fields:
             requested[p.name] = fields[p.name]
+        elif p.default is p.empty and lists and everything:
+            requested[p.name] = f"{_COLUMN}{p.name}"
         elif p.default is p.empty:
             more = "; batched=True gives lists" if p.name in _PLURALS else ""
             raise ValueError(
@@ -855,10 +860,24 @@ class FunctionReward(Reward):
             chunk = inputs[start : start + size]
             arguments: dict[str, Any] = {}
             for parameter, name in self._fields.items():
-                column = list(map(attrgetter(name), chunk))
+                column = self._column(name, chunk)
                 arguments[parameter] = column if self.batched else column[0]
             chunks.append((range(start, start + len(chunk)), arguments))
         return chunks
+
+    def _column(self, name: str, chunk: Sequence[RewardInput]) -> list[Any]:
+        """Return a field of the samples, or a column of their data."""
+        if not name.startswith(_COLUMN):
+            return list(map(attrgetter(name), chunk))
+        key = name.removeprefix(_COLUMN)
+        rows = [sample.info or {} for sample in chunk]
+        columns = sorted({column for row in rows for column in row})
+        if key not in columns:
+            raise ValueError(
+                f"{self.name}: parameter {key!r} is neither a field of a sample nor a column of the data"
+                f"{suggest(key, [*_PLURALS, *columns])}"
+            )
+        return [row.get(key) for row in rows]
 
     def _scores(
         self, inputs: Sequence[RewardInput], chunks: Sequence[tuple[range, Any]], outcomes: Sequence[CallOutcome]

@@ -124,6 +124,8 @@ class AlgorithmConfig:
         put(self, "loss", losses.name)
         if losses.role != "policy" or "new_logprobs" not in losses.inputs:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
+        if "denominators" not in losses.options:
+            raise ValueError(f"algorithm.loss: {self.loss!r} has no option 'denominators', which micro-batches need")
         loss_options = [name for name in losses.options if name not in _LEARNER_OPTIONS]
         put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, loss_options))
         if self.estimator is not None:
@@ -138,6 +140,10 @@ class AlgorithmConfig:
                 f"algorithm.estimator: missing, required by the loss {self.loss!r}, which needs advantages"
             )
         if self.correction is not None:
+            if "weights" not in losses.options:
+                raise ValueError(
+                    f"algorithm.correction: the loss {self.loss!r} has no option 'weights', which applies it"
+                )
             weights = Entry("importance_weights", importance_weights, (), "")
             accepted = [name for name in weights.options if name not in ("process_group", "current")]
             put(self, "correction", _options("correction", self.correction, weights.name, accepted))
@@ -363,7 +369,8 @@ def _bounds(bounds: Sequence[float]) -> tuple[float, float]:
 def _named(field_name: str, name: str, registry: Mapping[str, EntryT]) -> EntryT:
     if not isinstance(name, str) or name not in registry:
         raise UnknownNameError(
-            f"algorithm.{field_name}: got {name!r}, expected one of its names{suggest(str(name), registry)}"
+            f"algorithm.{field_name}: unknown name {name!r}{suggest(str(name), registry)}. A custom one must be "
+            "registered before the configuration is loaded"
         )
     return registry[name]
 

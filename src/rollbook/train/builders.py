@@ -279,10 +279,21 @@ def load_prompts(config: Config) -> tuple[Prompts, Prompts | None]:
     if held_out is not None and shared:
         warn_user(f"evaluation: {shared} of {len(held_out)} prompts are also trained on")
     if not config.algorithm.needs_rollouts:
-        prompts.require(*(("chosen", "rejected") if config.algorithm.pairs else ("response",)))
+        answers = ("chosen", "rejected") if config.algorithm.pairs else ("response",)
+        _require_columns(prompts, answers, f"algorithm {config.algorithm.name}")
     if config.warmup.steps:
-        prompts.require("response")
+        _require_columns(prompts, ("response",), "warmup")
     return prompts, held_out
+
+
+def _require_columns(prompts: Prompts, columns: tuple[str, ...], user: str) -> None:
+    """Reject rows without the columns that `user` trains on."""
+    try:
+        prompts.require(*columns)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, because {user} trains on it; data.columns={{{columns[0]}: NAME}} reads it from another column"
+        ) from error
 
 
 def check_prompts_readable(actor: Actor, prompts: Prompts) -> None:

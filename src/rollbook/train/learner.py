@@ -120,7 +120,7 @@ class Learner:
         algorithm: An `AlgorithmConfig`, or the name of a preset.
         critic: The value model, if the algorithm needs one.
         reference: The reference model for pairs of answers, whose records cannot hold its log-probs.
-        optimizer: Settings of the policy's optimizer.
+        optimizer: Settings of the policy's optimizer: an `OptimizerConfig`, or a mapping of its fields.
         critic_optimizer: Settings of the critic's optimizer; by default those of the policy.
         minibatch: How the records of a step are split into updates.
         precision: `float32`; `bfloat16`: bfloat16 weights with float32 copies in the optimizer; or `autocast`: float32
@@ -152,8 +152,8 @@ class Learner:
         *,
         critic: ValueModel | None = None,
         reference: Policy | None = None,
-        optimizer: OptimizerConfig | None = None,
-        critic_optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
+        critic_optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         minibatch: MinibatchConfig | None = None,
         precision: str = "float32",
         seed: int = 0,
@@ -175,12 +175,13 @@ class Learner:
         if (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
-        config = OptimizerConfig() if optimizer is None else optimizer
+        config = OptimizerConfig.of(optimizer)
         self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16")
         self.critic_optimizer: Optimizer | None = None
         if critic is not None and self.algorithm.needs_critic:
             masters = critic.dtype == torch.bfloat16
-            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_optimizer or config, masters=masters)
+            critic_config = config if critic_optimizer is None else OptimizerConfig.of(critic_optimizer)
+            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_config, masters=masters)
         self.packed = actor.packs_cheaply if self.minibatch.packed is None else self.minibatch.packed
         """Whether micro-batches are packed instead of padded."""
         self.failures = 0

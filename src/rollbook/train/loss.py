@@ -100,7 +100,9 @@ def policy_loss(
     columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}
     entry = algorithm.loss_entry
     options: dict[str, Any] = {**algorithm.loss_options, "denominators": normalizers.policy}
-    if weights is not None and "weights" in entry.options:
+    if weights is not None and entry.data != "pairs":
+        if "weights" not in entry.options:
+            raise ValueError(f"loss {entry.name!r}: has no option 'weights', and the records have loss weights")
         options["weights"] = weights
     if normalizers.norm is not None:
         options["norm"] = normalizers.norm

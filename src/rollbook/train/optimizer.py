@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollbook.core.checks import check_choice, check_float, check_int
+from rollbook.core.checks import check_choice, check_float, check_int, suggest
 
 PRECISIONS = ("float32", "bfloat16", "autocast")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -74,6 +74,34 @@ class OptimizerConfig:
         put(self, "min_lr_ratio", check_float("optimizer.min_lr_ratio", self.min_lr_ratio, 0, 1))
         if self.steps is not None:
             put(self, "steps", check_int("optimizer.steps", self.steps, 1))
+
+    @classmethod
+    def of(cls, source: OptimizerConfig | Mapping[str, Any] | None) -> OptimizerConfig:
+        """Convert to settings of an optimizer.
+
+        Args:
+            source: An `OptimizerConfig`, a mapping of its fields, or `None` for the defaults.
+
+        Raises:
+            ValueError: A field is unknown or has an invalid value.
+
+        >>> OptimizerConfig.of({"lr": 1e-5}).lr
+        1e-05
+        >>> OptimizerConfig.of({"learning_rate": 1e-5})
+        Traceback (most recent call last):
+            ...
+        ValueError: optimizer: unknown option 'learning_rate'; did you mean 'lr'? (name, lr, betas, eps, weight_decay,
+        max_grad_norm, warmup_steps, schedule, min_lr_ratio, steps)
+        """
+        if isinstance(source, OptimizerConfig):
+            return source
+        if source is not None and not isinstance(source, Mapping):
+            raise ValueError(f"optimizer: got {type(source).__name__}, expected OptimizerConfig or a mapping")
+        options = dict(source or {})
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"optimizer: unknown option {name!r}{suggest(name, cls.__dataclass_fields__)}")
+        return cls(**options)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step; the first step is 1."""

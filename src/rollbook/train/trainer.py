@@ -25,7 +25,7 @@ from rollbook.batch.columns import mask_unpredicted
 from rollbook.book.book import Book
 from rollbook.book.checkpoint import forget_checkpoint
 from rollbook.book.disk import hit_failpoint
-from rollbook.book.errors import ConnectionLostError, OutcomeUnknownError
+from rollbook.book.errors import ConflictError, ConnectionLostError, OutcomeUnknownError
 from rollbook.book.lease import Lease
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
@@ -200,8 +200,9 @@ class Trainer:
         expert: A book of an expert's records, for `replay.expert_share`.
         seed: The seed of every random choice.
         trackers: Receive metrics, in addition to the book; each has `log(step, metrics)`.
-        checkpoints: Where and when to write checkpoints. Training continues from the newest one in the folder, with the
-            book rewound to it.
+        checkpoints: Where and when to write checkpoints: a `CheckpointConfig`, or a folder for checkpoints before the
+            first step and after the last. Training continues from the newest one in the folder, with the book rewound
+            to it.
         success: The least reward that counts as a success.
 
     >>> from rollbook import open
@@ -238,8 +239,8 @@ class Trainer:
         critic: Critic | None = None,
         reference: Policy | None = None,
         teacher: Policy | None = None,
-        optimizer: OptimizerConfig | None = None,
-        critic_optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
+        critic_optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         minibatch: MinibatchConfig | None = None,
         precision: str = "float32",
         nonfinite_limit: int = 3,
@@ -247,7 +248,7 @@ class Trainer:
         expert: Book | None = None,
         seed: int = 0,
         trackers: Iterable[Tracker] = (),
-        checkpoints: CheckpointConfig | None = None,
+        checkpoints: CheckpointConfig | str | Path | None = None,
         success: float = 1.0,
     ) -> None:
         if not hasattr(actor, "token_stats"):
@@ -274,7 +275,7 @@ class Trainer:
         self.replay = ReplayConfig() if replay is None else replay
         self.expert, self._expert_uids = expert, list[str]()
         self.trackers = list(trackers)
-        self.checkpoints = checkpoints
+        self.checkpoints = CheckpointConfig(Path(checkpoints)) if isinstance(checkpoints, (str, Path)) else checkpoints
         self.success = check_float("success", success)
         self.done = 0
         """How many steps were done: the version of the policy."""
@@ -436,7 +437,13 @@ class Trainer:
         for _ in range(1 + self.algorithm.refill):
             records = self.collect(prompts.take(missing, step), metrics)
             hit_failpoint("made")
-            appended += self.book.append(records).admitted
+            try:
+                appended += self.book.append(records).admitted
+            except ConflictError as error:
+                raise ConflictError(
+                    f"step {step}: the book has other records of this step, from another run with this seed. To "
+                    f"continue that run, pass its folder as checkpoints; for a new run, open another book ({error})"
+                ) from error
             hit_failpoint("appended")
             collected += len(records)
             errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]

@@ -337,7 +337,7 @@ def check_reward_follows_length(samples: Samples, t: Thresholds) -> CheckResult:
     places, pairing = selection
     relation = order(pairing, samples.reward[places], samples.tokens[places])
     if (too_few := _too_few_pairs(relation, t)) is not None:
-        return skipped(too_few)
+        return skipped(f"{too_few} (truncated samples excluded)")
     if not _exceeds(abs(relation.d), relation.error, t.length_reward, t) or abs(relation.weighted) < t.length_reward:
         return passed(
             f"Somers' d of reward and length within groups is {relation.d:.2f}, and {relation.weighted:.2f} weighted "
