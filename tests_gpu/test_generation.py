@@ -25,7 +25,7 @@ from rollbook.algorithms.kernels import decode_triton
 from rollbook.core.sampling import Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.paged import PAGE_SIZE, DecodeAttention, _find_floors
+from rollbook.rollout.paged import PAGE_SIZE, DecodeAttention, FusedKernels, _find_floors
 
 DEVICE = torch.device("cuda")
 SHAPE: dict[str, Any] = {
@@ -267,6 +267,22 @@ def test_paged_attention(
     output = attention(device_query, device_query, device_query, size**-0.5, window, softcap)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(output.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_fused_kernels_compute_what_the_model_does(name: str, dtype: torch.dtype) -> None:
+    model = make_model(name, dtype)
+    fused = FusedKernels(model)
+    replaced = {type(module).__name__ for module, _ in fused._norms}
+    assert len(replaced) == 1 and len(fused._rotary) == 1
+    ids, positions = torch.tensor([[5], [9], [7]], device=DEVICE), torch.tensor([[3], [200], [0]], device=DEVICE)
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions).logits
+        with fused():
+            logits = model(input_ids=ids, position_ids=positions).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_truncation_floors() -> None:
