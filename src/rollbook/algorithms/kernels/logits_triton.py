@@ -37,7 +37,9 @@ if triton is not None:
 
 
 def _jit(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
+    # Triton compiles a kernel again for integers that are divisible by 16, which takes seconds. The number of tokens
+    # differs from batch to batch.
+    return function if triton is None else triton.jit(function, do_not_specialize=["tokens"])
 
 
 @_jit
