@@ -121,6 +121,84 @@ def grouped_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def replay_seconds(step: Callable[[], Any], steps: int, device: torch.device) -> float:
+    """Capture a step in a CUDA graph and return the seconds of a replay."""
+    stream: Any = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    return seconds(lambda: [graph.replay() for _ in range(steps)], device)[0] / steps
+
+
+def written_step(network: Any, token: torch.Tensor, position: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    """Run one decode step of a Qwen2 model, written by hand.
+
+    Args:
+        network: The model.
+        token: [rows, 1]
+        position: [1] Position of all rows.
+        cache: [layers, 2, rows, key heads, width, size] Keys and values.
+
+    Returns:
+        Logits [rows, V].
+    """
+    body, config = network.model, network.config
+    rows, size, width = len(token), cache.shape[-1], cache.shape[-2]
+    mask = (torch.arange(width, device=token.device) <= position)[None, None, None].expand(rows, 1, 1, width)
+    hidden = body.embed_tokens(token)
+    cos, sin = body.rotary_emb(hidden, position.expand(rows, 1))
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rotate(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, -1)
+        return states * cos + torch.cat([-second, first], -1) * sin
+
+    def norm(states: torch.Tensor, module: Any) -> torch.Tensor:
+        return F.rms_norm(states, (states.shape[-1],), module.weight, config.rms_norm_eps)
+
+    for i, layer in enumerate(body.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        states = norm(hidden, layer.input_layernorm)
+        query, key, value = (
+            projection(states).view(rows, 1, -1, size).transpose(1, 2)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cache[i, 0].index_copy_(2, position, rotate(key))
+        cache[i, 1].index_copy_(2, position, value)
+        attended = F.scaled_dot_product_attention(rotate(query), *cache[i], attn_mask=mask, enable_gqa=True)
+        hidden = hidden + attention.o_proj(attended.transpose(1, 2).reshape(rows, 1, -1))
+        states = norm(hidden, layer.post_attention_layernorm)
+        hidden = hidden + mlp.down_proj(F.silu(mlp.gate_proj(states)) * mlp.up_proj(states))
+    logits: torch.Tensor = network.lm_head(norm(hidden, body.norm))[:, -1]
+    return logits
+
+
+def captured_written_step(network: Any, rows: int, width: int = 768, steps: int = 100) -> float:
+    """Return the seconds of one replayed `written_step`."""
+    config, device = network.config, network.device
+    size = config.hidden_size // config.num_attention_heads
+    with torch.inference_mode():
+        shape = (config.num_hidden_layers, 2, rows, config.num_key_value_heads, width, size)
+        cache = torch.zeros(shape, dtype=network.dtype, device=device)
+        token = torch.full((rows, 1), 3, device=device)
+        position = torch.full((1,), 512, device=device)
+
+        def step() -> None:
+            scores = written_step(network, token, position, cache).float()
+            noise = -torch.log(-torch.log(torch.rand_like(scores)))
+            token.copy_((scores + noise).argmax(-1, keepdim=True))
+            scores.gather(1, token).sub_(scores.logsumexp(-1, keepdim=True))
+            position.add_(1)
+
+        return replay_seconds(step, steps, device)
+
+
 def captured_step(network: Any, attention: str, rows: int, width: int = 768, steps: int = 100) -> float:
     """Return the seconds of one replayed decode step over a static cache."""
     from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
@@ -145,17 +223,7 @@ def captured_step(network: Any, attention: str, rows: int, width: int = 768, ste
                 scores.gather(1, token).sub_(scores.logsumexp(-1, keepdim=True))
                 position.add_(1)
 
-            stream: Any = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    step()
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            graph.replay()
-            return seconds(lambda: [graph.replay() for _ in range(steps)], network.device)[0] / steps
+            return replay_seconds(step, steps, network.device)
     finally:
         network.set_attn_implementation(own)
 
@@ -308,7 +376,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[No
     yield
     if device.type == "cuda":
         results["roofline"] = roofline(network, prompts, device)
-    if not options.cpu:
+        steps[f"captured, qwen2, written by hand, {rows} rows"] = captured_written_step(network, rows)
         for kind in ("qwen2", "llama", "qwen3"):
             other = network if kind == "qwen2" else shaped_model(kind, options.cpu).to(device)
             for attention, size in (("sdpa", 256), ("grouped", 256), ("grouped", 64)):
