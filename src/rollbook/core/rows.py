@@ -142,10 +142,10 @@ class Rows(list[torch.Tensor]):
             values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         self.values: torch.Tensor = values  # type: ignore[assignment]
         self.lengths = list(map(int, lengths))
-        total = self.values.shape[0]
-        if sum(self.lengths) != total:
+        if sum(self.lengths) != self.values.shape[0]:
+            total = self.values.shape[0]
             raise ValueError(f"rows: got {total} values, expected {sum(self.lengths)}, the sum of lengths")
-        super().__init__(self.values.split_with_sizes(self.lengths) if self.lengths else ())
+        list.__init__(self, self.values.split_with_sizes(self.lengths) if self.lengths else ())
 
     @property
     def offsets(self) -> NDArray[np.int64]:

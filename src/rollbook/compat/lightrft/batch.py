@@ -296,7 +296,7 @@ def info_arrays(info: Mapping[Any, Any] | None, origin: InfoOrigin) -> dict[Any,
     for key, value in (info or {}).items():
         if isinstance(value, dict):
             result[key] = info_arrays(value, origin)
-        elif isinstance(value, torch.Tensor) and value.dim() and value.device.type == "cpu":
+        elif isinstance(value, torch.Tensor) and value.dim() and value.is_cpu:
             result[key] = memory(value), value.dtype if value.dtype not in NUMPY else None
         else:
             return None

@@ -75,7 +75,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
 from rollbook.core.metrics import Progress, StepMetrics, warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
-from rollbook.core.rows import NUMPY, Rows, empty, memory
+from rollbook.core.rows import NUMPY, Rows, blank, memory
 from rollbook.core.sampling import Prompt, RunInfo, Sample, Sampling
 from rollbook.models.actor import Actor
 from rollbook.models.head import get_device
@@ -406,26 +406,27 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
         part = batch.info.get("reward") if batch.info else None
         if batch.ids or type(part) is not torch.Tensor or not part.is_cpu or part.dtype != torch.float32:
             return None
-        tokens = batch.sequences
-        count = len(part) if tokens is None else tokens.shape[0] if type(tokens) is torch.Tensor else len(tokens)
-        if part.requires_grad or part.shape != (count,):
+        if part.requires_grad:
             return None
-        parts.append(part.numpy())
+        array, tokens = part.numpy(), batch.sequences
+        if array.shape != (array.size if tokens is None else len(batch),):
+            return None
+        parts.append(array)
     if not parts:
         return None
     # A copy: the report is computed later.
     rewards = parts[0].astype(np.float64) if len(parts) == 1 else np.concatenate(parts, dtype=np.float64)
     if not len(rewards) or len(rewards) % size or not rewards.dot(rewards) < _LARGEST_SQUARE:  # also if it is NaN
         return None
-    blocks = rewards.reshape(-1, size)
+    blocks, count = rewards.reshape(-1, size), float(size)  # numpy converts integers slowly
     ascending = blocks.copy()
-    ascending.sort(axis=1)
+    ascending.sort()
     means = block_sums(ascending)
-    means /= size  # exactly the reward if all are equal, since float64 sums of equal float32 rewards are exact
+    means /= count  # exactly the reward if all are equal, since float64 sums of equal float32 rewards are exact
     scores = blocks - means
     if formula is rloo:
-        scores *= size
-        scores /= size - 1
+        scores *= count
+        scores /= count - 1
     elif formula is grpo:
         squares = block_sums((ascending - means) ** 2)
         divisors = np.sqrt(squares / (size - 1)) + check_float("eps", options.get("eps", entry.options["eps"]), 0)
@@ -1492,8 +1493,8 @@ def padded_experience(
 
     Returns:
         The batch, with `response_length`, `total_length` and the mean `kl` in `info`. `None` if the general path is
-        needed: samples of an engine, packed or on a device, a row without a prompt, an action that is not attended, no
-        policy or no reference, models of `rollbook.models`.
+        needed: samples of an engine, packed or on a device, a row whose last prompt token or an action is not attended,
+        no policy or no reference, models of `rollbook.models`.
     """
     if type(samples) is not Samples:
         return None
@@ -1504,13 +1505,10 @@ def padded_experience(
         return None
     if any(map(is_native, models.values())) or not _are_matrices(tokens, attention, actions):
         return None
-    attended = memory(attention)
-    attended = attended if attended.dtype == np.bool_ else attended.astype(np.bool_)
-    mask = memory(actions)
-    ends = _response_ends(attended, mask)
-    if ends is None:
+    attended = memory(attention) != 0
+    responses = _find_responses(attended, memory(actions))
+    if responses is None:
         return None
-    bits = _mask_bits(mask, ends)
     columns: dict[str, torch.Tensor] = {}
     count, shape = int(np.count_nonzero(attended)), actions.shape
     for name, model in models.items():
@@ -1518,10 +1516,10 @@ def padded_experience(
             if callable(getattr(model, "eval", None)):
                 model.eval()  # type: ignore[attr-defined]
             answer = check_output(model, model(tokens, shape[1], attention), shape)
-            columns[name] = _response_slots(answer, mask, ends, bits)
+            columns[name] = _response_slots(answer, responses)
             stage["tokens"] = count
-    responses, totals = sample_lengths(samples)
-    kl, means = _k1(columns["policy"], columns["reference"], mask, ends, bits is not None)
+    response_lengths, total_lengths = sample_lengths(samples)
+    kl, means = _k1(columns["policy"], columns["reference"], responses)
     batch = Experience(
         tokens,
         columns["policy"],
@@ -1531,7 +1529,7 @@ def padded_experience(
         None,
         attention,
         actions,
-        {"kl": means, "response_length": responses, "total_length": totals},
+        {"kl": means, "response_length": response_lengths, "total_length": total_lengths},
         kl,
         None,
         samples.labels,
@@ -1548,80 +1546,75 @@ def _are_matrices(tokens: torch.Tensor, attention: torch.Tensor, actions: torch.
         if type(matrix) is not torch.Tensor or not matrix.is_cpu or matrix.dim() != 2:
             return False
     rows, width = tokens.shape
-    fit = attention.shape == (rows, width) and actions.shape[0] == rows and actions.shape[1] <= width
+    fit = attention.shape == (rows, width) and actions.shape[0] == rows and 0 < actions.shape[1] <= width
     return fit and rows > 0 and actions.dtype == torch.bool and attention.dtype in NUMPY
 
 
-def _response_ends(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> list[int] | None:
-    """[B] Count the response slots of each row up to its last attended token.
+class _Responses(NamedTuple):
+    """The responses of a padded batch of B rows and A slots."""
 
-    `None` if a row has no prompt, or an action that is not attended.
-    """
-    count, width = attended.shape
-    slots = mask.shape[1]
-    begin = width - slots
-    # Searching and comparing bytes takes a fraction of numpy's time.
-    flags, actions, ends, is_equal = attended.tobytes(), mask.tobytes(), [], True
-    for row in range(count):
-        start = row * width
-        response, stop = start + begin, start + width
-        if flags.find(1, start, response) < 0:
-            return None
-        ends.append(max(flags.rfind(1, response, stop) - response + 1, 0))
-        is_equal = is_equal and flags[response:stop] == actions[row * slots : (row + 1) * slots]
-    return ends if is_equal or not (mask > attended[:, begin:]).any() else None
+    mask: NDArray[np.bool_]
+    """[B, A] Which slots are actions."""
+    ends: NDArray[np.int64]
+    """[B] Number of slots of each row up to its last attended token."""
+    bits: NDArray[np.int32] | None
+    """[B, A] The mask as bits of float32, if the batch is small and the actions are exactly the slots up to `ends`."""
+    has_gaps: bool
+    """Whether some slot before its row's end is not an action."""
 
 
 _SMALL = 1 << 16
 """Number of slots up to which a batch is masked as a whole, which is then faster than row by row."""
 
 
-def _mask_bits(mask: NDArray[np.bool_], ends: list[int]) -> NDArray[np.int32] | None:
-    """[B, A] Return the mask as bits of float32; `None` unless the batch is small and all slots up to `ends` count."""
-    if mask.size > _SMALL or np.count_nonzero(mask) != sum(ends):
+def _find_responses(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> _Responses | None:
+    """Return the responses; `None` if some row's last prompt token, or an action, is not attended."""
+    slots = mask.shape[1]
+    begin = attended.shape[1] - slots
+    responses = attended[:, begin:]
+    if not begin or not attended[:, begin - 1].all() or (mask > responses).any():
         return None
-    return np.negative(mask.view(np.int8), dtype=np.int32)
+    ends = mask.argmin(axis=1)  # the first slot that is not an action; 0 also if all are
+    ends[mask[:, 0] & (ends == 0)] = slots
+    if np.count_nonzero(responses) == ends.sum():
+        bits = np.negative(mask.view(np.int8), dtype=np.int32) if mask.size <= _SMALL else None
+        return _Responses(mask, ends, bits, has_gaps=False)
+    ends = np.where(responses.any(axis=1), slots - responses[:, ::-1].argmax(axis=1), 0)
+    return _Responses(mask, ends, None, has_gaps=True)
 
 
-def _response_slots(
-    answer: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], bits: NDArray[np.int32] | None
-) -> torch.Tensor:
+def _response_slots(answer: torch.Tensor, responses: _Responses) -> torch.Tensor:
     """[B, A] Copy as float32, 0 after the end of each row, and 0 for non-finite numbers where the mask is False."""
     source = answer.float().numpy(force=True)
-    if bits is not None:
-        return torch.from_numpy((source.view(np.int32) & bits).view(np.float32))
-    copied = empty(source.shape, torch.float32)
-    matrix, squares = copied.numpy(), 0.0
+    if responses.bits is not None:
+        return torch.from_numpy((source.view(np.int32) & responses.bits).view(np.float32))
+    copied = blank(source.shape, torch.float32)
+    matrix = copied.numpy()
     # Row by row: most of a large batch is padding, which is not read.
-    for target, row, end in zip(matrix, source, ends, strict=True):
-        part = row[:end]
-        target[:end] = part
-        target[end:] = 0
-        squares += float(part.dot(part))
-    if not isfinite(squares):  # some number is not finite, or the sum overflows
-        matrix[~(mask | np.isfinite(matrix))] = 0
+    for target, row, end in zip(matrix, source, responses.ends.tolist(), strict=True):
+        target[:end] = row[:end]
+    if responses.has_gaps:
+        matrix[~(responses.mask | np.isfinite(matrix))] = 0
     return copied
 
 
-def _k1(
-    policy: torch.Tensor, reference: torch.Tensor, mask: NDArray[np.bool_], ends: list[int], small: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _k1(policy: torch.Tensor, reference: torch.Tensor, responses: _Responses) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the difference of log-probs [B, A], 0 where the mask is False, and its mean over actions [B]."""
-    if small:
+    mask, ends = responses.mask, responses.ends
+    if responses.bits is not None:
         kl = policy - reference
         sums = kl.sum(-1, dtype=torch.float64).numpy().astype(np.float32)
-        return kl, torch.from_numpy(sums / np.array([end or 1 for end in ends], dtype=np.float32))
-    kl = empty(mask.shape, torch.float32)
-    matrix, counts, parts = kl.numpy(), np.array(ends), []
+        return kl, torch.from_numpy(sums / np.maximum(ends, 1).astype(np.float32))
+    kl = blank(mask.shape, torch.float32)
+    matrix, counts, parts = kl.numpy(), ends, []
     with np.errstate(invalid="ignore"):
-        for target, logprobs, ref_logprobs, end in zip(matrix, policy.numpy(), reference.numpy(), ends, strict=True):
+        rows = zip(matrix, policy.numpy(), reference.numpy(), ends.tolist(), strict=True)
+        for target, logprobs, ref_logprobs, end in rows:
             parts.append(np.subtract(logprobs[:end], ref_logprobs[:end], out=target[:end]))
-            target[end:] = 0
-    lengths = counts
-    if np.count_nonzero(mask) != counts.sum():
+    if responses.has_gaps:
         matrix[~mask] = 0
         counts = np.count_nonzero(mask, axis=1)
-    return kl, mean_by_row(np.concatenate(parts, dtype=np.float64), lengths, counts)
+    return kl, mean_by_row(np.concatenate(parts, dtype=np.float64), ends, counts)
 
 
 __all__ = [

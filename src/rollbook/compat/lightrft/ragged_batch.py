@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -182,6 +182,8 @@ def join_media(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tens
 
 
 Lengths = NDArray[np.int64]
+PlainField: TypeAlias = tuple[str, bool, torch.dtype, NDArray[Any]]
+"""Name, axis (an index into `RaggedBatch.bounds`), type and memory of a column."""
 SAMPLE_LISTS = {"labels": "labels", "references": "references", "raw_images": "raw_images", "ids": "eid"}
 """Lists of a batch with an entry for each sample, and the name of the entry in an item."""
 
@@ -232,7 +234,7 @@ class RaggedBatch:
     @cached_property
     def bounds(self) -> tuple[list[int], list[int]]:
         """[B + 1] each: starts of the samples on the response axis and on the token axis, and the ends."""
-        return compute_offsets(self.responses).tolist(), compute_offsets(self.tokens).tolist()
+        return [0, *accumulate(self.responses.tolist())], [0, *accumulate(self.tokens.tolist())]
 
     @cached_property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -256,20 +258,8 @@ class RaggedBatch:
     @cached_property
     def regular(self) -> bool:
         """Whether all samples have the same per-token fields, of one type each, on the host."""
-        irregular = self.origin.absent.keys() | self.origin.dtypes.keys()
-        return not irregular & self.columns.keys() and torch.device(self.device).type == "cpu"
-
-    @cached_property
-    def plain(self) -> bool:
-        """Whether all samples have masks and the same fields, of types that numpy has, without media and extras."""
-        if not self.regular or any(self.media.values()) or self.lists.get("raw_images") or self.origin.absent:
-            return False
-        if not self.columns.keys() <= BATCH_FIELDS.keys():
-            return False
-        masks = [name for name, batch_field in BATCH_FIELDS.items() if batch_field.absent]
-        return all(self.columns.get(name) is not None for name in masks) and all(
-            dtype is None or dtype in NUMPY for dtype, _ in self.kinds.values()
-        )
+        irregular = (*self.origin.absent, *self.origin.dtypes)
+        return self.columns.keys().isdisjoint(irregular) and torch.device(self.device).type == "cpu"
 
     @cached_property
     def infos(self) -> tuple[list[Any], Any]:
@@ -281,13 +271,22 @@ class RaggedBatch:
         return infos, kinds
 
     @cached_property
-    def plain_fields(self) -> list[tuple[str, bool, torch.dtype, tuple[int, ...], NDArray[Any]]]:
-        """Columns that are not `None`: name, axis (see `bounds`), type, trailing sizes, memory."""
-        return [
-            (name, is_token_axis(name), kind, trailing, self.arrays[name])
-            for name, (kind, trailing) in self.kinds.items()
-            if kind is not None
-        ]
+    def plain_fields(self) -> list[PlainField] | None:
+        """All columns that are not `None`.
+
+        `None` unless all samples have masks and the same fields, of types that numpy has, without media and extras.
+        """
+        if not self.regular or any(self.media.values()) or self.lists.get("raw_images") or self.origin.absent:
+            return None
+        if not self.columns.keys() <= BATCH_FIELDS.keys() or any(self.columns.get(name) is None for name in _MASKS):
+            return None
+        fields = []
+        for name, column in self.columns.items():
+            if column is not None:
+                if not isinstance(column, torch.Tensor) or column.dtype not in NUMPY:
+                    return None
+                fields.append((name, is_token_axis(name), column.dtype, memory(column)))
+        return fields
 
     @cached_property
     def has_lists(self) -> bool:
@@ -391,9 +390,9 @@ class PaddedRaggedBatch(RaggedBatch):
         return False
 
     @property
-    def plain(self) -> bool:
-        """False: rows are read one by one."""
-        return False
+    def plain_fields(self) -> None:
+        """`None`: rows are read one by one."""
+        return None
 
     @classmethod
     def of(

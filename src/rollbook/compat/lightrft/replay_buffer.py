@@ -37,6 +37,7 @@ from rollbook.compat.lightrft.ragged_batch import (
     SAMPLE_LISTS,
     Lengths,
     PaddedRaggedBatch,
+    PlainField,
     RaggedBatch,
     action_starts,
     check_fields,
@@ -133,8 +134,9 @@ def collate_untouched(items: Sequence[Any], pad_token_id: int, packing_samples: 
         return None
     ragged_batches = {id(ragged): ragged for ragged, _ in sources}
     first = sources[0][0]
-    if type(pad_token_id) is not int or not all(
-        ragged.plain and ragged.kinds == first.kinds for ragged in ragged_batches.values()
+    if type(pad_token_id) is not int or any(
+        ragged.plain_fields is None or (ragged is not first and ragged.kinds != first.kinds)
+        for ragged in ragged_batches.values()
     ):
         return None
     fields: dict[str, Any] = {}
@@ -148,7 +150,7 @@ def collate_untouched(items: Sequence[Any], pad_token_id: int, packing_samples: 
         for name, item_name in SAMPLE_LISTS.items():
             fields[name] = _none_if_empty([ragged.value(item_name, i) for ragged, i in sources])
     if packing_samples:
-        fields |= _collate_rows(sources, single=len(ragged_batches) == 1)
+        fields |= _collate_rows(sources, first.plain_fields, single=len(ragged_batches) == 1)
         return ExperienceBatch.of(fields, origin)
     places = []
     for axis in (0, 1):
@@ -160,7 +162,8 @@ def collate_untouched(items: Sequence[Any], pad_token_id: int, packing_samples: 
             for end, (start, stop) in enumerate(bounds, 1)
         ]
         places.append((width, moves))
-    for name, axis, dtype, trailing, array in first.plain_fields:
+    for name, axis, dtype, array in first.plain_fields:
+        trailing = array.shape[1:]
         width, moves = places[axis]
         fill = pad_token_id if name == "sequences" else 0
         if fill:
@@ -285,31 +288,34 @@ def _joined(rows: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
     """Concatenate arrays of one type to a tensor."""
     total = sum(map(len, rows))
     if total * dtype.itemsize < LARGE:
-        return torch.from_numpy(np.concatenate(rows))
+        return torch.from_numpy(rows[0].copy() if len(rows) == 1 else np.concatenate(rows))
     values = empty((total, *rows[0].shape[1:]), dtype)
     np.concatenate(rows, out=memory(values))
     return values
 
 
-def _collate_rows(sources: list[tuple[RaggedBatch, int]], single: bool) -> dict[str, Rows]:
+def _collate_rows(
+    sources: list[tuple[RaggedBatch, int]], plain_fields: list[PlainField], single: bool
+) -> dict[str, Rows]:
     """Concatenate rows of plain ragged batches, by field; `single`: all rows are of one ragged batch."""
     first = sources[0][0]
-    bounds = [[slice(ragged.bounds[axis][i], ragged.bounds[axis][i + 1]) for ragged, i in sources] for axis in (0, 1)]
-    lengths = [[row.stop - row.start for row in rows] for rows in bounds]
+    rows = [row for _, row in sources]
+    if single and rows == list(range(rows[0], rows[0] + len(rows))):
+        # Copied at once, as when a whole buffer is read in order for a forward pass.
+        bounds = [axis_bounds[rows[0] : rows[-1] + 2] for axis_bounds in first.bounds]
+        lengths = [[stop - start for start, stop in pairwise(axis_bounds)] for axis_bounds in bounds]
+        return {
+            name: Rows(_joined([array[bounds[axis][0] : bounds[axis][-1]]], dtype), lengths[axis])
+            for name, axis, dtype, array in plain_fields
+        }
+    spans = [[slice(ragged.bounds[axis][i], ragged.bounds[axis][i + 1]) for ragged, i in sources] for axis in (0, 1)]
+    lengths = [[span.stop - span.start for span in axis_spans] for axis_spans in spans]
     columns: dict[str, Rows] = {}
-    # Adjacent rows are copied at once, as when a whole buffer is read in order for a forward pass.
-    adjacent = (
-        single
-        and all(a.stop == b.start for a, b in pairwise(bounds[1]))
-        and all(a.stop == b.start for a, b in pairwise(bounds[0]))
-    )
-    for name, axis, dtype, _, array in first.plain_fields:
-        if adjacent:
-            parts = [array[bounds[axis][0].start : bounds[axis][-1].stop]]
-        elif single:
-            parts = [array[row] for row in bounds[axis]]
+    for name, axis, dtype, array in plain_fields:
+        if single:
+            parts = [array[span] for span in spans[axis]]
         else:
-            parts = [ragged.arrays[name][row] for (ragged, _), row in zip(sources, bounds[axis], strict=True)]
+            parts = [ragged.arrays[name][span] for (ragged, _), span in zip(sources, spans[axis], strict=True)]
         columns[name] = Rows(_joined(parts, dtype), lengths[axis])
     return columns
 
@@ -1069,7 +1075,7 @@ class NaiveReplayBuffer:
             count = float(masked.numel() - np.count_nonzero(masked.numpy()))
         else:
             array, count = normalized, float(masked.numel() - int(masked.sum()))
-        sums = [float(array.sum()), count, float(array @ array)]
+        sums = [float(array.sum()), count, float(normalized @ normalized)]  # numpy's product would start threads
         if strategy is not None:
             sums = strategy.all_reduce(normalized.new_tensor(sums), "sum").tolist()
         total, count, squares = sums
