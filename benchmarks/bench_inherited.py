@@ -45,21 +45,25 @@ Both sides call the same models once each, under `no_grad`, and set them to eval
 as LightRFT does. The actor, the reference and the critic are modules that return ready tensors; the reward model is a
 callable that counts tokens.
 
-What is below 1, and why (minima of repeated calls):
+What is below or around 1, and why (minima of repeated calls):
 
-- `make_experience` for 8 samples takes 160 microseconds against 77. Outputs of models are copied with zeros after each
-  response, and masks are checked for rows without a prompt and actions that are not attended, which takes about 55 of
-  them; LightRFT returns the models' own tensors, padding included. Checks of scores and of frozen models take about 25
-  more. With the advantages that follow it is faster.
-- `process_experiences` takes 16 microseconds for 8 samples and 19 to 20 for 512, against 16 and 18 to 19: rewards are
-  sorted in float64, so that scores do not depend on the order of rows, and checked for missing ones.
-- `make_experience_batch` with `packing_samples` takes 160 microseconds for 8 new items, against 108. Of these, 48 read
-  the types and bounds of the items' columns, once for all batches from them, and 36 create a view for each of the 72
-  rows; LightRFT's views are created by its split. A second batch of the same items takes 111.
-- `is_vl_experience` looks at six fields rather than at the class, which takes 0.1 microseconds longer.
-- `BufferItem(...)` and `Experience(...)` take 0.51 microseconds against 0.47: they accept more fields. Directly after
+- `make_experience` for 8 samples takes 187 microseconds against 97. Copying the outputs of the three models with zeros
+  after each response takes 32 of them, and finding the responses in the masks, with checks for prompts and actions that
+  are not attended, 46; LightRFT returns the models' own tensors, padding included. The other 109 are the same work as
+  LightRFT's 97, with timings of stages and checks of scores and of frozen models. For 512 samples, and with the
+  advantages that follow, it is faster.
+- `make_experience_batch` with `packing_samples` takes 135 microseconds for 8 new items, against 111. Of these, 40 read
+  the types and bounds of the items' columns, once for all batches from them, and 47 create a view for each of the 72
+  rows; LightRFT's views are created by its split. A second batch of the same items takes 95.
+- `is_vl_experience` looks at six fields, as it answers for what a batch has, rather than at the class: 0.15
+  microseconds against 0.08.
+- `BufferItem(...)` and `Experience(...)` take 0.48 microseconds against 0.45: they accept more fields. Directly after
   other work, `BufferItem(...)` takes 1.6 against 1.2.
-- `NaiveReplayBuffer.normalize` takes as long for 512 samples as LightRFT's, bound by memory.
+- `process_experiences` takes 17 microseconds for 512 samples on both sides, and 13 against 16 for 8: rewards are sorted
+  in float64, so that scores do not depend on the order of rows, and checked for missing ones. Directly after other
+  work, the ratio for 512 was between 0.86 and 0.98.
+- `NaiveReplayBuffer.normalize` takes 72 microseconds for 8 samples, against 75; directly after other work it was
+  between 0.86 and 0.92 of LightRFT's speed.
 """
 RESULTS = Path(__file__).parent / "results"
 
