@@ -389,7 +389,7 @@ class Run:
                             "reference",
                             f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}",
                         )
-                    checkpoint.load_weights(models.reference, first.model)
+                    trainer.load_weights(models.reference, first.model)
                 self.say(
                     f"continuing after step {trainer.done}, from {checkpoint.list_checkpoints(self.folder)[-1].path}"
                 )
