@@ -171,6 +171,8 @@ def run_micro_batches(
     done = computed = 0
     with scoring(model):
         planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
+        counts = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
+        most = max(count for (count,) in counts)
         for micro in planned:
             chosen = rows[micro.indices]
             batch = make_batch(chosen, packed)
@@ -189,10 +191,9 @@ def run_micro_batches(
             done, computed = done + micro.tokens, computed + micro.size
             if progress is not None:
                 progress(done, total_tokens)
-        if process_group is not None:
+        for _ in range(most - len(planned)):
             filler = Batch.from_records(_FILLER, ("tokens",), packed=False, device=model.device)
-            for _ in range(max(count for (count,) in process_group.gather([len(planned)])) - len(planned)):
-                runner.token_values(filler) if of_critic else runner.token_stats(filler)
+            runner.token_values(filler) if of_critic else runner.token_stats(filler)
 
     # Response tokens of all rows in the order of the plan, and where each belongs.
     flat = dict.fromkeys(outputs, torch.zeros(0))
