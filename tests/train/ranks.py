@@ -27,6 +27,8 @@ from rollbook.train.trainer import StepReport, Trainer
 from tests.train import preset_steps
 
 ROOT = Path(__file__).parents[2]
+LONGEST = 120.0
+"""Seconds of a case, after which ranks that wait for each other are ended."""
 METRICS = ("loss", "grad_norm", "critic/value_loss", "critic/grad_norm", "ranks/wait_share", "ranks/plan_wait_share")
 VARIATIONS: dict[str, dict[str, Any]] = {
     "grpo, short micro-batches": {**preset_steps.GRPO, "kl_coef": 0.1, "batch": {"token_budget": 12}},
@@ -80,9 +82,6 @@ def run_case(name: str, steps: int, folder: Path, distributed: Distributed | Non
     own.mkdir(parents=True)
     try:
         with preset_steps.reproducible():
-            settings = dict(CASES[name])
-            if rank and settings.get("records"):
-                settings["records"] = [] if settings["records"] else settings["records"]
             trainer = preset_steps.build_trainer(folder=own, **CASES[name]) if rank == 0 else _follower(own, name)
             reports = trainer.run(steps)
             return summarize(trainer, reports)
@@ -106,13 +105,14 @@ def _follower(folder: Path, name: str) -> Trainer:
 
 def work(folder: Path, strategies: Sequence[str], names: Sequence[str], steps: int) -> None:
     """Run cases on this rank; rank 0 writes the results to `CASE-STRATEGY.pt`, in the order of the cases."""
-    faulthandler.dump_traceback_later(25, exit=True)
     Trainer.process_group = SINGLE_PROCESS
     for strategy in strategies:
         distributed = Distributed(strategy, "cpu")
         for i, name in enumerate(names):
+            faulthandler.dump_traceback_later(LONGEST, exit=True)
             begun = time.perf_counter()
             result = run_case(name, steps, folder / f"{strategy}-{i}", distributed)
+            faulthandler.cancel_dump_traceback_later()
             result["seconds"] = time.perf_counter() - begun
             if distributed.is_main:
                 torch.save(result, folder / f"{strategy}-{i}.pt")

@@ -295,7 +295,8 @@ def annotate(
                     model, chosen, model_pass.outputs, token_budget=token_budget, process_group=process_group
                 )
                 stage["tokens"] = int(chosen.token_lengths().sum())
-            records = records.fill(missing, **outputs)  # type: ignore[arg-type]
+            if len(missing):
+                records = records.fill(missing, **outputs)  # type: ignore[arg-type]
     return records
 
 
