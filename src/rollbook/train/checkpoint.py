@@ -44,6 +44,10 @@ _PARTIAL = ".partial-"
 _OLD = ".old-"
 
 
+class RankError(RollbookError, RuntimeError):
+    """Raised on all ranks of a distributed run when one of them failed, with its number and its message."""
+
+
 class CorruptCheckpointError(RollbookError, ValueError):
     """Raised for a checkpoint that is incomplete or damaged. Older checkpoints are not used instead."""
 

@@ -26,7 +26,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,6 @@ from rollbook.batch.columns import mask_unpredicted
 from rollbook.batch.plan import MicroBatch, plan
 from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_choice
-from rollbook.core.errors import RollbookError
 from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics
@@ -59,6 +58,7 @@ from rollbook.models.loading import hide_progress_bars
 from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import derive_seed
 from rollbook.train import checkpoint
+from rollbook.train.checkpoint import RankError
 from rollbook.train.learner import Learner, LossNormalizers
 from rollbook.train.optimizer import Optimizer
 from rollbook.train.pipeline import annotate, generate, score
@@ -81,10 +81,6 @@ _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 15.0
 """How long a rank that is told of an error of another may take to end on its own."""
 _RETURN, _RAISE = "return", "raise"
-
-
-class RankError(RollbookError, RuntimeError):
-    """Raised on all ranks when one of them failed, with its number and its message."""
 
 
 class Distributed:
@@ -143,6 +139,11 @@ class Distributed:
         return self.rank == 0
 
     @property
+    def build_device(self) -> torch.device:
+        """Where models are built before they are placed: on the host if only a shard of them may fit on the device."""
+        return torch.device("cpu") if self.shards is not None else self.device
+
+    @property
     def shards(self) -> ProcessGroup | None:
         """The ranks over which models are sharded; `None` if each has complete ones."""
         return self.group if self.strategy == "fsdp" and self.size > 1 else None
@@ -197,7 +198,8 @@ class Distributed:
             self._store.compare_set(_ERROR, "", text)
             if self.is_main:
                 self._ended.set()
-                self._scatter([(_RAISE, text)] * self.size)
+                with suppress(RuntimeError):  # they have ended already
+                    self._scatter([(_RAISE, text)] * self.size)
 
     def _scatter(self, messages: list[Any] | None) -> Any:
         received: list[Any] = [None]
