@@ -18,6 +18,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -267,7 +268,9 @@ def _add_shards(learner: dict[str, Any], folder: Path) -> None:
         reader = FileSystemReader(folder)
         entries: Any = reader.read_metadata().state_dict_metadata
         tensors = {path: torch.empty(entry.size, dtype=entry.properties.dtype) for path, entry in entries.items()}
-        load(tensors, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(tensors, storage_reader=reader, no_dist=True)
     except Exception as error:  # errors of the reader, the planner and torch
         reason = str(error).partition(chr(10))[0].rstrip(".")
         raise CorruptCheckpointError(folder, f"cannot be read ({type(error).__name__}: {reason})") from None
