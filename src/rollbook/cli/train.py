@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollbook.core.terminal import FOUND, OK, columns, cut, figure, print_json, printable, styled, table
+from rollbook.core.terminal import FOUND, OK, UNREADABLE, columns, cut, figure, print_json, printable, styled, table
 
 if TYPE_CHECKING:
     from rollbook.train.step_replay import CounterfactualResult
@@ -41,20 +43,58 @@ def train(options: argparse.Namespace) -> int:
     if options.show_config:
         print(json.dumps(config.to_dict()) if options.json else dump_config(config), end="\n" if options.json else "")
         return OK
+    if options.ranks is not None:
+        if config.distributed == "none":
+            raise ValueError(f"--ranks: got {options.ranks} with distributed: none, expected distributed=ddp or fsdp")
+        words = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
+        return _launch(options.ranks, [*words, *(["--json"] if options.json else [])])
     from rollbook.rewards.types import RewardError
+    from rollbook.train.checkpoint import RankError
     from rollbook.train.learner import NonFiniteLossError
     from rollbook.train.run import run
     from rollbook.train.trainer import AllSamplesFailedError, OutOfDataError
 
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
         outcome = run(config)
-    except (OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError) as error:
+    except (OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError, RankError) as error:
+        if isinstance(error, RankError) and not is_main:
+            return UNREADABLE  # rank 0 prints it
         raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
-    if options.json:
+    if options.json and is_main:
         summary: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
         for when, evaluation in (("before", outcome.before), ("after", outcome.after)):
             summary[when] = None if evaluation is None else evaluation.metrics()
         print(json.dumps(summary))
+    return OK
+
+
+def _launch(ranks: int, words: list[str]) -> int:
+    """Run `rollbook train` on several ranks of this machine, as torchrun does."""
+    import logging
+    import uuid
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their errors themselves
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", *words)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            print(f"rollbook train: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        return UNREADABLE
     return OK
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 
@@ -121,6 +121,22 @@ class StepMetrics:
         """Add numbers by name; later ones replace earlier ones."""
         for part in numbers:
             self._numbers.update(part)
+
+    def merge(self, others: Iterable[StepMetrics]) -> None:
+        """Take in the stages of other ranks, which ran at the same time: the longest time, and the tokens of all.
+
+        >>> here, there = StepMetrics(), StepMetrics()
+        >>> with there.time("rollout") as stage:
+        ...     stage["tokens"] = 10
+        >>> here.merge([there])
+        >>> here.values()["rollout/tokens"]
+        10
+        """
+        for other in others:
+            for name, stage in other._stages.items():
+                total = self._stages.setdefault(name, {"seconds": 0.0, "tokens": 0})
+                for key, number in stage.items():
+                    total[key] = total.get(key, 0.0) + number if key == "tokens" else max(total.get(key, 0.0), number)
 
     def values(self, **more: float) -> dict[str, float]:
         """Return the numbers of the stages by `stage/name`, then the added numbers, then `more`."""

@@ -216,19 +216,27 @@ class Actor(Wrapper):
         reference._packs = self._packs
         return reference
 
-    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> None:
         """Save the model, or its adapters, with tokenizer and processor, for `Actor(folder)`.
 
         The base model of adapters is saved too if it came from neither a folder nor the hub.
 
         Args:
             folder: Where to save.
+            state_dict: Complete weights by the names of this module, if its own are sharded.
             options: Passed to `save_pretrained` of transformers.
         """
         where = os.fspath(folder)
-        self.model.save_pretrained(where, **options)  # type: ignore[operator]
+        state = None if state_dict is None else {name.removeprefix("model."): state_dict[name] for name in state_dict}
+        self.model.save_pretrained(where, state_dict=state, **options)  # type: ignore[operator]
         if has_adapters(self.model) and not getattr(self.config, "name_or_path", None):
-            save_base(self.model, os.path.join(where, BASE), **options)
+            save_base(self.model, os.path.join(where, BASE), state, **options)
         for part in (self.processor, self.tokenizer):
             if part is not None:
                 part.save_pretrained(where)

@@ -139,13 +139,27 @@ class Critic(Wrapper):
             values = self.value_head(hidden.float())[:, 0]
         return slots.put(values), output
 
-    def save_pretrained(self, folder: str | os.PathLike[str], **options: Any) -> None:
-        """Save the backbone in the format of transformers, and the head beside it, for `Critic(folder)`."""
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Save the backbone in the format of transformers, and the head beside it, for `Critic(folder)`.
+
+        Args:
+            folder: Where to save.
+            state_dict: Complete weights by the names of this module, if its own are sharded.
+            options: Passed to `save_pretrained` of transformers.
+        """
         from safetensors.torch import save_file
 
-        self.backbone.save_pretrained(os.fspath(folder), **options)  # type: ignore[operator]
-        head = {name: value.detach().cpu().contiguous() for name, value in self.value_head.state_dict().items()}
-        save_file(head, Path(folder) / VALUE_HEAD)
+        weights = self.state_dict() if state_dict is None else state_dict
+        backbone = {name.removeprefix("backbone."): weights[name] for name in weights if name.startswith("backbone.")}
+        head = {name.removeprefix("value_head."): weights[name] for name in weights if name.startswith("value_head.")}
+        self.backbone.save_pretrained(os.fspath(folder), state_dict=backbone, **options)  # type: ignore[operator]
+        save_file({name: value.detach().cpu().contiguous() for name, value in head.items()}, Path(folder) / VALUE_HEAD)
 
 
 def _copy_backbone(actor: Actor) -> nn.Module:

@@ -19,7 +19,9 @@ from rollbook.batch import Batch
 from rollbook.batch.columns import Lengths, read_columns, token_counts
 from rollbook.batch.plan import Layout, plan
 from rollbook.core.checks import check_int
+from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
+from rollbook.core.process_group import ProcessGroup
 from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import concatenated
 from rollbook.models.head import scoring, text_config
@@ -28,6 +30,8 @@ from rollbook.models.protocols import Policy, ValueModel
 
 _LOGITS = 1 << 28
 """Entries of logits of a micro-batch, for models that need all logits: 1 GiB of float32."""
+_FILLER = Experiences([Experience(tokens=[0, 0])])
+"""Records of a micro-batch that does not count."""
 TOKEN_BUDGET = 16384
 """Default number of tokens of a micro-batch."""
 
@@ -42,6 +46,7 @@ def forward(
     temperature: float | None = None,
     progress: Callable[[int, int], None] | None = None,
     stats: dict[str, float] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> dict[str, Ragged]:
     """Compute per-token outputs of a model for every record, without gradients and without dropout.
 
@@ -55,6 +60,8 @@ def forward(
         progress: Called after each micro-batch with the number of tokens done, and of all tokens.
         stats: A dict that gets `seconds` in total, `forward_seconds` in the model, `micro_batches`, `tokens`, response
             `slots`, and `padding`, the share of padding among all computed tokens.
+        process_group: The ranks over which the model is sharded, all of which make this call. Those with fewer
+            micro-batches run further ones of padding.
 
     Returns:
         By name, a float32 column on the host with a row for each record. Numbers that are not finite are replaced by 0
@@ -92,6 +99,7 @@ def forward(
         temperature=temperature,
         progress=progress,
         stats=stats,
+        process_group=process_group,
     )
     offsets = compute_offsets(response_lengths)
     results = {}
@@ -123,6 +131,7 @@ def run_micro_batches(
     temperature: float | None = None,
     progress: Callable[[int, int], None] | None = None,
     stats: dict[str, float] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
 
@@ -162,6 +171,8 @@ def run_micro_batches(
     done = computed = 0
     with scoring(model):
         planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
+        counts = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
+        most = max(count for (count,) in counts)
         for micro in planned:
             chosen = rows[micro.indices]
             batch = make_batch(chosen, packed)
@@ -180,6 +191,9 @@ def run_micro_batches(
             done, computed = done + micro.tokens, computed + micro.size
             if progress is not None:
                 progress(done, total_tokens)
+        for _ in range(most - len(planned)):
+            filler = Batch.from_records(_FILLER, ("tokens",), packed=False, device=model.device)
+            runner.token_values(filler) if of_critic else runner.token_stats(filler)
 
     # Response tokens of all rows in the order of the plan, and where each belongs.
     flat = dict.fromkeys(outputs, torch.zeros(0))

@@ -54,12 +54,14 @@ def load_adapter(base: nn.Module, folder: str) -> nn.Module:
     return adapted
 
 
-def save_base(model: nn.Module, folder: str, **options: Any) -> None:
-    """Save the model without its adapters."""
+def save_base(
+    model: nn.Module, folder: str, state_dict: Mapping[str, torch.Tensor] | None = None, **options: Any
+) -> None:
+    """Save the model without its adapters; `state_dict` has its complete weights if they are sharded."""
     inner = unwrap(model)
     weights = {}
-    for name, value in inner.state_dict().items():
-        parts = name.split(".")
+    for name, value in (inner.state_dict() if state_dict is None else state_dict).items():
+        parts = name.removeprefix("base_model.model.").split(".")
         if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             weights[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = value
     inner.save_pretrained(folder, state_dict=weights, **options)

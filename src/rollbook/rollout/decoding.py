@@ -652,9 +652,7 @@ class ModelRunner:
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         self.suppressed = tuple(sorted(set(placeholders(self.config).values())))
         """Placeholders of media. Sampling one would break the next forward pass."""
-        sdpa = getattr(text, "_attn_implementation", None) in ("sdpa", VARLEN)  # which uses SDPA with a cache
-        self.stride = 64 if sdpa and self.device.type == "cuda" else 1
-        """With a mask, keys and values are padded to a multiple of this: cuDNN plans its kernels for each length."""
+        self._sdpa = getattr(text, "_attn_implementation", None) in ("sdpa", VARLEN)  # which uses SDPA with a cache
         self.padding = next(i for i in range(self.vocabulary) if i not in self.suppressed)
 
     @property
@@ -662,6 +660,11 @@ class ModelRunner:
         """Device of the inputs."""
         device: torch.device = self._device or self.base.get_input_embeddings().weight.device
         return device
+
+    @functools.cached_property
+    def stride(self) -> int:
+        """With a mask, keys and values are padded to a multiple of this: cuDNN plans its kernels for each length."""
+        return 64 if self._sdpa and self.device.type == "cuda" else 1
 
     def logits(
         self,

@@ -4,7 +4,7 @@
 |---|---|
 | `algorithm` | `AlgorithmConfig`, `PRESETS`: an estimator, a loss and their settings, by name |
 | `pipeline` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
-| `learner`, `rows`, `loss`, `optimizer` | from records to new weights |
+| `learner`, `rows`, `optimizer` | from records to new weights |
 | `trainer`, `replay_config`, `checkpoint` | the loop: roll out, append, lease, update, acknowledge |
 | `prompts`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `evaluation`, `statistics` | avg@k, pass@k, maj@k with intervals |

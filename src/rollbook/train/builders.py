@@ -6,13 +6,14 @@ Invariant: random weights depend only on the configuration and its seed. Errors 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from rollbook.train.pipeline import Models
 from rollbook.train.prompts import Prompts
 from rollbook.train.trainer import Trainer
 from rollbook.train.user_code import resolve
+
+if TYPE_CHECKING:
+    from rollbook.train.distributed import Distributed
 
 
 def build_actor(config: Config, device: torch.device) -> Actor:
@@ -602,7 +606,14 @@ def open_expert_book(config: Config) -> Book | None:
     return None if path is None else open_book(expand_variables(path, "replay.expert"), mode="r")
 
 
-def build_trainer(config: Config, models: Models, prompts: Prompts, reward: RewardSource | None, book: Book) -> Trainer:
+def build_trainer(
+    config: Config,
+    models: Models,
+    prompts: Prompts,
+    reward: RewardSource | None,
+    book: Book | None,
+    distributed: Distributed | None = None,
+) -> Trainer:
     """Build the trainer.
 
     Args:
@@ -610,7 +621,8 @@ def build_trainer(config: Config, models: Models, prompts: Prompts, reward: Rewa
         models: The models of the run.
         prompts: The training prompts.
         reward: Scores rollouts; `None` if only an environment or a teacher does.
-        book: The book of the run.
+        book: The book of the run; on ranks other than 0 opened for reading, or `None`.
+        distributed: The ranks of a distributed run.
 
     Raises:
         ConfigError: The book of expert records cannot be opened.
@@ -623,7 +635,12 @@ def build_trainer(config: Config, models: Models, prompts: Prompts, reward: Rewa
     except (OSError, ValueError) as error:
         raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
     success = config.evaluation.success
-    return Trainer(
+    build: Any = Trainer
+    if distributed is not None:
+        from rollbook.train.distributed import DistributedTrainer
+
+        build = functools.partial(DistributedTrainer, distributed=distributed)
+    trainer: Trainer = build(
         models.policy,
         config.algorithm,
         book,
@@ -649,6 +666,7 @@ def build_trainer(config: Config, models: Models, prompts: Prompts, reward: Rewa
         checkpoints=CheckpointConfig(config.folder, **vars(config.checkpoint)),
         success=success if isinstance(success, float) else 1.0,
     )
+    return trainer
 
 
 def end_with_run(optimizer: OptimizerConfig, steps: int) -> OptimizerConfig:

@@ -6,6 +6,8 @@ one executes nothing.
     checkpoints/step-000040/model/        what Actor.save_pretrained writes
                             critic/       the critic, if there is one
                             state.pt      optimizer states and random states
+                            shards/       of a distributed run: trained weights and optimizer states, as
+                                          torch.distributed.checkpoint writes them
                             trainer.json  step, seed, position in the data, checkpoint of the book
 """
 
@@ -16,6 +18,7 @@ import os
 import random
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,11 +36,17 @@ from rollbook.models.loading import hide_progress_bars
 
 if TYPE_CHECKING:
     from rollbook.models import Actor, Critic
+    from rollbook.train.optimizer import Optimizer
 
 CHECKPOINT_FOLDER = "checkpoints"
+SHARDS = "shards"
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
 _OLD = ".old-"
+
+
+class RankError(RollbookError, RuntimeError):
+    """Raised on all ranks of a distributed run when one of them failed, with its number and its message."""
 
 
 class CorruptCheckpointError(RollbookError, ValueError):
@@ -117,6 +126,12 @@ class Checkpoint:
         folder = self.path / "critic"
         return folder if folder.is_dir() else None
 
+    @property
+    def shards(self) -> Path | None:
+        """Folder of `torch.distributed.checkpoint`; `None` if a single process wrote the checkpoint."""
+        folder = self.path / SHARDS
+        return folder if folder.is_dir() else None
+
     def trainer_state(self) -> dict[str, Any]:
         """Read `trainer.json`."""
         path = self.path / "trainer.json"
@@ -165,20 +180,38 @@ def save(
         state: Content of `state.pt`, in addition to random states.
         trainer_state: Content of `trainer.json`, in addition to the step.
     """
-    where = folder / CHECKPOINT_FOLDER
-    make_folder(where)
-    remove_partial(folder)
-    target, partial = where / checkpoint_name(step), where / f"{_PARTIAL}{checkpoint_name(step)}"
-    partial.mkdir(0o700)
-    hit_failpoint("saving begins")
+    partial = begin(folder, step)
     with hide_progress_bars():
         actor.save_pretrained(partial / "model")
         hit_failpoint("model saved")
         if critic is not None:
             critic.save_pretrained(partial / "critic")
-    torch.save({**state, "random": random_state()}, partial / "state.pt")
+    write_states(partial, step, {**state, "random": random_state()}, trainer_state)
+    return commit(folder, step)
+
+
+def write_states(partial: Path, step: int, state: Mapping[str, Any], trainer_state: Mapping[str, Any]) -> None:
+    """Write `state.pt` and `trainer.json`."""
+    torch.save(dict(state), partial / "state.pt")
     hit_failpoint("state saved")
     (partial / "trainer.json").write_text(json.dumps({"step": step, **trainer_state}, indent=1))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Create the folder of a checkpoint under its temporary name."""
+    where = folder / CHECKPOINT_FOLDER
+    make_folder(where)
+    remove_partial(folder)
+    partial = where / f"{_PARTIAL}{checkpoint_name(step)}"
+    partial.mkdir(0o700)
+    hit_failpoint("saving begins")
+    return partial
+
+
+def commit(folder: Path, step: int) -> Checkpoint:
+    """Flush a checkpoint, whose files are all written, and give it its name. It replaces one of the same step."""
+    where = folder / CHECKPOINT_FOLDER
+    target, partial = where / checkpoint_name(step), where / f"{_PARTIAL}{checkpoint_name(step)}"
     make_private(partial)
     _sync_folder(partial)
     hit_failpoint("before rename")
@@ -207,8 +240,13 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Load `state.pt`: `learner`, `random`, and the other entries that were passed to `save`."""
+def load_state(checkpoint: Checkpoint, *, shards: bool = True) -> dict[str, Any]:
+    """Load `state.pt`: `learner`, `random`, and the other entries that were passed to `save`.
+
+    Args:
+        checkpoint: The checkpoint.
+        shards: Whether to add the tensors of a distributed run's `shards` to `learner`.
+    """
     path = checkpoint.path / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -217,7 +255,55 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
         raise CorruptCheckpointError(path, f"cannot be read ({type(error).__name__}: {reason})") from None
     if not isinstance(state, dict) or not {"learner", "random"} <= state.keys():
         raise CorruptCheckpointError(path, "got something else, expected 'learner' and 'random'")
+    if shards and checkpoint.shards is not None:
+        _add_shards(state["learner"], checkpoint.shards)
     return state
+
+
+def _add_shards(learner: dict[str, Any], folder: Path) -> None:
+    """Add the tensors of a distributed checkpoint to the state of a learner, as a single process would have saved it."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    try:
+        reader = FileSystemReader(folder)
+        entries: Any = reader.read_metadata().state_dict_metadata
+        tensors = {path: torch.empty(entry.size, dtype=entry.properties.dtype) for path, entry in entries.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load(tensors, storage_reader=reader, no_dist=True)
+    except Exception as error:  # errors of the reader, the planner and torch
+        reason = str(error).partition(chr(10))[0].rstrip(".")
+        raise CorruptCheckpointError(folder, f"cannot be read ({type(error).__name__}: {reason})") from None
+    for name in ("optimizer", "critic_optimizer"):
+        if name not in learner:
+            continue
+        optimizer, prefix = learner[name], f"{name}/"
+        by_weight: dict[str, dict[str, torch.Tensor]] = {weight: {} for weight in optimizer["names"]}
+        for path, tensor in tensors.items():
+            if path.startswith(prefix):
+                key, _, weight = path.removeprefix(prefix).partition("/")
+                by_weight[weight][key] = tensor
+        weights = [by_weight[weight].pop("weights") for weight in optimizer["names"]]
+        if optimizer.pop("rounded"):
+            optimizer["masters"] = weights
+        # The optimizer counts matrices first, then vectors.
+        order = sorted(range(len(weights)), key=lambda i: weights[i].dim() <= 1)
+        states = [by_weight[optimizer["names"][i]] for i in order]
+        optimizer["inner"]["state"] = {i: state for i, state in enumerate(states) if state}
+
+
+def flatten_states(learner: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> dict[str, torch.Tensor]:
+    """Return the optimizer states of a learner, and its float32 copies, under the names of a distributed checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, optimizer in optimizers.items():
+        dims = {weight: tensor.dim() for weight, tensor in zip(optimizer.names, optimizer.weights, strict=True)}
+        # The optimizer counts matrices first, then vectors.
+        order = sorted(learner[name]["names"], key=lambda weight: dims[weight] <= 1)
+        for i, state in learner[name]["inner"]["state"].items():
+            tensors |= {f"{name}/{key}/{order[i]}": tensor for key, tensor in state.items() if tensor is not None}
+        masters = zip(learner[name]["names"], learner[name].get("masters", ()), strict=False)
+        tensors |= {f"{name}/weights/{weight}": master for weight, master in masters}
+    return tensors
 
 
 @contextmanager
@@ -244,15 +330,23 @@ def load_weights(model: Actor | Critic, folder: Path) -> None:
     Raises:
         CorruptCheckpointError: The folder cannot be loaded, or lacks a weight. The model is unchanged.
     """
-    with loading_errors(folder):
-        saved_model = type(model)(os.fspath(folder))
-    saved_weights, weights = saved_model.state_dict(), model.state_dict()
-    for name, weight in weights.items():
-        if name not in saved_weights or saved_weights[name].shape != weight.shape:
-            raise CorruptCheckpointError(folder, f"got no weight {name} of shape {list(weight.shape)}, expected it")
+    weights, saved_weights = model.state_dict(), read_weights(model, folder)
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(saved_weights[name])
+
+
+def read_weights(model: Actor | Critic, folder: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of a saved model, which must have those of `model`; see `load_weights`."""
+    # A sharded model is of a subclass that torch makes.
+    kind = next(part for part in type(model).__mro__ if part.__module__.startswith("rollbook."))
+    with loading_errors(folder):
+        saved_model = kind(os.fspath(folder))
+    saved_weights: dict[str, torch.Tensor] = saved_model.state_dict()
+    for name, weight in model.state_dict().items():
+        if name not in saved_weights or saved_weights[name].shape != weight.shape:
+            raise CorruptCheckpointError(folder, f"got no weight {name} of shape {list(weight.shape)}, expected it")
+    return saved_weights
 
 
 def prune(folder: Path, keep: int | None) -> list[Checkpoint]:

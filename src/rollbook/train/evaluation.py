@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollbook.core.checks import check_float, check_int, suggest
@@ -181,6 +182,7 @@ def evaluate(
     confidence: float = 0.95,
     answer: AnswerFunction | None = None,
     name: str = "eval",
+    collect: Callable[[Sequence[Prompt], Sampling], Experiences] | None = None,
 ) -> Evaluation:
     """Sample k responses to each prompt, or play k episodes, and score them.
 
@@ -203,6 +205,7 @@ def evaluate(
         answer: Returns the answer of a record, for maj@k; by default the marked final answer (a box, `<answer>`,
             `####`), else the whole text.
         name: Distinguishes several sets of prompts in one book.
+        collect: Makes the scored records of prompts in place of `engine` and `reward`, such as on several ranks.
 
     Raises:
         ValueError: There are no prompts, or there is neither a reward nor an environment.
@@ -225,13 +228,14 @@ def evaluate(
     named_prompts = _assign_ids(prompts, f"{name}-{step}")
     if reward is None and environment is None:
         raise ValueError("reward: missing, and there is no environment that gives one")
-    records = generate(engine, named_prompts, settings, environment)
+    records = (collect or partial(generate, engine, environment=environment))(named_prompts, settings)
     fingerprint = None
     if reward is not None:
         source = as_reward(reward)
         try:
             decoder = tokenizer if tokenizer is not None else getattr(engine, "tokenizer", None)
-            records = score(records, source, decoder, prompts=named_prompts)
+            if collect is None:
+                records = score(records, source, decoder, prompts=named_prompts)
         finally:
             if not is_reward(reward):
                 source.close()

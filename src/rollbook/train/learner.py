@@ -1,8 +1,9 @@
-"""`Learner`: update the weights of a policy and a critic from records.
+"""`Learner`: update the weights of a policy and a critic from records, and the losses of a micro-batch.
 
-Invariant: the new weights depend only on the records, the number of the step, the seed and the state before; the split
-into micro-batches, padded or packed, changes them by rounding only. An update whose loss or gradient is not finite
-changes nothing, and is counted.
+Invariant: losses and metrics are divided by the denominators of the whole minibatch, so that those of its micro-batches
+add up to those of the minibatch. The new weights depend only on the records, the number of the step, the seed and the
+state before; the split into micro-batches, padded or packed, changes them by rounding only. An update whose loss or
+gradient is not finite changes nothing, and is counted.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from rollbook.algorithms.aggregate import count_denominators
+from rollbook.algorithms.kl import kl_loss
+from rollbook.algorithms.losses import entropy_loss, value_loss
 from rollbook.batch import Batch
+from rollbook.batch.batch import Tokens
+from rollbook.batch.columns import TOKEN_COLUMNS
 from rollbook.batch.device import to
-from rollbook.batch.plan import MicroBatch, plan
+from rollbook.batch.plan import Denominators, MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.metrics import warn_user
+from rollbook.core.rows import Rows
 from rollbook.models.forward import without_adapters
 from rollbook.models.head import scoring
+from rollbook.models.logprobs import TokenStats
 from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.loss import LossNormalizers, critic_loss, policy_loss
 from rollbook.train.optimizer import PRECISIONS, Optimizer, OptimizerConfig
 from rollbook.train.rows import TrainRows
 
@@ -112,6 +119,146 @@ def _add_shares(metrics: dict[str, Any], shares: Mapping[str, torch.Tensor], pre
         metrics[key] = metrics[key] + share if key in metrics else share
 
 
+@dataclass(frozen=True)
+class LossNormalizers:
+    """What the losses of a minibatch are divided by.
+
+    Args:
+        all: Denominators of all losses but the policy's.
+        policy: Denominators of the policy loss: of pairs their number, of mixed data a pair for policy and expert.
+        norm: The constant of the mode `seq-mean-token-sum-norm`.
+    """
+
+    all: Denominators
+    policy: Any
+    norm: float | None
+
+    @classmethod
+    def from_rows(
+        cls, algorithm: AlgorithmConfig, rows: TrainRows, indices: Sequence[int], max_tokens: int | None
+    ) -> LossNormalizers:
+        """Count the tokens and rows of a minibatch.
+
+        Args:
+            algorithm: The algorithm.
+            rows: The rows of a step.
+            indices: Indices of the rows of the minibatch.
+            max_tokens: Maximum response length.
+        """
+        mask = Rows([rows.masks[i] for i in indices])
+        everything = count_denominators(mask)
+        count = algorithm.loss_entry.denominators
+        policy: Any = everything if count is None else count(rows, indices)
+        if algorithm.mixed:
+            everything = policy[0]  # KL divergence and entropy bonus are for the rows of the policy only
+        norm = None
+        if algorithm.aggregation_mode == "seq-mean-token-sum-norm":
+            if max_tokens is None:
+                raise ValueError("max_tokens: missing, expected the maximum response length, which divides the loss")
+            norm = float(len(indices) * max_tokens)
+        return cls(everything, policy, norm)
+
+
+def policy_loss(
+    algorithm: AlgorithmConfig,
+    stats: TokenStats,
+    batch: Batch,
+    rows: TrainRows,
+    normalizers: LossNormalizers,
+    *,
+    step: int,
+    ref_logprobs: Tokens | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the policy loss of a micro-batch.
+
+    Args:
+        algorithm: The loss and its options.
+        stats: Log-probs and entropies of the trained policy, in the layout of the batch.
+        batch: The micro-batch.
+        rows: Its rows.
+        normalizers: Normalizers of its minibatch.
+        step: The training step.
+        ref_logprobs: Log-probs of the reference, if the batch has none.
+
+    Returns:
+        The loss to call `backward` on, and detached shares of metrics: `loss`, those of the policy's loss, `kl`,
+        `entropy`.
+    """
+    mask, weights = batch.action_mask, batch.loss_weights
+    ref: Any = batch.ref_logprobs if ref_logprobs is None else ref_logprobs
+    columns: dict[str, Any] = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
+    columns |= {"mask": mask, "ref_logprobs": ref if algorithm.needs_reference else None}
+    columns |= {"new_logprobs": stats.logprobs, "step": step}
+    columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}
+    entry = algorithm.loss_entry
+    options: dict[str, Any] = {**algorithm.loss_options, "denominators": normalizers.policy}
+    if weights is not None and entry.data != "pairs":
+        if "weights" not in entry.options:
+            raise ValueError(f"loss {entry.name!r}: has no option 'weights', and the records have loss weights")
+        options["weights"] = weights
+    if normalizers.norm is not None:
+        options["norm"] = normalizers.norm
+    policy = entry.call({name: columns.get(name) for name in entry.inputs}, options)
+    total, metrics = policy.value, dict(policy.metrics)
+    shared: dict[str, Any] = {
+        "mode": algorithm.aggregation_mode,
+        "norm": normalizers.norm,
+        "denominators": normalizers.all,
+        "weights": weights,
+    }
+    own_mask = mask if rows.expert is None else _without_expert(mask, rows.expert)
+    if algorithm.kl_coef and algorithm.kl_in == "loss" and not algorithm.pairs:
+        divergence = kl_loss(
+            stats.logprobs,
+            ref,
+            own_mask,
+            batch.old_logprobs,
+            estimator=algorithm.kl_estimator,
+            coef=algorithm.kl_coef,
+            **shared,
+        )
+        total, metrics["kl"] = total + divergence.value, divergence.metrics["kl_loss"]
+    if stats.entropy is not None:
+        bonus = entropy_loss(stats.entropy, own_mask, coef=algorithm.entropy_coef, **shared)
+        total, metrics["entropy"] = total + bonus.value, bonus.metrics["entropy_loss"]
+    return total, {**metrics, "loss": total.detach()}
+
+
+def critic_loss(
+    algorithm: AlgorithmConfig, values: Tokens, batch: Batch, normalizers: LossNormalizers
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the critic loss of a micro-batch.
+
+    Args:
+        algorithm: The algorithm, for its `value_clip`.
+        values: Values of the trained critic, in the layout of the batch.
+        batch: The micro-batch, with `values` and `returns`.
+        normalizers: Normalizers of its minibatch.
+
+    Returns:
+        The loss, and detached shares of metrics: `value_loss`, `vf_clipfrac`, `value`.
+    """
+    loss = value_loss(
+        values,
+        batch.returns,  # type: ignore[arg-type]
+        batch.action_mask,
+        batch.values,
+        clip=algorithm.value_clip,
+        mode="token-mean",
+        denominators=normalizers.all,
+    )
+    return loss.value, dict(loss.metrics)
+
+
+def _without_expert(mask: Tokens, expert: Sequence[bool]) -> Tokens:
+    """Mask out the rows of an expert."""
+    flags = torch.tensor(list(expert))
+    if isinstance(mask, Rows):
+        by_token = torch.repeat_interleave(flags, torch.tensor(mask.lengths))
+        return Rows(mask.values & ~by_token.to(mask.values.device), mask.lengths)
+    return mask & ~flags.to(mask.device).unsqueeze(1)
+
+
 class Learner:
     """Trains a policy, and a critic if the algorithm has one, on records. Has no book and no engine.
 
@@ -172,11 +319,13 @@ class Learner:
             raise ValueError(f"critic: got None, and {self.algorithm.name} ({self.algorithm.estimator}) needs one")
         if self.algorithm.pairs and self.algorithm.needs_reference and reference is None:
             raise ValueError(f"reference: got None, and {self.algorithm.name} needs one, or reference_free=True")
-        if (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
+        # The shards of FSDP are float32, and are rounded to bfloat16 when they are gathered.
+        sharded = hasattr(next(actor.parameters(), None), "to_local")
+        if not sharded and (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
         config = OptimizerConfig.of(optimizer)
-        self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16")
+        self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16" and not sharded)
         self.critic_optimizer: Optimizer | None = None
         if critic is not None and self.algorithm.needs_critic:
             masters = critic.dtype == torch.bfloat16
@@ -186,6 +335,8 @@ class Learner:
         """Whether micro-batches are packed instead of padded."""
         self.failures = 0
         """Number of consecutive updates that were not finite."""
+        self.ranks = 1
+        """Number of ranks that the micro-batches of an update are planned for."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +382,8 @@ class Learner:
             for number, minibatch in enumerate(self.minibatches(rows, step, epoch)):
                 micro_batches = self.plan(rows, minibatch)
                 self._place(placements, rows, minibatch, micro_batches, epoch, number)
-                metrics = self._update(rows, minibatch, micro_batches, step, critic_only)
+                normalizers = LossNormalizers.from_rows(self.algorithm, rows, minibatch, self.max_tokens)
+                metrics = self._update(rows, minibatch, micro_batches, normalizers, step, critic_only)
                 if metrics is None:
                     skipped += 1
                     self._count_failure(step, epoch, number)
@@ -263,7 +415,7 @@ class Learner:
         return [sorted(itertools.chain(*order[begin:end])) for begin, end in itertools.pairwise(cuts)]
 
     def plan(self, rows: TrainRows, minibatch: Sequence[int]) -> Sequence[MicroBatch]:
-        """Return the micro-batches of an update; their indices are places in `minibatch`."""
+        """Return the micro-batches of an update, rank by rank; their indices are places in `minibatch`."""
         lengths = rows.records.token_lengths()[list(minibatch)]
         counts = rows.loss_tokens[list(minibatch)]
         options: dict[str, Any] = {}
@@ -273,7 +425,17 @@ class Learner:
             pairs = [rows.pairs[i] for i in minibatch]
             options = {"groups": pairs, "keep_groups": "micro_batch"}
             budget = max(budget, *_pair_sizes(lengths, pairs, layout))
-        return plan(lengths, token_cap=budget, layout=layout, loss_tokens=counts, oversize="alone", **options)[0]
+        planned = plan(
+            lengths,
+            token_cap=budget,
+            ranks=self.ranks,
+            layout=layout,
+            loss_tokens=counts,
+            oversize="alone",
+            empty="allow" if self.ranks > 1 else "error",
+            **options,
+        )
+        return planned.micro_batches
 
     @staticmethod
     def _place(
@@ -308,11 +470,14 @@ class Learner:
         rows: TrainRows,
         minibatch: Sequence[int],
         micro_batches: Sequence[MicroBatch],
+        normalizers: LossNormalizers,
         step: int,
         critic_only: bool,
     ) -> dict[str, Any] | None:
-        """Update policy and critic; return the metrics, or `None` if a loss or gradient was not finite."""
-        normalizers = LossNormalizers.from_rows(self.algorithm, rows, minibatch, self.max_tokens)
+        """Update policy and critic; return the metrics, or `None` if a loss or gradient was not finite.
+
+        A micro-batch without weight is run but does not count: it keeps this rank in step with the others.
+        """
         autocast: AbstractContextManager[Any] = nullcontext()
         if self.precision == "autocast":
             autocast = torch.autocast(self.actor.device.type, dtype=torch.bfloat16)
@@ -334,15 +499,21 @@ class Learner:
                 loss, shares = policy_loss(
                     self.algorithm, stats, batch, micro, normalizers, step=step, ref_logprobs=ref
                 )
+                if planned.token_weight:
+                    _add_shares(sums, shares, "policy")
+                else:
+                    loss = 0.0 * loss
                 loss.backward()  # type: ignore[no-untyped-call]
-                _add_shares(sums, shares, "policy")
             if self.critic_optimizer is not None and self.critic is not None:
                 with autocast:
                     values = self.critic.token_values(batch)
                 loss, shares = critic_loss(self.algorithm, values, batch, normalizers)
+                if planned.token_weight:
+                    _add_shares(sums, shares, "critic")
+                else:
+                    loss = 0.0 * loss
                 loss.backward()  # type: ignore[no-untyped-call]
-                _add_shares(sums, shares, "critic")
-        metrics = {name: float(share) for name, share in sums.items()}
+        metrics = self._reduce({name: float(share) for name, share in sums.items()})
         optimizers = {} if critic_only else {"grad_norm": self.optimizer}
         if self.critic_optimizer is not None:
             optimizers["critic/grad_norm"] = self.critic_optimizer
@@ -354,6 +525,10 @@ class Learner:
             return None
         for (name, optimizer), norm in zip(optimizers.items(), norms, strict=True):
             metrics[name] = optimizer.update(step, norm)
+        return metrics
+
+    def _reduce(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Sum metrics and gradients over ranks; here there is one."""
         return metrics
 
     def _ref_logprobs(self, batch: Batch) -> Any:

@@ -7,7 +7,7 @@ state. The learning rate is a function of the step alone, so that a resumed run 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,8 @@ class Optimizer:
         if not self.weights:
             raise ValueError(f"model: got a {type(model).__name__} without trainable weights")
         self.masters = masters
+        self.shards: Any = None
+        """The `torch.distributed` group over whose ranks each weight is sharded, if it is."""
         self.moved = [weight.detach().float().clone() for weight in self.weights] if masters else self.weights
         matrices = [new for old, new in zip(self.weights, self.moved, strict=True) if old.dim() > 1]
         vectors = [new for old, new in zip(self.weights, self.moved, strict=True) if old.dim() <= 1]
@@ -160,12 +162,16 @@ class Optimizer:
 
     def grad_norm(self) -> float:
         """Return the L2 norm of the gradient over all weights, before clipping."""
-        norms = [
-            torch.linalg.vector_norm(weight.grad, dtype=torch.float32)
-            for weight in self.weights
-            if weight.grad is not None
-        ]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        gradients = [weight.grad for weight in self.weights if weight.grad is not None]
+        if self.shards is not None:
+            gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[operator]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if self.shards is None:
+            return float(norm)
+        square = norm.to(self.weights[0].device) ** 2
+        torch.distributed.all_reduce(square, group=self.shards)
+        return float(square.sqrt())
 
     def update(self, step: int, grad_norm: float | None = None) -> float:
         """Clip the gradients, update the weights and clear the gradients.
@@ -195,10 +201,7 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = self.config.rate(step)
         self.inner.step()
-        if self.masters:
-            with torch.no_grad():
-                for weight, master in zip(self.weights, self.moved, strict=True):
-                    weight.copy_(master)
+        self.round_masters()
         self.zero_grad()
         return norm
 
@@ -211,6 +214,37 @@ class Optimizer:
         """Return the optimizer state, and the float32 copies if there are any, as tensors and numbers."""
         state: dict[str, Any] = {"names": self.names, "inner": self.inner.state_dict()}
         return {**state, "masters": [weight.detach() for weight in self.moved]} if self.masters else state
+
+    def tensors(self, keys: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return the weights that are updated and their optimizer state, by `weights/NAME`, `exp_avg/NAME` and so on.
+
+        Args:
+            keys: Create the state of these keys where it is missing, to load a checkpoint into it; `None`: as it is.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        for name, weight in zip(self.names, self.moved, strict=True):
+            tensors[f"weights/{name}"] = weight.detach()
+            tensors |= {f"{key}/{name}": entry for key, entry in self.inner.state[weight].items() if entry is not None}
+        if keys is None:
+            return tensors
+        weights = dict(zip(self.names, self.moved, strict=True))
+        for path in set(keys) - tensors.keys():
+            key, _, name = path.partition("/")
+            if name not in weights:
+                raise ValueError(f"optimizer: got the state of other weights ({name}), expected that of this model's")
+            weight = weights[name]
+            empty = torch.zeros((), dtype=torch.float32) if key == "step" else torch.zeros_like(weight.detach())
+            if key == "step" and self.inner.defaults.get("fused"):
+                empty = empty.to(weight.device)
+            self.inner.state[weight][key] = tensors[path] = empty
+        return {path: tensors[path] for path in keys}
+
+    def round_masters(self) -> None:
+        """Round the float32 copies into the weights, after `tensors` were loaded."""
+        if self.masters:
+            with torch.no_grad():
+                for weight, master in zip(self.weights, self.moved, strict=True):
+                    weight.copy_(master)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.

@@ -262,6 +262,7 @@ def annotate(
     old_logprobs: Literal["recompute", "engine"] = "recompute",
     token_budget: int = 16384,
     metrics: StepMetrics | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Experiences:
     """Add the model outputs per token that the algorithm reads and the records lack: one pass per model.
 
@@ -273,23 +274,29 @@ def annotate(
             the `engine` that sampled them, where it recorded some.
         token_budget: Tokens of a forward pass.
         metrics: Collects timings.
+        process_group: The ranks over which the models are sharded, each of which annotates its own records. All of
+            them run every pass that one of them needs.
     """
     metrics = StepMetrics() if metrics is None else metrics
-    if not len(records):
+    if not len(records) and process_group is None:
         return records
     if old_logprobs == "engine" and algorithm.needs_rollouts and len(records.missing("old_logprobs")):
         records = records.fill(old_logprobs=records.values("logprobs"))
     for model_pass in algorithm.passes:
         missing = records.missing(model_pass.column)
-        if len(missing):
+        counts = [[len(missing)]] if process_group is None else process_group.gather([len(missing)])
+        if any(count for (count,) in counts):
             model = models.require(model_pass.model, model_pass.column)
             if model_pass.model == "reference":
                 model = without_adapters(model)
             with metrics.time(model_pass.model) as stage:
                 chosen = records.take(missing)
-                outputs = forward(model, chosen, model_pass.outputs, token_budget=token_budget)
+                outputs = forward(
+                    model, chosen, model_pass.outputs, token_budget=token_budget, process_group=process_group
+                )
                 stage["tokens"] = int(chosen.token_lengths().sum())
-            records = records.fill(missing, **outputs)  # type: ignore[arg-type]
+            if len(missing):
+                records = records.fill(missing, **outputs)  # type: ignore[arg-type]
     return records
 
 

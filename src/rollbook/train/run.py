@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rollbook.core.vocabulary import Tokenizer
     from rollbook.models import Actor
     from rollbook.rewards.types import Reward
+    from rollbook.train.distributed import Distributed
 
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a server must accept a connection."""
@@ -225,10 +226,16 @@ class Run:
         self._stack = contextlib.ExitStack()
         self._prompts: tuple[Prompts, Prompts | None] | None = None
         self._trainer: Trainer | None = None
+        self._distributed: Distributed | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0, or the only one."""
+        return self._distributed is None or self._distributed.is_main
 
     def say(self, text: str = "") -> None:
-        """Print a line if the display is on."""
-        if self.config.tracking.display:
+        """Print a line if the display is on, on rank 0."""
+        if self.config.tracking.display and self.is_main:
             print(text, file=self.stream, flush=True)
 
     # --- the folder ---------------------------------------------------------------------------------------------------
@@ -316,11 +323,13 @@ class Run:
 
     def train(self) -> RunResult:
         """Run or resume the training."""
-        with self._stack:
+        with self._stack, self._joined():
             if self.config.epochs is not None:
                 self._prompts = builders.load_prompts(self.config)
                 count = math.ceil(self.config.epochs * len(self._prompts[0]) / self.config.batch.prompts_per_step)
                 self.config = dataclasses.replace(self.config, steps=count)
+            if self._distributed is not None and not self._distributed.is_main:
+                return self._follow(self._distributed)
             try:
                 outcome = self._resume() if self.prepare() else self._run(resumed=False)
             except KeyboardInterrupt:
@@ -335,11 +344,52 @@ class Run:
             self.say("\n".join(summarize(outcome, self.config)))
         return outcome
 
+    @contextlib.contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Join the ranks of a distributed run. An exception of this rank ends the others."""
+        config, count = self.config, int(os.environ.get("WORLD_SIZE", "1"))
+        if config.distributed == "none":
+            if count > 1:
+                raise ConfigError("distributed", f"got 'none' with {count} ranks, expected 'ddp' or 'fsdp'")
+            yield
+            return
+        from rollbook.train.distributed import Distributed
+
+        device = builders.configure_torch(config)
+        ranks = self._distributed = Distributed(config.distributed, device, precision=config.model.precision)
+        try:
+            yield
+        except BaseException as error:
+            ranks.fail(error)
+            raise
+        finally:
+            ranks.close()
+
+    def _follow(self, ranks: Distributed) -> RunResult:
+        """Build the models and the trainer on a rank other than 0, and do what rank 0 says."""
+        resumed = ranks.follow()
+        if resumed is None:  # there is nothing to do
+            return RunResult(self.folder, self.config.steps, 0.0)
+        return self._run(resumed=resumed)
+
+    def _open_book(self, actor: Actor) -> contextlib.AbstractContextManager[Book | None]:
+        """Open the book: rank 0 creates it, then other ranks open it for reading, if they can see it."""
+        path = self.folder / BOOK_FOLDER
+        if self._distributed is None:
+            return open_book(path, tokenizer=actor.tokenizer)
+        book = open_book(path, tokenizer=actor.tokenizer) if self.is_main else None
+        self._distributed.group.gather([])
+        if not self.is_main and path.exists():
+            book = open_book(path, mode="r")
+        return book or contextlib.nullcontext()
+
     def _resume(self) -> RunResult:
         last, steps = checkpoint.list_checkpoints(self.folder)[-1], self.config.steps
         if last.step < steps:
             return self._run(resumed=True)
         self.say(f"the run at {self.folder} has done {last.step} steps, and steps is {steps}. Increase it to continue")
+        if self._distributed is not None:
+            self._distributed.release(None)
         outcome = RunResult(self.folder, last.step, 0.0)
         with open_book(self.folder / BOOK_FOLDER, mode="r") as book:
             outcome.before, outcome.after = self._evaluations(book, last.step)
@@ -347,10 +397,13 @@ class Run:
 
     def _run(self, *, resumed: bool) -> RunResult:
         transformers_module().utils.logging.disable_progress_bar()  # progress bars would garble the display
-        device = builders.configure_torch(self.config)
-        config = self.config
+        config, ranks = self.config, self._distributed
+        device = builders.configure_torch(config) if ranks is None else ranks.device
+        if ranks is not None and ranks.is_main:
+            ranks.release(resumed)
         check(config)
-        actor = builders.build_actor(config, device)
+        where = device if ranks is None else ranks.build_device
+        actor = builders.build_actor(config, where)
         if config.model.builder is not None:
             check_vocabulary(
                 actor.tokenizer, getattr(actor.model, "config", None), getattr(actor.model, "generation_config", None)
@@ -360,23 +413,32 @@ class Run:
         reward = eval_reward = builders.build_reward(config.rewards, actor)
         if config.evaluation.rewards:
             eval_reward = builders.build_reward(config.evaluation.rewards, actor, "evaluation.rewards")
-        self._check_sources({"rewards": reward, "evaluation.rewards": eval_reward}, resumed)
+        if self.is_main:
+            self._check_sources({"rewards": reward, "evaluation.rewards": eval_reward}, resumed)
         self.say(_format_headline(config, actor, prompts, held_out, device))
         outcome = RunResult(self.folder, 0, 0.0)
-        if config.warmup.steps and not resumed:
+        if config.warmup.steps and not resumed and self.is_main:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
-            outcome.warmed = self._warm_up(actor, prompts, eval_reward)
-        models = builders.build_models(config, actor, device)
-        with open_book(self.folder / BOOK_FOLDER, tokenizer=actor.tokenizer) as book, contextlib.ExitStack() as stack:
-            if not resumed and book.counts().admitted:
+            outcome.warmed = self._warm_up(actor.to(device), prompts, eval_reward)
+            actor.to(where)
+        models = builders.build_models(config, actor, where)
+        with self._open_book(actor) as book, contextlib.ExitStack() as stack:
+            if not resumed and self.is_main and book is not None and book.counts().admitted:
                 raise ConfigError(
                     "out",
                     f"got {str(self.folder)!r}, whose book has training records but which has no checkpoint, expected "
                     "another folder, or overwrite: true",
                 )
-            trainer = self._trainer = builders.build_trainer(config, models, prompts, reward, book)
+            trainer = self._trainer = builders.build_trainer(config, models, prompts, reward, book, ranks)
             if trainer.engine is not None:
                 stack.callback(trainer.engine.close)
+            if ranks is not None:
+                leader: Any = trainer
+                leader.evaluation_reward = eval_reward
+                if not ranks.is_main:
+                    leader.follow()
+                    return RunResult(self.folder, trainer.done, time.monotonic() - self.start_time)
+                stack.enter_context(leader.leading())
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
@@ -389,13 +451,13 @@ class Run:
                             "reference",
                             f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}",
                         )
-                    checkpoint.load_weights(models.reference, first.model)
+                    trainer.load_weights(models.reference, first.model)
                 self.say(
                     f"continuing after step {trainer.done}, from {checkpoint.list_checkpoints(self.folder)[-1].path}"
                 )
             with self._tracked(trainer, resumed):
                 self._train(trainer, held_out, eval_reward, outcome)
-            outcome.before, outcome.after = self._evaluations(book, trainer.done)
+            outcome.before, outcome.after = self._evaluations(trainer.book, trainer.done)
         outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.start_time
         return outcome
 

@@ -31,6 +31,7 @@ from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics, warn_user
+from rollbook.core.process_group import ProcessGroup
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
@@ -222,6 +223,9 @@ class Trainer:
     (1, 8.0, 8)
     """
 
+    process_group: ProcessGroup | None = None
+    """The processes whose records are compared with each other; `None`: all that `torch.distributed` has."""
+
     def __init__(
         self,
         actor: Actor,
@@ -282,9 +286,7 @@ class Trainer:
         self.resumed_from: int | None = None
         """The step of the checkpoint that training continues from; `None` for a new run."""
         self._check_parts()
-        self.learner = Learner(
-            actor,
-            self.algorithm,
+        self.learner = self._build_learner(
             critic=critic,
             reference=self.models.reference,
             optimizer=optimizer,
@@ -295,7 +297,14 @@ class Trainer:
             max_tokens=None if sampling is None and prompts is None else self.sampling.max_tokens,
             nonfinite_limit=nonfinite_limit,
         )
-        book.consumer(self.replay.consumer, create=True, change=True, **self.replay.settings(self.seed))
+        self._start()
+
+    def _build_learner(self, **options: Any) -> Learner:
+        return Learner(self.actor, self.algorithm, **options)
+
+    def _start(self) -> None:
+        """Open the consumer group, and continue from the last checkpoint if there is one."""
+        self.book.consumer(self.replay.consumer, create=True, change=True, **self.replay.settings(self.seed))
         if not self.resume():
             self._announce()
 
@@ -393,6 +402,15 @@ class Trainer:
         metrics = StepMetrics() if metrics is None else metrics
         if not self.algorithm.needs_rollouts:
             return self._answers(prompts, metrics)
+        records = self._sample(prompts, metrics)
+        metrics.add(rollout_metrics(records))
+        records = annotate(
+            records, self.algorithm, self.models, token_budget=self.learner.minibatch.token_budget, metrics=metrics
+        )
+        return self._estimate(records, metrics)
+
+    def _sample(self, prompts: Sequence[Prompt], metrics: StepMetrics) -> Experiences:
+        """Generate and score rollouts."""
         records = generate(self.engine, prompts, self.sampling, self.environment, metrics=metrics)
         tokenizer = self.models.tokenizer or getattr(self.engine, "tokenizer", None)
         if self.reward is not None:
@@ -404,15 +422,15 @@ class Trainer:
             if self.reward is not None:
                 greedy = score(greedy, self.reward, tokenizer, prompts=prompts)
             records = add_greedy_baseline(records, greedy)
-        metrics.add(rollout_metrics(records))
-        records = annotate(
-            records, self.algorithm, self.models, token_budget=self.learner.minibatch.token_budget, metrics=metrics
-        )
+        return records
+
+    def _estimate(self, records: Experiences, metrics: StepMetrics) -> Experiences:
         return estimate(
             records,
             self.algorithm,
             max_tokens=self.max_response_tokens,
             reward_norm=self.reward_norm,
+            process_group=self.process_group,
             metrics=metrics,
         )
 
@@ -544,7 +562,13 @@ class Trainer:
             old_logprobs="engine" if self.algorithm.correction is None else "recompute",
             token_budget=self.learner.minibatch.token_budget,
         )
-        return estimate(records, self.algorithm, max_tokens=self.max_response_tokens, expert=expert)
+        return estimate(
+            records,
+            self.algorithm,
+            max_tokens=self.max_response_tokens,
+            process_group=self.process_group,
+            expert=expert,
+        )
 
     def _announce(self) -> None:
         """Set the policy version of the book, and of the engine if it samples from the trained weights.
@@ -569,10 +593,14 @@ class Trainer:
         if self._synced is not None and self.done - self._synced < every:
             return
         with metrics.time("sync"):
-            engine.update_weights(self.actor, self.done)
-            difference = check_sync(engine, self.actor, self.done, tolerance=self.sync_tolerance)
+            difference = self._send_weights(self.done)
         self._synced = self.done
         metrics.add({"sync/logprob_difference": difference})
+
+    def _send_weights(self, version: int) -> float:
+        """Send the weights to the engine, check that it has them, and return the mean difference of log-probs."""
+        self.engine.update_weights(self.actor, version)
+        return check_sync(self.engine, self.actor, version, tolerance=self.sync_tolerance)
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 
@@ -699,6 +727,19 @@ class Trainer:
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
         if self.reward_norm is not None:
             state["reward_norm"] = self.reward_norm.state_dict()
+        return self._write(folder, state, trainer_state, replaced)
+
+    def _write(
+        self, folder: Path, state: Mapping[str, Any], trainer_state: Mapping[str, Any], replaced: set[str]
+    ) -> Path:
+        """Write the files of a checkpoint, then remove old checkpoints.
+
+        Args:
+            folder: Folder of the run.
+            state: Content of `state.pt`.
+            trainer_state: Content of `trainer.json`.
+            replaced: Checkpoints of the book that an earlier checkpoint of this step refers to.
+        """
         written = checkpoint.save(
             folder,
             self.done,
@@ -707,7 +748,13 @@ class Trainer:
             state=state,
             trainer_state=trainer_state,
         )
-        checkpoint.prune(folder, self.checkpoints.keep_last)
+        self._prune(folder, replaced)
+        return written.path
+
+    def _prune(self, folder: Path, replaced: set[str]) -> None:
+        """Remove old checkpoints of the run, then those of the book that no folder refers to."""
+        keep = None if self.checkpoints is None else self.checkpoints.keep_last
+        checkpoint.prune(folder, keep)
         hit_failpoint("before forgetting")
         existing = {checkpoint.checkpoint_name(entry.step) for entry in checkpoint.list_checkpoints(folder)}
         for point in self.book.checkpoints():
@@ -715,7 +762,6 @@ class Trainer:
             base_name = point.name.removesuffix("+")
             if checkpoint.is_checkpoint_name(base_name) and (base_name not in existing or point.name in replaced):
                 forget_checkpoint(self.book, point.name)
-        return written.path
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint in the folder, and rewind the book to it. Called by the constructor.
@@ -738,7 +784,7 @@ class Trainer:
         if not saved:
             return False
         last = saved[-1]
-        trainer_state, state = last.trainer_state(), checkpoint.load_state(last)
+        trainer_state = last.trainer_state()
         if trainer_state["seed"] != self.seed:
             raise ValueError(f"seed: got {self.seed}, and the run at {folder} has {trainer_state['seed']}")
         if trainer_state["book"] not in [point.name for point in self.book.checkpoints()]:
@@ -748,20 +794,33 @@ class Trainer:
             )
         if self.prompts is not None:
             self.prompts.load_state_dict(trainer_state["prompts"])
-        checkpoint.load_weights(self.actor, last.model)
-        if self.models.critic is not None and last.critic is not None:
-            checkpoint.load_weights(self.models.critic, last.critic)
+        state = self._load(last)
         if self._own_reference and isinstance(self.models.reference, Actor) and saved[0].step == 0:
-            checkpoint.load_weights(self.models.reference, saved[0].model)
-        self.learner.load_state_dict(state["learner"])
+            self.load_weights(self.models.reference, saved[0].model)
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
         self.book.rewind(trainer_state["book"], later="keep" if self.prompts is None else "drop")
         self.done = last.step
         self._announce()
         self.resumed_from = last.step
-        checkpoint.set_random_state(state["random"])
+        self._set_random_states(state)
         return True
+
+    def _load(self, saved: checkpoint.Checkpoint) -> dict[str, Any]:
+        """Load the weights and the optimizer states of a checkpoint; return the content of its `state.pt`."""
+        state = checkpoint.load_state(saved)
+        self.load_weights(self.actor, saved.model)
+        if self.models.critic is not None and saved.critic is not None:
+            self.load_weights(self.models.critic, saved.critic)
+        self.learner.load_state_dict(state["learner"])
+        return state
+
+    def load_weights(self, model: Actor | Critic, folder: Path) -> None:
+        """Load the weights of a saved model into a model of this trainer."""
+        checkpoint.load_weights(model, folder)
+
+    def _set_random_states(self, state: Mapping[str, Any]) -> None:
+        checkpoint.set_random_state(state["random"])
 
 
 def _constant_groups(records: Experiences) -> list[str]:

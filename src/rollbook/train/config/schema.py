@@ -611,6 +611,8 @@ class Config:
         "auto", changeable=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
     )
     """Device of the models; `auto`: a GPU if there is one."""
+    distributed: str = key("none", changeable=True, choices=("none", "ddp", "fsdp"))
+    """How models are spread over several ranks: `ddp` replicates them, `fsdp` shards them; `none`: one process."""
     threads: int | None = key(None, changeable=True, low=1, high=1024)
     """Number of CPU threads of torch; 1 is fastest for models of a few million weights. null: the default of torch."""
     deterministic: bool = key(False, changeable=True)

@@ -1,0 +1,932 @@
+"""Training on several ranks: `Distributed`, `DistributedLearner` and `DistributedTrainer`, on `torch.distributed`.
+
+Rank 0 leads and the other ranks follow. Rank 0 runs the loop of `Trainer`: it takes prompts, writes and leases from the
+book, plans micro-batches, and writes metrics and checkpoints. Where a model runs, it calls a handler on all ranks, each
+with its share: prompts to generate from, records to annotate, rows to train on. Rows travel as ids, and a rank reads
+them from the book; ranks that cannot read it are sent the rows.
+
+| strategy | weights, gradients and optimizer states | gradients are summed |
+|---|---|---|
+| `ddp` | complete on every rank | by an all-reduce after the last micro-batch |
+| `fsdp` | sharded (FSDP2): every decoder layer, and the rest of the model | by a reduce-scatter in every backward pass |
+
+Invariant: losses are divided by the denominators of all ranks and gradients are summed, so that an update is that of
+one rank up to rounding. Every rank makes the same collective calls: one with fewer micro-batches runs micro-batches
+that do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import async_save as save_async
+from torch.distributed.checkpoint import load as load_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rollbook.batch import Batch
+from rollbook.batch.columns import mask_unpredicted
+from rollbook.batch.plan import MicroBatch, plan
+from rollbook.book.disk import hit_failpoint
+from rollbook.core.checks import check_choice
+from rollbook.core.experience import Experience, split_preference_pairs
+from rollbook.core.experiences import Experiences
+from rollbook.core.metrics import StepMetrics
+from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
+from rollbook.core.ragged import Ragged
+from rollbook.models import Actor, Critic
+from rollbook.models.head import Wrapper, scoring
+from rollbook.models.loading import hide_progress_bars
+from rollbook.rewards.recipes import as_reward
+from rollbook.rollout.engine import derive_seed
+from rollbook.train import checkpoint
+from rollbook.train.checkpoint import RankError
+from rollbook.train.learner import Learner, LossNormalizers
+from rollbook.train.optimizer import Optimizer
+from rollbook.train.pipeline import annotate, generate, score
+from rollbook.train.rows import TrainRows
+from rollbook.train.trainer import StepReport, Trainer, rollout_metrics
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from rollbook.core.sampling import Prompt, Sampling
+    from rollbook.rewards.recipes import RewardLike
+    from rollbook.rewards.types import Reward
+    from rollbook.train.evaluation import Evaluation
+    from rollbook.train.prompts import Prompts
+
+STRATEGIES = ("none", "ddp", "fsdp")
+_MODELS = ("policy", "reference", "critic", "teacher")
+_ERROR = "rollbook/error"
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 15.0
+"""How long a rank that is told of an error of another may take to end on its own."""
+_RETURN, _RAISE = "return", "raise"
+
+
+class Distributed:
+    """The ranks of a run.
+
+    The variables of the environment are those of `torchrun`. Without them, this process is the only rank.
+
+    Args:
+        strategy: `ddp` or `fsdp`.
+        device: Device of the models; `None`: a GPU, by `LOCAL_RANK`, if there is one.
+        precision: See `Learner`. With `fsdp` and `bfloat16`, the shards of trained weights are float32, and are rounded
+            to bfloat16 when they are gathered.
+
+    >>> distributed = Distributed("fsdp", "cpu")
+    >>> distributed.rank, distributed.size
+    (0, 1)
+    >>> distributed.close()
+    """
+
+    def __init__(
+        self, strategy: str, device: torch.device | str | None = None, *, precision: str = "float32"
+    ) -> None:
+        check_choice("distributed", strategy, STRATEGIES[1:])
+        self.strategy, self.precision = strategy, precision
+        wanted = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if wanted.type == "cuda":
+            wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", wanted.index or 0)))
+            torch.cuda.set_device(wanted)
+        self.device = wanted
+        """Device of this rank."""
+        self._initialized = not dist.is_initialized()
+        if self._initialized:
+            backend = "cpu:gloo,cuda:nccl" if wanted.type == "cuda" else "gloo"
+            alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # A rank that died closes its connections, so a long timeout delays no error.
+        self.control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        self._writers = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        self.group = ProcessGroup(self.control)
+        """Exchanges objects between ranks, over gloo."""
+        self.mesh = init_device_mesh(wanted.type, (self.size,))
+        self.handlers: dict[str, Callable[[Any], Any]] = {}
+        """What `call` calls on all ranks, by name."""
+        self.waited = 0.0
+        self._seconds = [0.0, 0.0]  # of all ranks together: busy, and in total
+        self._planned = [0.0, 0.0]
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._ended = threading.Event()
+        if self.size > 1:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def build_device(self) -> torch.device:
+        """Where models are built before they are placed: on the host if only a shard of them may fit on the device."""
+        return torch.device("cpu") if self.shards is not None else self.device
+
+    @property
+    def shards(self) -> ProcessGroup | None:
+        """The ranks over which models are sharded; `None` if each has complete ones."""
+        return self.group if self.strategy == "fsdp" and self.size > 1 else None
+
+    def close(self) -> None:
+        """End the process group, if it was begun here."""
+        self._ended.set()
+        if self._initialized and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, shares: Sequence[Any]) -> list[Any]:
+        """Call a handler on all ranks, from rank 0.
+
+        Args:
+            name: Key of `handlers`.
+            shares: [ranks] Argument of each rank.
+
+        Returns:
+            [ranks] The results.
+
+        Raises:
+            RankError: The handler failed on another rank.
+        """
+        self._scatter([(name, share) for share in shares])
+        return self._handle(name, shares[0])
+
+    def follow(self) -> Any:
+        """Run the calls of rank 0 until it releases this rank, and return what it passed on.
+
+        Raises:
+            RankError: A rank failed.
+        """
+        while True:
+            name, share = self._scatter(None)
+            if name == _RETURN:
+                return share
+            if name == _RAISE:
+                self._ended.set()
+                raise RankError(share)
+            self._handle(name, share)
+
+    def release(self, result: Any = None) -> None:
+        """End `follow` on the other ranks, which return `result`."""
+        self._scatter([(_RETURN, result)] * self.size)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks about an exception of this one, which ends them."""
+        text = str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
+        if self.size > 1 and not self._ended.is_set():
+            self._store.compare_set(_ERROR, "", text)
+            if self.is_main:
+                self._ended.set()
+                with suppress(RuntimeError):  # they have ended already
+                    self._scatter([(_RAISE, text)] * self.size)
+
+    def _scatter(self, messages: list[Any] | None) -> Any:
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, messages, src=0, group=self.control)
+        return received[0]
+
+    def _handle(self, name: str, share: Any) -> list[Any]:
+        self.waited, begun = 0.0, time.perf_counter()
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = self.handlers[name](share)
+        except Exception as error:
+            failure = error
+            text = f"rank {self.rank}: {type(error).__name__}: {error}"
+            self._store.compare_set(_ERROR, "", text)
+        seconds = time.perf_counter() - begun
+        replies: list[Any] = [None] * self.size
+        reply = (failure is not None, result, seconds - self.waited)
+        try:
+            dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control)
+        except RuntimeError:
+            if failure is None:
+                raise
+            raise failure from None  # a rank that waited for this one has ended
+        if self.is_main:
+            busy = [spent for _, _, spent in replies]
+            self._seconds = [self._seconds[0] + sum(busy), self._seconds[1] + max(*busy, seconds) * self.size]
+            if any(failed for failed, _, _ in replies):
+                text = self._store.get(_ERROR).decode()
+                if failure is not None and text.startswith("rank 0:"):
+                    raise failure
+                raise RankError(text)
+        return [result for _, result, _ in replies] if self.is_main else []
+
+    def _watch(self) -> None:
+        """End this process if another rank failed and this one waits for it in a collective call."""
+        try:
+            while not self._store.check([_ERROR]):
+                if self._ended.wait(_POLL_SECONDS):
+                    return
+            text = self._store.get(_ERROR).decode()
+        except RuntimeError:  # the store is gone, and so is the run
+            return
+        if not self._ended.wait(_GRACE_SECONDS):
+            print(text, file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def wait(self) -> None:
+        """Wait for all ranks. The time counts as waiting."""
+        begun = time.perf_counter()
+        dist.barrier(group=self.control)
+        self.waited += time.perf_counter() - begun
+
+    def add_plan(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Count how long ranks will wait for each other in an update, by the costs of its micro-batches."""
+        costs = np.zeros((self.size, max((micro.step for micro in micro_batches), default=-1) + 1))
+        for micro in micro_batches:
+            costs[micro.rank, micro.step] = micro.cost
+        longest = costs.max(axis=0).sum() if self.strategy == "fsdp" else costs.sum(axis=1).max()
+        self._planned = [self._planned[0] + costs.sum(), self._planned[1] + longest * self.size]
+
+    def wait_metrics(self) -> dict[str, float]:
+        """Return the shares of time that ranks waited for each other since the last call.
+
+        `ranks/wait_share` is measured, except within passes of sharded models, where ranks wait in every layer;
+        `ranks/plan_wait_share` is that of the updates by their plans.
+        """
+        metrics = {
+            name: float(1 - busy / total)
+            for name, (busy, total) in (("wait_share", self._seconds), ("plan_wait_share", self._planned))
+            if total
+        }
+        self._seconds, self._planned = [0.0, 0.0], [0.0, 0.0]
+        return {f"ranks/{name}": share for name, share in metrics.items()}
+
+    def split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
+        """Split a sequence into one part for each rank, in order."""
+        cuts = [len(items) * rank // self.size for rank in range(self.size + 1)]
+        return [items[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def place(self, model: nn.Module) -> None:
+        """Give a model the weights of rank 0, complete (`ddp`) or sharded (`fsdp`), on the device of this rank.
+
+        Args:
+            model: A model with the same shapes on all ranks. For `fsdp`, an `Actor` or a `Critic`.
+        """
+        if self.strategy == "ddp":
+            model.to(self.device)
+            self.distribute(model, dict(_named_tensors(model)))
+            return
+        if not isinstance(model, Wrapper):
+            raise ValueError(f"model: got {type(model).__name__}, expected an Actor or a Critic for fsdp")
+        # Probed before, since parts of a sharded model cannot be called on their own.
+        head = model.head if isinstance(model, Actor) else None
+        packs = model.packs
+        for weight in model.parameters():
+            if weight.requires_grad and weight.dtype == torch.bfloat16:
+                weight.data = weight.data.float()
+        tensors = dict(_named_tensors(model))
+        half = torch.bfloat16 if self.precision == "bfloat16" else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        for layer in _decoder_layers(model):
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
+        if isinstance(model, Critic):
+            # Values are float32.
+            fully_shard(model.value_head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        for module in _sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        method = "token_values" if isinstance(model, Critic) else "token_stats"
+        register_fsdp_forward_method(model, method)
+        self.distribute(model, tensors)
+        if isinstance(model, Actor):
+            model._head = head
+        model._packs = packs
+        # The first pass makes the model the root of its layers; the engine calls them without it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        filler = Batch.from_records(
+            Experiences([Experience(tokens=[0, 0])]), ("tokens",), packed=False, device=self.device
+        )
+        with scoring(model):
+            getattr(model, method)(filler)
+        _reshard(model)
+
+    def distribute(self, model: nn.Module, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """Copy complete tensors of rank 0 into the weights and buffers of a model on all ranks, called by all.
+
+        Args:
+            model: The model.
+            tensors: On rank 0, the tensors by name. Others are left as they are.
+        """
+        _reshard(model)
+        targets = dict(_named_tensors(model))
+        names = self.group.gather([name for name in targets if tensors is not None and name in tensors])[0]
+        for name in names:
+            self._copy_from_main(targets[name], None if tensors is None else tensors[name])
+
+    @torch.no_grad()
+    def _copy_from_main(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        device = target.device
+        if self.is_main and source is not None:
+            source = source.detach().to(device, target.dtype)
+        else:
+            source = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if isinstance(target, DTensor):
+            target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
+        else:
+            if self.size > 1:
+                source = source.contiguous()
+                dist.broadcast(source, 0)
+            target.copy_(source)
+
+    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Gather the complete weights of a model in the host memory of rank 0; empty on other ranks. Called by all."""
+        state: dict[str, torch.Tensor] = {}
+        for name, weight in model.state_dict().items():
+            tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if self.is_main:
+                if self.precision == "bfloat16" and tensor.is_floating_point() and "value_head" not in name:
+                    tensor = tensor.bfloat16()
+                state[name] = tensor.detach().cpu()
+        return state
+
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[None]:
+        """Gather the complete weights of a sharded model on every rank within the context, called by all."""
+        modules = _sharded_modules(model) if self.strategy == "fsdp" else []
+        hooks = []
+        for module in modules:
+            module.unshard()
+            hooks.append((module._forward_pre_hooks, module._forward_hooks))
+            # The hooks of FSDP gather and free weights, which would break CUDA graphs.
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            for module, (before, after) in zip(modules, hooks, strict=True):
+                module._forward_pre_hooks, module._forward_hooks = before, after
+                module.reshard()
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over weights and buffers, also those that a state dict leaves out."""
+    for name, weight in model.named_parameters():
+        yield name, weight.detach()
+    yield from model.named_buffers()
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the list of modules with the most weights."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()), default=None)
+    return [] if largest is None else list(largest)
+
+
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+class DistributedLearner(Learner):
+    """A learner whose micro-batches are planned over all ranks by rank 0, which calls `update`.
+
+    Args:
+        distributed: The ranks.
+        pack: Turns rows into a message for a rank.
+        unpack: Turns a message into rows.
+        actor: The policy, placed on all ranks; further arguments are those of `Learner`.
+        options: Those of `Learner`.
+    """
+
+    def __init__(
+        self,
+        distributed: Distributed,
+        pack: Callable[[TrainRows, int], Any],
+        unpack: Callable[[Any], TrainRows],
+        actor: Any,
+        algorithm: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(actor, algorithm, **options)
+        self.distributed, self._pack, self._unpack = distributed, pack, unpack
+        self.ranks = distributed.size
+        if distributed.strategy == "fsdp":
+            for optimizer in self.optimizers.values():
+                optimizer.shards = distributed.mesh.get_group()
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by their names in a checkpoint."""
+        named = {"optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
+        return {name: optimizer for name, optimizer in named.items() if optimizer is not None}
+
+    def _update(
+        self,
+        rows: TrainRows,
+        minibatch: Sequence[int],
+        micro_batches: Sequence[MicroBatch],
+        normalizers: LossNormalizers,
+        step: int,
+        critic_only: bool,
+    ) -> dict[str, Any] | None:
+        self.distributed.add_plan(micro_batches)
+        # What a rank without rows runs, to make the same calls as the others.
+        lengths = rows.records.token_lengths()
+        shortest = min(minibatch, key=lambda i: int(lengths[i]))
+        pair = [shortest] if rows.pairs is None else [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
+        shares = []
+        for rank in range(self.ranks):
+            share = [micro for micro in micro_batches if micro.rank == rank]
+            if self.distributed.strategy == "ddp":
+                share = [micro for micro in share if len(micro)]
+            chosen = [[minibatch[i] for i in micro.indices.tolist()] or pair for micro in share]
+            places = {index: place for place, index in enumerate(sorted({i for part in chosen for i in part}))}
+            planned = [
+                dataclasses.replace(micro, indices=np.array([places[i] for i in part], dtype=np.int64))
+                for micro, part in zip(share, chosen, strict=True)
+            ]
+            message = self._pack(rows.take(list(places)), rank) if places else None
+            shares.append((message, planned, normalizers, step, critic_only))
+        metrics: dict[str, Any] | None = self.distributed.call("update", shares)[0]
+        return metrics
+
+    def update_share(self, share: tuple[Any, list[MicroBatch], LossNormalizers, int, bool]) -> dict[str, Any] | None:
+        """Run the micro-batches of this rank, and update the weights together with the others.
+
+        Args:
+            share: What rank 0 sent: rows, micro-batches, normalizers, the step, and whether only the critic is trained.
+
+        Returns:
+            The metrics of all ranks, or `None` if a loss or gradient was not finite.
+        """
+        message, planned, normalizers, step, critic_only = share
+        self.actor.train()
+        if self.critic is not None:
+            self.critic.train()
+        rows = self._unpack(message) if message is not None else None
+        indices = range(0 if rows is None else len(rows))
+        return super()._update(rows, indices, planned, normalizers, step, critic_only)  # type: ignore[arg-type]
+
+    def _reduce(self, metrics: dict[str, float]) -> dict[str, float]:
+        weights = [weight for optimizer in self.optimizers.values() for weight in optimizer.weights]
+        replicated = weights if self.distributed.strategy == "ddp" else []
+        self.distributed.wait()
+        replies = self.distributed.group.gather([metrics, [weight.grad is not None for weight in replicated]])
+        pending = []
+        for i, weight in enumerate(replicated):
+            if any(flags[i] for _, flags in replies):
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+                pending.append(dist.all_reduce(weight.grad, async_op=True))
+        for work in pending:
+            work.wait()
+        totals: dict[str, float] = {}
+        for shares, _ in replies:
+            for name, share in shares.items():
+                totals[name] = totals.get(name, 0.0) + share
+        return totals
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state without its tensors, which every rank writes itself (`tensors`)."""
+        state: dict[str, Any] = {"failures": self.failures}
+        for name, optimizer in self.optimizers.items():
+            groups = optimizer.inner.state_dict()["param_groups"]
+            state[name] = {
+                "names": optimizer.names,
+                "inner": {"state": {}, "param_groups": groups},
+                "rounded": self.precision == "bfloat16",
+            }
+        return state
+
+    def tensors(self, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """Return the trained weights and optimizer states of all optimizers; `keys` as of `Optimizer.tensors`."""
+        tensors = {}
+        for name, optimizer in self.optimizers.items():
+            prefix = f"{name}/"
+            paths = None if keys is None else [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+            tensors |= {f"{prefix}{path}": tensor for path, tensor in optimizer.tensors(paths).items()}
+        return tensors
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+class DistributedTrainer(Trainer):
+    """A trainer on several ranks. All of them build it with the same arguments and make the same calls.
+
+    Rank 0 uses the book, the prompts, the trackers and the checkpoints. Other ranks pass a book opened for reading, or
+    `None`, and are sent the rows. Methods return the same on all ranks.
+
+    Args:
+        arguments: Those of `Trainer`.
+        distributed: The ranks.
+        options: Those of `Trainer`.
+    """
+
+    process_group = SINGLE_PROCESS  # rank 0 has the records of all ranks
+
+    def __init__(self, *arguments: Any, distributed: Distributed, **options: Any) -> None:
+        self.distributed = distributed
+        self.evaluation_reward: Reward | None = None
+        """Scores the samples of evaluations on this rank."""
+        self._leading = 0
+        self._stored = Experiences()
+        """The records of the step as they are in the books, those of the expert last."""
+        self._leased = 0
+        self._source: Any = None
+        self._future: Future[Any] | None = None
+        self._pending: tuple[Path, int, set[str]] | None = None
+        distributed.handlers = {
+            "collect": self._collect_share,
+            "annotate": self._annotate_share,
+            "evaluate": self._evaluate_share,
+            "sync": self._sync_share,
+            "update": lambda share: self.learner.update_share(share),
+            "save": self._save_share,
+            "load": self._load_share,
+            "copy": self._copy_share,
+            "random": self._set_random_state,
+        }
+        super().__init__(*arguments, **options)
+
+    def _build_learner(self, **options: Any) -> DistributedLearner:
+        placed: list[Any] = []
+        for name in _MODELS:
+            model = getattr(self.models, name)
+            if isinstance(model, nn.Module) and not any(model is other for other in placed):
+                self.distributed.place(model)
+                placed.append(model)
+        url = getattr(self.book, "url", "memory:")
+        place = (str(url), "" if "://" in str(url) else socket.gethostname())
+        places = self.distributed.group.gather([place])
+        # Files of a book are read on the machine of rank 0 only: a book is not kept on a network file system.
+        self._reads = [other == places[0] and "memory:" not in other[0][0] for other in places]
+        if not self.distributed.is_main:
+            torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}"))
+        return DistributedLearner(
+            self.distributed, self._pack_rows, self._unpack_rows, self.actor, self.algorithm, **options
+        )
+
+    # --- leading and following ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Lead the other ranks, on rank 0, while they `follow`. They are released at the end."""
+        self._leading += 1
+        try:
+            yield
+            if self._leading == 1:
+                self._finish_saving()
+                self.distributed.release((None, self.done, self.resumed_from))
+        except BaseException as error:
+            if self._leading == 1:
+                self.distributed.fail(error)
+            raise
+        finally:
+            self._leading -= 1
+
+    def follow(self) -> Any:
+        """Do what rank 0 says, on another rank, until it has finished; return the result of its method."""
+        result, self.done, self.resumed_from = self.distributed.follow()
+        return result
+
+    def _together(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a method on rank 0; the others follow, and return its result."""
+        if not self.distributed.is_main:
+            return self.follow()
+        if self._leading:
+            return method(*arguments, **options)
+        self._leading += 1
+        try:
+            result = method(*arguments, **options)
+            self._finish_saving()
+        except BaseException as error:
+            self.distributed.fail(error)
+            raise
+        finally:
+            self._leading -= 1
+        self.distributed.release((result, self.done, self.resumed_from))
+        return result
+
+    def _start(self) -> None:
+        self._together(super()._start)
+
+    def step(self) -> StepReport:
+        report: StepReport = self._together(super().step)
+        return report
+
+    def advance(self) -> StepReport:
+        report: StepReport = self._together(super().advance)
+        return report
+
+    def run(self, steps: int, *, on_step: Callable[[StepReport], Any] | None = None) -> list[StepReport]:
+        reports: list[StepReport] = self._together(super().run, steps, on_step=on_step)
+        return reports
+
+    def evaluate(self, prompts: Prompts, reward: RewardLike | None = None, **options: Any) -> Evaluation:
+        self.evaluation_reward = None if reward is None else as_reward(reward)
+        evaluation: Evaluation = self._together(
+            super().evaluate, prompts, reward, collect=self._collect_evaluation, **options
+        )
+        return evaluation
+
+    def save(self) -> Path:
+        path: Path = self._together(self._save_now)
+        return path
+
+    def resume(self) -> bool:
+        resumed: bool = self._together(super().resume)
+        return resumed
+
+    # --- rollouts and annotation --------------------------------------------------------------------------------------
+
+    def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
+        metrics = StepMetrics() if metrics is None else metrics
+        if not self.algorithm.needs_rollouts:
+            return super().collect(prompts, metrics)
+        shares = [(self.done, part) for part in self.distributed.split(prompts)]
+        replies = self.distributed.call("collect", shares)
+        metrics.merge(timing for _, timing in replies)
+        records = Experiences.concat([part for part, _ in replies if len(part)])
+        metrics.add(rollout_metrics(records))
+        return self._estimate(records, metrics)
+
+    def _collect_share(self, share: tuple[int, Sequence[Prompt]]) -> tuple[Experiences, StepMetrics]:
+        version, prompts = share
+        metrics, records = StepMetrics(), Experiences()
+        with self._sampling_engine(self.engine, version):
+            if prompts:
+                records = self._sample(prompts, metrics)
+        records = annotate(
+            records,
+            self.algorithm,
+            self.models,
+            token_budget=self.learner.minibatch.token_budget,
+            metrics=metrics,
+            process_group=self.distributed.shards,
+        )
+        return records, metrics
+
+    @contextmanager
+    def _sampling_engine(self, engine: Any, version: int) -> Iterator[None]:
+        """Gather the weights that the engine samples from, and set their version."""
+        if engine is self._own_engine and engine is not None:
+            engine.version = version
+        with self.distributed.gathered(self.actor):
+            yield
+
+    def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+        passes = self.algorithm.passes if self.algorithm.needs_rollouts else ()
+        missing = [records.missing(entry.column) for entry in passes]
+        rows = np.unique(np.concatenate(missing)) if missing else np.zeros(0, dtype=np.int64)
+        if len(rows):
+            chosen = records.take(rows)
+            planned = plan(chosen.token_lengths(), ranks=self.distributed.size, empty="allow", micro_batches=1)
+            parts = [part[0].indices for part in planned]
+            replies = self.distributed.call(
+                "annotate", [self._pack(chosen.take(part), rows[part], rank) for rank, part in enumerate(parts)]
+            )
+            for part, columns in zip(parts, replies, strict=True):
+                if len(part):
+                    records = records.fill(rows[part], **columns)
+        return super().completed(records, expert)
+
+    def _annotate_share(self, message: Any) -> dict[str, list[Any]]:
+        records = annotate(
+            self._unpack(message),
+            self.algorithm,
+            self.models,
+            old_logprobs="engine" if self.algorithm.correction is None else "recompute",
+            token_budget=self.learner.minibatch.token_budget,
+            process_group=self.distributed.shards,
+        )
+        return {name: records.values(name) for entry in self.algorithm.passes for name in entry.outputs}
+
+    def _collect_evaluation(self, prompts: Sequence[Prompt], sampling: Sampling) -> Experiences:
+        shares = [(self.done, part, sampling) for part in self.distributed.split(prompts)]
+        return Experiences.concat([part for part in self.distributed.call("evaluate", shares) if len(part)])
+
+    def _evaluate_share(self, share: tuple[int, Sequence[Prompt], Sampling]) -> Experiences:
+        version, prompts, sampling = share
+        engine, records = self._own_engine or self.engine, Experiences()
+        with self._sampling_engine(engine, version):
+            if prompts:
+                records = generate(engine, prompts, sampling, self.environment)
+                if self.evaluation_reward is not None:
+                    tokenizer = getattr(engine, "tokenizer", None)
+                    records = score(records, self.evaluation_reward, tokenizer, prompts=prompts)
+        return records
+
+    def _send_weights(self, version: int) -> float:
+        differences: list[float] = self.distributed.call("sync", [version] * self.distributed.size)
+        return max(differences)
+
+    def _sync_share(self, version: int) -> float:
+        with self.distributed.gathered(self.actor):
+            if self.distributed.is_main or not getattr(self.engine, "is_remote", False):
+                return super()._send_weights(version)
+            self.engine.version = version  # rank 0 sends the weights to the servers
+            return 0.0
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _with_experts(
+        self, leased: Experiences, weights: list[float] | None, step: int
+    ) -> tuple[Experiences, list[bool] | None, list[float] | None]:
+        result = super()._with_experts(leased, weights, step)
+        self._stored, self._leased = result[0], len(leased)
+        return result
+
+    def _pack(self, records: Experiences, sources: Sequence[int] | np.ndarray[Any, Any], rank: int) -> Any:
+        """Return records as ids for a rank that reads the book, else as they are; `sources` are places in `_stored`."""
+        if rank == 0 or not self._reads[rank]:
+            return records
+        return [(int(i) >= self._leased, uid) for i, uid in zip(sources, _uids(records), strict=True)]
+
+    def _unpack(self, message: Any) -> Experiences:
+        if isinstance(message, Experiences):
+            return message
+        records: dict[tuple[bool, str], Experience] = {}
+        for is_expert, book in ((False, self.book), (True, self.expert)):
+            uids = list(dict.fromkeys(uid for flag, uid in message if flag == is_expert))
+            if uids and book is not None:
+                records |= {(is_expert, row.eid.uid): row for row in book.get(uids)}
+        return Experiences([records[key] for key in message])
+
+    def _pack_rows(self, rows: TrainRows, rank: int) -> Any:
+        """Return rows for a rank: ids, and the columns that differ from those in the book; or the rows."""
+        if rank == 0 or not self._reads[rank]:
+            return rows
+        sources = list(dict.fromkeys(rows.sources.tolist()))
+        stored = self._stored.take(sources)
+        base = _stored_rows(stored, rows.pairs is not None)
+        columns = {
+            name: rows.records.values(name)
+            for name in (*self.algorithm.loss_columns, "logprobs", "truncate_status")
+            if not _equal(rows.records.column(name), base.column(name))
+        }
+        flags = {name: getattr(rows, name) for name in ("pairs", "chosen", "expert")}
+        return self._pack(stored, sources, rank), columns, flags, rows.sources, rows.record_count
+
+    def _unpack_rows(self, message: Any) -> TrainRows:
+        if isinstance(message, TrainRows):
+            return message
+        packed, columns, flags, sources, record_count = message
+        records = _stored_rows(self._unpack(packed), flags["pairs"] is not None)
+        names = (*self.algorithm.loss_columns, "truncate_status", "multi_modal_inputs", "logprobs")
+        records = records.select(*names).assign(**columns)
+        return TrainRows(records, sources, record_count, **flags)
+
+    def _add_metrics(self, metrics: StepMetrics, leased: Experiences, trained: Experiences, seconds: float) -> None:
+        super()._add_metrics(metrics, leased, trained, seconds)
+        metrics.add(self.distributed.wait_metrics())
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save_now(self) -> Path:
+        self._finish_saving()
+        return super().save()
+
+    def _write(
+        self, folder: Path, state: Mapping[str, Any], trainer_state: Mapping[str, Any], replaced: set[str]
+    ) -> Path:
+        """Write the Hugging Face folders and begin to write the shards. `_finish_saving` completes the checkpoint."""
+        partial = checkpoint.begin(folder, self.done)
+        random_states = self.distributed.call("save", [str(partial)] * self.distributed.size)
+        checkpoint.write_states(
+            partial, self.done, {**state, "random": random_states[0], "random_by_rank": random_states}, trainer_state
+        )
+        self._pending = (folder, self.done, replaced)
+        return folder / checkpoint.CHECKPOINT_FOLDER / checkpoint.checkpoint_name(self.done)
+
+    def _finish_saving(self) -> None:
+        """Wait until the shards of the last checkpoint are written by all ranks, then commit it."""
+        if self._pending is None or self._future is None:
+            return
+        folder, step, replaced = self._pending
+        self._pending = None
+        self._future.result()
+        hit_failpoint("shards saved")
+        checkpoint.commit(folder, step)
+        self._prune(folder, replaced)
+
+    def _save_share(self, partial: str) -> dict[str, Any]:
+        models = {"model": self.actor, "critic": self.models.critic}
+        for name, model in models.items():
+            if model is not None:
+                state = self.distributed.full_state(model)
+                if self.distributed.is_main:
+                    with hide_progress_bars():
+                        model.save_pretrained(Path(partial) / name, state_dict=state)
+        if self._future is not None:
+            self._future.result()
+        # A copy, so that training can go on while it is written. On a GPU, `save_async` copies to the host.
+        tensors = self.learner.tensors()
+        if self.distributed.device.type == "cpu":
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._future = save_async(
+            tensors,
+            storage_writer=FileSystemWriter(Path(partial) / checkpoint.SHARDS),
+            process_group=self.distributed._writers,
+        )
+        return checkpoint.random_state()
+
+    def _load(self, saved: checkpoint.Checkpoint) -> dict[str, Any]:
+        if saved.shards is None:
+            state = checkpoint.load_state(saved)
+            self.load_weights(self.actor, saved.model)
+            if self.models.critic is not None and saved.critic is not None:
+                self.load_weights(self.models.critic, saved.critic)
+            self._source = checkpoint.flatten_states(state["learner"], self.learner.optimizers)
+            self.distributed.call("copy", [(None, list(self._source))] * self.distributed.size)
+        else:
+            state = checkpoint.load_state(saved, shards=False)
+            self.distributed.call("load", [str(saved.shards)] * self.distributed.size)
+        self.learner.failures = int(state["learner"]["failures"])
+        return state
+
+    def load_weights(self, model: Any, folder: Path) -> None:
+        self._source = checkpoint.read_weights(model, folder)
+        name = next(name for name in _MODELS if getattr(self.models, name) is model)
+        self._together(self.distributed.call, "copy", [(name, [])] * self.distributed.size)
+
+    def _load_share(self, folder: str) -> None:
+        reader = FileSystemReader(folder)
+        keys = list(reader.read_metadata().state_dict_metadata)
+        _reshard(self.actor)
+        if self.models.critic is not None:
+            _reshard(self.models.critic)
+        load_shards(self.learner.tensors(keys), storage_reader=reader, process_group=self.distributed.control)
+        for optimizer in self.learner.optimizers.values():
+            optimizer.round_masters()
+
+    def _copy_share(self, target: tuple[str | None, list[str]]) -> None:
+        """Copy weights or optimizer states that rank 0 has read."""
+        name, keys = target
+        if name is not None:
+            self.distributed.distribute(getattr(self.models, name), self._source)
+        else:
+            tensors = self.learner.tensors(keys)
+            for key in keys:
+                self.distributed._copy_from_main(tensors[key], None if self._source is None else self._source[key])
+            for optimizer in self.learner.optimizers.values():
+                optimizer.round_masters()
+        self._source = None
+
+    def _set_random_states(self, state: Mapping[str, Any]) -> None:
+        states = list(state.get("random_by_rank", [state["random"]]))[: self.distributed.size]
+        states += [None] * (self.distributed.size - len(states))
+        self.distributed.call("random", states)
+
+    def _set_random_state(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:  # this rank is new
+            torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}/{self.done}"))
+        else:
+            checkpoint.set_random_state(state)
+
+
+def _uids(records: Experiences) -> list[str]:
+    return [eid.uid for eid in records.eids()]
+
+
+def _stored_rows(records: Experiences, pairs: bool) -> Experiences:
+    """Return the rows of records as `TrainRows` begins with them."""
+    return mask_unpredicted(Experiences(split_preference_pairs(list(records))) if pairs else records)
+
+
+def _equal(column: Any, other: Any) -> bool:
+    """Return whether two columns have the same content."""
+    if column is None or other is None or isinstance(column, Ragged) != isinstance(other, Ragged):
+        return column is other
+    if not isinstance(column, Ragged):
+        return bool(column.equals(other))
+    present = [np.ones(len(part), dtype=bool) if part.valid is None else part.valid for part in (column, other)]
+    pairs = ((column.lengths, other.lengths), (column.values, other.values), present)
+    return column.dtype == other.dtype and all(np.array_equal(first, second) for first, second in pairs)
+
+
+__all__ = ["Distributed", "DistributedLearner", "DistributedTrainer", "RankError"]
