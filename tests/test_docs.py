@@ -284,7 +284,7 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, one in presets().items():
         estimator = "–" if one.estimator is None else f"`{one.estimator}`"
         assert f"| `{name}` | {estimator} | `{one.loss}` | {one.kl_coef or '–'} | {one.group_size} |" in text, name
-    known = set(outcome.reports[-1]) | {"left_out/no_token_that_counts", "left_out/no_reward", "peak_memory_gib"}
+    known = set(outcome.reports[-1]) | {"excluded/no_trainable_token", "excluded/no_reward", "peak_memory_gib"}
     cells = text.split("## Metrics")[1].split("|---|---|\n")[1].split("\n\n")[0].splitlines()
     named = {name for line in cells for name in re.findall(r"`([a-z_/]+)`", line.split(" | ")[0])}
     assert {name for name in named if not name.startswith(("critic/", "episode/"))} <= known

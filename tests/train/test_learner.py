@@ -181,13 +181,13 @@ def test_drop_zero_is_training_without_those_records() -> None:
     learned = one.update(rows, step=1)
     two.update(rows.take([*range(4), *range(8, 16)]), step=1)
     assert equal(weights(one.actor), weights(two.actor))
-    assert [i for i, place in enumerate(learned.placements) if place.get("left_out") == "zero advantage"] == [
+    assert [i for i, place in enumerate(learned.placements) if place.get("excluded") == "zero advantage"] == [
         4,
         5,
         6,
         7,
     ]
-    assert learned.metrics["rows"] == 12 and learned.metrics["left_out/zero_advantage"] == 4
+    assert learned.metrics["rows"] == 12 and learned.metrics["excluded/zero_advantage"] == 4
     three = learner()
     three.update(rows, step=1)  # which counts them in its denominators
     assert not equal(weights(one.actor), weights(three.actor))
@@ -254,7 +254,7 @@ def test_versions_of_records_and_of_tokens_may_be_mixed_and_none_may_be_missing(
         for versions in (mixed, spread)
     ]
     assert found[0].placements == found[1].placements and found[0].metrics == found[1].metrics
-    assert found[0].placements[3] == {"left_out": "no token that counts"} and found[0].metrics["correction/stale"] == 2
+    assert found[0].placements[3] == {"excluded": "no trainable token"} and found[0].metrics["correction/stale"] == 2
     for version, said in ((None, "got no policy_versions"), (9, "policy_versions: got 9, expected at most 5")):
         wrong = [row.replace(policy_versions=5) for row in rows]
         wrong[2] = wrong[2].replace(policy_versions=version)
@@ -435,13 +435,13 @@ def test_records_of_several_turns_learn_from_actions_alone(monkeypatch: pytest.M
     same(found[1], found[0], 1e-7)
 
 
-def test_records_without_a_token_that_counts_are_left_out() -> None:
+def test_records_without_a_token_that_counts_are_excluded() -> None:
     rows = list(made())
     rows[2] = rows[2].replace(action_mask=[False] * len(rows[2].action_mask))
     one, two = learner(), learner()
     learned = one.update(rows, step=1)
     two.update([*rows[:2], *rows[3:]], step=1)
-    assert learned.placements[2] == {"left_out": "no token that counts"}
+    assert learned.placements[2] == {"excluded": "no trainable token"}
     assert equal(weights(one.actor), weights(two.actor))
 
 
@@ -465,7 +465,7 @@ def test_a_first_token_without_a_prompt_is_not_trained_on(packed: bool) -> None:
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-6)
     lone = Experience(tokens=[5], prompt_length=0, action_mask=[True], advantages=[1.0], logprobs=[-1.0])
     assert learner(algorithm=AlgorithmConfig.preset("grpo", kl_coef=0.0)).update([lone], step=1).placements[0] == {
-        "left_out": "no token that counts"
+        "excluded": "no trainable token"
     }
 
 

@@ -121,7 +121,7 @@ def test_a_mix_learns_from_an_expert_beside_its_own(
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
-def test_a_teacher_is_learnt_from(warm: Path, shown: RunResult, tmp_path: Path) -> None:
+def test_a_teacher_is_learned_from(warm: Path, shown: RunResult, tmp_path: Path) -> None:
     teacher = checkpoint.list_checkpoints(shown.folder)[-1].model
     changes = ["steps=12", "batch.prompts_per_step=96", f"teacher.path={teacher}"]
     before, after = reinforced("letters-distill", tmp_path / "run", warm, *changes)
@@ -155,7 +155,7 @@ def test_pairs_teach_which_answer_is_better_and_shuffled_ones_do_not(warm: Path,
         changes += ["data.held_out=100"]
         path = lines(tmp_path / name, given)
         outcome = trained("letters-dpo", tmp_path / name / "run", *changes, f"data.path={path}")
-        # No pair is met twice: the loss of a step is that of pairs which nobody has learnt from.
+        # No pair is met twice: the loss of a step is that of pairs which nobody has learned from.
         losses = [report["loss"] for report in outcome.reports]
         found[name] = sum(losses[-6:]) / 6
         assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the policy is its own reference

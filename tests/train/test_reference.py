@@ -192,8 +192,8 @@ def test_grpo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, optimi
     cut = minibatches(learned, 3)
     assert sorted(i for rows in cut for i in rows) == scored
     assert cut != [scored[:4], scored[4:9], scored[9:]]
-    assert learned.placements[3] == learned.placements[9] == {"left_out": "no reward"}
-    assert learned.metrics["left_out/no_reward"] == 2
+    assert learned.placements[3] == learned.placements[9] == {"excluded": "no reward"}
+    assert learned.metrics["excluded/no_reward"] == 2
     for k, rows in enumerate(cut):
         chosen = [given[i] for i in rows]
         fractions.append(naive.clip_fraction(model, how, chosen))
@@ -269,7 +269,7 @@ def test_ppo(monkeypatch: pytest.MonkeyPatch, packed: bool, budget: int, kl_in: 
     else:
         naive.gae(scored, 0.99, 0.95)
     naive.whitened(scored)
-    assert learned.placements[5] == learned.placements[10] == {"left_out": "no reward"}
+    assert learned.placements[5] == learned.placements[10] == {"excluded": "no reward"}
     movers = [naive.optimizer_of(each, list(of.parameters())) for each, of in ((how, model), (slow, judge))]
     losses: list[tuple[float, float]] = []
     for k, rows in enumerate(minibatches(learned, 2)):

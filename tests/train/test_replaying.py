@@ -369,7 +369,7 @@ def test_records_of_another_trainer_have_no_places() -> None:
         one.verdict for one in step_replay.compare_plans([{}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}])
     ] == [step_replay.NOT_COMPARED]
     moved = step_replay.compare_plans(
-        [{"left_out": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}]
+        [{"excluded": "zero advantage"}], [{"minibatch": 0, "micro_batch": 0, "weight": 1.0}]
     )
     assert moved[0].verdict == step_replay.DIFFERS
 

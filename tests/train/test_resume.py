@@ -1,5 +1,5 @@
 """A run that is killed, at any point, and started again by the same command comes to what it would have come to: the
-same records by the same ids, learnt from in the same steps, the same losses and the same weights, bit for bit.
+same records by the same ids, learned from in the same steps, the same losses and the same weights, bit for bit.
 
 Lives of the command are children of a `Nursery`, killed at named points (`rollbook.book.disk`).
 """
@@ -50,8 +50,8 @@ DEATHS = {
     ],
     "after each step": [("stepped", 1), ("stepped", 2), ("stepped", 3), ("stepped", 2), ("stepped", 3), ("stepped", 2)],
     "inside a step": [
-        *(("made", 1), ("after sync", 1), ("appended", 2), ("learnt", 1), ("learnt", 3)),
-        *(("during ack", 1), ("acknowledged", 2), ("acknowledged", 3), ("learnt", 2)),
+        *(("collected", 1), ("after sync", 1), ("appended", 2), ("learned", 1), ("learned", 3)),
+        *(("during ack", 1), ("acknowledged", 2), ("acknowledged", 3), ("learned", 2)),
     ],
     "while it saves": [
         *(("book's checkpoint", 2), ("model saved", 1), ("before rename", 1), ("after rename", 1)),
@@ -119,7 +119,7 @@ def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expect
     assert life.code == 0
     assert "has done 6 steps" in life.said and "Increase it to continue" in life.said
     assert "all 6 steps were done before" in life.said and "after     avg@1" in life.said
-    assert "learnt" not in life.points and "before commit" not in life.points
+    assert "learned" not in life.points and "before commit" not in life.points
     changed = {name for name, data in seen(folder).items() if before.get(name, b"") != data}
     assert changed == {"config.yaml"}  # `out` is another one here
     assert nursery.live(command(folder)).code == 0 and seen(folder).keys() == before.keys()
@@ -138,7 +138,7 @@ def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -
     other = tmp_path / "other"
     assert nursery.live(command(other, *changes)).code == 0
     assert Lineage.of(other).differences(Lineage.of(folder)) == []
-    # Evaluations change nothing of what is learnt.
+    # Evaluations change nothing of what is learned.
     constant = Lineage.of(folder).ledger["trained"]
     assert constant == expected.ledger["trained"]
 

@@ -200,7 +200,7 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     seeded()
     folder = tmp_path / "killed"
     first = trainer(folder, setting)
-    disk.watch_failpoints(dying("learnt", 4 if name != "dropped groups" else 3))
+    disk.watch_failpoints(dying("learned", 4 if name != "dropped groups" else 3))
     with pytest.raises(Died):
         first.run(5)
     disk.watch_failpoints(None)
@@ -230,14 +230,14 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
 
 
 def test_the_settings_do_what_they_are_for(tmp_path: Path) -> None:
-    """What is tested above is there: groups are dropped and made up for, records are learnt from again."""
+    """What is tested above is there: groups are dropped and made up for, records are learned from again."""
     seeded()
     made = trainer(tmp_path / "dropped", SETTINGS["dropped groups"])
     reports = made.run(5)
-    assert made.book.counts().dropped["constant group"] > 0 and sum(one["made"] for one in reports) > 5 * 12
+    assert made.book.counts().dropped["constant group"] > 0 and sum(one["collected"] for one in reports) > 5 * 12
     made = trainer(tmp_path / "replay", SETTINGS["replay"])
     reports = made.run(5)
-    assert any(len(steps) > 1 for steps in trained_steps(made.book).values()) and "made" not in reports[1]
+    assert any(len(steps) > 1 for steps in trained_steps(made.book).values()) and "collected" not in reports[1]
     made = trainer(tmp_path / "random", SETTINGS["random rewards"])
     made.run(1)
     other = trainer(tmp_path / "another", SETTINGS["random rewards"])

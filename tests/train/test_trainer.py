@@ -170,7 +170,7 @@ def test_a_step_in_which_everything_failed_is_an_error(broken: str) -> None:
     assert all(not row.advantages.any() for row in rows)
 
 
-def test_a_sample_that_failed_is_left_out() -> None:
+def test_a_sample_that_failed_is_excluded() -> None:
     def sometimes(response_ids: list[int], eid: Any) -> float:
         if eid.run == 1:
             raise OSError("no server")
@@ -179,7 +179,7 @@ def test_a_sample_that_failed_is_left_out() -> None:
     actor, _ = models()
     run = trainer(actor, AlgorithmConfig.preset("dr_grpo", group_size=3), reward=sometimes)
     report = run.step()
-    assert report["left_out/no_reward"] == 2 and report["reward/errors"] == 2 and report["reward"] == 1.0
+    assert report["excluded/no_reward"] == 2 and report["reward/errors"] == 2 and report["reward"] == 1.0
     for row in run.book.get(report.uids):
         expected = {0: -1.0, 1: 0.0, 2: 1.0}[row.eid.run]
         assert row.advantages.tolist() == [expected] * len(row.advantages)
@@ -239,10 +239,10 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
     for name in ("loss", "kl", "grad_norm", "rows"):
         assert report[name] == pytest.approx(expected.metrics[name], rel=1e-6), name
     assert equal(weights(actor), weights(other.actor))
-    assert report["left_out/no_reward"] == 1 and report["reward"] == 0.5
+    assert report["excluded/no_reward"] == 1 and report["reward"] == 0.5
     traced = trace_step(book, 1)
     places = dict(zip(traced.uids, traced.placements, strict=True))
-    assert places["0/0/2/0/"] == {"left_out": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5
+    assert places["0/0/2/0/"] == {"excluded": "no reward"} and places["0/0/0/0/"]["weight"] == 0.5
 
 
 # --- mistakes of a first script ---------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class UpdateResult:
         metrics: Means over the updates: `loss`, `policy/...`, `kl`, `entropy`, `grad_norm`, `lr`, `critic/...`, and
             counts.
         placements: [N] For each record `minibatch`, `micro_batch` and `weight` (its fraction of the minibatch's loss
-            tokens), as lists if there are several passes; or `left_out` and the reason.
+            tokens), as lists if there are several passes; or `excluded` and the reason.
         updates: Number of updates that changed the weights.
         skipped: Number of updates that were skipped because the loss or a gradient was not finite.
     """
@@ -371,7 +371,7 @@ class Learner:
             drop_zero_advantages=self.minibatch.drop_zero_advantages,
             version=step - 1,
         )
-        placements: list[dict[str, Any]] = [{"left_out": rows.left_out.get(i, "")} for i in range(rows.record_count)]
+        placements: list[dict[str, Any]] = [{"excluded": rows.excluded.get(i, "")} for i in range(rows.record_count)]
         sums: dict[str, list[float]] = {}
         updates = skipped = 0
         critic_only = step <= self.algorithm.critic_warmup

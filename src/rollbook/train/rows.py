@@ -40,7 +40,7 @@ class TrainRows:
     ...     for i, a in enumerate((1.0, 0.0, -1.0))
     ... )
     >>> rows = TrainRows.from_records(records, AlgorithmConfig.preset("grpo", kl_coef=0.0), drop_zero_advantages=True)
-    >>> len(rows), rows.sources.tolist(), rows.left_out
+    >>> len(rows), rows.sources.tolist(), rows.excluded
     (2, [0, 2], {1: 'zero advantage'})
     """
 
@@ -56,7 +56,7 @@ class TrainRows:
     """[B] For preference pairs: whether a row is the chosen answer."""
     expert: list[bool] | None = None
     """[B] For mixed data: whether a row is from an expert."""
-    left_out: dict[int, str] = field(default_factory=dict)
+    excluded: dict[int, str] = field(default_factory=dict)
     """Indices of the records without a row, with the reason."""
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -291,7 +291,7 @@ class TrainRows:
         """Leave out rows without a token in the loss and, if `drop_zero_advantages`, rows whose advantages are 0."""
         masks = self._read_masks()
         empty = np.flatnonzero(_count_tokens(masks) == 0).tolist()
-        reasons: dict[int, str] = dict.fromkeys(empty, "no token that counts")
+        reasons: dict[int, str] = dict.fromkeys(empty, "no trainable token")
         if drop_zero_advantages:
             advantages = self.records.values("advantages")
             for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
@@ -305,8 +305,8 @@ class TrainRows:
         if not reasons:
             return
         for i, reason in reasons.items():
-            self.left_out[int(self.sources[i])] = reason
-            metric = f"left_out/{reason.replace(' ', '_')}"
+            self.excluded[int(self.sources[i])] = reason
+            metric = f"excluded/{reason.replace(' ', '_')}"
             self.metrics[metric] = self.metrics.get(metric, 0.0) + 1.0
         remaining = np.setdiff1d(np.arange(len(self)), list(reasons))
         self.records, self.sources = self.records.take(remaining), self.sources[remaining]

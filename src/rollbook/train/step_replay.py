@@ -43,7 +43,7 @@ from rollbook.train.user_code import check_trusted
 __all__ = ["Comparison", "CounterfactualResult", "RecordChange", "ReplayResult", "StepRecords", "Tolerance", "replay"]
 
 SAME, ROUNDING, DIFFERS, NOT_COMPARED = "same", "differs by rounding", "differs", "not compared"
-_PLACEMENT_KEYS = ("minibatch", "micro_batch", "weight", "left_out")
+_PLACEMENT_KEYS = ("minibatch", "micro_batch", "weight", "excluded")
 
 Numbers = float | Sequence[float] | NDArray[np.float64] | torch.Tensor
 """A number of a record, or one for each of its tokens."""
@@ -116,7 +116,7 @@ def metric_order(name: str) -> tuple[int, str]:
     if name in _LEADING_METRICS:
         return _LEADING_METRICS.index(name), ""
     return (
-        len(_LEADING_METRICS) if "/" in name and not name.startswith("left_out/") else len(_LEADING_METRICS) + 1
+        len(_LEADING_METRICS) if "/" in name and not name.startswith("excluded/") else len(_LEADING_METRICS) + 1
     ), name
 
 
@@ -187,7 +187,7 @@ def compare_plans(recorded: Sequence[Mapping[str, Any]], recomputed: Sequence[Ma
     checks: list[Comparison] = []
     pairs = list(zip(recorded, recomputed, strict=True))
     for name, quantity in (("minibatch", "plan: minibatches"), ("micro_batch", "plan: micro-batches")):
-        names = (name, "left_out") if name == "minibatch" else (name,)
+        names = (name, "excluded") if name == "minibatch" else (name,)
         different = sum(any(old.get(key) != new.get(key) for key in names) for old, new in pairs)
         counts = [
             str(len({str(placement[name]) for placement in side if name in placement}))
@@ -246,7 +246,7 @@ class StepRecords:
     Args:
         step: Number of the step.
         uids: [N] Ids, in the order of the lease, which is that of the batch.
-        placements: [N] What was acknowledged: `minibatch`, `micro_batch` and `weight`, or `left_out`.
+        placements: [N] What was acknowledged: `minibatch`, `micro_batch` and `weight`, or `excluded`.
         importance: [N] Sampling weights; `None` if the sampler has none.
         appends: Ids of the records that were appended together with some of these, if their data still exist.
         lost: Number of records of these appends without data.
@@ -1121,7 +1121,7 @@ class _Replay:
             self.notes.append(f"no metrics of step {run.step}: the run ended before they were written")
         for name in sorted(learned.metrics, key=metric_order):
             if name in recorded:
-                counts = name in COUNT_METRICS or name.startswith("left_out/")
+                counts = name in COUNT_METRICS or name.startswith("excluded/")
                 tolerance = EXACT_TOLERANCE if counts else self.result.tolerance
                 self.checks.append(compare_rows(name, [recorded[name]], [learned.metrics[name]], tolerance))
 

@@ -375,7 +375,7 @@ class Trainer:
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
                 records = self.completed(records, expert)
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)
-            hit_failpoint("learnt")
+            hit_failpoint("learned")
             with metrics.time("acknowledge"):
                 self._acknowledge(lease, step, result)
                 hit_failpoint("acknowledged")
@@ -454,7 +454,7 @@ class Trainer:
         missing, collected, appended, dropped, failures = self.prompts_per_step, 0, 0, 0, list[str | None]()
         for _ in range(1 + self.algorithm.refill):
             records = self.collect(prompts.take(missing, step), metrics)
-            hit_failpoint("made")
+            hit_failpoint("collected")
             try:
                 appended += self.book.append(records).admitted
             except ConflictError as error:
@@ -479,7 +479,7 @@ class Trainer:
             raise AllSamplesFailedError(
                 f"step {step}: all {collected} samples failed, or have no reward; the first: {failures[0]}"
             )
-        metrics.add({"made": float(collected), "dropped_groups": float(dropped)})
+        metrics.add({"collected": float(collected), "dropped_groups": float(dropped)})
         return appended
 
     def _warn_nothing_leased(self, step: int, metrics: Mapping[str, float], appended: int | None) -> None:
@@ -497,8 +497,8 @@ class Trainer:
             reason += f"; {', '.join(listed)}" if listed else ""
         elif not appended:
             reason = (
-                f"the {metrics['made']:g} records it generated are in the book already, from an earlier run with this "
-                "seed. Open another book, or pass that run's folder to continue it"
+                f"the {metrics['collected']:g} records it generated are in the book already, from an earlier run with "
+                "this seed. Open another book, or pass that run's folder to continue it"
             )
         elif metrics["dropped_groups"]:
             reason = "in every group all rewards were equal, and such groups are dropped"
