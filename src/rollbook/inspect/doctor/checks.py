@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
@@ -73,8 +74,7 @@ _CHECKS = (
     Check(
         "nans",
         "NaN/Inf",
-        "A reward, log-prob, advantage or other per-token value is NaN or infinite. One such token makes the gradient "
-        "of its batch NaN.",
+        "A reward or per-token value is NaN or infinite. One such token makes the gradient of its batch NaN.",
         "Records with NaN/Inf among their trained tokens, and records whose reward is NaN (not scored) or infinite.",
         ("nan_records", "nan_rewards"),
         "Drop them before training and find the source: log-probs of -inf, empty masks, a standard deviation of 0, a "
@@ -86,8 +86,8 @@ _CHECKS = (
         "Reward collapse",
         "The reward fell far below its earlier level, or no sample was ever rewarded.",
         "Recent median of step means against the best earlier window, measured above the 5th percentile of rewards. "
-        "The drop must exceed three standard errors (over groups and over steps), with three quarters of the recent "
-        "steps in its lower half. Constant rewards of 0 or less trigger it too.",
+        "The drop must exceed three standard errors (over groups and steps), with three quarters of the recent steps "
+        "in its lower half. Constant rewards of 0 or less also trigger it.",
         ("reward_collapse", "certainty"),
         "Return to a checkpoint before the drop; check learning rate, train-inference mismatch, grader and prompts.",
         reward_checks.check_reward_collapse,
@@ -128,8 +128,7 @@ _CHECKS = (
     Check(
         "zero-variance",
         "Zero-variance groups",
-        "All samples of a group have the same reward, so their advantages are 0. The finding counts solved groups, "
-        "unsolved groups and groups that the reward does not distinguish.",
+        "All samples of a group have the same reward, so their advantages are 0.",
         "Share of recent groups with two or more scored samples whose rewards are all equal (Wilson lower bound). "
         "Severity is low if those groups were dropped before training.",
         ("zero_variance", "groups", "certainty"),
@@ -179,9 +178,8 @@ _CHECKS = (
         "duplicates",
         "Duplicate samples",
         "Several samples of a group have identical responses, which shrinks the effective batch.",
-        "Share of responses that are redundant. Only responses with at least `duplicate_tokens` generated tokens "
-        "count, and records derived from others (`parent`) do not. Severity is low if most duplicates have a good "
-        "reward.",
+        "Share of redundant responses among those with at least `duplicate_tokens` generated tokens. Records derived "
+        "from others (`parent`) are excluded. Severity is low if most duplicates have a good reward.",
         ("duplicates", "duplicate_tokens", "good_reward"),
         "Use a different seed per sample; look for records written twice; raise the temperature.",
         rollout_checks.check_duplicates,
@@ -224,8 +222,8 @@ _CHECKS = (
         "reward-follows-length",
         "Reward follows length",
         "Within a group, the longer (or shorter) response nearly always has the higher reward.",
-        "Somers' d between reward and length over pairs of a group with different rewards, its lower bound clustered "
-        "by group, and the same weighted by reward difference. Truncated samples are excluded.",
+        "Somers' d between reward and length over pairs of a group with different rewards (lower bound clustered by "
+        "group), also weighted by reward difference. Truncated samples are excluded.",
         ("length_reward", "certainty"),
         "Remove length from the reward, or compare responses of equal length.",
         reward_checks.check_reward_follows_length,
@@ -233,8 +231,7 @@ _CHECKS = (
     Check(
         "reward-follows-format",
         "Reward follows format",
-        "A reward part named after format (format, template, tags, schema, boxed, ...) decides the reward, and the "
-        "other parts are constant or have no influence.",
+        "A part of the reward named after format (format, template, tags, schema, boxed, ...) decides the reward.",
         "Somers' d between reward and that part within groups is at least `format_reward`, and no other part exceeds "
         "`influence` over the pairs in which it differs.",
         ("format_reward", "influence"),
@@ -245,9 +242,9 @@ _CHECKS = (
         "component-dominates",
         "One reward part dominates",
         "One part of the reward decides every comparison although others vary: their scales do not match.",
-        "The parts must add up to the reward (a linear fit finds the weights). Somers' d of one part within groups is "
-        "at least `dominance`, while others differ in at least `influence` of the pairs and none exceeds a d of "
-        "`influence` over the pairs in which it differs.",
+        "The parts must add up to the reward, up to weights. Somers' d of one part within groups is at least "
+        "`dominance`, while others differ in at least `influence` of the pairs and none exceeds a d of `influence` "
+        "over the pairs in which it differs.",
         ("dominance", "influence"),
         "Normalize the parts to one scale before adding them.",
         reward_checks.check_component_dominates,
@@ -266,10 +263,9 @@ _CHECKS = (
     Check(
         "keep-rate-bias",
         "Keep rate biased by length",
-        "Long samples are dropped more often than short ones (or the reverse), so the training distribution differs "
-        "from the policy's.",
+        "Long samples are dropped more often than short ones, or the reverse.",
         "Among samples trained on or dropped: share trained on in the shortest and in the longest quarter of each "
-        "step. Truncated samples are excluded, since they are often dropped on purpose.",
+        "step. Truncated samples are excluded.",
         ("keep_bias", "certainty"),
         "Check the drop reasons; resume long samples instead of dropping them.",
         rollout_checks.check_keep_bias,
@@ -433,10 +429,10 @@ def describe_checks() -> Iterator[dict[str, Any]]:
 
 
 def render_markdown() -> str:
-    """Return all checks and thresholds as Markdown."""
+    """Return all checks as Markdown, and the thresholds that belong to no single check."""
     lines = []
     for row in describe_checks():
-        thresholds = ", ".join(f"`{threshold['name']}` = {threshold['default']:g}" for threshold in row["thresholds"])
+        thresholds = ", ".join(f"`{threshold['name']}={threshold['default']:g}`" for threshold in row["thresholds"])
         lines += [
             f"### {row['title']} (`{row['id']}`)",
             "",
@@ -444,16 +440,19 @@ def render_markdown() -> str:
             "",
             f"*Method:* {row['method']}",
             "",
-            f"*Thresholds:* {thresholds}" + ("" if row["evaluation"] else ". Not run on evaluation records."),
+            f"*Thresholds:* {thresholds}",
             "",
             f"*Recommendation:* {row['recommendation']}",
             "",
         ]
-    lines += ["## Thresholds", "", "| name | default | meaning |", "|---|---|---|"]
-    lines += [
-        f"| `{threshold.name}` | {threshold.default:g} | {threshold_docs()[threshold.name]} |"
-        for threshold in fields(Thresholds)
-    ]
+    skipped_checks = ", ".join(f"`{check.id}`" for check in CHECKS.values() if not check.evaluation)
+    lines += [f"Not run on evaluation records: {skipped_checks}.", ""]
+    uses = Counter(name for check in CHECKS.values() for name in check.thresholds)
+    lines += ["## Common thresholds", "", "| name | default | meaning |", "|---|---|---|"]
+    for threshold in fields(Thresholds):
+        if uses[threshold.name] != 1:
+            meaning = threshold_docs()[threshold.name].replace("|", r"\|")
+            lines.append(f"| `{threshold.name}` | {threshold.default:g} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
