@@ -193,6 +193,7 @@ def test_rollouts_page() -> None:
         exec(code, scope)
     assert len(scope["batch"]) == 24 and scope["batch"].advantages.abs().max() > 0
     assert sum(scope["rewards"][-4:]) > sum(scope["rewards"][:4])  # GRPO learns
+    assert scope["learned"].updates == 2
     assert len(scope["value_losses"]) == 6 and all(loss == loss for loss in scope["value_losses"])
 
 
@@ -279,7 +280,7 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules.pop("largest", None)
     outcome = scope["outcome"]
     assert outcome.after.success > outcome.before.success + 0.1
-    assert scope["after"].success > scope["before"].success and scope["learned"].updates == 2
+    assert scope["after"].success > scope["before"].success
     assert len(scope["records"]) == 8 and scope["own"].needs_reference
     for name, one in presets().items():
         estimator = "–" if one.estimator is None else f"`{one.estimator}`"
