@@ -399,10 +399,8 @@ def test_numbers_of_the_page_about_peers() -> None:
             continue
         table = {row[0]: row for row in rows_of(text)}
         assert set(table) == set(peers.PAGE[title]), title
-        column = next(i for i, name in enumerate(table_head(text)) if name not in ("framework", "how", "eps"))
+        column = next(i for i, name in enumerate(table_head(text)) if name not in ("framework", "eps"))
         for who, row in table.items():
-            ran = who.partition(",")[0] in {"verl", "Trinity-RFT"}
-            assert row[1] == ("ran" if ran else "formula"), (title, who)
             shown(row[column], peers.PAGE[title][who](), f"{title}: {who}")
             for call in re.findall(r"`([^`]+)`", row[-1]):
                 given = re.match(r"(\d+): ", row[-1])

@@ -96,8 +96,8 @@ _CHECKS = (
         "evaluation-falls",
         "Held-out reward drops",
         "The policy does worse on held-out prompts than in an earlier evaluation.",
-        "Mean reward of the last evaluation against the best earlier one, paired by prompt. The drop must exceed a "
-        "share of the reward range and `certainty` standard errors.",
+        "Last evaluation against the best earlier one, paired by prompt. The drop must exceed a share of the reward "
+        "range and `certainty` standard errors.",
         ("evaluation_fall", "certainty", "groups"),
         "Return to the best checkpoint; check for overfitting, reward hacking or a high learning rate.",
         reward_checks.check_evaluation_falls,
@@ -117,9 +117,8 @@ _CHECKS = (
         "entropy-collapse",
         "Entropy collapse",
         "The policy is nearly deterministic: samples of a group become identical and exploration stops.",
-        "Recent median of step means of the per-token entropy: below a floor, or a drop from the early steps with a "
-        "Mann-Kendall trend. Without recorded entropies, the trend of the mean -log-prob is used. Severity is low if "
-        "the reward rose to a good level.",
+        "Recent median of step means: below a floor, or a drop from the early steps with a Mann-Kendall trend. Without "
+        "recorded entropies, the trend of the mean -log-prob is used. Severity is low if the reward is good.",
         ("entropy_floor", "entropy_fall", "trend", "good_reward"),
         "Clip-higher, an entropy bonus, temperature 1, a lower learning rate, or an earlier checkpoint.",
         rollout_checks.check_entropy_collapse,
@@ -129,8 +128,8 @@ _CHECKS = (
         "zero-variance",
         "Zero-variance groups",
         "All samples of a group have the same reward, so their advantages are 0.",
-        "Share of recent groups with two or more scored samples whose rewards are all equal (Wilson lower bound). "
-        "Severity is low if those groups were dropped before training.",
+        "Share of recent groups with equal rewards (Wilson lower bound). Severity is low if they were dropped before "
+        "training.",
         ("zero_variance", "groups", "certainty"),
         "Solved: harder prompts. Unsolved: easier prompts, more samples, partial credit. Both: dynamic sampling.",
         reward_checks.check_zero_variance,
@@ -140,8 +139,7 @@ _CHECKS = (
         "length-explosion",
         "Length explosion",
         "Responses grew several times longer while the reward did not rise.",
-        "Recent against early median of step means of the response length, with a rising Mann-Kendall trend. Not "
-        "triggered if the reward rose.",
+        "Recent against early median of step means, with a rising Mann-Kendall trend.",
         ("length_growth", "length_gain", "trend"),
         "Check the loss for a length bias, add a soft overlong penalty, and mask truncated responses.",
         rollout_checks.check_length_explosion,
@@ -168,8 +166,8 @@ _CHECKS = (
         "repetition-loops",
         "Repetition loops",
         "Responses repeat the same text over and over.",
-        "Share of samples with at least `loop_share` repetition (a loop at the end, or repeated 8-grams), or truncated "
-        "inside a loop.",
+        "Share of samples with at least `loop_share` repetition (a loop at the end, repeated 8-grams), or truncated in "
+        "a loop.",
         ("loops", "loop_share"),
         "Give loops the lowest reward; check end-of-text token, stop strings and sampling.",
         rollout_checks.check_loops,
@@ -188,8 +186,7 @@ _CHECKS = (
     Check(
         "train-inference-mismatch",
         "Train-inference mismatch",
-        "The trainer assigns the sampled tokens other probabilities than the engine did, which makes every update "
-        "off-policy.",
+        "Trainer and engine give the sampled tokens different probabilities, which makes every update off-policy.",
         "Mean of |old_logprobs - logprobs| over a sample's trained tokens: share of samples above `mismatch`, over "
         "the run and per step. Samples more than `mismatch_lag` versions old are excluded.",
         ("mismatch", "mismatch_share", "mismatch_lag"),
@@ -211,8 +208,8 @@ _CHECKS = (
         "advantage-mean",
         "Advantages not centered",
         "The mean advantage is not zero: all responses are pushed up (or down) regardless of quality.",
-        "Mean over samples and mean over tokens, in standard deviations, both on the same side of 0 and at least four "
-        "standard errors away (clustered by group).",
+        "Means over samples and over tokens, in standard deviations, both on one side of 0 and at least four standard "
+        "errors away (clustered by group).",
         ("advantage_mean", "certainty"),
         "Subtract a baseline after shaping and filtering; center complete groups.",
         reward_checks.check_advantage_mean,
@@ -438,9 +435,7 @@ def render_markdown() -> str:
             "",
             row["description"],
             "",
-            f"*Method:* {row['method']}",
-            "",
-            f"*Thresholds:* {thresholds}",
+            f"*Method* ({thresholds}): {row['method']}",
             "",
             f"*Recommendation:* {row['recommendation']}",
             "",
