@@ -29,7 +29,7 @@ test-gpu:  ## on a machine with a CUDA device, with the Python that has its torc
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_kernels
-	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_making
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_rollouts
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_training
 
 VLLM_PYTHON ?= $(CURDIR)/.vllm/bin/python

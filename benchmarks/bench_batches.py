@@ -55,7 +55,7 @@ BATCH_COLUMNS = "from_experiences, from columns"
 APPEND = "split and unpad, by NaiveReplayBuffer.append"
 SPLIT_FUSED = "split and unpad, by one call"
 SPLIT_TWO = "split and unpad, by two calls"
-SPLIT_READ = "split and unpad, by one call, every field asked for"
+SPLIT_READ = "split and unpad, by one call, every field read"
 SAMPLES = "50 minibatches of 8, by NaiveReplayBuffer.sample"
 
 BATCH_SIZE = 512
@@ -288,7 +288,7 @@ def their_items(rollout: Rollout) -> list[lightrft_technique.Item]:
 
 
 def compact(items: Sequence[lightrft_technique.Item]) -> list[lightrft_technique.Item]:
-    """The same items on memory of their own."""
+    """Copies of the items."""
     names = lightrft_technique.TENSORS
     return [replace(item, **{name: getattr(item, name).clone() for name in names}) for item in items]
 
@@ -436,7 +436,7 @@ def measure_pins(rollout: Rollout) -> list[Measured]:
         "data in the items": rollout.payload_bytes,
         "kept alive by LightRFT's items": kept_alive(theirs),
         "kept alive by Rollbook's items": kept_alive(our_items(rollout)),
-        "kept alive by Rollbook's items, every field asked for": kept_alive(ask(our_items(rollout))),
+        "kept alive by Rollbook's items, every field read": kept_alive(ask(our_items(rollout))),
         "data in the first item": sum(getattr(theirs[0], name).nbytes for name in lightrft_technique.TENSORS),
         "kept alive by the first of LightRFT's items": kept_alive(theirs[0]),
         "kept alive by the first of Rollbook's items": kept_alive(our_items(rollout)[0]),
@@ -469,7 +469,7 @@ def proportions(times: Times) -> dict[str, str]:
     """How the technique's times stand to its time for batching, over how LightRFT's stood: 1 is the same relation."""
     scale = {name: times.median_ms(name) / stated for name, stated in LIGHTRFT_MS.items()}
     return {
-        f"{name}, relation to batching over the original's": f"{scale[name] / scale[THEIR_BATCH]:.2f}"
+        f"{name}, ratio to batching, relative to LightRFT's own": f"{scale[name] / scale[THEIR_BATCH]:.2f}"
         for name in (THEIR_SPLIT, THEIR_SAMPLES)
     }
 

@@ -42,7 +42,7 @@ COLUMNS = ("tokens", "logprobs", "advantages", "returns", "action_mask", "reward
 """What a trainer reads."""
 
 THEIR_READ = "Trinity query of all"
-THEIR_ROWS = "Trinity query of all, every field asked for"
+THEIR_ROWS = "Trinity query of all, every field read"
 THEIR_CLAIMS = "Trinity read of 8 at a time"
 THEIR_QUEUE = "Trinity queue put and get"
 
@@ -516,8 +516,8 @@ def million(options: Options) -> Report:
     ledger = places[STEPS[-1]].folder / "book" / "ledger.sqlite"
     facts = {
         "records": f"{STEPS[-1]:,}",
-        "calls in a time": CALLS,
-        "on": "a file system in memory" if quick else "a disk",
+        "calls per timing": CALLS,
+        "on": "an in-memory file system" if quick else "a disk",
         "MB of ledger": round(ledger.stat().st_size / 1e6),
     }
     return Report("The book: a million records", facts, times, results)
@@ -570,7 +570,7 @@ def run(options: Options) -> Report:
         "experiences": n,
         "rounds": rounds,
         "MB": round(workload.payload_bytes / 1e6, 1),
-        **{f"records a second, {name},": round(n * 1e3 / times.median_ms(name)) for name in rates},
+        **{f"records per second, {name},": round(n * 1e3 / times.median_ms(name)) for name in rates},
         **memory,
     }
     return Report("The book", facts, times, [times.compare(c) for c in comparisons(SIZES, books.server is not None)])

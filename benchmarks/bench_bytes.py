@@ -20,7 +20,7 @@ from rollbook.core.wire import decode, encode
 
 THEIR_WRITE = "Trinity serialize_many"
 THEIR_READ = "Trinity deserialize_many"
-THEIR_ROWS = "Trinity deserialize_many, every field asked for"
+THEIR_ROWS = "Trinity deserialize_many, every field read"
 FROM_ROWS = "write from rows"
 FROM_COLUMNS = "write from columns, fresh bytes"
 FROM_COLUMNS_REUSED = "write from columns, reused buffer"
@@ -28,7 +28,7 @@ OPEN = "open, header, schema and offsets checked"
 OPEN_VERIFIED = "open, every byte verified"
 OPEN_TOUCHED = "open and read every byte"
 OPEN_ROWS = "open and make rows"
-OPEN_ROWS_READ = "open and make rows, every field asked for"
+OPEN_ROWS_READ = "open and make rows, every field read"
 
 ROUNDS = 7
 COMPARISONS = (

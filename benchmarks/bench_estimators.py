@@ -205,7 +205,7 @@ def run_gae(
     facts: dict[str, Any] = {f"tokens of {what}:": f"{sum(tokens.lengths):,} of {rows * width:,} slots"}
     if full and (rows, width) == SHAPES[0]:
         loop = times.median_ms(theirs)
-        facts["the loop's relation to a compiled scan and to numpy, over the original's:"] = (
+        facts["the loop's ratio to a compiled scan and to numpy, relative to LightRFT's own:"] = (
             f"{loop / times.median_ms(mine) / (LIGHTRFT_MS / COMPILED_MS):.2f}, "
             f"{loop / times.median_ms(numpy_) / (LIGHTRFT_MS / NUMPY_MS):.2f}"
         )

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.bench_making import model as make_model
+from benchmarks.bench_rollouts import model as make_model
 from benchmarks.bench_training import drawn, ends_of
 from rollbook.rollout import TransformersEngine
 

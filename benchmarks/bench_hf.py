@@ -16,11 +16,11 @@ from rollbook.core.experience import Experience
 from rollbook.io.hf import from_hf
 
 THEIR_TO = "Trinity to_hf_datasets"
-THEIR_FROM = "Trinity from_hf_datasets, every field asked for"
+THEIR_FROM = "Trinity from_hf_datasets, every field read"
 TO_FROM_ROWS = "to, from rows"
 TO_FROM_COLUMNS = "to, from columns"
 FROM_AS_COLUMNS = "from, as columns"
-FROM_AS_ROWS = "from, as rows, every field asked for"
+FROM_AS_ROWS = "from, as rows, every field read"
 
 ROUNDS = 5
 COMPARISONS = (

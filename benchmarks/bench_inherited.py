@@ -34,12 +34,12 @@ ROUNDS = 9
 GROUP = 8
 GAMMA, LAMBD = 0.99, 0.95
 NOTES = """\
-LightRFT's split and unpadded items are views: they alias the batch and keep all of it alive. What is written into the
-batch or an item of Rollbook's does not reach the other. In the rows "on memory of their own" LightRFT's tensors are
-therefore copied, padding and all; Rollbook's split copies what is attended, and reads padding from the batch when an
-item is read. Beside views without a copy, `split_experience_batch` takes about three times as long for both sizes:
-reading the mask (38 MB for 512 samples) and copying (25 MB) take longer than making views. The split followed by
-`remove_padding_in_sequences`, as a buffer does it, is timed beside views.
+LightRFT's split and unpadded items are views that keep the whole batch alive. Rollbook's items do not share memory with
+the batch. In the rows "copied items" LightRFT's tensors are therefore copied, including padding. Rollbook's split
+copies attended tokens and reads padding from the batch when an item is read. Compared with views,
+`split_experience_batch` takes about three times as long: reading the mask (38 MB for 512 samples) and copying (25 MB)
+take longer than creating views. The split followed by `remove_padding_in_sequences`, as in a buffer, is compared with
+views.
 
 Both sides call the same models once each, under `no_grad`, and set them to evaluation mode and back to training mode,
 as LightRFT does. The actor, the reference and the critic are modules that return ready tensors; the reward model is a
@@ -265,7 +265,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             few,
         ),
         Pair(
-            "split_experience_batch, items on memory of their own",
+            "split_experience_batch, copied items",
             lambda batch: technique.owned(technique.split_experience_batch(batch)),
             replay_buffer.split_experience_batch,
             rollout.theirs,
@@ -281,7 +281,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             few,
         ),
         Pair(
-            "remove_padding_in_sequences, items that were read, on memory of their own",
+            "remove_padding_in_sequences, copied items that were read",
             lambda items: technique.owned(technique.remove_padding_in_sequences(items)),
             replay_buffer.remove_padding_in_sequences,
             split_theirs,
@@ -424,8 +424,9 @@ def run(options: Options) -> Report:
     table = "\n".join(lines)
     command = f"python -m benchmarks.bench_inherited --rounds {rounds}"
     RESULTS.joinpath("inherited.md").write_text(
-        f"## Inherited functions beside LightRFT's technique\n\nMade by `{command}`: ratios of the fastest of "
-        f"{rounds} interleaved rounds in CPU time, one thread. Higher is better. The spread is that of single rounds."
+        f"## Inherited functions compared with LightRFT's technique\n\nMeasured by `{command}`: ratios of the "
+        f"fastest of {rounds} interleaved rounds in CPU time, one thread. Higher is better. The spread is that of "
+        "single rounds."
         f"\n\n{table}\n\n{NOTES}"
     )
     report = Report("Inherited functions", {"rounds": rounds, "sizes": SIZES}, times, results)

@@ -37,7 +37,7 @@ LIGHTRFT_BF16 = "LightRFT's technique, bfloat16"
 READ = "reading the logits once (amax)"
 POWERS = "a power of each logit, into a reused row"
 HIDDEN = "from_hidden"
-WHOLE = "logits whole, then from_logits"
+WHOLE = "full logits, then from_logits"
 PRODUCT = "the product alone"
 
 ROUNDS = 5

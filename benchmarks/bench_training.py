@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import rollbook
-from benchmarks.bench_making import GIB, model
+from benchmarks.bench_rollouts import GIB, model
 from rollbook.models import Actor
 from rollbook.rollout import TransformersEngine
 from rollbook.train import AlgorithmConfig, MinibatchConfig, OptimizerConfig, Prompts, Trainer
@@ -149,17 +149,17 @@ class Ours:
     def step(self, prompts: list[list[int]]) -> dict[str, float]:
         self.trainer.prompts = Prompts([{"prompt": one} for one in prompts], shuffle=False)
         report = self.trainer.step()
-        making = sum(report[f"{name}/seconds"] for name in ("policy", "reference", "reward", "advantages"))
+        scoring = sum(report[f"{name}/seconds"] for name in ("policy", "reference", "reward", "advantages"))
         return {
             "sampled": report["rollout/tokens"],
             "tokens": report["tokens"],
             "generation": report["rollout/seconds"],
-            "making": making,
+            "scoring": scoring,
             "training": report["update/seconds"],
             "book": report["lease/seconds"]
             + report["acknowledge/seconds"]
             + report["collect/seconds"]
-            - making
+            - scoring
             - report["rollout/seconds"],
         }
 
@@ -211,7 +211,7 @@ class Plain:
             ref = torch.cat([self.log_probs(self.reference, tokens[p], attention[p], width) for p in parts])
         rewards = ((response * mask).sum(1) % 7).float().view(-1, GROUP)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-        made = wait(self.device)
+        scored = wait(self.device)
         self.model.train()
         count = mask.sum()
         for p in parts:
@@ -233,8 +233,8 @@ class Plain:
             "sampled": float(mask.sum()),
             "tokens": float(attention.sum()),
             "generation": sampled - begun,
-            "making": made - sampled,
-            "training": done - made,
+            "scoring": scored - sampled,
+            "training": done - scored,
             "book": 0.0,
         }
 
@@ -283,27 +283,27 @@ def report(found: dict[str, Any]) -> str:
         return statistics.median(name(row) if callable(name) else row[name] for row in sides[side])
 
     rows = [
-        ("generation, tokens sampled a second", lambda r: r["sampled"] / r["generation"], ",.0f"),
+        ("generation, tokens per second", lambda r: r["sampled"] / r["generation"], ",.0f"),
         (
-            "making (log-probs of policy and reference, advantages), tokens a second",
-            lambda r: r["tokens"] / r["making"],
+            "log-probs of policy and reference, advantages: tokens per second",
+            lambda r: r["tokens"] / r["scoring"],
             ",.0f",
         ),
-        ("training, tokens a second", lambda r: r["tokens"] / r["training"], ",.0f"),
-        ("seconds a step", "seconds", ".2f"),
-        ("of them generation", "generation", ".2f"),
-        ("making", "making", ".2f"),
-        ("training", "training", ".2f"),
-        ("records, book, leases", "book", ".2f"),
+        ("training, tokens per second", lambda r: r["tokens"] / r["training"], ",.0f"),
+        ("seconds per step", "seconds", ".2f"),
+        ("- generation", "generation", ".2f"),
+        ("- log-probs and advantages", "scoring", ".2f"),
+        ("- training", "training", ".2f"),
+        ("- records, book, leases", "book", ".2f"),
         ("share of a step outside the model", "outside", ".1%"),
         ("peak memory, GiB", "peak_gib", ".1f"),
     ]
     lines = [
-        "# A GRPO step of a model of 0.5B parameters",
+        "# GRPO step of a 0.5B model",
         "",
         f"{found['device']}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}; "
         f"`python -m benchmarks.bench_training`: {found['options']['prompts']} prompts x {GROUP}, medians of "
-        f"{found['options']['rounds']} rounds after one that warms up.",
+        f"{found['options']['rounds']} rounds after a warm-up round.",
         "",
         "| | trainer | plain padded loop | ratio |",
         "|---|---|---|---|",

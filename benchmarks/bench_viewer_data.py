@@ -113,8 +113,8 @@ def questions(answers: Answers, steps: int) -> dict[str, Callable[[], Any]]:
         "filter by text over all": lambda: answers.list(filter=f'opening ~ "question {next(turn) % 800}:"'),
         "group filter over all": lambda: answers.list("groups", filter="zero_variance and truncated", sort="-step"),
         "group": lambda: answers.group(gids[next(turn) * 7919 % len(gids)]),
-        "neighbours of a sample": lambda: answers.neighbors(uids[next(turn) * 7919 % len(uids)]),
-        "look here": lambda: (setattr(answers, "_looked", None), answers.findings()),
+        "neighbors of a sample": lambda: answers.neighbors(uids[next(turn) * 7919 % len(uids)]),
+        "findings": lambda: (setattr(answers, "_looked", None), answers.findings()),
         "compare 3 steps with 3": lambda: answers.compare(three(), three()),
         "search: phrase": lambda: answers.search("let me verify this"),
         "search: rare phrase": lambda: answers.search(f"question {next(turn) % 800}"),
@@ -171,7 +171,7 @@ def report(count: int, rounds: int, seed: int, scratch: Path | None) -> dict[str
             times[name] = [timed(ask) for _ in range(rounds)]
             print(f"{name}: {statistics.median(times[name]):.1f} ms", file=sys.stderr)
         idle = [timed(lambda: source.refresh(index)) for _ in range(rounds)]
-        times["a look at a book in which nothing is new"] = idle
+        times["check for new records, none"] = idle
         for name, arguments in commands(answers, count // STEP).items():
             command = [sys.executable, "-m", "rollbook.cli", "show", str(folder / "book"), *arguments]
             times[name] = [
@@ -189,9 +189,9 @@ def report(count: int, rounds: int, seed: int, scratch: Path | None) -> dict[str
                 "rounds": rounds,
                 "index from the ledger, s": round(ledger, 2),
                 "index from the tokens, s": round(measured, 2),
-                "microseconds a record": round(measured / total * 1e6, 1),
+                "microseconds per record": round(measured / total * 1e6, 1),
                 "MB of index": round(size / 1e6, 1),
-                "texts made searchable, s": round(texts, 2),
+                "text index, s": round(texts, 2),
                 "MB with texts": round(with_texts / 1e6, 1),
             },
             "milliseconds": times,
@@ -204,7 +204,7 @@ def markdown(found: dict[str, Any]) -> str:
     """The tables to print."""
     lines = ["## The viewer's data: a book of many trajectories", ""]
     lines += [", ".join(f"{name} {value:,}" for name, value in found["facts"].items()), ""]
-    lines += ["| question | median ms | spread |", "|---|---|---|"]
+    lines += ["| query | median ms | spread |", "|---|---|---|"]
     for name, times in found["milliseconds"].items():
         lines.append(f"| {name} | {statistics.median(times):.1f} | {min(times):.1f}-{max(times):.1f} |")
     return "\n".join(lines) + "\n"

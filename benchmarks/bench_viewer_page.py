@@ -1,4 +1,4 @@
-"""Sixteen samples of 8,192 tokens in a browser: painted, recoloured, scrolled together; and the page that holds them.
+"""Sixteen samples of 8,192 tokens in a browser: painted, recolored, scrolled together; and the page that holds them.
 
 Run as `python -m benchmarks.bench_viewer_page [--rounds 5] [--n 8192]` from the project root: `--n` is the length of a
 sample. Headless Chromium shows the viewer's panes and, in turn, one element for each token with an inline style and a
@@ -30,21 +30,21 @@ from tests.browser.chrome import Chrome, Page
 SAMPLES = 16
 LENGTH = 8_192
 ROUNDS = 5
-FIRST_PAINT_MS, RECOLOUR_MS, ELEMENTS = 400, 250, 40_000
+FIRST_PAINT_MS, RECOLOR_MS, ELEMENTS = 400, 250, 40_000
 """What the page may take at most."""
 
-WAYS = {"viewer": "panes", "elements": "an element for each token"}
+WAYS = {"viewer": "panes", "elements": "one element per token"}
 MEASURED = {
     "paint": "first paint",
-    "recolour": "recolour",
+    "recolor": "recolor",
     "scroll50": "scrolled frame, p50",
     "scroll95": "scrolled frame, p95",
 }
 COMPARISONS = (
-    Comparison("first paint", "first paint, panes", "first paint, an element for each token"),
-    Comparison("recolour", "recolour, panes", "recolour, an element for each token"),
-    Comparison("scrolled frame, p50", "scrolled frame, p50, panes", "scrolled frame, p50, an element for each token"),
-    Comparison("scrolled frame, p95", "scrolled frame, p95, panes", "scrolled frame, p95, an element for each token"),
+    Comparison("first paint", "first paint, panes", "first paint, one element per token"),
+    Comparison("recolor", "recolor, panes", "recolor, one element per token"),
+    Comparison("scrolled frame, p50", "scrolled frame, p50, panes", "scrolled frame, p50, one element per token"),
+    Comparison("scrolled frame, p95", "scrolled frame, p95, panes", "scrolled frame, p95, one element per token"),
 )
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>panes</title>
 <link rel="stylesheet" href="/static/theme.css"><link rel="stylesheet" href="/static/tokens.css">
@@ -196,7 +196,7 @@ def served(made: list[Trajectory]) -> Iterator[str]:
 
 
 def group_page(page: Page, address: str) -> dict[str, float]:
-    """The group page with a column for each sample: opened from another page of the same app, recoloured by key."""
+    """The group page with a column for each sample: opened from another page of the same app, recolored by key."""
     page.goto(f"{address}/#/nowhere")
     page.wait("!!document.querySelector('.failure')")
     found: dict[str, float] = page.eval(
@@ -214,7 +214,7 @@ def group_page(page: Page, address: str) -> dict[str, float]:
         start = performance.now();
         document.dispatchEvent(new KeyboardEvent("keydown", { key: "3", bubbles: true }));
         await painted();
-        const recolour = performance.now() - start;
+        const recolor = performance.now() - start;
         await pause(300);
         const pane = document.querySelector(".gp-column .tk-pane");
         pane.dispatchEvent(new WheelEvent("wheel", { bubbles: true }));
@@ -222,7 +222,7 @@ def group_page(page: Page, address: str) -> dict[str, float]:
         for (let i = 0; i < 60; i += 1) { pane.scrollTop += 45; await new Promise(requestAnimationFrame);
           const now = performance.now(); frames.push(now - last); last = now; }
         frames.sort((a, b) => a - b);
-        return { open, recolour, scroll50: frames[30], scroll95: frames[57], elements };
+        return { open, recolor, scroll50: frames[30], scroll95: frames[57], elements };
         })()"""
     )
     return found
@@ -256,18 +256,18 @@ def run(options: Options) -> Report:
                 pages.append(found)
     middle = {key: statistics.median(page[key] for page in pages) for key in pages[0]}
     first = times.median_ms("first paint, panes")
-    recolour = times.median_ms("recolour, panes")
-    within = first < FIRST_PAINT_MS and recolour < RECOLOUR_MS and max(elements["viewer"]) < ELEMENTS
+    recolor = times.median_ms("recolor, panes")
+    within = first < FIRST_PAINT_MS and recolor < RECOLOR_MS and max(elements["viewer"]) < ELEMENTS
     verdict = "met" if within else "MISSED"
     facts = {
         "samples": SAMPLES,
         "tokens each": length,
         "rounds": rounds,
         "elements, panes": max(elements["viewer"]),
-        "elements, an element for each token": max(elements["elements"]),
-        f"paint under {FIRST_PAINT_MS} ms, recolour under {RECOLOUR_MS} ms, under {ELEMENTS:,} elements": verdict,
+        "elements, one element per token": max(elements["elements"]),
+        f"paint under {FIRST_PAINT_MS} ms, recolor under {RECOLOR_MS} ms, under {ELEMENTS:,} elements": verdict,
         "group page of 16 columns, request to painted, ms": round_half(middle["open"]),
-        "recoloured by key, ms": round_half(middle["recolour"]),
+        "recolored by key, ms": round_half(middle["recolor"]),
         "scrolled together, p50 and p95 ms": f"{middle['scroll50']:.0f} and {middle['scroll95']:.0f}",
         "elements of the page": int(middle["elements"]),
     }

@@ -165,8 +165,8 @@ def bounded(scratch: Path | None, quick: bool) -> str:
     with Server(settings=CARELESS) as server:
         waits["PostgreSQL"] = measure(server.database(), counts["PostgreSQL"])
     lines = [
-        "Two consumers beside the new one; the folder lies "
-        f"{'in a file system in memory' if in_memory else 'on a disk'}, PostgreSQL runs without fsync. A second "
+        "Two consumers beside the new one; the folder is "
+        f"{'on an in-memory file system' if in_memory else 'on a disk'}, PostgreSQL runs without fsync. A second "
         "process appends one record after another while the call runs.\n",
         "| call | backend | records | seconds | appends meanwhile | longest append ms | target | |",
         "|---|---|---|---|---|---|---|---|",

@@ -40,7 +40,7 @@ ROUNDS = 3
 TOKENS = 100
 """Tokens of a record, half of them with log-probs: small records show the cost of a call."""
 MOST_CALLS = {8: 1600, 64: 500}
-"""Calls a second, of all processes together, that records are built for, unless the warm-up was slower."""
+"""Calls per second, of all processes together, that records are built for, unless the warm-up was slower."""
 RATIO = {1: 0.5}
 """The least part of the raw queue's rate, by number of processes; 0.3 for those not named."""
 MOST_P99 = 250.0
@@ -243,7 +243,7 @@ def crews(scratch: Path, tokens: int) -> Iterator[dict[str, Crew]]:
 
 
 def rate(timings: Sequence[Timing]) -> float:
-    """Calls a second of all processes together."""
+    """Calls per second of all processes together."""
     return sum(len(timing.latencies) / (timing.end - timing.start) for timing in timings if timing.latencies)
 
 
@@ -352,7 +352,7 @@ def scale(scratch: Path | None, rounds: int | None, seed: int, tokens: int = TOK
     size = len(bytes(encode(build("x", 8, tokens)))) // 8
     return (
         f"Records of {tokens} tokens ({size:,} bytes each in a frame of 8), {rounds or ROUNDS} rounds of {SECONDS:g} s "
-        f"a cell, {os.cpu_count()} processors. CPU: busy part of all processors, whoever used them. "
+        f"per cell, {os.cpu_count()} processors. CPU: share of all processors in use, by any process. "
         "Rates are medians of the rounds, ratios medians of the ratios within a round.\n\n" + table(cells)
     )
 
@@ -361,7 +361,7 @@ def scale(scratch: Path | None, rounds: int | None, seed: int, tokens: int = TOK
 
 
 def _append_for(url: str, seconds: float, waiters: int, tokens: int) -> float:
-    """Appends a second of one process while others wait for more records than will come."""
+    """Appends per second of one process while others wait for more records than will come."""
     context = multiprocessing.get_context("fork")
     with rollbook.open(url) as book:
         prepared = [build(f"w{i}", 8, tokens) for i in range(int(MOST_CALLS[8] * seconds))]

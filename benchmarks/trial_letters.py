@@ -1,12 +1,12 @@
-"""Does a tiny model get better by reinforcement, for every seed, and not if its rewards are chance?
+"""Does a tiny model improve by RL for every seed, and not with random rewards?
 
     python -m benchmarks.trial_letters                                      # the demo, five seeds, with its control
     python -m benchmarks.trial_letters --what letters ppo calculator colors --seeds 0 1 2
 
-Every run is the command that a user types (`rollbook train letters`, `python examples/calculator.py`, ...) in a process
-of its own on one thread, with a seed; its control differs in nothing but the reward it learns from, which is chance.
-Both are judged alike, by sampled success on prompts that they do not learn from, before and after reinforcement; what
-this says is read from the runs' books. It ends with 1 if what it is to show does not hold.
+Every run is the command that a user types (`rollbook train letters`, `python examples/calculator.py`, ...) in its own
+process with one thread and a seed. Its control differs only in the training reward, which is random. Both are evaluated
+by sampled success on held-out prompts before and after RL, read from the books of the runs. The exit status is 1 if
+success does not rise for every seed, or rises for a control.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import rollbook
 from benchmarks.charts import Series, lines
 from rollbook.train.evaluation import compare_evaluations, evaluate_records
 
-ARMS = {"reward": "#1b6ca8", "chance": "#b5541c"}
+ARMS = {"reward": "#1b6ca8", "random": "#b5541c"}
 TASK = "rollbook.train.recipes.letters"
 
 Command = Callable[[str, int, int | None, Path], list[str]]
@@ -64,15 +64,15 @@ def _example(file: str, control: list[str]) -> Command:
 
 
 WHAT = {
-    "letters": What("Sort six letters by GRPO: `rollbook train letters`, the demo", "letters", _recipe("letters")),
+    "letters": What("Sort six letters with GRPO: `rollbook train letters`, the demo", "letters", _recipe("letters")),
     "ppo": What("Sort six letters by PPO: `rollbook train letters-ppo`", "letters_ppo", _recipe("letters-ppo")),
     "calculator": What(
-        "Ask a calculator, by GRPO over episodes: `python examples/calculator.py`",
+        "Use a calculator, with GRPO over episodes: `python examples/calculator.py`",
         "calculator",
         _example("examples/calculator.py", ["--random-reward"]),
     ),
     "colors": What(
-        "Name a color and its quadrant in a picture, by GRPO: `python examples/colors.py`",
+        "Name the color and quadrant of a square in an image, with GRPO: `python examples/colors.py`",
         "colors",
         _example("examples/colors.py", ["--reward", "random"]),
         "exact",
@@ -118,12 +118,12 @@ def verdict(found: list[dict[str, Any]]) -> tuple[bool, str]:
     rises, fooled = (sum(one["change"][1] > 0 for one in group) for group in (mine, control))
     lowest, highest = min(one["change"][1] for one in mine), max(one["change"][2] for one in control)
     text = (
-        f"On its reward, success rises for {rises} of {len(mine)} seeds (the 95 % interval of the change lies above "
-        f"0); on chance for {fooled} of {len(control)}. The least sure rise is at least {lowest:+.3f}, the most that "
-        f"chance may have done is {highest:+.3f}: "
+        f"Success rises for {rises} of {len(mine)} seeds (the 95 % interval of the change is above 0), with random "
+        f"rewards (control) for {fooled} of {len(control)}. The lowest bound of a change is {lowest:+.3f}, the highest "
+        f"of a control {highest:+.3f}: "
     )
     apart = lowest > highest
-    text += "every run is apart from every control." if apart else "NOT every run is apart from every control."
+    text += "the intervals are disjoint." if apart else "the intervals are NOT disjoint."
     return rises == len(mine) and not fooled and apart, text
 
 
@@ -135,13 +135,13 @@ def report(what: What, found: list[dict[str, Any]], options: argparse.Namespace,
         "",
         f"{len(options.seeds)} seeds of {one['steps']} steps, {options.at_once} runs at a time on {os.cpu_count()} "
         f"cores ({platform.machine()}), one thread each. Success is the share of samples that are right, {one['k']} at "
-        f"temperature 1 of each of {one['prompts']} held-out prompts, before and after reinforcement; in brackets the "
-        "95 % interval. The control learns from a reward of chance, and is judged alike. Seconds are of the whole "
-        "command: imports, warm-up, reinforcement and all evaluations.",
+        f"temperature 1 of each of {one['prompts']} held-out prompts, before and after RL, with the 95 % "
+        "interval. The control is trained on random rewards and evaluated in the same way. Seconds are of the whole "
+        "command: imports, warm-up, RL and all evaluations.",
         "",
         f"**{said}**",
         "",
-        "| learns from | seed | before | after | change, prompts paired | wall s | CPU s |",
+        "| rewards | seed | before | after | change, prompts paired | wall s | CPU s |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in found:
@@ -181,8 +181,8 @@ def main() -> int:
             text = report(what, found, options, said)
             (options.out / f"{what.file}.md").write_text(text)
             drawn = {
-                f"learns from {'its reward' if arm == 'reward' else arm}": [
-                    Series(one["evaluations"], colour, arm == "chance") for one in found if one["arm"] == arm
+                f"trained on {'the reward' if arm == 'reward' else 'random rewards'}": [
+                    Series(one["evaluations"], colour, arm == "random") for one in found if one["arm"] == arm
                 ]
                 for arm, colour in ARMS.items()
             }

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct by GRPO on a reasoning-gym task, several seeds, against a control whose reward is chance.
+"""SmolLM2-135M-Instruct with GRPO on a reasoning-gym task, several seeds, with a random-reward control.
 
     python examples/smollm2/prepare.py smollm2-135m
     python -m benchmarks.trial_smollm2 --model smollm2-135m --seeds 0 1 2 --steps 80 --out benchmarks/results
 
-Every run is `rollbook train examples/smollm2/reversal.yaml` with another seed; the control differs in the reward alone
-that it learns from. All are judged by the same 512 prompts, which none of them learns from, four samples of each.
+Every run is `rollbook train examples/smollm2/reversal.yaml` with another seed; the control differs only in its training
+reward. All are evaluated on the same 512 held-out prompts, with four samples each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.charts import Series, lines
 from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate_records
 
 CONFIG = "examples/smollm2/reversal.yaml"
-ARMS = {"reward": "examples/smollm2/task.py:reward", "chance": "examples/smollm2/task.py:random_reward"}
+ARMS = {"reward": "examples/smollm2/task.py:reward", "random": "examples/smollm2/task.py:random_reward"}
 
 
 def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
@@ -57,7 +57,7 @@ def read(arm: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
     made["evaluations"] = [[step, row["eval/avg@4"]] for step, row in metrics if "eval/avg@4" in row]
     made["training"] = [[step, row["reward"]] for step, row in metrics if "reward" in row]
     made["entropy"] = [[step, row["entropy"]] for step, row in metrics if "entropy" in row]
-    made["seconds_a_step"] = sum(row["seconds"] for _, row in metrics if "seconds" in row) / steps
+    made["seconds_per_step"] = sum(row["seconds"] for _, row in metrics if "seconds" in row) / steps
     made["samples"] = [
         _sample(was, now) for was, now in zip(before.records[:: 4 * 51], after.records[:: 4 * 51], strict=True)
     ]
@@ -81,23 +81,23 @@ def report(found: list[dict[str, Any]], options: argparse.Namespace, device: str
         "",
         f"`python -m benchmarks.trial_smollm2 --steps {options.steps}` on one {device}. Success is the share of",
         f"samples that are exactly right, {found[0]['k']} at temperature 1 of each of {found[0]['prompts']} held-out",
-        "prompts; in brackets the 95 % interval, over prompts. The control learns from a reward of chance.",
-        "Several runs shared the device, so seconds say little.",
+        "prompts, with the 95 % interval over prompts. The control is trained on random rewards.",
+        "Several runs shared the device, which makes seconds unreliable.",
         "",
-        "| learns from | seed | before | after | change, prompts paired | 2 words | 3 words | s a step |",
+        "| rewards | seed | before | after | change, prompts paired | 2 words | 3 words | s per step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         spans = [f"{v:.3f} ({low:.3f} to {high:.3f})" for v, low, high in (one["before"], one["after"], one["change"])]
         by = [f"{one[f'before_{n}_words']:.2f} -> {one[f'after_{n}_words']:.2f}" for n in (2, 3)]
         text.append(
-            f"| {one['arm']} | {one['seed']} | {' | '.join(spans)} | {' | '.join(by)} | {one['seconds_a_step']:.2f} |"
+            f"| {one['arm']} | {one['seed']} | {' | '.join(spans)} | {' | '.join(by)} | {one['seconds_per_step']:.2f} |"
         )
     arms = {arm: [one for one in found if one["arm"] == arm] for arm in ARMS}
-    apart = all(mine["change"][1] > theirs["change"][2] for mine in arms["reward"] for theirs in arms["chance"])
-    verdict = "Every run on the reward is apart from every control: its interval of the change lies above theirs."
+    apart = all(mine["change"][1] > theirs["change"][2] for mine in arms["reward"] for theirs in arms["random"])
+    verdict = "The interval of the change of every run lies above those of all controls."
     if not apart:
-        verdict = "NOT every run on the reward is apart from every control: some intervals of the change overlap."
+        verdict = "NOT every run is separate from every control: some intervals of the change overlap."
     text += ["", verdict, "", "![curves](smollm2.svg)", "", "## Ten held-out prompts, before and after (seed 0)", ""]
     for sample in arms["reward"][0]["samples"][:10]:
         asked = " ".join(sample["asked"].split())
@@ -142,9 +142,9 @@ def main() -> None:
     text = report(found, options, device)
     (options.out / "smollm2.md").write_text(text)
     drawn = {}
-    for arm, colour in (("reward", "#1b6ca8"), ("chance", "#b5541c")):
-        drawn[f"learns from {arm}"] = [
-            Series(one["evaluations"], colour, arm == "chance") for one in found if one["arm"] == arm
+    for arm, colour in (("reward", "#1b6ca8"), ("random", "#b5541c")):
+        drawn[f"trained on {'the reward' if arm == 'reward' else 'random rewards'}"] = [
+            Series(one["evaluations"], colour, arm == "random") for one in found if one["arm"] == arm
         ]
     (options.out / "smollm2.svg").write_text(lines("Held-out success", drawn, y="share right"))
     print(text[:3000])

@@ -1,5 +1,5 @@
-// What bench_viewer_page.py runs in the browser: sixteen panes painted, recoloured and scrolled together, by the viewer's panes and
-// by an element for each token.
+// What bench_viewer_page.py runs in the browser: sixteen panes painted, recolored and scrolled together, by the viewer's panes and
+// by one element per token.
 
 import { decodeFrame } from "/static/frame.js";
 import { lensCodes, lensScale } from "/static/lenses.js";
@@ -88,7 +88,7 @@ function elementPanes(trajectories, holder) {
   };
 }
 
-// One page's life: {paint, recolour, scroll50, scroll95 (milliseconds), elements}.
+// One page's life: {paint, recolor, scroll50, scroll95 (milliseconds), elements}.
 export async function benchRound(way) {
   const trajectories = decodeFrame(await (await fetch("/frame")).arrayBuffer());
   const holder = document.getElementById("holder");
@@ -102,7 +102,7 @@ export async function benchRound(way) {
   start = performance.now();
   made.colour(LENSES[1]);
   await painted();
-  const recolour = performance.now() - start;
+  const recolor = performance.now() - start;
   await new Promise((done) => setTimeout(done, 300));
   const frames = [];
   let last = performance.now();
@@ -114,6 +114,6 @@ export async function benchRound(way) {
     last = now;
   }
   frames.sort((a, b) => a - b);
-  return { paint, recolour, scroll50: frames[30], scroll95: frames[57], elements: document.querySelectorAll("*").length };
+  return { paint, recolor, scroll50: frames[30], scroll95: frames[57], elements: document.querySelectorAll("*").length };
 }
 window.benchRound = benchRound;

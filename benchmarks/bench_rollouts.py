@@ -1,13 +1,14 @@
-"""On a CUDA device: making experience for a model of 0.5B parameters, and how much of the time no model is running.
+"""On a CUDA device: rollouts of a model of 0.5B parameters, and the share of time outside the model.
 
-Run as `python -m benchmarks.bench_making [--samples 256] [--tokens 1024] [--rounds 3] [--results FOLDER]` from the
+Run as `python -m benchmarks.bench_rollouts [--samples 256] [--tokens 1024] [--rounds 3] [--results FOLDER]` from the
 project root, on a machine with a CUDA device and transformers; elsewhere it says so and ends (`--cpu` tries the script
 out, small). The model has Qwen2-0.5B's shape with random weights, bfloat16; responses do not end before their last
 token. Sampled, scored by a function, log-probs under the policy and a frozen copy of it, KL, GRPO.
 
 A forward pass is what a CUDA event before the model's forward and one after it enclose: in sampling the whole model
 with its output layer, in scoring the layers and the log-probs that are taken from them. All else is overhead: choosing
-tokens, stopping, planning, padding, copying, rewards, KL, advantages. The report goes to `making.md` and `making.json`.
+tokens, stopping, planning, padding, copying, rewards, KL, advantages. The report goes to `rollouts.md` and
+`rollouts.json`.
 """
 
 from __future__ import annotations
@@ -196,14 +197,14 @@ def report(options: argparse.Namespace, found: dict[str, Any], device: str) -> s
     """As a page."""
     share = found["overhead_share"]
     lines = [
-        "# Making experience",
+        "# Rollouts of a 0.5B model",
         "",
         f"{options.samples} samples ({options.samples // GROUP} prompts of {options.prompt} tokens, {GROUP} each) of "
         f"{options.tokens} tokens, a model of Qwen2-0.5B's shape (random weights, bfloat16, SDPA), GRPO with a "
         f"reference. {device}, torch {torch.__version__}, transformers {metadata.version('transformers')}, "
-        f"{datetime.date.today()}; medians of {options.rounds} rollouts after one to warm up.",
+        f"{datetime.date.today()}; medians of {options.rounds} rollouts after a warm-up rollout.",
         "",
-        f"`python -m benchmarks.bench_making --samples {options.samples} --tokens {options.tokens} "
+        f"`python -m benchmarks.bench_rollouts --samples {options.samples} --tokens {options.tokens} "
         f"--rounds {options.rounds}`",
         "",
         "| what | |",
@@ -212,16 +213,16 @@ def report(options: argparse.Namespace, found: dict[str, Any], device: str) -> s
         f"{'met' if share < TARGET else 'MISSED'}) |",
         f"| - of sampling | {found['sampling_overhead_share']:.1%} |",
         f"| - of everything after sampling | {found['scoring_overhead_share']:.1%} |",
-        f"| seconds in all | {found['seconds']:.1f} |",
+        f"| seconds per rollout | {found['seconds']:.1f} |",
         f"| - sampling | {found['sampling_seconds']:.1f} |",
         f"| - policy's log-probs | {found['policy_seconds']:.2f} |",
         f"| - reference's log-probs | {found['reference_seconds']:.2f} |",
         f"| - rewards | {found['reward_seconds']:.2f} |",
         f"| - advantages | {found['advantages_seconds']:.2f} |",
-        f"| tokens a second | {found['tokens_per_second']:,.0f} |",
+        f"| tokens per second | {found['tokens_per_second']:,.0f} |",
         f"| peak memory above the weights | {found['peak_gib_above_weights']:.1f} GiB |",
-        f"| all logits at once would be | {found['full_logits_gib']:.1f} GiB |",
-        f"| log-probs at sampling against scoring: mean, largest difference | {found['logprob_difference_mean']:.4f}, "
+        f"| size of all logits | {found['full_logits_gib']:.1f} GiB |",
+        f"| log-probs of sampling and scoring: mean and largest difference | {found['logprob_difference_mean']:.4f}, "
         f"{found['logprob_difference_largest']:.3f} |",
         "",
     ]
@@ -240,14 +241,14 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where to write")
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
-        print("bench_making: there is no CUDA device here; --cpu tries the script out")
+        print("bench_rollouts: there is no CUDA device here; --cpu tries the script out")
         return
     found = measured(options)
     text = report(options, found, "a CPU" if options.cpu else torch.cuda.get_device_name())
     print(text)
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "making.md").write_text(text)
-    (options.results / "making.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.results / "rollouts.md").write_text(text)
+    (options.results / "rollouts.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
