@@ -6,8 +6,7 @@ one executes nothing.
     checkpoints/step-000040/model/        what Actor.save_pretrained writes
                             critic/       the critic, if there is one
                             state.pt      optimizer states and random states
-                            shards/       of a distributed run: trained weights and optimizer states, as
-                                          torch.distributed.checkpoint writes them
+                            shards/       distributed run: weights, optimizer states (torch.distributed.checkpoint)
                             trainer.json  step, seed, position in the data, checkpoint of the book
 """
 
