@@ -1,7 +1,7 @@
 """Cases of `tests.train.preset_steps` on several ranks, each compared with a single process.
 
-    python -m tests.train.ranks --ranks 2 3 --strategies ddp fsdp --steps 10     # all cases: minutes
-    torchrun --nproc-per-node 2 -m tests.train.ranks --work FOLDER ...           # what each rank runs
+python -m tests.train.ranks --ranks 2 3 --strategies ddp fsdp --steps 10     # all cases: minutes
+torchrun --nproc-per-node 2 -m tests.train.ranks --work FOLDER ...           # what each rank runs
 """
 
 from __future__ import annotations
@@ -159,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
-        expected = [
-            run_case(name, options.steps, Path(folder) / f"none-{i}") for i, name in enumerate(options.cases)
-        ]
+        expected = [run_case(name, options.steps, Path(folder) / f"none-{i}") for i, name in enumerate(options.cases)]
         for ranks in options.ranks:
             where = Path(folder) / str(ranks)
             where.mkdir()
