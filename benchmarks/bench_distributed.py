@@ -4,8 +4,8 @@ Run as `python -m benchmarks.bench_distributed [--results FOLDER]` from the proj
 device and transformers (`--cpu` tries the script out, small). It takes less than four minutes on an H200.
 
 Cost: the same supervised updates, and the same GRPO steps with rollouts, by a trainer in one process without
-`torch.distributed` and by one with FSDP2 on one rank. Rounds alternate; seconds are medians, with the device waited for.
-Both use bfloat16 with float32 weights in AdamW.
+`torch.distributed` and by one with FSDP2 on one rank. Rounds alternate. Seconds are medians, until the device has
+finished. Both use bfloat16 with float32 weights in AdamW.
 
 Largest model: Llama shapes with a varying number of layers, from a configuration, one update on one sequence. Peak
 memory grows linearly with the number of layers: two small models give the line, and the largest model that should fit
@@ -247,8 +247,8 @@ def report(results: dict[str, Any]) -> str:
     if results["largest"]:
         lines += [
             "",
-            f"Peaks of the first table include the weights of both. Largest models, one sequence of {results['tokens']:,} "
-            "tokens, bfloat16 with float32 trained weights, AdamW:",
+            f"Peaks of the first table include the weights of both. Largest models, one sequence of "
+            f"{results['tokens']:,} tokens, bfloat16 with float32 trained weights, AdamW:",
             "",
             "| LoRA | gradient checkpointing | shape | layers | parameters | peak, GiB | s per update | does not fit |",
             "|---|---|---|---|---|---|---|---|",

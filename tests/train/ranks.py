@@ -63,7 +63,7 @@ FAILURE = "no samples today"
 
 
 def fork_ranks(count: int, function: Callable[..., Any], *arguments: Any, said: Path | None = None) -> list[int]:
-    """Call a function in forked processes, which are ranks of a run, and return the process ids; `said`: their output."""
+    """Call a function in forked processes, the ranks of a run, and return their ids; `said` gets their output."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

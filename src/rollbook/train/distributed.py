@@ -82,7 +82,7 @@ STRATEGIES = ("none", "ddp", "fsdp")
 _MODELS = ("policy", "reference", "critic", "teacher")
 _ERROR = "rollbook/error"
 _POLL_SECONDS = 1.0
-_GRACE_SECONDS = 15.0
+_GRACE_SECONDS = 10.0
 """How long a rank that is told of an error of another may take to end on its own."""
 _RETURN, _RAISE = "return", "raise"
 
@@ -197,13 +197,23 @@ class Distributed:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks about an exception of this one, which ends them."""
-        text = str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
         if self.size > 1 and not self._ended.is_set():
-            self._store.compare_set(_ERROR, "", text)
+            text = self._record(error)
             if self.is_main:
                 self._ended.set()
                 with suppress(RuntimeError):  # they have ended already
                     self._scatter([(_RAISE, text)] * self.size)
+
+    def _describe(self, error: BaseException) -> str:
+        return str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
+
+    def _record(self, error: BaseException) -> str:
+        """Record an exception as the first of all ranks, unless there is one; return the first."""
+        text = self._describe(error)
+        with suppress(RuntimeError):  # the store ends with the process that has it
+            self._store.compare_set(_ERROR, "", text)
+            text = self._store.get(_ERROR).decode()
+        return text
 
     def _scatter(self, messages: list[Any] | None) -> Any:
         received: list[Any] = [None]
@@ -217,18 +227,18 @@ class Distributed:
         try:
             result = self.handlers[name](share)
         except Exception as error:
-            failure = error
-            text = f"rank {self.rank}: {type(error).__name__}: {error}"
-            self._store.compare_set(_ERROR, "", text)
+            text = self._record(error)
+            failure = error if text == self._describe(error) else RankError(text)
         seconds = time.perf_counter() - begun
         replies: list[Any] = [None] * self.size
         reply = (failure is not None, result, seconds - self.waited)
         try:
             dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control)
         except RuntimeError:
+            # A rank that waited for this one has ended, or a rank was killed.
             if failure is None:
                 raise
-            raise failure from None  # a rank that waited for this one has ended
+            raise failure from None
         if self.is_main:
             busy = [spent for _, _, spent in replies]
             self._seconds = [self._seconds[0] + sum(busy), self._seconds[1] + max(*busy, seconds) * self.size]
