@@ -1,35 +1,51 @@
-"""Cases of `tests.train.preset_steps` on several ranks, each compared with a single process.
+"""Training on several ranks, compared with one process: presets, checkpoints, failures and killed ranks.
 
-    python -m tests.train.ranks --ranks 2 3 --strategies ddp fsdp --steps 10     # all cases: minutes
-    torchrun --nproc-per-node 2 -m tests.train.ranks --work FOLDER ...           # what each rank runs
+    python -m tests.train.ranks --ranks 2 3           # every preset and its variations: half an hour
+    python -m tests.train.ranks --kills 20            # ranks killed at random times
+    python -m tests.train.ranks --short FOLDER        # what `test_distributed` reads
+
+Ranks are forked from a process that has imported everything, so that a rank costs what its work costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
+import json
 import os
-import subprocess
+import random
+import shutil
+import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import rollbook
+from rollbook.book.book import Book
 from rollbook.core.process_group import SINGLE_PROCESS
+from rollbook.models import Actor
+from rollbook.train.algorithm import AlgorithmConfig
+from rollbook.train.checkpoint import CheckpointConfig, list_checkpoints
 from rollbook.train.distributed import Distributed, DistributedTrainer
+from rollbook.train.learner import MinibatchConfig
+from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.trainer import StepReport, Trainer
 from tests.train import preset_steps
 
-ROOT = Path(__file__).parents[2]
-LONGEST = 120.0
+LONGEST = 240.0
 """Seconds of a case, after which ranks that wait for each other are ended."""
-METRICS = ("loss", "grad_norm", "critic/value_loss", "critic/grad_norm", "ranks/wait_share", "ranks/plan_wait_share")
+TOLERANCE = 1e-5
+METRICS = ("loss", "grad_norm", "critic/value_loss", "critic/grad_norm")
+WAITING = ("ranks/wait_share", "ranks/plan_wait_share")
 VARIATIONS: dict[str, dict[str, Any]] = {
     "grpo, short micro-batches": {**preset_steps.GRPO, "kl_coef": 0.1, "batch": {"token_budget": 12}},
     "grpo, one prompt": {**preset_steps.GRPO, "group_size": 2, "prompts_per_step": 1},
@@ -37,15 +53,50 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 """Cases in which ranks have different numbers of micro-batches, or none."""
 CASES = {**preset_steps.SETTINGS, **VARIATIONS}
+SHORT = ["grpo, short micro-batches", "grpo, one prompt", "ppo", "sft", "dpo", "replay with an expert"]
+SHORT_STEPS = 3
+RUN_STEPS, INTERVAL = 8, 2
+FAILURE = "no samples today"
 
 
-def launch(ranks: int, module: str, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run a module on several ranks with torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", "-m", module, *arguments]
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def fork_ranks(count: int, function: Callable[..., Any], *arguments: Any, said: Path | None = None) -> list[int]:
+    """Call a function in forked processes, the ranks of a run, and return their ids; `said` gets their output."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "localhost"}
+            os.environ.update({name: str(value) for name, value in names.items()}, MASTER_PORT=port)
+            if said is not None:
+                handle = os.open(said.with_name(f"{said.name}-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+                os.dup2(handle, 2)
+            faulthandler.dump_traceback_later(LONGEST, exit=True)
+            function(*arguments)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return children
+
+
+def wait_for(children: Sequence[int]) -> list[int]:
+    """Return the exit statuses of processes; of a killed one, minus the signal."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
 
 
 def summarize(trainer: Trainer, reports: Sequence[StepReport]) -> dict[str, Any]:
@@ -56,55 +107,53 @@ def summarize(trainer: Trainer, reports: Sequence[StepReport]) -> dict[str, Any]
         if model is not None
         for key, weight in model.state_dict().items()
     }
-    metrics = [{name: float(report[name]) for name in METRICS if name in report.metrics} for report in reports]
+    metrics = [
+        {name: float(report[name]) for name in (*METRICS, *WAITING) if name in report.metrics} for report in reports
+    ]
     return {"metrics": metrics, "weights": weights, "uids": [report.uids for report in reports]}
+
+
+@contextlib.contextmanager
+def shared_book(folder: Path, distributed: Distributed) -> Iterator[None]:
+    """Open one book in a folder on all ranks, where a case opens one in memory. Only rank 0 writes to it."""
+    open_book, append = rollbook.open, Book.append
+
+    def open_shared(url: Any, *arguments: Any, **options: Any) -> Any:
+        if url != "memory:":
+            return open_book(url, *arguments, **options)
+        book = open_book(folder / "book") if distributed.is_main else None
+        distributed.group.gather([])  # the book exists
+        return book or open_book(folder / "book", mode="r")
+
+    def append_once(book: Book, records: Any, **options: Any) -> Any:
+        return None if book.read_only else append(book, records, **options)
+
+    rollbook.open, Book.append = open_shared, append_once  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        rollbook.open, Book.append = open_book, append  # type: ignore[method-assign]
 
 
 def run_case(name: str, steps: int, folder: Path, distributed: Distributed | None = None) -> dict[str, Any]:
     """Train a case; with `distributed`, on all ranks, which read the book from a folder."""
-    rank = 0 if distributed is None else distributed.rank
-    open_book = rollbook.open
-
-    def build(*arguments: Any, **options: Any) -> Trainer:
-        if distributed is None:
-            return Trainer(*arguments, **options)
-        return DistributedTrainer(*arguments, distributed=distributed, **options)
-
-    def open_shared(url: Any, *arguments: Any, **options: Any) -> Any:
-        if url != "memory:" or distributed is None:
-            return open_book(url, *arguments, **options)
-        book = open_book(folder / "book") if rank == 0 else None
-        distributed.group.gather([])  # the book exists
-        return book or open_book(folder / "book", mode="r")
-
-    preset_steps.Trainer, rollbook.open = build, open_shared  # type: ignore[misc, assignment]
-    own = folder / f"rank-{rank}"
-    own.mkdir(parents=True)
-    try:
+    if distributed is None:
         with preset_steps.reproducible():
-            trainer = preset_steps.build_trainer(folder=own, **CASES[name]) if rank == 0 else _follower(own, name)
-            reports = trainer.run(steps)
-            return summarize(trainer, reports)
-    finally:
-        preset_steps.Trainer, rollbook.open = Trainer, open_book  # type: ignore[misc]
-
-
-def _follower(folder: Path, name: str) -> Trainer:
-    """Build the trainer of a case on a rank that does not write to the book."""
-    append = rollbook.book.book.Book.append
-
-    def skip(book: Any, records: Any, **options: Any) -> Any:
-        return append(book, records, **options) if "expert" in str(book.url) else None
-
-    rollbook.book.book.Book.append = skip  # type: ignore[method-assign]
+            trainer = preset_steps.build_trainer(folder=folder, **CASES[name])
+            return summarize(trainer, trainer.run(steps))
+    own = folder / f"rank-{distributed.rank}"
+    own.mkdir(parents=True)
+    preset_steps.Trainer = partial(DistributedTrainer, distributed=distributed)  # type: ignore[assignment, misc]
     try:
-        return preset_steps.build_trainer(folder=folder, **CASES[name])
+        with preset_steps.reproducible(), shared_book(folder, distributed):
+            trainer = preset_steps.build_trainer(folder=own, **CASES[name])
+            return summarize(trainer, trainer.run(steps))
     finally:
-        rollbook.book.book.Book.append = append  # type: ignore[method-assign]
+        preset_steps.Trainer = Trainer  # type: ignore[misc]
 
 
-def work(folder: Path, strategies: Sequence[str], names: Sequence[str], steps: int) -> None:
-    """Run cases on this rank; rank 0 writes the results to `CASE-STRATEGY.pt`, in the order of the cases."""
+def run_cases(folder: Path, strategies: Sequence[str], names: Sequence[str], steps: int) -> None:
+    """Run cases on this rank; rank 0 writes the results to `STRATEGY-NUMBER.pt`."""
     Trainer.process_group = SINGLE_PROCESS
     for strategy in strategies:
         distributed = Distributed(strategy, "cpu")
@@ -112,7 +161,6 @@ def work(folder: Path, strategies: Sequence[str], names: Sequence[str], steps: i
             faulthandler.dump_traceback_later(LONGEST, exit=True)
             begun = time.perf_counter()
             result = run_case(name, steps, folder / f"{strategy}-{i}", distributed)
-            faulthandler.cancel_dump_traceback_later()
             result["seconds"] = time.perf_counter() - begun
             if distributed.is_main:
                 torch.save(result, folder / f"{strategy}-{i}.pt")
@@ -121,15 +169,13 @@ def work(folder: Path, strategies: Sequence[str], names: Sequence[str], steps: i
 def relative_difference(expected: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
     """Return the largest relative differences of losses, gradient norms and weights.
 
-    A loss is compared relative to the largest of its run: the policy loss of a step is a difference of larger numbers.
+    Losses and norms are compared relative to the largest of their run: the policy loss of a step is a difference of
+    larger numbers.
     """
     differences: dict[str, float] = {}
-    for name in METRICS[:4]:
-        pairs = [
-            (before[name], after[name])
-            for before, after in zip(expected["metrics"], measured["metrics"], strict=True)
-            if name in before or name in after
-        ]
+    for name in METRICS:
+        steps = zip(expected["metrics"], measured["metrics"], strict=True)
+        pairs = [(before[name], after[name]) for before, after in steps if name in before or name in after]
         if pairs:
             scale = max(abs(number) for number, _ in pairs) or 1.0
             differences[name] = max(abs(first - second) for first, second in pairs) / scale
@@ -140,55 +186,202 @@ def relative_difference(expected: dict[str, Any], measured: dict[str, Any]) -> d
     return {**differences, "weights": max(norms)}
 
 
+# --- runs with checkpoints --------------------------------------------------------------------------------------------
+
+
+def build_run(folder: Path, distributed: Distributed | None = None) -> Trainer:
+    """Build a trainer with checkpoints and a book in a folder; it continues from the last checkpoint."""
+    options: dict[str, Any] = {
+        "prompts": preset_steps.build_prompts(),
+        "reward": preset_steps.reward_sum,
+        "sampling": {"max_tokens": preset_steps.MAX_TOKENS},
+        "prompts_per_step": 3,
+        "critic": preset_steps.build_critic(11),
+        "optimizer": OptimizerConfig(lr=0.02, eps=1e-2),
+        "minibatch": MinibatchConfig(minibatches=2, token_budget=24),
+        "checkpoints": CheckpointConfig(folder, interval=INTERVAL, keep_last=3),
+        "seed": preset_steps.SEED,
+    }
+    # The reference is the initial policy, which a resumed run takes from the first checkpoint.
+    algorithm = AlgorithmConfig.preset("ppo", group_size=2, kl_coef=0.1)
+    actor = Actor(preset_steps.build_model(), tokenizer=preset_steps.TOKENIZER)
+    if distributed is None:
+        return Trainer(actor, algorithm, rollbook.open(folder / "book"), **options)
+    book = rollbook.open(folder / "book") if distributed.is_main else None
+    distributed.group.gather([])
+    book = book or rollbook.open(folder / "book", mode="r")
+    return DistributedTrainer(actor, algorithm, book, distributed=distributed, **options)
+
+
+def train_run(folder: Path, strategy: str, steps: int, pause: float = 0.0) -> None:
+    """Train, or continue, a run on this rank; rank 0 appends the metrics of each step to `steps.jsonl`."""
+    distributed = None if strategy == "none" else Distributed(strategy, "cpu")
+
+    def write(report: StepReport) -> None:
+        entry = {"step": report.step, "uids": report.uids, **{name: report[name] for name in METRICS if name in report}}
+        with (folder / "steps.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        time.sleep(pause)
+
+    with preset_steps.reproducible():
+        build_run(folder, distributed).run(steps, on_step=write)
+    if distributed is not None:
+        distributed.close()
+
+
+def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of a run by step; of a repeated step, the last ones."""
+    entries = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
+    return {entry["step"]: entry for entry in entries}
+
+
+def compare_runs(expected: dict[int, dict[str, Any]], measured: dict[int, dict[str, Any]]) -> float:
+    """Return the largest relative difference of metrics of two runs, infinite if they trained on other records."""
+    if [entry["uids"] for entry in expected.values()] != [measured.get(step, {}).get("uids") for step in expected]:
+        return float("inf")
+    scales = {name: max(abs(entry[name]) for entry in expected.values()) for name in METRICS}
+    return max(
+        abs(entry[name] - measured[step][name]) / scales[name] for step, entry in expected.items() for name in METRICS
+    )
+
+
+def fail_on_one_rank(folder: Path, strategy: str) -> None:
+    """Train on this rank, until rank 1 raises in the middle of an update."""
+    distributed = Distributed(strategy, "cpu")
+    with preset_steps.reproducible():
+        trainer = build_run(folder, distributed)
+        if distributed.rank == 1:
+            trainer.actor.train = _fail  # type: ignore[method-assign]
+        trainer.run(1)
+
+
+def _fail() -> None:
+    raise ValueError(FAILURE)
+
+
+def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[], bool]) -> list[int]:
+    """Kill one rank of a run when `wait` returns, then train the run to its end; return the first exit statuses."""
+    folder.mkdir(exist_ok=True)
+    children = fork_ranks(ranks, train_run, folder, strategy, RUN_STEPS, 0.05, said=folder / "said")
+    end = time.monotonic() + LONGEST
+    while not wait() and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(children[random.randrange(ranks)], signal.SIGKILL)
+    statuses = wait_for(children)
+    wait_for(fork_ranks(ranks, train_run, folder, strategy, RUN_STEPS, said=folder / "said"))
+    return statuses
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def run_short(folder: Path) -> None:
+    """Do the work of `test_distributed`, in one process that forks all ranks, and write the exit statuses."""
+    statuses: dict[str, list[int]] = {}
+    for name in ("one", "two", "three", "run", "failed"):
+        (folder / name).mkdir()
+    said = folder / "said"
+    statuses["one"] = wait_for(fork_ranks(1, expect_cases, folder / "one", SHORT, SHORT_STEPS, said=said))
+    statuses["expected"] = wait_for(fork_ranks(1, expect_run, folder / "expected", said=said))
+    statuses["two"] = wait_for(
+        fork_ranks(2, run_cases, folder / "two", ("ddp", "fsdp"), SHORT, SHORT_STEPS, said=folder / "two/said")
+    )
+    statuses["three"] = wait_for(
+        fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:2], SHORT_STEPS, said=folder / "three/said")
+    )
+    half = RUN_STEPS // 2
+    statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))
+    for name, strategy, ranks in (("run-none", "none", 1), ("run-fsdp", "fsdp", 3), ("run-ddp", "ddp", 2)):
+        shutil.copytree(folder / "run", folder / name)
+        statuses[name] = wait_for(
+            fork_ranks(ranks, train_run, folder / name, strategy, RUN_STEPS, said=folder / name / "said")
+        )
+    statuses["killed"] = kill_and_continue(
+        folder / "killed", "fsdp", 2, lambda: any(saved.step for saved in list_checkpoints(folder / "killed"))
+    )
+    statuses["failed"] = wait_for(
+        fork_ranks(2, fail_on_one_rank, folder / "failed", "fsdp", said=folder / "failed/said")
+    )
+    (folder / "statuses.json").write_text(json.dumps(statuses))
+
+
+def expect_cases(folder: Path, names: Sequence[str], steps: int) -> None:
+    """Run cases in one process."""
+    for i, name in enumerate(names):
+        (folder / str(i)).mkdir()
+        torch.save(run_case(name, steps, folder / str(i)), folder / f"none-{i}.pt")
+
+
+def expect_run(folder: Path) -> None:
+    """Train a run in one process."""
+    folder.mkdir()
+    train_run(folder, "none", RUN_STEPS)
+
+
+def compare_cases(folder: Path, ranks: int, strategies: Sequence[str], names: Sequence[str]) -> int:
+    """Print the differences of cases on several ranks from one process, and return how many are above the tolerance."""
+    failures = 0
+    for strategy in strategies:
+        for i, name in enumerate(names):
+            path = folder / str(ranks) / f"{strategy}-{i}.pt"
+            if not path.exists():
+                failures += 1
+                print(f"{ranks} ranks, {strategy}, {name}: no result")
+                continue
+            expected, measured = torch.load(folder / "one" / f"none-{i}.pt"), torch.load(path)
+            differences = relative_difference(expected, measured)
+            is_same = measured["uids"] == expected["uids"]
+            is_close = is_same and max(differences.values()) <= TOLERANCE
+            failures += not is_close
+            verdict = "ok" if is_close else "DIFFERS" if is_same else "other records"
+            numbers = ", ".join(f"{key} {number:.1e}" for key, number in differences.items())
+            waits = [step.get("ranks/wait_share", 0.0) for step in measured["metrics"]]
+            waiting = f"waiting {sum(waits) / len(waits):.0%}, {measured['seconds']:.1f} s"
+            print(f"{ranks} ranks, {strategy}, {name}: {verdict}: {numbers}; {waiting}", flush=True)
+    return failures
+
+
+def run_kills(folder: Path, count: int) -> int:
+    """Kill ranks of runs at random times and compare the continued runs with one process; return the failures."""
+    wait_for(fork_ranks(1, expect_run, folder / "expected"))
+    expected, failures = read_steps(folder / "expected"), 0
+    for i in range(count):
+        strategy, ranks = ("ddp", "fsdp")[i % 2], 2 + i // 2 % 2
+        end = time.monotonic() + random.uniform(1.0, 6.0)
+        killed = folder / f"killed-{i}"
+        statuses = kill_and_continue(killed, strategy, ranks, lambda end=end: time.monotonic() > end)  # type: ignore[misc]
+        difference = compare_runs(expected, read_steps(killed))
+        failures += difference > TOLERANCE or 0 in statuses
+        print(f"kill {i}: {ranks} ranks, {strategy}: exit statuses {statuses}, difference {difference:.1e}", flush=True)
+    return failures
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare cases on several ranks with one process, and print the differences."""
-    parser = argparse.ArgumentParser(description="Presets on several ranks.")
-    parser.add_argument("--work", type=Path, help="run as a rank, and write results to this folder")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--tolerance", type=float, default=1e-5)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--short", type=Path)
     options = parser.parse_args(arguments)
-    if options.work is not None:
-        try:
-            work(options.work, options.strategies, options.cases, options.steps)
-        except BaseException:
-            traceback.print_exc()
-            raise
+    torch.set_num_threads(1)
+    if options.short is not None:
+        run_short(options.short)
         return 0
     failures = 0
-    with tempfile.TemporaryDirectory() as folder:
-        expected = [
-            run_case(name, options.steps, Path(folder) / f"none-{i}") for i, name in enumerate(options.cases)
-        ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.ranks:
+            (folder / "one").mkdir()
+            wait_for(fork_ranks(1, expect_cases, folder / "one", options.cases, options.steps))
         for ranks in options.ranks:
-            where = Path(folder) / str(ranks)
+            where = folder / str(ranks)
             where.mkdir()
-            done = launch(
-                ranks, "tests.train.ranks", "--work", str(where), "--steps", str(options.steps),
-                "--strategies", *options.strategies, "--cases", *options.cases, timeout=7200,
-            )  # fmt: skip
-            print(done.stderr[-6000:] if done.returncode else "", end="")
-            for strategy in options.strategies:
-                for i, name in enumerate(options.cases):
-                    path = where / f"{strategy}-{i}.pt"
-                    if not path.exists():
-                        failures += 1
-                        print(f"{ranks} ranks, {strategy}, {name}: no result")
-                        continue
-                    measured = torch.load(path)
-                    differences = relative_difference(expected[i], measured)
-                    same = measured["uids"] == expected[i]["uids"]
-                    ok = same and max(differences.values()) <= options.tolerance
-                    failures += not ok
-                    text = ", ".join(f"{key} {number:.1e}" for key, number in differences.items())
-                    waits = [step.get("ranks/wait_share", 0.0) for step in measured["metrics"]]
-                    print(
-                        f"{ranks} ranks, {strategy}, {name}: {'ok' if ok else 'DIFFERS'}{'' if same else ' (uids)'}: "
-                        f"{text}; waiting {sum(waits) / len(waits):.0%}, {measured['seconds']:.1f} s",
-                        flush=True,
-                    )
+            wait_for(fork_ranks(ranks, run_cases, where, options.strategies, options.cases, options.steps))
+            failures += compare_cases(folder, ranks, options.strategies, options.cases)
+        failures += run_kills(folder, options.kills) if options.kills else 0
     return 1 if failures else 0
 
 

@@ -206,7 +206,9 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--out", metavar="FOLDER", help="folder of the run (default: runs/NAME)")
     train.add_argument("--seed", metavar="N", type=_int_between(0), help="random seed")
     train.add_argument("--steps", metavar="N", type=_int_between(0), help="total number of steps")
-    train.add_argument("--ranks", metavar="N", type=_int_between(1), help="processes on this machine; see `distributed`")
+    train.add_argument(
+        "--ranks", metavar="N", type=_int_between(1), help="processes on this machine; see `distributed`"
+    )
     train.add_argument("--overwrite", action="store_true", help="start over if the folder has a run")
     train.add_argument("--show-config", action="store_true", help="print the full configuration and exit")
     train.add_argument("--recipes", action="store_true", help="list the built-in recipes")

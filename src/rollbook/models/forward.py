@@ -171,8 +171,8 @@ def run_micro_batches(
     done = computed = 0
     with scoring(model):
         planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
-        counts = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
-        most = max(count for (count,) in counts)
+        passes = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
+        most = max(count for (count,) in passes)
         for micro in planned:
             chosen = rows[micro.indices]
             batch = make_batch(chosen, packed)

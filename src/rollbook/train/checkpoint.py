@@ -260,8 +260,9 @@ def load_state(checkpoint: Checkpoint, *, shards: bool = True) -> dict[str, Any]
 
 
 def _add_shards(learner: dict[str, Any], folder: Path) -> None:
-    """Add the tensors of a distributed checkpoint to the state of a learner, as a single process would have saved it."""
-    from torch.distributed.checkpoint import FileSystemReader, load
+    """Add the tensors of a distributed checkpoint to the state of a learner, in the form of a single process."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
         reader = FileSystemReader(folder)

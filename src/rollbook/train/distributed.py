@@ -8,7 +8,7 @@ them from the book; ranks that cannot read it are sent the rows.
 | strategy | weights, gradients and optimizer states | gradients are summed |
 |---|---|---|
 | `ddp` | complete on every rank | by an all-reduce after the last micro-batch |
-| `fsdp` | sharded (FSDP2): every decoder layer, and the rest of the model | by a reduce-scatter in every backward pass |
+| `fsdp` | sharded by FSDP2: each decoder layer, and the rest of the model | by a reduce-scatter in each backward pass |
 
 Invariant: losses are divided by the denominators of all ranks and gradients are summed, so that an update is that of
 one rank up to rounding. Every rank makes the same collective calls: one with fewer micro-batches runs micro-batches
@@ -18,6 +18,7 @@ that do not count.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import socket
 import sys
@@ -35,9 +36,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import async_save as save_async
-from torch.distributed.checkpoint import load as load_shards
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -74,11 +75,14 @@ if TYPE_CHECKING:
     from rollbook.train.evaluation import Evaluation
     from rollbook.train.prompts import Prompts
 
+# The output of a model is a view, which no loss changes in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+
 STRATEGIES = ("none", "ddp", "fsdp")
 _MODELS = ("policy", "reference", "critic", "teacher")
 _ERROR = "rollbook/error"
 _POLL_SECONDS = 1.0
-_GRACE_SECONDS = 15.0
+_GRACE_SECONDS = 10.0
 """How long a rank that is told of an error of another may take to end on its own."""
 _RETURN, _RAISE = "return", "raise"
 
@@ -100,9 +104,7 @@ class Distributed:
     >>> distributed.close()
     """
 
-    def __init__(
-        self, strategy: str, device: torch.device | str | None = None, *, precision: str = "float32"
-    ) -> None:
+    def __init__(self, strategy: str, device: torch.device | str | None = None, *, precision: str = "float32") -> None:
         check_choice("distributed", strategy, STRATEGIES[1:])
         self.strategy, self.precision = strategy, precision
         wanted = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
@@ -114,7 +116,9 @@ class Distributed:
         self._initialized = not dist.is_initialized()
         if self._initialized:
             backend = "cpu:gloo,cuda:nccl" if wanted.type == "cuda" else "gloo"
-            alone = {} if "WORLD_SIZE" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            alone: dict[str, Any] = {}
+            if "WORLD_SIZE" not in os.environ:
+                alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # A rank that died closes its connections, so a long timeout delays no error.
@@ -193,13 +197,23 @@ class Distributed:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks about an exception of this one, which ends them."""
-        text = str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
         if self.size > 1 and not self._ended.is_set():
-            self._store.compare_set(_ERROR, "", text)
+            text = self._record(error)
             if self.is_main:
                 self._ended.set()
                 with suppress(RuntimeError):  # they have ended already
                     self._scatter([(_RAISE, text)] * self.size)
+
+    def _describe(self, error: BaseException) -> str:
+        return str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
+
+    def _record(self, error: BaseException) -> str:
+        """Record an exception as the first of all ranks, unless there is one; return the first."""
+        text = self._describe(error)
+        with suppress(RuntimeError):  # the store ends with the process that has it
+            self._store.compare_set(_ERROR, "", text)
+            text = self._store.get(_ERROR).decode()
+        return text
 
     def _scatter(self, messages: list[Any] | None) -> Any:
         received: list[Any] = [None]
@@ -213,18 +227,18 @@ class Distributed:
         try:
             result = self.handlers[name](share)
         except Exception as error:
-            failure = error
-            text = f"rank {self.rank}: {type(error).__name__}: {error}"
-            self._store.compare_set(_ERROR, "", text)
+            text = self._record(error)
+            failure = error if text == self._describe(error) else RankError(text)
         seconds = time.perf_counter() - begun
         replies: list[Any] = [None] * self.size
         reply = (failure is not None, result, seconds - self.waited)
         try:
             dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control)
         except RuntimeError:
+            # A rank that waited for this one has ended, or a rank was killed.
             if failure is None:
                 raise
-            raise failure from None  # a rank that waited for this one has ended
+            raise failure from None
         if self.is_main:
             busy = [spent for _, _, spent in replies]
             self._seconds = [self._seconds[0] + sum(busy), self._seconds[1] + max(*busy, seconds) * self.size]
@@ -279,7 +293,7 @@ class Distributed:
     def split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
         """Split a sequence into one part for each rank, in order."""
         cuts = [len(items) * rank // self.size for rank in range(self.size + 1)]
-        return [items[begin:end] for begin, end in zip(cuts, cuts[1:], strict=False)]
+        return [items[begin:end] for begin, end in itertools.pairwise(cuts)]
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -301,7 +315,8 @@ class Distributed:
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype == torch.bfloat16:
                 weight.data = weight.data.float()
-        tensors = dict(_named_tensors(model))
+        # Of several ranks, the complete weights are in the memory of the host.
+        tensors = dict(_named_tensors(model)) if self.size > 1 else None
         half = torch.bfloat16 if self.precision == "bfloat16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
         for layer in _decoder_layers(model):
@@ -315,12 +330,12 @@ class Distributed:
             module.set_force_sum_reduction_for_comms(True)
         method = "token_values" if isinstance(model, Critic) else "token_stats"
         register_fsdp_forward_method(model, method)
-        self.distribute(model, tensors)
+        if tensors is not None:
+            self.distribute(model, tensors)
         if isinstance(model, Actor):
             model._head = head
         model._packs = packs
         # The first pass makes the model the root of its layers; the engine calls them without it.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         filler = Batch.from_records(
             Experiences([Experience(tokens=[0, 0])]), ("tokens",), packed=False, device=self.device
         )
@@ -524,7 +539,7 @@ class DistributedLearner(Learner):
 
     def tensors(self, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Return the trained weights and optimizer states of all optimizers; `keys` as of `Optimizer.tensors`."""
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
             prefix = f"{name}/"
             paths = None if keys is None else [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
@@ -548,6 +563,7 @@ class DistributedTrainer(Trainer):
     """
 
     process_group = SINGLE_PROCESS  # rank 0 has the records of all ranks
+    learner: DistributedLearner
 
     def __init__(self, *arguments: Any, distributed: Distributed, **options: Any) -> None:
         self.distributed = distributed
@@ -844,11 +860,11 @@ class DistributedTrainer(Trainer):
                         model.save_pretrained(Path(partial) / name, state_dict=state)
         if self._future is not None:
             self._future.result()
-        # A copy, so that training can go on while it is written. On a GPU, `save_async` copies to the host.
+        # A copy, so that training can go on while it is written. On a GPU, `async_save` copies to the host.
         tensors = self.learner.tensors()
         if self.distributed.device.type == "cpu":
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._future = save_async(
+        self._future = async_save(  # type: ignore[assignment]
             tensors,
             storage_writer=FileSystemWriter(Path(partial) / checkpoint.SHARDS),
             process_group=self.distributed._writers,

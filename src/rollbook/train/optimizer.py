@@ -164,7 +164,7 @@ class Optimizer:
         """Return the L2 norm of the gradient over all weights, before clipping."""
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
         if self.shards is not None:
-            gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[operator]
+            gradients = [gradient.to_local() for gradient in gradients]  # type: ignore[attr-defined]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         if self.shards is None:

@@ -1,0 +1,100 @@
+"""Several ranks compute what one process computes, resume each other's checkpoints, and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollbook.models import Actor
+from rollbook.train.checkpoint import list_checkpoints
+from tests.train.ranks import (
+    FAILURE,
+    RUN_STEPS,
+    SHORT,
+    TOLERANCE,
+    compare_runs,
+    read_steps,
+    relative_difference,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.train.ranks", "--short", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    said = "".join(path.read_text()[-3000:] for path in folder.rglob("said-*"))
+    assert done.returncode == 0, f"{done.stderr}{said}"
+    return folder
+
+
+def statuses(results: Path) -> dict[str, list[int]]:
+    by_name: dict[str, list[int]] = json.loads((results / "statuses.json").read_text())
+    return by_name
+
+
+def said(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("said-*")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "number"),
+    [
+        *(("two", strategy, i) for strategy in ("ddp", "fsdp") for i in range(len(SHORT))),
+        *(("three", "fsdp", i) for i in range(2)),
+    ],
+)
+def test_ranks_compute_the_update_of_one(results: Path, ranks: str, strategy: str, number: int) -> None:
+    path = results / ranks / f"{strategy}-{number}.pt"
+    assert path.exists(), said(results / ranks)
+    expected, measured = torch.load(results / "one" / f"none-{number}.pt"), torch.load(path)
+    assert measured["uids"] == expected["uids"]
+    assert max(relative_difference(expected, measured).values()) <= TOLERANCE
+
+
+def test_waiting_is_reported(results: Path) -> None:
+    for strategy in ("ddp", "fsdp"):
+        steps = torch.load(results / "two" / f"{strategy}-0.pt")["metrics"]
+        assert all(0 <= step[name] < 1 for step in steps for name in ("ranks/wait_share", "ranks/plan_wait_share"))
+
+
+@pytest.mark.parametrize("name", ["run-none", "run-fsdp", "run-ddp"])
+def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(results: Path, name: str) -> None:
+    assert set(statuses(results)[name]) == {0}, said(results / name)
+    expected, measured = read_steps(results / "expected"), read_steps(results / name)
+    assert list(measured) == list(range(1, RUN_STEPS + 1))
+    assert compare_runs(expected, measured) <= TOLERANCE
+
+
+def test_a_checkpoint_has_a_hugging_face_folder(results: Path) -> None:
+    last = list_checkpoints(results / "run")[-1]
+    assert last.shards is not None
+    saved = Actor(str(last.model))
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    weights = {f"optimizer/weights/{name}": torch.empty_like(weight) for name, weight in saved.named_parameters()}
+    load(weights, storage_reader=FileSystemReader(last.shards), no_dist=True)
+    for name, weight in saved.named_parameters():
+        assert torch.equal(weights[f"optimizer/weights/{name}"], weight)
+
+
+def test_a_killed_rank_ends_all_and_the_same_command_continues(results: Path) -> None:
+    ended = statuses(results)["killed"]
+    assert -9 in ended and 0 not in ended
+    assert compare_runs(read_steps(results / "expected"), read_steps(results / "killed")) <= TOLERANCE
+
+
+def test_an_exception_ends_all_ranks_with_its_message(results: Path) -> None:
+    assert statuses(results)["failed"] == [1, 1]
+    for rank in range(2):
+        assert f"rank 1: ValueError: {FAILURE}" in (results / "failed" / f"said-{rank}").read_text()
