@@ -22,6 +22,7 @@ import random
 import statistics
 import time
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def try_model(
     vocabulary, length = (512, 128) if options.cpu else (128_256, options.tokens)
     records = make_records(1, length, length, vocabulary)
     config = make_config(shape, layers, vocabulary, "fsdp", model=model, batch={"token_budget": length})
+    free(device)  # also what the traceback of the last failure held
     ranks = Distributed("fsdp", device, precision="bfloat16")
     trainer, begun = None, 0.0
     try:
@@ -196,17 +198,18 @@ def find_largest(options: argparse.Namespace, device: torch.device, lora: bool, 
     return {**settings, "largest": largest, "failed": smallest_failed}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all parts."""
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
+    """Add the measurements to `results`, and yield after each part."""
     device = torch.device("cpu" if options.cpu else "cuda")
     begun = time.perf_counter()
     name = "CPU" if options.cpu else torch.cuda.get_device_name(device)
-    results: dict[str, Any] = {
+    results |= {
         "device": name,
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "date": datetime.date.today().isoformat(),
         "tokens": options.tokens,
+        "seconds": 0.0,
         "cost": [],
         "largest": [],
     }
@@ -214,13 +217,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for kind in ("update", "step"):
             results["cost"].append(measure_cost(options, device, kind))
             free(device)
+            results["seconds"] = time.perf_counter() - begun
+            yield
     if "largest" in options.parts:
         for lora in (False, True):
             for checkpointing in (False, True):
                 results["largest"].append(find_largest(options, device, lora, checkpointing))
-                print(results["largest"][-1], flush=True)
-    results["seconds"] = time.perf_counter() - begun
-    return results
+                results["seconds"] = time.perf_counter() - begun
+                yield
 
 
 def report(results: dict[str, Any]) -> str:
@@ -275,12 +279,12 @@ def main() -> None:
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device (--cpu tries it out)")
-    results = measure(options)
-    text = report(results)
-    print(text)
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "distributed.json").write_text(json.dumps(results))
-    (options.results / "distributed.md").write_text(text)
+    results: dict[str, Any] = {}
+    for _ in measure(options, results):  # written after each part, so that a time limit loses only the rest
+        print(report(results), flush=True)
+        (options.results / "distributed.json").write_text(json.dumps(results))
+        (options.results / "distributed.md").write_text(report(results))
 
 
 if __name__ == "__main__":
