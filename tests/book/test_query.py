@@ -453,7 +453,7 @@ class Source:
     schema = table.schema
     def load(self, columns):
         return table.select(columns)
-for _ in range(20):
+for _ in range(8):
     child = os.fork()
     if child == 0:
         sys.exit(len(run_query("select * from experiences limit 2", {"experiences": Source()}, threads=2)))
