@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start hundreds of processes, each of which would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-fast test-gpu test-vllm lint docs bench trials fuzz soak compat wheel-check pages clean
 
 $(STAMP): pyproject.toml constraints.txt

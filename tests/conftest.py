@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,16 @@ settings.load_profile("patient")
 # Read when torch is first imported, here and in the processes that tests start: at the sizes of tests, several threads
 # only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Temporary folders in memory where there is room, and where programs may run from it: books and checkpoints are synced
+# to disk thousands of times. What survives a power loss is tested on a simulated disk.
+_MEMORY = "/dev/shm"
+if (
+    os.path.isdir(_MEMORY)
+    and shutil.disk_usage(_MEMORY).free > 4 << 30
+    and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC
+):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -426,11 +426,7 @@ def assert_info(info: dict[Any, Any], rows: list[dict[Any, Any]]) -> None:
 
 # --- items to batches and back --------------------------------------------------------------------------------------
 
-_few = settings(deadline=None, max_examples=60)
-_some = settings(deadline=None, max_examples=100)
 
-
-@_some
 @example(items=[plain_item(3, 2), plain_item(2, 1)], layout="left", pad=9)
 @example(items=[plain_item(4, 1), plain_item(4, 3)], layout="prompt_left_response_right", pad=9)
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS), pad=st.sampled_from([0, 1, 7]))
@@ -445,7 +441,6 @@ def test_batching_and_back_is_the_identity(items: list[BufferItem], layout: str,
     assert frozen(items) == before, "batching leaves the items alone"
 
 
-@_some
 @example(items=[plain_item(3, 2), plain_item(2, 1)], layout="left", pad=9)
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS), pad=st.sampled_from([0, 1, 7]))
 def test_splitting_and_back_is_the_identity(items: list[BufferItem], layout: str, pad: int) -> None:
@@ -460,7 +455,6 @@ def test_splitting_and_back_is_the_identity(items: list[BufferItem], layout: str
         assert again == batch
 
 
-@_few
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS[:2]))
 def test_a_padded_split_batched_again_is_the_batch(items: list[BufferItem], layout: str) -> None:
     batch = laid_out(items, layout)
@@ -470,7 +464,6 @@ def test_a_padded_split_batched_again_is_the_batch(items: list[BufferItem], layo
     assert_same(split_experience_batch(again, unpad=True), items)
 
 
-@_some
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS), random=st.randoms(use_true_random=False))
 def test_order_changes_nothing_but_order(items: list[BufferItem], layout: str, random: Any) -> None:
     order = list(range(len(items)))
@@ -496,7 +489,6 @@ def test_order_changes_nothing_but_order(items: list[BufferItem], layout: str, r
     assert_same(laid_out(several, layout), laid_out([*(items[1:] or items), items[0]], layout))
 
 
-@_some
 @example(items=[plain_item(4, 1), plain_item(4, 3)], layout="prompt_left_response_right", pad=9)
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS[:2]), pad=st.sampled_from([0, 1, 7]))
 def test_packed_and_padded_are_one_thing(items: list[BufferItem], layout: str, pad: int) -> None:
@@ -583,7 +575,6 @@ def attended(batch: ExperienceBatch, i: int) -> tuple[int, int]:
     return (found[0], found[-1] + 1) if found else (width, width)
 
 
-@_some
 @given(batch=padded_batches())
 def test_any_padded_batch_splits_and_unpads(batch: ExperienceBatch) -> None:
     before = copy.deepcopy(batch)
@@ -619,7 +610,6 @@ def test_any_padded_batch_splits_and_unpads(batch: ExperienceBatch) -> None:
 # --- memory and devices ---------------------------------------------------------------------------------------------
 
 
-@_few
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS), unpad=st.booleans())
 def test_items_hold_what_they_show(items: list[BufferItem], layout: str, unpad: bool) -> None:
     batch = laid_out(items, layout)
@@ -637,7 +627,6 @@ def test_items_hold_what_they_show(items: list[BufferItem], layout: str, unpad: 
     assert frozen(split) == expected, "nothing of the batch is shared"
 
 
-@_few
 @given(items=item_lists(), layout=st.sampled_from(LAYOUTS))
 def test_devices_reach_every_tensor(items: list[BufferItem], layout: str) -> None:
     batch = laid_out(items, layout)
@@ -713,7 +702,6 @@ def batch_records(draw: st.DrawFn) -> list[Experience]:
     return rows
 
 
-@_some
 @given(rows=batch_records().filter(bool), layout=st.sampled_from(LAYOUTS), pad=st.sampled_from([0, 1, 7]))
 def test_records_to_a_batch(rows: list[Experience], layout: str, pad: int) -> None:
     # A key with a NaN in it is found by no look-up once it was written and read.
@@ -770,7 +758,6 @@ def trained(items: Sequence[BufferItem], layout: str) -> tuple[float, torch.Tens
     return loss.item(), weight.grad
 
 
-@_few
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=4),
     empty=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=3),

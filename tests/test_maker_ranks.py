@@ -57,7 +57,7 @@ def worker(rank: int, parts: list[list[list[int]]], folder: str) -> None:
 
 def test_processes_together_are_as_one(tmp_path: Path) -> None:
     parts = [TASKS[:1], TASKS[1:]]
-    mp.spawn(worker, args=(parts, str(tmp_path)), nprocs=2, join=True)
+    mp.start_processes(worker, args=(parts, str(tmp_path)), nprocs=2, start_method="fork")
     whole = found(TASKS)
     apart = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name, rows in whole.items():

@@ -545,7 +545,7 @@ def test_every_promise_has_one_test() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(requests())
 def test_all_promises_at_once(asked: Request) -> None:
     before = copy.deepcopy(asked)
@@ -556,7 +556,6 @@ def test_all_promises_at_once(asked: Request) -> None:
     assert str(made.report()) and repr(made)
 
 
-@settings(max_examples=200, deadline=None)
 @given(requests(empty="allow", oversize="alone", micro_batches=None, equal_counts=False))
 def test_what_can_be_met_is_met(asked: Request) -> None:
     # With nothing that could stand in the way, there is always a plan.
@@ -567,7 +566,6 @@ def test_what_can_be_met_is_met(asked: Request) -> None:
         check(asked, made)
 
 
-@settings(max_examples=200, deadline=None)
 @given(requests())
 def test_what_an_error_suggests_helps(asked: Request) -> None:
     try:

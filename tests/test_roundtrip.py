@@ -198,41 +198,41 @@ def check_apart(rows: Rows, arrays: bool = True) -> None:
             assert not arrays or not shared(free_parts(row), free_parts(other))
 
 
-@pytest.mark.parametrize("way", BYTE_WAYS)
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(rows=record_lists())
+def test_bytes_and_columns(rows: Rows) -> None:
+    before, expected = picture(rows), exact_rows(rows)
+    for way, convert in BYTE_WAYS.items():
+        back = convert(rows)
+        assert exact_rows(back) == expected, way
+        assert not shared(back, rows), way
+        check_apart(back)
+        assert picture(rows) == before, way
+
+
 @QUICK
 @given(rows=record_lists())
-def test_bytes_and_columns(way: str, rows: Rows) -> None:
-    before = picture(rows)
-    back = BYTE_WAYS[way](rows)
-    assert exact_rows(back) == exact_rows(rows)
-    assert picture(rows) == before
-    assert not shared(back, rows)
-    check_apart(back)
+def test_shallow_copies(rows: Rows) -> None:
+    before, expected = picture(rows), exact_rows(rows)
+    for way, convert in COPIES.items():
+        back = convert(rows)
+        assert exact_rows(back) == expected, way
+        # Tensors are the same objects, or may be; everything that holds them is not.
+        assert not shared(back, rows, arrays=False), way
+        check_apart(back, arrays=False)
+        assert picture(rows) == before, way
 
 
-@pytest.mark.parametrize("way", COPIES)
 @QUICK
 @given(rows=record_lists())
-def test_shallow_copies(way: str, rows: Rows) -> None:
-    before = picture(rows)
-    back = COPIES[way](rows)
-    assert exact_rows(back) == exact_rows(rows)
-    assert picture(rows) == before
-    # Tensors are the same objects, or may be; everything that holds them is not.
-    assert not shared(back, rows, arrays=False)
-    check_apart(back, arrays=False)
-
-
-@pytest.mark.parametrize("way", DEEP_COPIES)
-@QUICK
-@given(rows=record_lists())
-def test_deep_copies(way: str, rows: Rows) -> None:
-    before = picture(rows)
-    back = DEEP_COPIES[way](rows)
-    assert exact_rows(back) == exact_rows(rows)
-    assert picture(rows) == before
-    assert not shared(back, rows)
-    check_apart(back)
+def test_deep_copies(rows: Rows) -> None:
+    before, expected = picture(rows), exact_rows(rows)
+    for way, convert in DEEP_COPIES.items():
+        back = convert(rows)
+        assert exact_rows(back) == expected, way
+        assert not shared(back, rows), way
+        check_apart(back)
+        assert picture(rows) == before, way
 
 
 @SLOW

@@ -246,7 +246,7 @@ def worker(rank: int, parts: list[list[int]], folder: str) -> None:
 def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> None:
     # The second of three processes has no rows at all.
     parts = [[0, 1, 2, 4, 8], [], [3, 5, 6, 7]]
-    mp.spawn(worker, args=(parts, str(tmp_path)), nprocs=3, join=True)
+    mp.start_processes(worker, args=(parts, str(tmp_path)), nprocs=3, start_method="fork")
     together = across(list(range(9)), SINGLE_PROCESS)
     for name, whole in together.items():
         for rank, rows in enumerate(parts):

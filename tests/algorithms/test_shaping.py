@@ -427,7 +427,7 @@ def _rank(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     norm = RunningNorm()
     shaped = norm(PARTS[0] + PARTS[1], process_group=SINGLE_PROCESS)

@@ -427,7 +427,7 @@ def one_process(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_several_processes_estimate_what_one_does(tmp_path: Path) -> None:
-    mp.spawn(one_process, args=(str(tmp_path),), nprocs=len(SPLIT))
+    mp.start_processes(one_process, args=(str(tmp_path),), nprocs=len(SPLIT), start_method="fork")
     expected = estimates(slice(0, 6))
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(SPLIT))]
     for name in ACROSS:

@@ -28,12 +28,19 @@ def crashing_postgres() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def postgres_url(postgres: Server) -> Iterator[str]:
-    """The URL of an empty database, dropped after the test."""
+@pytest.fixture(scope="session")
+def database(postgres: Server) -> Iterator[str]:
+    """The URL of the database that tests share, one after another."""
     url = postgres.database()
     yield url
     postgres.drop(url)
+
+
+@pytest.fixture
+def postgres_url(postgres: Server, database: str) -> Iterator[str]:
+    """The URL of an empty database, emptied after the test."""
+    yield database
+    postgres.empty(database)
 
 
 def fresh(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:

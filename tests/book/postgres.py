@@ -347,6 +347,30 @@ class Server:
         """Drops a database that `database` made, whoever is still connected to it."""
         self._run("DROP DATABASE IF EXISTS {} WITH (FORCE)", urlsplit(url).path[1:])
 
+    def empty(self, url: str) -> None:
+        """Removes everything in a database that `database` made, whoever is still connected to it.
+
+        Takes half the time of dropping it and making another.
+        """
+        import psycopg
+        from psycopg import sql
+
+        others = (
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
+            "AND backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        )
+        schemas = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_' AND nspname <> 'information_schema'"
+        until = time.monotonic() + PATIENCE
+        with psycopg.connect(url, autocommit=True) as connection:
+            while connection.execute(others).fetchall():
+                if time.monotonic() > until:
+                    raise NoServer("connections to the database do not end")
+                time.sleep(0.005)
+            names = [name for (name,) in connection.execute(schemas)]
+            dropped = sql.SQL(", ").join(map(sql.Identifier, names))
+            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(dropped))
+            connection.execute("CREATE SCHEMA public")
+
     def kill(self) -> None:
         """Ends every process of the server at once, as a crash does: no checkpoint, no farewell to its clients."""
         process = self._own()

@@ -61,6 +61,23 @@ def test_databases_are_separate_and_can_be_dropped(postgres: Server) -> None:
     postgres.drop(two)
 
 
+def test_a_database_can_be_emptied(postgres: Server) -> None:
+    url = postgres.database()
+    put(url, 1)
+    with psycopg.connect(url) as other:  # disconnected
+        other.execute("CREATE SCHEMA other CREATE TABLE things ()")
+        other.commit()
+        other.execute("LOCK TABLE public.things, other.things")
+        postgres.empty(url)
+        with pytest.raises(psycopg.OperationalError):
+            other.execute("SELECT 1")
+    with psycopg.connect(url) as connection:
+        assert connection.execute("SELECT count(*) FROM pg_tables WHERE tablename = 'things'").fetchone() == (0,)
+    put(url, 2)
+    assert got(url) == [2]
+    postgres.drop(url)
+
+
 def test_the_url_works_in_another_process(postgres_url: str) -> None:
     put(postgres_url, 7)
     code = "import sys, psycopg; print(psycopg.connect(sys.argv[1]).execute('SELECT value FROM things').fetchone()[0])"

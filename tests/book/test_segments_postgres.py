@@ -251,7 +251,7 @@ def test_data_waits_for_no_disk_and_is_durable_with_the_ledgers_commit(crashing_
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("ALTER SYSTEM SET wal_writer_delay TO '10s'")
     crashing_postgres.restart()
-    lost = 0
+    lost = False
     try:
         for _ in range(6):
             with opened(url) as (ledger, store):
@@ -265,11 +265,13 @@ def test_data_waits_for_no_disk_and_is_durable_with_the_ledgers_commit(crashing_
                 crashing_postgres.kill()
                 crashing_postgres.restart()
                 assert bytes(store.get(kept)) == b"kept" * 1000
-                lost += not store.has(alone.segment)
+                lost = not store.has(alone.segment)
+            if lost:  # seldom not at once
+                break
     finally:
         with psycopg.connect(url, autocommit=True) as admin:
             admin.execute("ALTER SYSTEM RESET wal_writer_delay")
         crashing_postgres.drop(url)
         crashing_postgres.restart()
     # What no commit followed was only in the server's memory: the put did not wait, and `has` tells the truth.
-    assert lost > 0
+    assert lost

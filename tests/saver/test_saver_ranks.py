@@ -112,7 +112,7 @@ def worker(rank: int, folder: str) -> None:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each process's calls gave, by rank, and the folder."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(folder),), nprocs=WORLD, join=True)
+    mp.start_processes(worker, args=(str(folder),), nprocs=WORLD, start_method="fork")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)], folder
 
 

@@ -48,16 +48,16 @@ DEATHS = {
         *(("config written", 1), ("warming up", 2), ("after write", 1), ("evaluated", 1), ("during checkpoint", 1)),
         *(("book's checkpoint", 1), ("saving begins", 1), ("state saved", 1), ("before rename", 1)),
     ],
-    "after each step": [("stepped", 1), ("stepped", 2), ("stepped", 3), ("stepped", 2), ("stepped", 3), ("stepped", 2)],
+    "after each step": [("stepped", 1), ("stepped", 2), ("stepped", 3)],
     "inside a step": [
-        *(("collected", 1), ("after sync", 1), ("appended", 2), ("learned", 1), ("learned", 3)),
-        *(("during ack", 1), ("acknowledged", 2), ("acknowledged", 3), ("learned", 2)),
+        *(("collected", 1), ("after sync", 1), ("appended", 2), ("learned", 1)),
+        *(("during ack", 1), ("acknowledged", 2), ("learned", 3)),
     ],
     "while it saves": [
         *(("book's checkpoint", 2), ("model saved", 1), ("before rename", 1), ("after rename", 1)),
         *(("during rewind", 1), ("state saved", 1), ("before forgetting", 1), ("during prune", 1)),
     ],
-    "while it evaluates": [("evaluated", 2), ("evaluated", 1), ("evaluated", 2)],
+    "while it evaluates": [("evaluated", 2), ("evaluated", 1)],
 }
 """Points by the number of times that a life reaches them before it ends there; each life goes on from the last."""
 

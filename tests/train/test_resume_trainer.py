@@ -167,20 +167,15 @@ def seeded() -> None:
 
 REPLAY = {"kind": "replay", "reuse": 3, "max_staleness": 3, "rollout_interval": 2}
 SETTINGS: dict[str, Setting] = {
-    "reference": {"changes": {"kl_coef": 0.1}},
     "reference in the reward": {"changes": {"kl_coef": 0.1, "kl_in": "reward"}},
     "adapters": {"lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}, "changes": {"kl_coef": 0.1}},
     "critic": {"algorithm": "ppo", "changes": {"critic_warmup": 1}},
-    "bfloat16": {"precision": "bfloat16"},
     "bfloat16 critic": {"algorithm": "ppo", "precision": "bfloat16"},
-    "autocast": {"precision": "autocast", "dropout": 0.3},
-    "dropout": {"dropout": 0.3, "minibatch": MinibatchConfig(minibatches=2, epochs=2)},
-    "random rewards": {"reward": by_chance},
-    "running norm": {"changes": {"reward_norm": "mean_std"}},
+    "autocast": {"precision": "autocast", "dropout": 0.3, "minibatch": MinibatchConfig(minibatches=2, epochs=2)},
+    "random rewards": {"reward": by_chance, "changes": {"reward_norm": "mean_std"}},
     "dropped groups": {"reward": rarely, "changes": {"drop_constant_groups": True, "refill": 2, "group_size": 4}},
     "replay": {"replay": ReplayConfig(**REPLAY)},
     "newest first": {"replay": ReplayConfig(**{**REPLAY, "sampler": "last", "max_staleness": 1})},
-    "expert": {"algorithm": "mix", "replay": ReplayConfig(expert_share=0.4)},
     "replay and expert": {"algorithm": "mix", "replay": ReplayConfig(**REPLAY, expert_share=0.4)},
     "given answers": {"algorithm": "sft"},
     "pairs": {"algorithm": "dpo"},

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -128,25 +126,6 @@ def test_episodes_are_trained_with_the_kl_in_the_reward() -> None:
     report = run.step()
     assert report["reward/kl_coef"] == 2.0 and report["episode/turns"] == 2
     assert all(row.experience_type == "multi_turn" for row in run.book.get(report.uids))
-
-
-def test_a_step_loads_nothing_of_the_inherited_maker() -> None:
-    """In a process of its own: others import what a test imports."""
-    code = """
-import sys, rollbook
-from rollbook.models import Actor
-from rollbook.train import AlgorithmConfig, Prompts, Trainer
-from transformers import LlamaConfig
-config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                     max_position_embeddings=16)
-trainer = Trainer(Actor(config), AlgorithmConfig.preset("grpo", group_size=2), rollbook.open("memory:"),
-                  prompts_per_step=1, prompts=Prompts([{"prompt": [5]}]), reward=lambda response_ids: 1.0,
-                  sampling={"max_tokens": 2})
-assert trainer.step()["records"] == 2
-print([name for name in sys.modules if name.startswith("rollbook.compat")])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stdout.strip() == "[]", done.stderr
 
 
 @pytest.mark.parametrize("broken", ["reward", "engine"])
