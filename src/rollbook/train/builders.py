@@ -617,12 +617,14 @@ def build_trainer(
         ConfigError: The book of expert records cannot be opened.
     """
     critic_optimizer = config.critic_optimizer
+    expert = None
     try:
         expert = open_expert_book(config)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
+        if distributed is None or distributed.is_main:  # other ranks are sent the records
+            raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
     success = config.evaluation.success
     build: Any = Trainer
     if distributed is not None:

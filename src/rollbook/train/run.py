@@ -416,6 +416,8 @@ class Run:
         if self.is_main:
             self._check_sources({"rewards": reward, "evaluation.rewards": eval_reward}, resumed)
         self.say(_format_headline(config, actor, prompts, held_out, device))
+        if ranks is not None:
+            self.say(f"ranks     {ranks.size}, {ranks.strategy}")
         outcome = RunResult(self.folder, 0, 0.0)
         if config.warmup.steps and not resumed and self.is_main:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
