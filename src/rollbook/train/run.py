@@ -410,9 +410,9 @@ class Run:
             )
         prompts, held_out = self._prompts or builders.load_prompts(config)
         builders.check_prompts_readable(actor, prompts)
-        reward = eval_reward = builders.build_reward(config.rewards, actor)
+        reward = eval_reward = builders.build_reward(config.rewards, actor, device=device)
         if config.evaluation.rewards:
-            eval_reward = builders.build_reward(config.evaluation.rewards, actor, "evaluation.rewards")
+            eval_reward = builders.build_reward(config.evaluation.rewards, actor, "evaluation.rewards", device)
         if self.is_main:
             self._check_sources({"rewards": reward, "evaluation.rewards": eval_reward}, resumed)
         self.say(_format_headline(config, actor, prompts, held_out, device))
