@@ -73,7 +73,8 @@ fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O
 
 SOAK_KILLS ?= 500
 SOAK_FAULTS ?= 100
-soak: $(STAMP)  ## the book under faults: processes killed and paused, servers restarted, connections cut, many at once
+SOAK_RANK_KILLS ?= 20
+soak: $(STAMP)  ## the book under faults: processes killed and paused, servers restarted, connections cut; training on several ranks
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url folder
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url postgresql
 	$(BIN)/python -m tests.book.trials concurrency --url folder
@@ -86,6 +87,7 @@ soak: $(STAMP)  ## the book under faults: processes killed and paused, servers r
 	$(BIN)/python -m tests.book.trials faults --kind pause --count $(SOAK_FAULTS) --url folder
 	$(BIN)/python -m tests.book.trials faults --kind pause --count $(SOAK_FAULTS)
 	$(BIN)/python -m tests.book.trials faults --kind hold --count 3
+	$(BIN)/python -m tests.train.ranks --ranks 2 3 --kills $(SOAK_RANK_KILLS)
 
 COMPAT_PYTHON ?= python3.12
 COMPAT_TORCH ?= 2.11.0

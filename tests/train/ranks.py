@@ -229,6 +229,13 @@ def train_run(folder: Path, strategy: str, steps: int, pause: float = 0.0) -> No
         distributed.close()
 
 
+def train_apart(folder: Path, strategy: str, steps: int) -> None:
+    """Do what `train_run` does, as if each rank was on a machine of its own, without the files of rank 0."""
+    rank = os.environ["RANK"]
+    socket.gethostname = lambda: f"machine-{rank}"  # type: ignore[assignment]
+    train_run(folder, strategy, steps)
+
+
 def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the metrics of a run by step; of a repeated step, the last ones."""
     entries = map(json.loads, (folder / "steps.jsonl").read_text().splitlines())
@@ -296,6 +303,14 @@ def run_short(folder: Path) -> None:
         statuses[name] = wait_for(
             fork_ranks(ranks, train_run, folder / name, strategy, RUN_STEPS, said=folder / name / "said")
         )
+    (folder / "run-apart").mkdir()
+    statuses["run-apart"] = [
+        status
+        for steps in (half, RUN_STEPS)
+        for status in wait_for(
+            fork_ranks(2, train_apart, folder / "run-apart", "fsdp", steps, said=folder / "run-apart/said")
+        )
+    ]
     statuses["killed"] = kill_and_continue(
         folder / "killed", "fsdp", 2, lambda: any(saved.step for saved in list_checkpoints(folder / "killed"))
     )

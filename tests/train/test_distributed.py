@@ -67,8 +67,9 @@ def test_waiting_is_reported(results: Path) -> None:
         assert all(0 <= step[name] < 1 for step in steps for name in ("ranks/wait_share", "ranks/plan_wait_share"))
 
 
-@pytest.mark.parametrize("name", ["run-none", "run-fsdp", "run-ddp"])
-def test_a_checkpoint_of_two_ranks_resumes_on_other_numbers(results: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["run-none", "run-fsdp", "run-ddp", "run-apart"])
+def test_a_checkpoint_of_two_ranks_resumes(results: Path, name: str) -> None:
+    """In one process, on three ranks, with another strategy, and on two machines that share no files."""
     assert set(statuses(results)[name]) == {0}, said(results / name)
     expected, measured = read_steps(results / "expected"), read_steps(results / name)
     assert list(measured) == list(range(1, RUN_STEPS + 1))

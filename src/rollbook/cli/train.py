@@ -74,6 +74,7 @@ def _launch(ranks: int, words: list[str]) -> int:
     import logging
     import uuid
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -95,6 +96,8 @@ def _launch(ranks: int, words: list[str]) -> int:
         if failure.exitcode < 0:
             print(f"rollbook train: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
         return UNREADABLE
+    except SignalException:
+        raise KeyboardInterrupt from None
     return OK
 
 

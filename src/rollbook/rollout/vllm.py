@@ -550,6 +550,7 @@ class VllmEngine(BaseEngine):
             self._replicas.append(self._start(source, tokenizer, version, dict(engine_args or {})))
         self.tokenizer: Any = self._replicas[0].tokenizer
         self._loads = [0] * len(self._replicas)
+        self.is_remote = bool(urls)
 
     def _start(self, source: Source, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
         """Start vLLM in this process."""

@@ -6,6 +6,7 @@
 | `pipeline` | from prompts to training records: `generate`, `score`, `annotate`, `estimate` |
 | `learner`, `rows`, `optimizer` | from records to new weights |
 | `trainer`, `replay_config`, `checkpoint` | the loop: roll out, append, lease, update, acknowledge |
+| `distributed` | the same on several ranks |
 | `prompts`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `evaluation`, `statistics` | avg@k, pass@k, maj@k with intervals |
 | `tracker` | metrics to the book, JSONL, TensorBoard, W&B and a terminal |

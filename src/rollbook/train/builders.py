@@ -393,14 +393,18 @@ def check_rewards(config: Config) -> None:
 
 
 def build_reward(
-    rewards: tuple[RewardSection, ...], actor: Actor | None = None, key: str = "rewards"
+    rewards: tuple[RewardSection, ...],
+    actor: Actor | None = None,
+    key: str = "rewards",
+    device: torch.device | None = None,
 ) -> RewardSource | None:
     """Build the reward of a run: one source, or the weighted sum of several.
 
     Args:
         rewards: Sections of the configuration.
-        actor: The policy. Reward models are loaded to its device, and read its tokens unless they have a tokenizer.
+        actor: The policy. Reward models read its tokens unless they have a tokenizer.
         key: Path of the sections, for errors.
+        device: Device of reward models; `None`: that of the actor.
 
     Returns:
         The reward, or `None` if there are no sections.
@@ -414,7 +418,7 @@ def build_reward(
     """
     if not rewards:
         return None
-    components = [_build_component(f"{key}.{i}", source, actor) for i, source in enumerate(rewards)]
+    components = [_build_component(f"{key}.{i}", source, actor, device) for i, source in enumerate(rewards)]
     if len(components) == 1 and rewards[0].weight == 1.0 and rewards[0].name is None:
         return components[0]
     names = [source.name or _default_name(source) for source in rewards]
@@ -422,13 +426,15 @@ def build_reward(
     return as_reward(dict(zip(names, components, strict=True)), weights=[source.weight for source in rewards])
 
 
-def _build_component(key: str, settings: RewardSection, actor: Actor | None) -> RewardSource:
+def _build_component(
+    key: str, settings: RewardSection, actor: Actor | None, device: torch.device | None = None
+) -> RewardSource:
     kind = next(name for name in ("function", "recipe", "remote", "model") if getattr(settings, name) is not None)
     source = expand_variables(getattr(settings, kind), f"{key}.{kind}")
     options: dict[str, Any] = expand_variables(settings.options, f"{key}.options")
     if kind == "model":
         with _loading(f"{key}.model", source):
-            source = _load_classifier(source, options, actor)
+            source = _load_classifier(source, options, actor, device)
     elif kind == "remote":
         options |= {"replicas": True} if len(source) > 1 else {}
         source = source[0] if len(source) == 1 else list(source)
@@ -441,12 +447,14 @@ def _build_component(key: str, settings: RewardSection, actor: Actor | None) -> 
         raise ConfigError(place, str(error).removeprefix("reward: ")) from error
 
 
-def _load_classifier(name: str, options: dict[str, Any], actor: Actor | None) -> torch.nn.Module:
+def _load_classifier(
+    name: str, options: dict[str, Any], actor: Actor | None, device: torch.device | None
+) -> torch.nn.Module:
     """Load a sequence classifier, and add its name, device and tokenizers to `options`."""
     transformers = transformers_module()
     options.setdefault("name", Path(name).name)
     if actor is not None:
-        options.setdefault("device", actor.device)
+        options.setdefault("device", actor.device if device is None else device)
         options.setdefault("policy_tokenizer", actor.tokenizer)
     tokenizer = options.get("tokenizer", name)
     if isinstance(tokenizer, str):
@@ -628,12 +636,14 @@ def build_trainer(
         ConfigError: The book of expert records cannot be opened.
     """
     critic_optimizer = config.critic_optimizer
+    expert = None
     try:
         expert = open_expert_book(config)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
+        if distributed is None or distributed.is_main:  # other ranks are sent the records
+            raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
     success = config.evaluation.success
     build: Any = Trainer
     if distributed is not None:

@@ -85,6 +85,7 @@ _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 10.0
 """How long a rank that is told of an error of another may take to end on its own."""
 _RETURN, _RAISE = "return", "raise"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
 
 
 class Distributed:
@@ -389,14 +390,14 @@ class Distributed:
         hooks = []
         for module in modules:
             module.unshard()
-            hooks.append((module._forward_pre_hooks, module._forward_hooks))
-            # The hooks of FSDP gather and free weights, which would break CUDA graphs.
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+            # The hooks of FSDP gather and free weights, which would break CUDA graphs and shard a state dict.
+            hooks.append({name: getattr(module, name) for name in _HOOKS})
+            module.__dict__.update({name: OrderedDict() for name in _HOOKS})
         try:
             yield
         finally:
-            for module, (before, after) in zip(modules, hooks, strict=True):
-                module._forward_pre_hooks, module._forward_hooks = before, after
+            for module, saved in zip(modules, hooks, strict=True):
+                module.__dict__.update(saved)
                 module.reshard()
 
 
@@ -596,11 +597,12 @@ class DistributedTrainer(Trainer):
             if isinstance(model, nn.Module) and not any(model is other for other in placed):
                 self.distributed.place(model)
                 placed.append(model)
-        url = getattr(self.book, "url", "memory:")
-        place = (str(url), "" if "://" in str(url) else socket.gethostname())
-        places = self.distributed.group.gather([place])
+        url, host = str(getattr(self.book, "url", "memory:")), socket.gethostname()
+        place = (url, "" if "://" in url else host, self.expert is None)
+        places, hosts = self.distributed.group.gather([place]), self.distributed.group.gather([host])
         # Files of a book are read on the machine of rank 0 only: a book is not kept on a network file system.
-        self._reads = [other == places[0] and "memory:" not in other[0][0] for other in places]
+        self._reads = [other == places[0] and url != "memory:" for other in places]
+        self._on_one_machine = len({name for (name,) in hosts}) == 1
         if not self.distributed.is_main:
             torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}"))
         return DistributedLearner(
@@ -712,6 +714,9 @@ class DistributedTrainer(Trainer):
         """Gather the weights that the engine samples from, and set their version."""
         if engine is self._own_engine and engine is not None:
             engine.version = version
+        if getattr(engine, "weight_layout", "gathered") == "sharded":
+            yield
+            return
         with self.distributed.gathered(self.actor):
             yield
 
@@ -763,7 +768,7 @@ class DistributedTrainer(Trainer):
 
     def _sync_share(self, version: int) -> float:
         with self.distributed.gathered(self.actor):
-            if self.distributed.is_main or not getattr(self.engine, "is_remote", False):
+            if self.distributed.is_main or not self.engine.is_remote:
                 return super()._send_weights(version)
             self.engine.version = version  # rank 0 sends the weights to the servers
             return 0.0
@@ -862,17 +867,27 @@ class DistributedTrainer(Trainer):
             self._future.result()
         # A copy, so that training can go on while it is written. On a GPU, `async_save` copies to the host.
         tensors = self.learner.tensors()
-        if self.distributed.device.type == "cpu":
+        if not self._on_one_machine:
+            # The folder of the run is on the machine of rank 0.
+            tensors = {name: self._gather(tensor) for name, tensor in tensors.items()}
+        elif self.distributed.device.type == "cpu":
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._future = async_save(  # type: ignore[assignment]
-            tensors,
-            storage_writer=FileSystemWriter(Path(partial) / checkpoint.SHARDS),
-            process_group=self.distributed._writers,
-        )
+        if self._on_one_machine or self.distributed.is_main:
+            self._future = async_save(  # type: ignore[assignment]
+                tensors,
+                storage_writer=FileSystemWriter(Path(partial) / checkpoint.SHARDS),
+                process_group=self.distributed._writers if self._on_one_machine else None,
+                no_dist=not self._on_one_machine,
+            )
         return checkpoint.random_state()
 
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a complete tensor in the memory of the host, on rank 0; on others, an empty tensor."""
+        complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return complete.to("cpu", copy=True) if self.distributed.is_main else torch.empty(0)
+
     def _load(self, saved: checkpoint.Checkpoint) -> dict[str, Any]:
-        if saved.shards is None:
+        if saved.shards is None or not self._on_one_machine:
             state = checkpoint.load_state(saved)
             self.load_weights(self.actor, saved.model)
             if self.models.critic is not None and saved.critic is not None:

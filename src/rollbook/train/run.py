@@ -410,12 +410,14 @@ class Run:
             )
         prompts, held_out = self._prompts or builders.load_prompts(config)
         builders.check_prompts_readable(actor, prompts)
-        reward = eval_reward = builders.build_reward(config.rewards, actor)
+        reward = eval_reward = builders.build_reward(config.rewards, actor, device=device)
         if config.evaluation.rewards:
-            eval_reward = builders.build_reward(config.evaluation.rewards, actor, "evaluation.rewards")
+            eval_reward = builders.build_reward(config.evaluation.rewards, actor, "evaluation.rewards", device)
         if self.is_main:
             self._check_sources({"rewards": reward, "evaluation.rewards": eval_reward}, resumed)
         self.say(_format_headline(config, actor, prompts, held_out, device))
+        if ranks is not None:
+            self.say(f"ranks     {ranks.size}, {ranks.strategy}")
         outcome = RunResult(self.folder, 0, 0.0)
         if config.warmup.steps and not resumed and self.is_main:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
