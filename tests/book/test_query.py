@@ -399,9 +399,8 @@ def test_ctrl_c_stops_the_query(query: str) -> None:
     begun = time.monotonic()
     timer.start()
     try:
-        # With several threads DuckDB may wait for them and see the signal only at the time limit.
         with pytest.raises(KeyboardInterrupt):
-            run_query(query, {}, memory="8GB", threads=1)
+            run_query(query, {}, memory="8GB", threads=4)
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)

@@ -7,17 +7,18 @@ object; it changes nothing; when `run_query` returns or raises, it has stopped.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import html
 import itertools
 import os
 import re
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby, pairwise
-from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -480,6 +481,8 @@ def run_query(
             failure = next((table.failure for table in tables.values() if table.failure is not None), None)
             if failure is not None:
                 raise failure from None
+            if watch.stopped:
+                raise KeyboardInterrupt from None
             if watch.expired:
                 raise QueryTimeoutError(f"query: stopped after {seconds:g} seconds") from None
             raise QueryError(_explain(error, sources, limit)) from None
@@ -587,29 +590,51 @@ def _connection(memory: int, threads: int) -> Iterator[Any]:
 
 
 class _Watch:
-    """Interrupts a connection when its time is over."""
+    """Interrupts a connection when its time is over, and at Ctrl-C, which DuckDB's threads do not always notice."""
 
     def __init__(self, connection: DuckDBPyConnection, seconds: float) -> None:
         self.expired = False
+        self.stopped = False
+        """Whether Ctrl-C was pressed."""
         self._connection: DuckDBPyConnection | None = connection
         self._seconds = seconds
-        self._done = threading.Event()
         self._lock = threading.Lock()
+        self._wakeup, self._signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self._previous: int | None = None
 
     def __enter__(self) -> _Watch:
-        if self._seconds < inf:
-            threading.Thread(target=self._wait, name="rollbook-query-watch", daemon=True).start()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous = signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
+            if self._previous != -1:  # an event loop has its own, which stays
+                signal.set_wakeup_fd(self._previous)
+                self._previous = None
+        threading.Thread(target=self._wait, name="rollbook-query-watch", daemon=True).start()
         return self
 
     def _wait(self) -> None:
-        if self._done.wait(min(self._seconds, threading.TIMEOUT_MAX)):
-            return
-        self.expired = True
-        # Repeatedly: an interrupt between two steps of a query is lost.
-        while not self._done.wait(0.02):
-            with self._lock:
-                if self._connection is not None and not self._done.is_set():
+        deadline = time.monotonic() + self._seconds
+        with self._wakeup:
+            while not self.stopped and not self.expired:
+                self._wakeup.settimeout(min(max(deadline - time.monotonic(), 0.001), 3600.0))
+                try:
+                    received = self._wakeup.recv(64)
+                except TimeoutError:
+                    self.expired = time.monotonic() >= deadline
+                else:
+                    if not received:  # the query is done
+                        return
+                    self.stopped = signal.SIGINT in received
+            # Repeatedly: an interrupt between two steps of a query is lost.
+            self._wakeup.settimeout(0.02)
+            while True:
+                with self._lock:
+                    if self._connection is None:
+                        return
                     self._connection.interrupt()
+                with suppress(TimeoutError):
+                    self._wakeup.recv(64)
 
     def check(self) -> None:
         if self.expired:
@@ -620,9 +645,11 @@ class _Watch:
     ) -> None:
         # The thread ends soon; waiting for it would take longer than most queries. It keeps no connection, which
         # DuckDB would report as leaked if the interpreter exits first.
+        if self._previous is not None:
+            signal.set_wakeup_fd(self._previous)
         with self._lock:
-            self._done.set()
             self._connection = None
+        self._signals.close()
 
 
 # --- allowed statements ---------------------------------------------------------------------------------------------
@@ -747,7 +774,7 @@ class _Table(ds.InMemoryDataset):  # type: ignore[misc]
         """
         self.closed = True
         for reader in self.readers:
-            with contextlib.suppress(pa.ArrowException, OSError, QueryError):
+            with suppress(pa.ArrowException, OSError, QueryError):
                 reader.close()  # reads what is left, which is at most what was read ahead
 
     def _only_in(self, filter: ds.Expression | None, names: list[str]) -> list[str]:
