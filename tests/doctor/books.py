@@ -64,7 +64,7 @@ class Run:
         self.entropy = 0.6 * (1 + (fall - 1) * self.time) * np.exp(dice.normal(0, 0.1, n))
         self.mismatch = 0.01 * np.exp(dice.normal(0, 0.4, n))
         self.kl = (0.002 + 0.05 * self.time) * np.exp(dice.normal(0, 0.4, n))
-        self.lag = dice.integers(0, 2, n)
+        self.staleness = dice.integers(0, 2, n)
         self.stride = 1
         """Versions from one step to the next."""
         self.dropped = dice.random(n) < 0.08
@@ -124,7 +124,7 @@ class Run:
                 "advantages": values,
             }
             made = {name: (column.astype(np.float32), offsets) for name, column in made.items()}
-            versions = (self.step[mine] + 10) * self.stride - self.lag[mine]
+            versions = (self.step[mine] + 10) * self.stride - self.staleness[mine]
             made["policy_versions"] = (np.repeat(versions, counts).astype(np.int32), offsets)
             made["group_size"] = [self.runs] * len(mine)
         if self.scored:
@@ -285,7 +285,7 @@ def logprob_mismatch(run: Run, dose: float) -> None:
 def stale_data(run: Run, dose: float) -> None:
     """Half of the samples are `dose` versions old."""
     old = run.dice.random(run.n) < 0.5
-    run.lag[old] = int(dose)
+    run.staleness[old] = int(dose)
     run.planted = old
 
 

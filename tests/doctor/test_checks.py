@@ -163,7 +163,7 @@ def test_one_step_alone_can_differ_between_engine_and_trainer() -> None:
 def test_old_samples_may_differ() -> None:
     run = Run(0)
     old = run.dice.random(run.n) < 0.3
-    run.lag[old] = 3
+    run.staleness[old] = 3
     run.mismatch[old] = 0.3
     assert examine(run.write()).healthy
 
@@ -298,12 +298,12 @@ def test_tokens_centred_is_centered() -> None:
 
 def test_versions_may_count_optimizer_steps() -> None:
     run = Run(0)
-    run.lag = run.dice.integers(0, 2, run.n) * 8
+    run.staleness = run.dice.integers(0, 2, run.n) * 8
     book = run.write()
     assert names(examine(book)) == {"stale-data"}
     run = Run(0)
     run.stride = 8
-    run.lag = run.dice.integers(0, 2, run.n) * 8
+    run.staleness = run.dice.integers(0, 2, run.n) * 8
     assert examine(run.write()).healthy
 
 

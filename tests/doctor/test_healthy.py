@@ -44,7 +44,7 @@ def columns(run: Run) -> dict[str, Any]:
         "entropy": run.entropy,
         "mismatch": run.mismatch,
         "kl": run.kl,
-        "lag": run.lag,
+        "staleness": run.staleness,
         "version_max": run.step,
         "nans": np.zeros(run.n),
         "repetition": run.dice.beta(1, 20, run.n),

@@ -41,7 +41,7 @@ def test_a_step_is_summed_up() -> None:
             [
                 rewarded(1, 1.0, response_tokens=20, trained_tokens=20, digest=5, status="finished", version_min=3),
                 rewarded(2, 0.0, response_tokens=20, trained_tokens=5, digest=5, status="truncated", repetition=0.8),
-                row(3, response_tokens=30, trained_tokens=30, digest=9, scored=2, nans=1, lag=2, version_max=4),
+                row(3, response_tokens=30, trained_tokens=30, digest=9, scored=2, nans=1, staleness=2, version_max=4),
                 row(4, response_tokens=0, digest=None, status="error", removed_reason="failed", length=0),
             ]
         )

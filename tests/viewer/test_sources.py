@@ -101,7 +101,7 @@ def test_a_rewind_gives_back_what_was_trained_and_takes_what_came_later(tmp_path
     assert index.query("SELECT step FROM groups") == [(1,)]
     book.append(group(2, 5, reward=0.5))  # the same ids again
     load(source, index)
-    found = rows(index, "uid, removed_reason, reward, lag")
+    found = rows(index, "uid, removed_reason, reward, staleness")
     assert [row[0] for row in found[2:]] == ["2/5/0/0/s~3", "2/5/1/0/s~4", "2/5/0/0/s", "2/5/1/0/s"]
     # Version 9 was taken back with the rest: what comes now is fresh.
     assert [row[1:] for row in found[4:]] == [(None, 0.5, 0)] * 2
@@ -119,7 +119,7 @@ def test_lag_is_judged_when_a_record_was_trained_and_what_waits_has_none(tmp_pat
     book.append(group(6, 7, policy_versions=[5, 6, 6]))
     source, index = BookSource(book), Index()
     load(source, index)
-    assert rows(index, "task, lag", "n")[::2] == [("5", 3), ("6", None), ("7", None)]
+    assert rows(index, "task, staleness", "n")[::2] == [("5", 3), ("6", None), ("7", None)]
     # Followed live, the same comes out.
     other = Index()
     live = rollbook.open(tmp_path / "live")
@@ -127,11 +127,11 @@ def test_lag_is_judged_when_a_record_was_trained_and_what_waits_has_none(tmp_pat
     live.append(group(1, 5))
     live.append(group(2, 6))
     load(source_, other)
-    assert rows(other, "lag") == [(0,)] * 4  # nothing was trained: as they came
+    assert rows(other, "staleness") == [(0,)] * 4  # nothing was trained: as they came
     live.announce(4)
     live.lease(1, by="group").ack(step=4)
     load(source_, other)
-    assert rows(other, "lag") == [(3,), (3,), (None,), (None,)]
+    assert rows(other, "staleness") == [(3,), (3,), (None,), (None,)]
     for each in (index, other, source, source_):
         each.close()
 

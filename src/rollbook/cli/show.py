@@ -94,7 +94,7 @@ def _show_run(run: OpenRun, options: argparse.Namespace) -> int:
         print("no records yet")
         return OK
     rows = _join_metrics(steps, logged)
-    for name in ("reward", *_UPDATE_COLUMNS, "length", "entropy", "kl", "mismatch", "lag"):
+    for name in ("reward", *_UPDATE_COLUMNS, "length", "entropy", "kl", "mismatch", "staleness"):
         values = [row[name] for row in rows]
         finite = [value for value in values if value is not None]
         if finite:
@@ -127,7 +127,7 @@ def _join_metrics(
     for step in sorted({*summaries, *updates}):
         summary, values = summaries.get(step, {}), updates.get(step, {})
         row = {"step": step, "n": summary.get("n")}
-        for name in ("reward", "length", "entropy", "kl", "mismatch", "lag"):
+        for name in ("reward", "length", "entropy", "kl", "mismatch", "staleness"):
             row[name] = (summary.get(name) or {}).get("mean")
         row |= {name: (summary.get("reward") or {}).get(name) for name in ("p25", "p75")}
         row |= {name: summary.get(key) for name, key in _SHARE_COLUMNS.items()}

@@ -31,7 +31,7 @@ METRICS = {
     "entropy": "entropy",
     "kl": "kl",
     "mismatch": "mismatch",
-    "lag": "lag",
+    "staleness": "staleness",
 }
 """Compared metrics, and their index columns."""
 SHARES = {

@@ -44,7 +44,7 @@ ALIASES = {
     "adv": "advantage",
     "r": "reward",
     "score": "reward",
-    "staleness": "lag",
+    "lag": "staleness",
     "version": "version_max",
     "finish": "finish_reason",
     "answer": "closing",
@@ -91,7 +91,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "scored": Flag("scored = 1", "Scored", "The reward is a number."),
     "solved": Flag(f"COALESCE(reward >= {_SOLVED_REWARD}, 0)", "Solved", "The reward is near the run's highest."),
-    "stale": Flag(f"COALESCE(lag > {STALE_LAG}, 0)", "Stale", f"More than {STALE_LAG} policy version behind."),
+    "stale": Flag(f"COALESCE(staleness > {STALE_LAG}, 0)", "Stale", f"More than {STALE_LAG} policy version behind."),
     "trained": Flag("state = 'trained'", "Trained", "Trained on."),
     "dropped": Flag("state = 'dropped'", "Dropped", "Dropped before training; see `reason`."),
     "waiting": Flag("state = 'waiting'", "Waiting", "Waiting to be trained on."),
@@ -464,7 +464,7 @@ _GROUP_ALIASES = {
     "mismatch": "mismatch_max",
     "h": "entropy",
     "opening": "prompt",
-    "lag": "stale",
+    "staleness": "stale",
     "repetition": "loops",
 }
 

@@ -169,7 +169,7 @@ _COLUMNS = (
     Column("version_min", "number", "INTEGER", "Oldest policy", "Oldest policy version that sampled a token."),
     Column("version_max", "number", "INTEGER", "Newest policy", "Newest policy version that sampled a token."),
     Column(
-        "lag",
+        "staleness",
         "number",
         "INTEGER",
         "Lag",
@@ -212,7 +212,7 @@ _COLUMNS = (
     Column("removed_reason", "text", "TEXT", "Removed", "Why its data was removed."),
     Column("measured", "flag", "INTEGER NOT NULL DEFAULT 0", "Measured", "Whether its tokens have been measured."),
     Column("searchable", "", "INTEGER NOT NULL DEFAULT 0", "Searchable", "Whether its texts are indexed."),
-    Column("moment", "", "INTEGER", "Moment", "Ledger event at which its lag is measured."),
+    Column("moment", "", "INTEGER", "Moment", "Ledger event at which its staleness is measured."),
 )
 COLUMNS: dict[str, Column] = {column.name: column for column in _COLUMNS}
 """Columns of `samples`, which has one row per record.
@@ -232,7 +232,7 @@ COUNTED = "(removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound
 _COVERED_COLUMNS = (
     *("step", "gid", "evaluation", "removed_reason", "reward", "scored", "response_tokens"),
     *("trained_tokens", "advantage"),
-    *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "lag", "status", "state", "repetition", "nans"),
+    *("entropy", "kl", "kl_max", "mismatch", "mismatch_max", "staleness", "status", "state", "repetition", "nans"),
     *("duplicate", "tool_calls", "images", "run", "turn"),
 )
 """Columns that most filters and orders use. A covering index over them is read instead of the table, whose rows contain
@@ -244,7 +244,8 @@ _SCHEMA = (
     "CREATE INDEX samples_gid ON samples (gid, digest)",
     "CREATE INDEX samples_prompt ON samples (prompt, step)",
     "CREATE INDEX samples_unmeasured ON samples (n) WHERE measured = 0",
-    "CREATE INDEX samples_unjudged ON samples (n) WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL",
+    "CREATE INDEX samples_unjudged ON samples (n) "
+    "WHERE staleness IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL",
     "CREATE INDEX samples_unsearched ON samples (step, n) WHERE searchable = 0",
     *measures.TABLES,
     "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL)",

@@ -404,7 +404,7 @@ _SOLVED_DISTANCE = 0.2
 """See `_update_solved_reward`."""
 FLAGGED_MISMATCH = 1.0
 """Minimum train-inference mismatch at any token for a group to be flagged."""
-STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "lag", "advantage")
+STEP_METRICS = ("reward", "length", "entropy", "kl", "mismatch", "staleness", "advantage")
 """Metrics with quantiles in a step's summary; `length` is the response length."""
 DUPLICATE_TOKENS = Thresholds().duplicate_tokens
 """Minimum number of tokens of a duplicate, since short correct answers are often identical."""
@@ -433,7 +433,7 @@ _GROUP_COLUMNS = {
     "loops": ("INTEGER", f"COALESCE(SUM(repetition >= {LOOP_SHARE}), 0)"),
     "duplicates": ("INTEGER", "SUM(duplicate)"),
     "nans": ("INTEGER", "SUM(COALESCE(nans, 0) > 0 OR scored = 2)"),
-    "stale": ("INTEGER", f"COALESCE(SUM(lag > {STALE_LAG}), 0)"),
+    "stale": ("INTEGER", f"COALESCE(SUM(staleness > {STALE_LAG}), 0)"),
 }
 """Columns of `groups`: types, and expressions over a group's samples."""
 TABLES = (
@@ -603,7 +603,7 @@ def incomplete_condition(newest: int | None) -> str:
 def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int | None) -> dict[str, Any]:
     """Return the summary of a step, for `/api/steps`; every number is finite or `None`."""
     rows = read.execute(
-        "SELECT reward, response_tokens, entropy, kl, mismatch, lag, advantage, status, duplicate, repetition, "
+        "SELECT reward, response_tokens, entropy, kl, mismatch, staleness, advantage, status, duplicate, repetition, "
         "trained_tokens, nans, scored, parts, version_min, version_max, removed_reason FROM samples "
         f"WHERE step = ? AND evaluation = ? AND {_COUNTED}",
         (step, evaluation),
@@ -621,16 +621,16 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
         (step, evaluation),
     ).fetchone()[0]
     columns = list(zip(*rows, strict=True)) if rows else [()] * 17
-    (reward, response, entropy, kl, mismatch, lag, advantage) = columns[:7]
+    (reward, response, entropy, kl, mismatch, staleness, advantage) = columns[:7]
     status, duplicate, repetition, trained, nans, scored, parts, low, high, removed = columns[7:]
     lengths = [r if r or why is None else None for r, why in zip(response, removed, strict=True)]
-    measured = (reward, lengths, entropy, kl, mismatch, lag, advantage)
+    measured = (reward, lengths, entropy, kl, mismatch, staleness, advantage)
     tokens = sum(response)
     shares = {
         "truncated": status.count("truncated"),
         # One sample of each set of equal samples is not redundant.
         "duplicates": sum(duplicate) - copied,
-        "stale": sum(number is not None and number > STALE_LAG for number in lag),
+        "stale": sum(number is not None and number > STALE_LAG for number in staleness),
         "loops": sum(number is not None and number >= LOOP_SHARE for number in repetition),
         "errors": status.count("error"),
         "nans": sum(bool(number) or score == 2 for number, score in zip(nans, scored, strict=True)),

@@ -396,7 +396,7 @@ class Follower:
         self._last_metrics_event = 0
         """Last event that logged metrics."""
         self._has_trained = False
-        """Whether anything was trained on; waiting records have no lag then."""
+        """Whether anything was trained on; waiting records have no staleness then."""
         self._version_history = _VersionHistory()
         self._bulk: BatchMeasurer | None = None
 
@@ -502,7 +502,7 @@ class Follower:
         if not self._has_trained:
             self._has_trained = True
             waiting = self.index.query("SELECT n FROM samples WHERE state IN ('waiting', 'leased')")
-            self.index.put({"n": n, "lag": None, "moment": None} for (n,) in waiting)
+            self.index.put({"n": n, "staleness": None, "moment": None} for (n,) in waiting)
 
     def _read_rows(self, tx: Transaction, seqs: Sequence[int], consumer: int) -> list[dict[str, Any]]:
         """Return the `samples` rows of records."""
@@ -544,7 +544,7 @@ class Follower:
             row["trained_step"] = None if last is None else last[1]
             waits = self._has_trained and state in _WAITING_STATES
             row["moment"] = last[0] if last is not None else None if waits else admitted.get(seq)
-            row["lag"] = None
+            row["staleness"] = None
             row["evaluation"] = int(row["evaluation"])
             if row["removed_reason"] is not None:
                 row["measured"] = 1
@@ -554,14 +554,14 @@ class Follower:
         return rows
 
     def _set_lags(self) -> bool:
-        """Set the lag of records once all earlier ones are known; return whether any were set."""
+        """Set the staleness of records once all earlier ones are known; return whether any were set."""
         pending = self.index.query(
             "SELECT n, moment, version_min FROM samples "
-            "WHERE lag IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL LIMIT ?",
+            "WHERE staleness IS NULL AND version_min IS NOT NULL AND moment IS NOT NULL LIMIT ?",
             (LEDGER_ROWS,),
         )
         self.index.put(
-            {"n": n, "lag": max(0, self._version_history.at(moment) - version)} for n, moment, version in pending
+            {"n": n, "staleness": max(0, self._version_history.at(moment) - version)} for n, moment, version in pending
         )
         return bool(pending)
 

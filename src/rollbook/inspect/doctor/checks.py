@@ -250,7 +250,7 @@ _CHECKS = (
         "stale-data",
         "Stale data",
         "Many samples come from old policy versions.",
-        "Share of samples, excluding dropped ones, whose lag (policy versions between sampling and training, or "
+        "Share of samples, excluding dropped ones, whose staleness (policy versions between sampling and training, or "
         "arrival) exceeds `stale_lag`, in units of versions per step.",
         ("stale", "stale_lag"),
         "Set max_staleness when leasing, run fewer engines ahead, sync weights more often, or use importance sampling.",

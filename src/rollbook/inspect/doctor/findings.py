@@ -435,7 +435,7 @@ TRIAGE = Thresholds(
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 NUMBER_COLUMNS = (
-    *("reward", "advantage", "length", "response_tokens", "trained_tokens", "lag", "version_max", "group_size"),
+    *("reward", "advantage", "length", "response_tokens", "trained_tokens", "staleness", "version_max", "group_size"),
     *("entropy", "logprob", "kl", "mismatch", "nans", "repetition", "loop_at"),
 )
 INTEGER_COLUMNS = ("step", "run", "scored")
@@ -517,7 +517,7 @@ class Samples:
         self.advantage = numbers["advantage"]
         self.tokens: Floats = np.where(self.present, numbers["response_tokens"], np.nan)
         self.trained_tokens = numbers["trained_tokens"]
-        self.lag = numbers["lag"]
+        self.staleness = numbers["staleness"]
         self.version = numbers["version_max"]
         self.group_size = numbers["group_size"]
         self.entropy = numbers["entropy"]

@@ -209,7 +209,7 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
     measured = samples.present & np.isfinite(samples.mismatch)
     if not measured.any():
         return skipped("no record has log-probs from both engine and trainer")
-    fresh = measured & ~(samples.lag > t.mismatch_lag)
+    fresh = measured & ~(samples.staleness > t.mismatch_lag)
     use = fresh if int(fresh.sum()) >= t.samples else measured
     n = int(use.sum())
     if n < t.samples:
@@ -250,7 +250,7 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
             int(affected.sum()),
             samples.build_filter(
                 f"mismatch > {exact(t.mismatch)}"
-                + (f" and not lag > {t.mismatch_lag}" if use is fresh and (fresh != measured).any() else ""),
+                + (f" and not staleness > {t.mismatch_lag}" if use is fresh and (fresh != measured).any() else ""),
                 first,
                 last,
             ),
@@ -490,7 +490,7 @@ def _worst_share(samples: Samples, t: Thresholds, hits: Mask | Floats, measured:
 
 def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
     """Check for samples from old policy versions."""
-    measured = samples.present & np.isfinite(samples.lag) & ~samples.dropped
+    measured = samples.present & np.isfinite(samples.staleness) & ~samples.dropped
     n = int(measured.sum())
     if not n:
         return skipped("no policy versions recorded")
@@ -502,33 +502,33 @@ def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
     limit = t.stale_lag * max(stride, 1.0)
     worst, part = 0.0, measured
     for candidates in (measured, measured & samples.recent(t)):
-        bound = at_least(int((candidates & (samples.lag > limit)).sum()), int(candidates.sum()), t.certainty)
+        bound = at_least(int((candidates & (samples.staleness > limit)).sum()), int(candidates.sum()), t.certainty)
         if int(candidates.sum()) >= t.samples and bound > worst:
             worst, part = bound, candidates
-    old = part & (samples.lag > limit)
+    old = part & (samples.staleness > limit)
     share = float(old.sum()) / int(part.sum())
     if worst <= t.stale:
         return passed(
             f"{percent(share)} of {n} samples are more than {limit:g} versions old; triggered above {t.stale:.0%}"
         )
     first, last = samples.step_range(old)
-    lag = float(np.median(samples.lag[part]))
     return triggered(
         Finding(
             "stale-data",
             "high" if share >= 0.5 else "medium",
             f"{percent(share)} of samples are more than {limit:g} versions old",
             f"{int(old.sum())} of {int(part.sum())} samples were more than {limit:g} versions behind when they were "
-            f"trained on (or arrived); the median lag is {lag:g}, the maximum {np.max(samples.lag[part]):g}. "
+            f"trained on (or arrived); the median staleness is {np.median(samples.staleness[part]):g}, the maximum "
+            f"{np.max(samples.staleness[part]):g}. "
             f"Triggered above {percent(t.stale)}.",
             "Set max_staleness when leasing, let generation wait for the trainer, run fewer engines ahead, or sync "
             "weights more often. Correct the rest with truncated importance sampling or decoupled clipping against "
             "recomputed log-probs.",
             (first, last),
-            samples.evidence(old, samples.lag, one_per_group=True),
+            samples.evidence(old, samples.staleness, one_per_group=True),
             int(old.sum()),
             samples.build_filter(
-                f"lag > {exact(limit)}" + (" and not dropped" if samples.dropped.any() else ""), first, last
+                f"staleness > {exact(limit)}" + (" and not dropped" if samples.dropped.any() else ""), first, last
             ),
             share,
         )

@@ -107,7 +107,7 @@ export function percent(x) {
 
 /** A share of a step's summary; null where the step has nothing that it could be a share of. */
 export function stepShare(step, name) {
-  const needs = { zero_variance: "reward", solved: "reward", all_solved: "reward", stale: "lag" }[name];
+  const needs = { zero_variance: "reward", solved: "reward", all_solved: "reward", stale: "staleness" }[name];
   return step[name] === undefined || (needs && !step[needs]) ? null : step[name];
 }
 

@@ -74,7 +74,7 @@ function listSampleFlags(row, note = "") {
   if (row.nans) add("bad", "NaN/Inf", plural(row.nans, "NaN/Inf value"));
   if (row.scored === 2) add("bad", "NaN reward", "the reward is NaN or infinite");
   if (row.duplicate) add("warn", "duplicate", "identical to another sample of the group");
-  if (row.lag > 1) add("warn", "stale " + row.lag, "policy versions between sampling and training");
+  if (row.staleness > 1) add("warn", "stale " + row.staleness, "policy versions between sampling and training");
   if (row.state === "dropped") add("warn", "dropped", row.reason ? "dropped: " + row.reason : "dropped");
   if (row.images) add("", plural(row.images, "image"), "the prompt has images");
   if (row.tool_calls) add("", plural(row.tool_calls, "tool call"), "");

@@ -1064,7 +1064,7 @@ export function sampleFlags(row, trajectory) {
   if (row?.nans > 0) flags.push([plural(row.nans, "NaN/Inf", "NaN/Inf"), "bad", "NaN or infinite values"]);
   if (row?.scored === 2) flags.push(["reward NaN", "bad", "the reward is NaN or infinite"]);
   if (row?.duplicate) flags.push(["duplicate", "warn", "identical to another sample of the group"]);
-  if (row?.lag > 1) flags.push([`lag ${row.lag}`, "", "policy versions between sampling and training"]);
+  if (row?.staleness > 1) flags.push([`staleness ${row.staleness}`, "", "policy versions between sampling and training"]);
   if (row?.state === "dropped") flags.push([`dropped${row.reason ? `: ${visible(row.reason)}` : ""}`, "bad", "dropped before training"]);
   if (row?.removed_reason) flags.push(["data removed", "warn", visible(row.removed_reason)]);
   if (row?.evaluation || trajectory?.evaluation) flags.push(["evaluation", "", "not trained on"]);

@@ -10,7 +10,7 @@ function compareFine(x) {
   return x !== null && x !== undefined && Math.abs(x) >= 0.0001 && Math.abs(x) < 0.1 ? x.toPrecision(2).replace("-", "−") : number(x);
 }
 
-const compareMetrics = [["reward", "Reward", number], ["length", "Response length", compact], ["entropy", "Entropy", number], ["kl", "KL to the reference", compareFine], ["mismatch", "Train-inference mismatch", compareFine], ["lag", "Staleness", compact]];
+const compareMetrics = [["reward", "Reward", number], ["length", "Response length", compact], ["entropy", "Entropy", number], ["kl", "KL to the reference", compareFine], ["mismatch", "Train-inference mismatch", compareFine], ["staleness", "Staleness", compact]];
 const compareShares = [["truncated", "Truncated"], ["loops", "Loops"], ["errors", "Errors"], ["trained", "Trained on"], ["dropped", "Dropped"]];
 
 /** What the test says, in words: [tone, words]. */

@@ -11,7 +11,7 @@ const overviewCards = [
   { id: "entropy", title: "Entropy", help: "Entropy of the policy, mean over a sample's trained tokens", advice: "Record “entropy” per response token to track exploration.", zero: true },
   { id: "kl", title: "KL", help: "KL to the reference policy (k3 estimate), mean over a sample's trained tokens", advice: "Record “ref_logprobs” to track KL to the reference.", zero: true },
   { id: "mismatch", title: "Train-inference mismatch", help: "Mean |old_logprobs - logprobs|: difference between the trainer's and the engine's log-probs of the sampled tokens", advice: "Record “logprobs” and “old_logprobs” to track the train-inference mismatch.", zero: true },
-  { id: "lag", title: "Staleness", format: compact, help: "Policy versions between sampling and training", advice: "Record “policy_versions” to track staleness.", zero: true },
+  { id: "staleness", title: "Staleness", format: compact, help: "Policy versions between sampling and training", advice: "Record “policy_versions” to track staleness.", zero: true },
 ];
 
 const overviewHealth = [

@@ -99,7 +99,7 @@ function trajectoryDetails(run, trajectory, row) {
   const about = {
     status: trajectory.status, "finish reason": trajectory.finish_reason, kind: trajectory.kind, step: trajectory.step, task: trajectory.task,
     parent: trajectory.parent, "kept because": trajectory.kept, "group of": trajectory.group_size, "prompt tokens": trajectory.prompt_tokens,
-    "trained tokens": row?.trained_tokens, state: row?.state === "" ? null : row?.state, "trained at step": row?.trained_step, lag: row?.lag,
+    "trained tokens": row?.trained_tokens, state: row?.state === "" ? null : row?.state, "trained at step": row?.trained_step, staleness: row?.staleness,
     repetition: row?.repetition, images: trajectory.pictures?.length || null,
   };
   add("About", false, trajectoryTable(about));
