@@ -31,6 +31,7 @@ import torch
 
 import rollbook
 from rollbook.book.book import Book
+from rollbook.cli import main as cli
 from rollbook.core.process_group import SINGLE_PROCESS
 from rollbook.models import Actor
 from rollbook.train.algorithm import AlgorithmConfig
@@ -54,8 +55,8 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 """Cases in which ranks have different numbers of micro-batches, or none."""
 CASES = {**preset_steps.SETTINGS, **VARIATIONS}
 SHORT = ["grpo, short micro-batches", "grpo, one prompt", "ppo", "sft", "dpo", "replay with an expert"]
-SHORT_STEPS = 3
-RUN_STEPS, INTERVAL = 8, 2
+SHORT_STEPS = 2
+RUN_STEPS, INTERVAL = 6, 2
 FAILURE = "no samples today"
 
 
@@ -279,6 +280,20 @@ def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[]
     return statuses
 
 
+def train_command(folder: Path, strategy: str) -> None:
+    """Run `rollbook train` on this rank, as torchrun does."""
+    changes = {
+        "out": folder, "distributed": strategy, "steps": 3, "threads": 1, "tracking.display": "false",
+        "warmup.steps": 1, "warmup.target_accuracy": "null", "data.options.count": 40, "data.held_out": 6,
+        "batch.prompts_per_step": 3, "batch.token_budget": 64, "algorithm.group_size": 2, "algorithm.kl_coef": 0.1,
+        "model.options.hidden": 32, "model.options.heads": 1, "checkpoint.interval": 2, "optimizer.lr": 0.003,
+        "rewards": "{function: 'tests.train.preset_steps:reward_sum'}", "model.gradient_checkpointing": "true",
+    }  # fmt: skip
+    status = cli(["train", "letters", *(f"{key}={value}" for key, value in changes.items())])
+    if status:
+        raise SystemExit(status)
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,8 +309,13 @@ def run_short(folder: Path) -> None:
         fork_ranks(2, run_cases, folder / "two", ("ddp", "fsdp"), SHORT, SHORT_STEPS, said=folder / "two/said")
     )
     statuses["three"] = wait_for(
-        fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:2], SHORT_STEPS, said=folder / "three/said")
+        fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, said=folder / "three/said")
     )
+    for name, ranks in (("none", 1), ("fsdp", 2)):
+        (folder / f"command-{name}").mkdir()
+        statuses[f"command-{name}"] = wait_for(
+            fork_ranks(ranks, train_command, folder / f"command-{name}/run", name, said=folder / f"command-{name}/said")
+        )
     half = RUN_STEPS // 2
     statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))
     for name, strategy, ranks in (("run-none", "none", 1), ("run-fsdp", "fsdp", 3), ("run-ddp", "ddp", 2)):

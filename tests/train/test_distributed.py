@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import rollbook
+from rollbook.cli import main
 from rollbook.models import Actor
 from rollbook.train.checkpoint import list_checkpoints
+from rollbook.train.tracker import METRICS_FILE
 from tests.train.ranks import (
     FAILURE,
     RUN_STEPS,
@@ -50,7 +53,7 @@ def said(folder: Path) -> str:
     ("ranks", "strategy", "number"),
     [
         *(("two", strategy, i) for strategy in ("ddp", "fsdp") for i in range(len(SHORT))),
-        *(("three", "fsdp", i) for i in range(2)),
+        ("three", "fsdp", 0),
     ],
 )
 def test_ranks_compute_the_update_of_one(results: Path, ranks: str, strategy: str, number: int) -> None:
@@ -76,6 +79,43 @@ def test_a_checkpoint_of_two_ranks_resumes(results: Path, name: str) -> None:
     assert compare_runs(expected, measured) <= TOLERANCE
 
 
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line)["metrics"] for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
+
+
+def test_the_command_trains_and_evaluates_on_all_ranks(results: Path) -> None:
+    folder = results / "command-fsdp"
+    assert set(statuses(results)["command-fsdp"]) == {0}, said(folder)
+    expected, measured = read_metrics(results / "command-none"), read_metrics(folder)
+    assert len(measured) == len(expected) == 5  # evaluations before and after three steps, each written once
+    for before, after in zip(expected, measured, strict=True):
+        names = {
+            "eval/reward",
+            "eval/prompts",
+            "reward",
+            "records",
+            "rollout/tokens",
+            "loss",
+            "grad_norm",
+        } & before.keys()
+        assert {name: after.get(name) for name in names} == pytest.approx(
+            {name: before[name] for name in names}, rel=1e-4
+        )
+    with rollbook.open(folder / "run" / "book", mode="r") as book:
+        assert book.counts().trained == 18  # 3 steps of 3 prompts and 2 responses
+        assert len({record.eid.uid for record in book.where(evaluation=1)}) == 12
+    assert [saved.step for saved in list_checkpoints(folder / "run")] == [0, 2, 3]
+
+
+def test_several_ranks_need_a_strategy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["train", "letters", "--ranks", "2"]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "letters"]) == 2
+    errors = capsys.readouterr().err
+    assert "--ranks: got 2 with distributed: none, expected distributed=ddp or fsdp" in errors
+    assert "distributed: got 'none' with 2 ranks, expected 'ddp' or 'fsdp'" in errors
+
+
 def test_a_checkpoint_has_a_hugging_face_folder(results: Path) -> None:
     last = list_checkpoints(results / "run")[-1]
     assert last.shards is not None
@@ -84,7 +124,8 @@ def test_a_checkpoint_has_a_hugging_face_folder(results: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     weights = {f"optimizer/weights/{name}": torch.empty_like(weight) for name, weight in saved.named_parameters()}
-    load(weights, storage_reader=FileSystemReader(last.shards), no_dist=True)
+    with pytest.warns(UserWarning, match="single process"):
+        load(weights, storage_reader=FileSystemReader(last.shards), no_dist=True)
     for name, weight in saved.named_parameters():
         assert torch.equal(weights[f"optimizer/weights/{name}"], weight)
 
