@@ -320,13 +320,16 @@ class Distributed:
         tensors = dict(_named_tensors(model)) if self.size > 1 else None
         half = torch.bfloat16 if self.precision == "bfloat16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        # On one rank, freeing gathered weights saves little: those of a trained model are kept until its update.
+        keep = self.size == 1 and any(weight.requires_grad for weight in model.parameters())
         for layer in _decoder_layers(model):
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy, reshard_after_forward=not keep)
         if isinstance(model, Critic):
             # Values are float32.
             fully_shard(model.value_head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         fully_shard(model, mesh=self.mesh, mp_policy=policy)
         for module in _sharded_modules(model):
+            module.set_reshard_after_backward(not keep, recurse=False)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         method = "token_values" if isinstance(model, Critic) else "token_stats"
@@ -508,6 +511,9 @@ class DistributedLearner(Learner):
         return super()._update(rows, indices, planned, normalizers, step, critic_only)  # type: ignore[arg-type]
 
     def _reduce(self, metrics: dict[str, float]) -> dict[str, float]:
+        for model in (self.actor, self.critic):
+            if isinstance(model, nn.Module):
+                _reshard(model)
         weights = [weight for optimizer in self.optimizers.values() for weight in optimizer.weights]
         replicated = weights if self.distributed.strategy == "ddp" else []
         self.distributed.wait()
