@@ -89,6 +89,8 @@ class Actor(Wrapper):
         self.processor = processor
         self.tokenizer = tokenizer if tokenizer is not None else getattr(processor, "tokenizer", None)
         self._head: Head | None = None
+        self.engine: Any = None
+        """The engine over these weights, once there is one. A map of engines by actor would keep a sharded actor."""
         if not self.trainable:
             self.requires_grad_(False).eval()
 
@@ -185,7 +187,7 @@ class Actor(Wrapper):
         return self.head.stats(batch.to_device(self.device), temperature=temperature, entropy=entropy)[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_head": None}  # rebuilt on first use
+        return {**self.__dict__, "_head": None, "engine": None}  # rebuilt on first use
 
     @property
     def pad_token_id(self) -> int:

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Self
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -335,9 +334,6 @@ class _FairLock:
         self._lock.release()
 
 
-_actor_engines: WeakKeyDictionary[Actor, TransformersEngine] = WeakKeyDictionary()
-
-
 class TransformersEngine(BaseEngine):
     """Rollout engine over a transformers model: any causal or vision-language model, on any device, with PEFT adapters.
 
@@ -373,10 +369,9 @@ class TransformersEngine(BaseEngine):
     def __new__(cls, model: Actor | torch.nn.Module, *arguments: Any, **options: Any) -> Self:
         if not isinstance(model, Actor) or arguments or options:
             return super().__new__(cls)
-        engine = _actor_engines.get(model)
-        if not isinstance(engine, cls):
-            engine = _actor_engines[model] = super().__new__(cls)
-        return engine
+        if not isinstance(model.engine, cls):
+            model.engine = super().__new__(cls)
+        return model.engine
 
     def __init__(
         self,
