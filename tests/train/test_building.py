@@ -751,6 +751,11 @@ def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsy
     assert f"rewards.0.function: {ME}:early" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "run"), "--trust", "--json"]) == 0  # the last checkpoint
     assert json.loads(capsys.readouterr().out) == outcome.after.metrics()
+    lora = [f"out={tmp_path / 'lora'}", "data.held_out=4", "model.lora={r: 2, target_modules: [q_proj]}"]
+    adapted = run(load_config(house / "base.yaml", lora), stream=io.StringIO())
+    assert adapted.after is not None
+    assert main(["eval", str(tmp_path / "lora"), "--trust", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == adapted.after.metrics()
     where = [str(house / "base.yaml"), "data.held_out=4", "evaluation.k=2"]
     assert main(["eval", *where, "--model", str(tmp_path / "run" / "checkpoints" / "step-000000" / "model")]) == 0
     assert "avg@2" in capsys.readouterr().out

@@ -119,6 +119,8 @@ def evaluate(options: argparse.Namespace) -> int:
             check_trusted(config, load_config(config / CONFIG_FILE), remote=True)
         config = config / CONFIG_FILE
     changes = [*options.changes, *([] if model is None else [f"model.path={model}"])]
+    if model is not None and (Path(model) / "adapter_config.json").is_file():
+        changes.append("model.lora=null")  # the folder has the trained adapters
     transformers_module().utils.logging.disable_progress_bar()
     evaluation = evaluate_model(load_config(config, changes), step)
     if options.json:
