@@ -239,7 +239,9 @@ class Distributed:
             # A rank that waited for this one has ended, or a rank was killed.
             if failure is None:
                 raise
-            raise failure from None
+            if self.is_main or isinstance(failure, RankError):
+                raise failure from None
+            raise RankError(self._describe(failure)) from failure
         if self.is_main:
             busy = [spent for _, _, spent in replies]
             self._seconds = [self._seconds[0] + sum(busy), self._seconds[1] + max(*busy, seconds) * self.size]
