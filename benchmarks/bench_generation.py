@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.bench_rollouts import model as make_model
+from benchmarks.bench_rollouts import model_shape
 from benchmarks.bench_training import drawn, ends_of
 from rollbook.rollout import TransformersEngine
 
@@ -49,25 +50,11 @@ def shaped_model(kind: str, small: bool) -> Any:
     """Return a model of the 0.5B shape in the architecture of Llama or Qwen3."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    config = make_model(True).config if small else None
-    shape = {
-        name: getattr(config, name, value) if small else value
-        for name, value in {
-            "vocab_size": 151_936,
-            "hidden_size": 896,
-            "intermediate_size": 4_864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4_096,
-            "tie_word_embeddings": True,
-        }.items()
-    }
     config_class: Any = LlamaConfig if kind == "llama" else Qwen3Config
     extra = {} if kind == "llama" else {"head_dim": 64}
     torch.manual_seed(0)
     dtype = torch.float32 if small else torch.bfloat16
-    return AutoModelForCausalLM.from_config(config_class(**shape, **extra), dtype=dtype).eval()
+    return AutoModelForCausalLM.from_config(config_class(**model_shape(small), **extra), dtype=dtype).eval()
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

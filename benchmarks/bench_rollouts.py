@@ -33,10 +33,8 @@ GROUP = 8
 GIB = 1 << 30
 
 
-def model(small: bool) -> Any:
-    """Qwen2-0.5B's shape, from a configuration."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
+def model_shape(small: bool) -> dict[str, Any]:
+    """Return the configuration of Qwen2-0.5B's shape."""
     shape: dict[str, Any] = {
         "vocab_size": 151_936,
         "hidden_size": 896,
@@ -50,13 +48,20 @@ def model(small: bool) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 2,
     }
-    if small:
-        shape |= {"vocab_size": 2_000, "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
+    small_shape = {"vocab_size": 2_000, "hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2}
+    return shape | small_shape if small else shape
+
+
+def model(small: bool) -> Any:
+    """Return a Qwen2 model with random weights."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(
-        Qwen2Config(**shape), dtype=torch.float32 if small else torch.bfloat16, attn_implementation="sdpa"
+    dtype = torch.float32 if small else torch.bfloat16
+    network = AutoModelForCausalLM.from_config(
+        Qwen2Config(**model_shape(small)), dtype=dtype, attn_implementation="sdpa"
     )
-    return made.eval()
+    return network.eval()
 
 
 class Clock:

@@ -105,7 +105,7 @@ def reduce(
     if mode == "seq-mean-token-sum-norm":
         if norm is None:
             raise ValueError("norm: got None, expected the constant to divide by (not the padded width)")
-        check_float("norm", norm, 1e-30, what="a positive number")
+        check_float("norm", norm, 1e-30, expected="a positive number")
         return layout.masked(tokens).sum() / norm
     if mode == "token-mean":
         count = layout.mask.sum().clamp(min=1) if denominators is None else max(denominators.tokens, 1)

@@ -124,7 +124,7 @@ def importance_weights(
             [0.0000, 0.0000]]), [1])
     """
     check_choice("level", level, LEVELS)
-    check_float("log_clamp", log_clamp, 1e-30, _MAX_EXPONENT, what=f"a positive number up to {_MAX_EXPONENT:g}")
+    check_float("log_clamp", log_clamp, 1e-30, _MAX_EXPONENT, expected=f"a positive number up to {_MAX_EXPONENT:g}")
     _check_bounds(truncate, low, mask_outside, veto)
     normalize = check_bool("normalize", normalize)
     layout, dtype, policy, engine = _read_logprobs(old_logprobs, logprobs, mask)
@@ -388,13 +388,15 @@ def _check_bounds(
     truncate: float | None, low: float | None, mask_outside: tuple[float, float] | None, veto: float | None
 ) -> None:
     if truncate is not None:
-        check_float("truncate", truncate, 1e-30, what="a positive number, or None")
+        check_float("truncate", truncate, 1e-30, expected="a positive number, or None")
     if low is not None:
         check_float("low", low, 0, float("inf") if truncate is None else truncate)
     if veto is not None:
-        check_float("veto", veto, 1e-300, 1, what="a ratio above 0 and up to 1, or None")
+        check_float("veto", veto, 1e-300, 1, expected="a ratio above 0 and up to 1, or None")
     if mask_outside is not None:
         if not isinstance(mask_outside, (tuple, list)) or len(mask_outside) != 2:
             raise ValueError(f"mask_outside: got {mask_outside!r}, expected a pair (low, high), or None")
         least = check_float("mask_outside: low", mask_outside[0], 0)
-        check_float("mask_outside: high", mask_outside[1], least, what=f"a number of at least {least:g}, the low end")
+        check_float(
+            "mask_outside: high", mask_outside[1], least, expected=f"a number of at least {least:g}, the low end"
+        )

@@ -512,12 +512,12 @@ def _place_on_last_action(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
 
 def _clip_bounds(clip: float | Sequence[float]) -> tuple[float, float]:
     if not isinstance(clip, (tuple, list)):
-        bound = check_float("reward_clip", clip, 0, what="a number of at least 0, a pair (low, high), or None")
+        bound = check_float("reward_clip", clip, 0, expected="a number of at least 0, a pair (low, high), or None")
         return -bound, bound
     if len(clip) != 2:
         raise ValueError(f"reward_clip: got {clip!r}, expected a pair (low, high), one number, or None")
-    low = check_float("reward_clip", clip[0], what="a number")
-    return low, check_float("reward_clip", clip[1], low, what=f"a number not below {low:g}")
+    low = check_float("reward_clip", clip[0], expected="a number")
+    return low, check_float("reward_clip", clip[1], low, expected=f"a number not below {low:g}")
 
 
 def _coefficient(coef: float | FixedKL | AdaptiveKL) -> float:
@@ -616,7 +616,7 @@ def _as_number(kl: float | torch.Tensor) -> float:
 
 
 def _positive(name: str, value: float) -> float:
-    check_float(name, value, what="a positive number")
+    check_float(name, value, expected="a positive number")
     if value <= 0 or math.isinf(value):
         raise ValueError(f"{name}: got {value!r}, expected a positive number")
     return float(value)

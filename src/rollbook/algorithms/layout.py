@@ -429,7 +429,7 @@ def check_optional(name: str, value: float | None, low: float, expected: str) ->
         ...
     ValueError: dual_clip: got 1.0, expected a number above 1, or None
     """
-    if value is not None and check_float(name, value, low, what=f"{expected}, or None") == low:
+    if value is not None and check_float(name, value, low, expected=f"{expected}, or None") == low:
         raise ValueError(f"{name}: got {value!r}, expected {expected}, or None")
 
 

@@ -57,8 +57,8 @@ def overlong_penalty(
 def _compute_overlong_penalty(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
     """[B] Compute `overlong_penalty` in float64."""
     check_float("max_length", max_length, 1)
-    check_float("buffer", buffer, 1, max_length, what=f"a number of tokens from 1 to max_length, {max_length}")
-    check_float("factor", factor, 0, what="a number of at least 0, the largest penalty")
+    check_float("buffer", buffer, 1, max_length, expected=f"a number of tokens from 1 to max_length, {max_length}")
+    check_float("factor", factor, 0, expected="a number of at least 0, the largest penalty")
     penalty = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
     return np.maximum(penalty, -factor) if check_bool("bounded", bounded) else penalty
 
@@ -785,7 +785,7 @@ def clip_advantages(advantages: PerToken, mask: PerToken | None, bound: float, *
     >>> result.advantages, result.fractions, result.fraction
     ([tensor([1., 1., 1.]), tensor([ 1.5000, -1.5000])], tensor([0., 1.]), 0.4)
     """
-    check_float("bound", bound, 1e-30, what="a positive number")
+    check_float("bound", bound, 1e-30, expected="a positive number")
     check_choice("over", over, ("tokens", "slots"))
     layout = Layout.from_tokens(mask, advantages=advantages)
     tokens = layout.take("advantages", advantages)
@@ -820,7 +820,7 @@ class RunningNorm:
     """
 
     def __init__(self, *, floor: float = 1e-3, minus_mean: bool = False) -> None:
-        self.floor = check_float("floor", floor, 1e-30, what="a positive number")
+        self.floor = check_float("floor", floor, 1e-30, expected="a positive number")
         self.minus_mean = check_bool("minus_mean", minus_mean)
         self._state = (0, 0.0, 0.0, 0.0, 0.0)
 

@@ -58,7 +58,7 @@ def check_choice(name: str, value: T, choices: tuple[T, ...]) -> None:
 
 
 def check_float(
-    name: str, value: object, low: float = float("-inf"), high: float = float("inf"), what: str = ""
+    name: str, value: object, low: float = float("-inf"), high: float = float("inf"), expected: str = ""
 ) -> float:
     """Check a number.
 
@@ -67,7 +67,7 @@ def check_float(
         value: A real number, not a bool or NaN.
         low: Smallest value.
         high: Largest value.
-        what: Description of what is expected; by default the range.
+        expected: Description of what is expected; by default the range.
 
     Returns:
         The number as a float.
@@ -83,7 +83,7 @@ def check_float(
     except OverflowError:
         number = nan
     if not low <= number <= high:
-        raise ValueError(f"{name}: got {value!r}, expected {what or f'a number from {low:g} to {high:g}'}")
+        raise ValueError(f"{name}: got {value!r}, expected {expected or f'a number from {low:g} to {high:g}'}")
     return number
 
 

@@ -374,7 +374,7 @@ class FusedKernels:
             offset = offsets[type(module)]
             if offset is not None:
                 self._norms.append((module, _fused_norm(module, offset)))
-        for source in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for source in {sys.modules.get(type(module).__module__) for module in model.modules()}:
             rotate = getattr(source, _ROTARY, None)
             if rotate is not None and _rotates_halves(rotate, next(model.parameters())):
                 self._rotary.append((source, rotate))

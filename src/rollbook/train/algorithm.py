@@ -176,7 +176,7 @@ class AlgorithmConfig:
             put(
                 self,
                 "value_clip",
-                check_float("algorithm.value_clip", self.value_clip, 1e-30, what="a positive number"),
+                check_float("algorithm.value_clip", self.value_clip, 1e-30, expected="a positive number"),
             )
 
     @classmethod
@@ -363,7 +363,7 @@ def _bounds(bounds: Sequence[float]) -> tuple[float, float]:
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise ValueError(f"algorithm.reward_clip: got {bounds!r}, expected (low, high)")
     low = check_float("algorithm.reward_clip", bounds[0])
-    return low, check_float("algorithm.reward_clip", bounds[1], low, what=f"an upper bound of at least {low:g}")
+    return low, check_float("algorithm.reward_clip", bounds[1], low, expected=f"an upper bound of at least {low:g}")
 
 
 def _named(field_name: str, name: str, registry: Mapping[str, EntryT]) -> EntryT:

@@ -108,15 +108,15 @@ class Distributed:
     def __init__(self, strategy: str, device: torch.device | str | None = None, *, precision: str = "float32") -> None:
         check_choice("distributed", strategy, STRATEGIES[1:])
         self.strategy, self.precision = strategy, precision
-        wanted = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        if wanted.type == "cuda":
-            wanted = torch.device("cuda", int(os.environ.get("LOCAL_RANK", wanted.index or 0)))
-            torch.cuda.set_device(wanted)
-        self.device = wanted
+        device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", device.index or 0)))
+            torch.cuda.set_device(device)
+        self.device = device
         """Device of this rank."""
         self._initialized = not dist.is_initialized()
         if self._initialized:
-            backend = "cpu:gloo,cuda:nccl" if wanted.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             alone: dict[str, Any] = {}
             if "WORLD_SIZE" not in os.environ:
                 alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class Distributed:
         self._writers = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self.group = ProcessGroup(self.control)
         """Exchanges objects between ranks, over gloo."""
-        self.mesh = init_device_mesh(wanted.type, (self.size,))
+        self.mesh = init_device_mesh(device.type, (self.size,))
         self.handlers: dict[str, Callable[[Any], Any]] = {}
         """What `call` calls on all ranks, by name."""
         self.waited = 0.0

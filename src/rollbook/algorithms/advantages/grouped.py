@@ -212,7 +212,7 @@ def opmd(
     tensor([-0.7169,  0.2831])
     """
     check_choice("baseline", baseline, ("mean", "logavgexp"))
-    check_float("tau", tau, 1e-30, what="a positive number")
+    check_float("tau", tau, 1e-30, expected="a positive number")
     grouped = Grouped(rewards, groups, runs, process_group)
     scores = grouped.centered()
     if baseline == "logavgexp":

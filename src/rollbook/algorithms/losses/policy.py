@@ -656,7 +656,7 @@ def rec(
     check_choice("weight", weight, WEIGHTS)
     check_choice("regularizer", regularizer, REGULARIZERS)
     check_float("regularizer_coef", regularizer_coef, 0)
-    check_float("temperature", temperature, 1e-30, what="a positive number")
+    check_float("temperature", temperature, 1e-30, expected="a positive number")
     bounds = {"clip_low": clip_low, "clip_high": clip_high, "ring_low": ring_low, "ring_high": ring_high}
     for name, value in bounds.items():
         check_float(name, value, 0)

@@ -140,7 +140,7 @@ def sft_phi(
 
 def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> LossTerms:
     """Compute the `sft_phi` loss of each token."""
-    check_float("cutoff", cutoff, 1e-30, 1, what="a probability above 0, up to 1")
+    check_float("cutoff", cutoff, 1e-30, 1, expected="a probability above 0, up to 1")
     new_logprobs = ours.detach()
     weight = new_logprobs.exp() * -torch.expm1(new_logprobs)  # 1 - p, without cancellation where p is nearly 1
     return LossTerms(-weight * ours.clamp(max=math.log(cutoff)))
@@ -326,7 +326,7 @@ def _loss(
     denominators: Denominators | int | None,
 ) -> Loss:
     """Compute the mean loss over pairs; `better` and `worse` [P] are in float64, the result is of type `dtype`."""
-    check_float("beta", beta, 1e-30, what="a positive number")
+    check_float("beta", beta, 1e-30, expected="a positive number")
     check_float("label_smoothing", label_smoothing, 0, 0.5)
     check_choice("variant", variant, VARIANTS)
     if label_smoothing and variant != "sigmoid":
@@ -342,7 +342,7 @@ def _loss(
     count: float = len(losses)
     if denominators is not None:
         count = denominators.sequences / 2 if isinstance(denominators, Denominators) else denominators
-    count = max(check_float("denominators", count, 0, what="the number of pairs of the whole batch"), 0.5)
+    count = max(check_float("denominators", count, 0, expected="the number of pairs of the whole batch"), 0.5)
     value = (losses.sum() / count).to(dtype)
     columns = {
         "accuracy_mean": (logits > 0).to(dtype),
