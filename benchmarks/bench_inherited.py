@@ -2,16 +2,20 @@
 
 Run as `python -m benchmarks.bench_inherited [--rounds 9] [--json PATH]` from the project root; the report also goes to
 `results/inherited.md` and `results/inherited.json`. Both sides get the same tensors, made anew for each call where a
-call changes them. Short calls are repeated within a round. Times are CPU times of one thread, and a ratio is that of
-the fastest rounds, so that other work on the machine has little effect. Models return ready tensors, so that what is
-timed of the maker is the maker. Every ratio is to be at least 1; `NOTES` says why some are not.
+call changes them. Short calls are repeated within a round, those below a microsecond thousands of times: the clock and
+the first call, on cold caches, would be most of a shorter run. Both sides of a function run one after the other, and
+the side that runs first alternates. Times are CPU times of one thread, and a ratio is that of the fastest rounds, so
+that other work on the machine has little effect. Models return ready tensors, so that what is timed of the maker is the
+maker. Every ratio is to be at least 1; `NOTES` says why some are not.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,23 +51,20 @@ callable that counts tokens.
 
 What is below or around 1, and why (minima of repeated calls):
 
-- `make_experience` for 8 samples takes 187 microseconds against 97. Copying the outputs of the three models with zeros
-  after each response takes 32 of them, and finding the responses in the masks, with checks for prompts and actions that
-  are not attended, 46; LightRFT returns the models' own tensors, padding included. The other 109 are the same work as
-  LightRFT's 97, with timings of stages and checks of scores and of frozen models. For 512 samples, and with the
-  advantages that follow, it is faster.
-- `make_experience_batch` with `packing_samples` takes 135 microseconds for 8 new items, against 111. Of these, 40 read
-  the types and bounds of the items' columns, once for all batches from them, and 47 create a view for each of the 72
-  rows; LightRFT's views are created by its split. A second batch of the same items takes 95.
-- `is_vl_experience` looks at six fields, as it answers for what a batch has, rather than at the class: 0.15
-  microseconds against 0.08.
-- `BufferItem(...)` and `Experience(...)` take 0.48 microseconds against 0.45: they accept more fields. Directly after
-  other work, `BufferItem(...)` takes 1.6 against 1.2.
-- `process_experiences` takes 17 microseconds for 512 samples on both sides, and 13 against 16 for 8: rewards are sorted
-  in float64, so that scores do not depend on the order of rows, and checked for missing ones. Directly after other
-  work, the ratio for 512 was between 0.86 and 0.98.
-- `NaiveReplayBuffer.normalize` takes 72 microseconds for 8 samples, against 75; directly after other work it was
-  between 0.86 and 0.92 of LightRFT's speed.
+- `make_experience` for 8 samples takes 90 microseconds against 60. Copying the outputs of the three models with zeros
+  after each response takes 16 of them, and finding the responses in the masks, with checks for prompts and actions that
+  are not attended, 18; LightRFT returns the models' own tensors, padding included. The other 56 are the same work as
+  LightRFT's 60, with timings of stages and checks of scores and of frozen models. In rounds of 16 calls, on colder
+  caches, it is about half as fast. For 512 samples, and with the advantages that follow, it is faster.
+- `make_experience_batch` with `packing_samples` takes 125 microseconds for 8 new items, against 102. Types and bounds
+  of the items' columns are read once for all batches from them, and a view is created for each of the 72 rows;
+  LightRFT's views are created by its split.
+- `is_vl_experience` looks at six fields, as it answers for what a batch has, rather than at the class: 0.10
+  microseconds against 0.04.
+- `BufferItem(...)` takes 0.32 microseconds against 0.30, and `Experience(...)` 0.33 against 0.32: they accept more
+  fields.
+- `process_experiences` takes 19 microseconds for 512 samples, against 17.5: rewards are sorted in float64, so that
+  scores do not depend on the order of rows, and checked for missing ones.
 """
 RESULTS = Path(__file__).parent / "results"
 
@@ -168,6 +169,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
     fields, info = dict(rollout.fields), dict(rollout.info)
     often = 4 if size > 64 else 64
     few = 1 if size > 64 else 16
+    thousands = 2048
     mask, rewards, values = fields["action_mask"], fields["returns"], fields["values"]
     rows = [row[: int(length)] for row, length in zip(values, info["response_length"], strict=True)]
     groups = torch.rand(max(size // GROUP, 1), GROUP)
@@ -214,7 +216,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             lambda _: Experience(**fields, info=info),
             no,
             no,
-            64,
+            thousands,
         ),
         Pair(
             "BufferItem(...)",
@@ -222,7 +224,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             lambda _: BufferItem(**kept, info=info),
             no,
             no,
-            64,
+            thousands,
         ),
         Pair(
             "Experience.to_device",
@@ -254,7 +256,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             replay_buffer.is_vl_experience,
             rollout.theirs,
             rollout.ours,
-            64,
+            thousands,
         ),
         Pair(
             "zero_pad_sequences",
@@ -376,7 +378,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             lambda one: makers[1].process_experiences([one]),
             lambda: technique.Batch(**fields, info=dict(scored)),
             lambda: Experience(**fields, info=dict(scored)),
-            often,
+            64,
         ),
         Pair(
             "make_experience, process_experiences, advantages",
@@ -396,6 +398,20 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
     ]
 
 
+def measure_pairs(contenders: Sequence[Sequence[Contender]], rounds: int, seed: int) -> Times:
+    """Time both sides of each pair one after the other; the side that runs first alternates between rounds."""
+    times = Times({contender.name: [] for pair in contenders for contender in pair})
+    order = random.Random(seed)
+    for round_ in range(-1, rounds):  # the first is a warm-up
+        for pair in order.sample(contenders, len(contenders)):
+            for contender in pair if round_ % 2 else reversed(pair):
+                seconds = harness.time_once(contender, time.process_time)
+                if round_ >= 0:
+                    times.seconds[contender.name].append(seconds)
+        print(f"round {round_ + 1}/{rounds}" if round_ >= 0 else "warm-up", file=sys.stderr)
+    return times
+
+
 def compare_fastest(times: Times, comparison: Comparison) -> Result:
     """Compare the fastest round of each side; the spread is that of the ratios within rounds."""
     ratio = min(times.seconds[comparison.reference]) / min(times.seconds[comparison.ours])
@@ -405,15 +421,15 @@ def compare_fastest(times: Times, comparison: Comparison) -> Result:
 def run(options: Options) -> Report:
     """The report."""
     rounds = options.rounds or ROUNDS
-    contenders: list[Contender] = []
+    contenders: list[list[Contender]] = []
     comparisons: list[Comparison] = []
     workload = make_workload(max(SIZES), options.seed)
     for size in SIZES:
         rollout = make_rollout(workload.rows[:size], options.seed)
         for pair in pairs(rollout, size):
-            contenders += pair.contenders(size)
+            contenders.append(pair.contenders(size))
             comparisons.append(pair.comparison(size))
-    times = harness.measure(contenders, rounds, options.seed, clock=time.process_time)
+    times = measure_pairs(contenders, rounds, options.seed)
     results = [compare_fastest(times, comparison) for comparison in comparisons]
     lines = ["| function | B | ratio | spread | |", "|---|---|---|---|---|"]
     for result in results:

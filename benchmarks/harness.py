@@ -171,7 +171,7 @@ def measure(
         turn = list(contenders)
         order.shuffle(turn)
         for contender in turn:
-            elapsed = _once(contender, clock)
+            elapsed = time_once(contender, clock)
             if round_ >= 0:
                 times.seconds[contender.name].append(elapsed)
         if progress:
@@ -179,7 +179,8 @@ def measure(
     return times
 
 
-def _once(contender: Contender, clock: Callable[[], float]) -> float:
+def time_once(contender: Contender, clock: Callable[[], float]) -> float:
+    """Seconds of one call, without preparing and dropping the result."""
     state = contender.prepare()
     gc.collect()
     start = clock()

@@ -1557,8 +1557,8 @@ class _Responses(NamedTuple):
     """[B, A] Which slots are actions."""
     ends: NDArray[np.int64]
     """[B] Number of slots of each row up to its last attended token."""
-    bits: NDArray[np.int32] | None
-    """[B, A] The mask as bits of float32, if the batch is small and the actions are exactly the slots up to `ends`."""
+    factors: NDArray[np.int32] | None
+    """[B, A] The mask as integers, if the batch is small and the actions are exactly the slots up to `ends`."""
     has_gaps: bool
     """Whether some slot before its row's end is not an action."""
 
@@ -1572,13 +1572,14 @@ def _find_responses(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> _Re
     slots = mask.shape[1]
     begin = attended.shape[1] - slots
     responses = attended[:, begin:]
-    if not begin or not attended[:, begin - 1].all() or (mask > responses).any():
+    if not begin or not all(attended[:, begin - 1].tolist()):
         return None
-    ends = mask.argmin(axis=1)  # the first slot that is not an action; 0 also if all are
-    ends[mask[:, 0] & (ends == 0)] = slots
-    if np.count_nonzero(responses) == ends.sum():
-        bits = np.negative(mask.view(np.int8), dtype=np.int32) if mask.size <= _SMALL else None
-        return _Responses(mask, ends, bits, has_gaps=False)
+    if responses.tobytes() == mask.tobytes():  # in half the time of numpy's comparison
+        ends = np.where(mask[:, -1], slots, mask.argmin(axis=1))  # the first slot that is not an action
+        if np.count_nonzero(mask) == ends.sum():
+            return _Responses(mask, ends, mask.astype(np.int32) if mask.size <= _SMALL else None, has_gaps=False)
+    elif (mask > responses).any():
+        return None
     ends = np.where(responses.any(axis=1), slots - responses[:, ::-1].argmax(axis=1), 0)
     return _Responses(mask, ends, None, has_gaps=True)
 
@@ -1586,8 +1587,9 @@ def _find_responses(attended: NDArray[np.bool_], mask: NDArray[np.bool_]) -> _Re
 def _response_slots(answer: torch.Tensor, responses: _Responses) -> torch.Tensor:
     """[B, A] Copy as float32, 0 after the end of each row, and 0 for non-finite numbers where the mask is False."""
     source = answer.float().numpy(force=True)
-    if responses.bits is not None:
-        return torch.from_numpy((source.view(np.int32) & responses.bits).view(np.float32))
+    if responses.factors is not None:
+        # A product of the bits as integers, which is 0 also for NaN.
+        return torch.from_numpy((source.view(np.int32) * responses.factors).view(np.float32))
     copied = blank(source.shape, torch.float32)
     matrix = copied.numpy()
     # Row by row: most of a large batch is padding, which is not read.
@@ -1601,7 +1603,7 @@ def _response_slots(answer: torch.Tensor, responses: _Responses) -> torch.Tensor
 def _k1(policy: torch.Tensor, reference: torch.Tensor, responses: _Responses) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the difference of log-probs [B, A], 0 where the mask is False, and its mean over actions [B]."""
     mask, ends = responses.mask, responses.ends
-    if responses.bits is not None:
+    if responses.factors is not None:
         kl = policy - reference
         sums = kl.sum(-1, dtype=torch.float64).numpy().astype(np.float32)
         return kl, torch.from_numpy(sums / np.maximum(ends, 1).astype(np.float32))
