@@ -35,7 +35,7 @@ from rollbook.cli import main as cli
 from rollbook.core.process_group import SINGLE_PROCESS
 from rollbook.models import Actor
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.checkpoint import CheckpointConfig, list_checkpoints
+from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.distributed import Distributed, DistributedTrainer
 from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
@@ -245,6 +245,12 @@ def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
     return {entry["step"]: entry for entry in entries}
 
 
+def count_steps(folder: Path) -> int:
+    """Return how many steps a run has written."""
+    path = folder / "steps.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
 def compare_runs(expected: dict[int, dict[str, Any]], measured: dict[int, dict[str, Any]]) -> float:
     """Return the largest relative difference of metrics of two runs, infinite if they trained on other records."""
     if [entry["uids"] for entry in expected.values()] != [measured.get(step, {}).get("uids") for step in expected]:
@@ -334,7 +340,10 @@ def run_short(folder: Path) -> None:
         )
     ]
     statuses["killed"] = kill_and_continue(
-        folder / "killed", "fsdp", 2, lambda: any(saved.step for saved in list_checkpoints(folder / "killed"))
+        folder / "killed",
+        "fsdp",
+        2,
+        lambda: count_steps(folder / "killed") >= 1,  # before the second checkpoint
     )
     statuses["failed"] = wait_for(
         fork_ranks(2, fail_on_one_rank, folder / "failed", "fsdp", said=folder / "failed/said")
@@ -384,9 +393,16 @@ def run_kills(folder: Path, count: int) -> int:
     expected, failures = read_steps(folder / "expected"), 0
     for i in range(count):
         strategy, ranks = ("ddp", "fsdp")[i % 2], 2 + i // 2 % 2
-        end = time.monotonic() + random.uniform(1.0, 6.0)
-        killed = folder / f"killed-{i}"
-        statuses = kill_and_continue(killed, strategy, ranks, lambda end=end: time.monotonic() > end)  # type: ignore[misc]
+        killed, steps = folder / f"killed-{i}", random.randrange(RUN_STEPS - 1)
+        delay = random.uniform(0.0, 0.3)
+
+        def wait(killed: Path = killed, steps: int = steps, delay: float = delay) -> bool:
+            if count_steps(killed) < steps:
+                return False
+            time.sleep(delay)
+            return True
+
+        statuses = kill_and_continue(killed, strategy, ranks, wait)
         difference = compare_runs(expected, read_steps(killed))
         failures += difference > TOLERANCE or 0 in statuses
         print(f"kill {i}: {ranks} ranks, {strategy}: exit statuses {statuses}, difference {difference:.1e}", flush=True)

@@ -25,7 +25,7 @@ from rollbook.book.consumer import (
 )
 from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConflictError, CorruptBookError, OutcomeUnknownError
-from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parse_object, write_once
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, parse_object, served, write_once
 from rollbook.book.read import read_numbers
 from rollbook.core.checks import check_choice, check_int
 
@@ -136,14 +136,14 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
 # --- creating and forgetting ----------------------------------------------------------------------------------------
 
 
-def make_checkpoint(book: Book, name: str | None, keep: int | None) -> str:
-    """Implement `Book.checkpoint`."""
+def make_checkpoint(book: Book, name: str | None, keep: int | None, token: str | None = None) -> str:
+    """Implement `Book.checkpoint`; calls with the same `token` make one checkpoint."""
     if name is not None:
         check_text("checkpoint", name, 1, 200)
     if keep is not None:
         check_int("keep", keep, 1)
     # A call that repeats one whose outcome is unknown has its token.
-    token = book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
+    token = token or book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
 
     def transact(tx: Transaction) -> str:
         used = _find_by_token(tx, token)
@@ -235,6 +235,7 @@ def list_checkpoints(book: Book) -> list[Checkpoint]:
     return [Checkpoint(p.name, p.created, p.event, p.seq, p.state["policy_version"]) for p in points]
 
 
+@served
 def forget_checkpoint(book: Book, name: str) -> None:
     """Forget a checkpoint; bytes that only it needs may be removed.
 
@@ -536,6 +537,7 @@ def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point:
 # --- trained steps --------------------------------------------------------------------------------------------------
 
 
+@served(repeat=True)
 def trained_steps(book: Book, consumer: str = "train") -> dict[str, list[int | None]]:
     """Return the optimizer steps in which each record was trained on, without those that a rewind voided.
 

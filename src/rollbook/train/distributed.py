@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from rollbook.rewards.types import Reward
     from rollbook.train.evaluation import Evaluation
     from rollbook.train.prompts import Prompts
+    from rollbook.train.worker import RolloutPacer
 
 # The output of a model is a view, which no loss changes in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
@@ -590,6 +591,7 @@ class DistributedTrainer(Trainer):
             "annotate": self._annotate_share,
             "evaluate": self._evaluate_share,
             "sync": self._sync_share,
+            "publish": self._publish_share,
             "update": lambda share: self.learner.update_share(share),
             "save": self._save_share,
             "load": self._load_share,
@@ -662,8 +664,15 @@ class DistributedTrainer(Trainer):
         self._together(super()._start)
 
     def step(self) -> StepReport:
-        report: StepReport = self._together(super().step)
+        report: StepReport = self._together(self._step_now)
         return report
+
+    def _step_now(self) -> StepReport:
+        # Without its first checkpoint, a run whose book has records cannot start over. Later ones are complete when
+        # their shards are written.
+        if self.done == 0 or (self._future is not None and self._future.done()):
+            self._finish_saving()
+        return super().step()
 
     def advance(self) -> StepReport:
         report: StepReport = self._together(super().advance)
@@ -749,7 +758,7 @@ class DistributedTrainer(Trainer):
             self._unpack(message),
             self.algorithm,
             self.models,
-            old_logprobs="engine" if self.algorithm.correction is None else "recompute",
+            old_logprobs=self._old_logprobs,
             token_budget=self.learner.minibatch.token_budget,
             process_group=self.distributed.shards,
         )
@@ -780,6 +789,14 @@ class DistributedTrainer(Trainer):
                 return super()._send_weights(version)
             self.engine.version = version  # rank 0 sends the weights to the servers
             return 0.0
+
+    def _publish(self, pacer: RolloutPacer) -> None:
+        self.distributed.call("publish", [None] * self.distributed.size)
+
+    def _publish_share(self, _: None) -> None:
+        with self.distributed.gathered(self.actor):
+            if self.distributed.is_main and self.pacer is not None:
+                super()._publish(self.pacer)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
