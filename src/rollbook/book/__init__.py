@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rollbook.book.errors import CorruptBookError as CorruptBookError
     from rollbook.book.errors import LeaseLostError as LeaseLostError
     from rollbook.book.errors import LockTimeoutError as LockTimeoutError
+    from rollbook.book.errors import MissingBookError as MissingBookError
     from rollbook.book.errors import NewerLayoutError as NewerLayoutError
     from rollbook.book.errors import NotABookError as NotABookError
     from rollbook.book.errors import OutcomeUnknownError as OutcomeUnknownError
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from rollbook.book.sampler import First as First
     from rollbook.book.sampler import Last as Last
     from rollbook.book.sampler import NewestPolicy as NewestPolicy
+    from rollbook.book.sampler import OldestPolicy as OldestPolicy
     from rollbook.book.sampler import Priority as Priority
     from rollbook.book.sampler import Proportional as Proportional
     from rollbook.book.sampler import Uniform as Uniform
@@ -75,8 +77,8 @@ _NAMES = {
     "compaction": "CompactionResult",
     "consumer": "ConsumerConfig MaxAge MaxSize MaxUses MinSize SamplesToInserts remove_consumer",
     "errors": "BackPressureError BookError ConflictError ConnectionLostError CorruptBookError LeaseLostError "
-    "LockTimeoutError NewerLayoutError NotABookError OutcomeUnknownError QuotaExceededError ReadOnlyError "
-    "UnknownConsumerError WriterStoppedError",
+    "LockTimeoutError MissingBookError NewerLayoutError NotABookError OutcomeUnknownError QuotaExceededError "
+    "ReadOnlyError UnknownConsumerError WriterStoppedError",
     "lease": "Lease Mix Part",
     "query": "QueryError QueryTimeoutError",
     "queue": "read_policy_lineage",
@@ -84,7 +86,7 @@ _NAMES = {
     "recovery": "repair",
     "reports": "Counts keep_rates",
     "revision": "redact_records",
-    "sampler": "Balanced EasyToHard First Last NewestPolicy Priority Proportional Uniform",
+    "sampler": "Balanced EasyToHard First Last NewestPolicy OldestPolicy Priority Proportional Uniform",
     "transfer": "export_records fork import_records snapshot",
 }
 _HOMES = {name: f"rollbook.book.{module}" for module, names in _NAMES.items() for name in names.split()}

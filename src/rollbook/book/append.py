@@ -15,12 +15,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollbook.book import compaction, content_hash, queue, revision
 from rollbook.book.consumer import (
@@ -43,7 +43,7 @@ from rollbook.book.errors import (
     QuotaExceededError,
 )
 from rollbook.book.index_columns import IndexColumns, column_types, index_columns, number_column
-from rollbook.book.ledger import BUSY_SECONDS, RETRY_SECONDS, ConcurrentChangeError, Transaction, took_effect
+from rollbook.book.ledger import BUSY_SECONDS, RETRY_SECONDS, ConcurrentChangeError, Transaction, served, took_effect
 from rollbook.book.media import MIN_BASE64, Blob, extract, may_hold_media
 from rollbook.book.segments.files import Place
 from rollbook.core.checks import check_float, check_int
@@ -145,10 +145,11 @@ _frame_buffer = _FrameBuffer()
 
 def to_columns(experiences: Experience | Iterable[Experience]) -> Experiences:
     """Return one record, several, or columns as columns."""
-    return experiences if isinstance(experiences, Experiences) else from_rows(_to_rows(experiences), copy=False)
+    return experiences if isinstance(experiences, Experiences) else from_rows(to_rows(experiences), copy=False)
 
 
-def _to_rows(records: Experience | Iterable[Experience]) -> list[Experience]:
+def to_rows(records: Experience | Iterable[Experience]) -> list[Experience]:
+    """Return one record or several as a list."""
     from rollbook.core.experience import Experience
 
     if isinstance(records, Experience):
@@ -189,11 +190,37 @@ def _has_long_text(layout: RowLayout) -> bool:
     )
 
 
+class AppendCondition(NamedTuple):
+    """A condition of an append, and what else happens in its transaction."""
+
+    begin: Callable[[Transaction], None]
+    """Called first in the transaction; raises an exception if the records must not be appended."""
+    dropped_for: str | None = None
+    """Name of a consumer for which the new records are dropped at once."""
+    reason: str = ""
+    """Why they are dropped."""
+
+
 def append_records(
-    book: Book, experiences: Experience | Iterable[Experience], *, evaluation: bool, author: str, timeout: float | None
+    book: Book,
+    experiences: Experience | Iterable[Experience],
+    *,
+    evaluation: bool = False,
+    author: str = "",
+    timeout: float | None = None,
+    condition: AppendCondition | None = None,
 ) -> tuple[AppendResult, dict[str, str]]:
-    """Implement `Book.append`; also return the outcome of records by id: "admitted", "stale" or "revised"."""
-    records = experiences if isinstance(experiences, Experiences) else _to_rows(experiences)
+    """Implement `Book.append`; also return the outcome of records by id: "admitted", "stale" or "revised".
+
+    Args:
+        book: The book.
+        experiences: As for `Book.append`; so are `evaluation`, `author` and `timeout`.
+        evaluation: See `experiences`.
+        author: See `experiences`.
+        timeout: See `experiences`.
+        condition: Checked in the transaction of new records; not if all are in the book already.
+    """
+    records = experiences if isinstance(experiences, Experiences) else to_rows(experiences)
     if not records:
         return AppendResult(), {}
     pending, duplicates = _prepare(records, evaluation), 0
@@ -214,13 +241,13 @@ def append_records(
                 fresh, known_count, revisions = _classify(tx, pending)
                 if book.tokenizer is not None:
                     check_tokenizer(tx, book)
-                wait_reason = _find_limiter_reason(tx, len(fresh)) if fresh and not evaluation else None
+                wait_reason = find_limiter_reason(tx, len(fresh)) if fresh and not evaluation else None
             if wait_reason is not None:
                 _wait_for_limiter(wait_reason, end)
                 continue
         new = pending if len(fresh) == len(pending.index_rows) else pending.take(fresh)
         outcomes: dict[str, str] = {}
-        admit = AppendTransaction(book, new) if fresh else None
+        admit = AppendTransaction(book, new, condition) if fresh else None
         # Without a timeout, or with 0 s (for limiters), the lock has its default timeout.
         lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
         try:
@@ -370,7 +397,7 @@ def check_quota(book: Book, size: int) -> None:
         )
 
 
-def _find_limiter_reason(tx: Transaction, count: int) -> str | None:
+def find_limiter_reason(tx: Transaction, count: int) -> str | None:
     """Return why a limiter holds back an append of `count` records, or `None`."""
     for consumer in all_consumers(tx):
         if consumer.settings.ratio is not None:
@@ -391,7 +418,7 @@ class AppendTransaction:
     A store in the ledger's database gets the bytes in the same transaction.
     """
 
-    def __init__(self, book: Book, pending: PendingAppend) -> None:
+    def __init__(self, book: Book, pending: PendingAppend, condition: AppendCondition | None = None) -> None:
         if pending.frame is None and isinstance(pending.records, Experiences):
             # Some of the records of an append, which `PendingAppend.take` does not encode.
             extracted = extract(pending.records, evaluation=[pending.evaluation] * len(pending.records))
@@ -399,6 +426,7 @@ class AppendTransaction:
             pending = replace(pending, frame=frame, blobs=extracted.blobs, uses=extracted.uses)
         self.book = book
         self.pending = pending
+        self.condition = condition
         self.columns = column_types(pending.records) - book.known_column_types
         self.stored: Stored | None = None
         self.location: Stored | None = None
@@ -439,7 +467,10 @@ class AppendTransaction:
 
     def __call__(self, tx: Transaction) -> None:
         book, pending = self.book, self.pending
-        uids = pending.uids
+        uids, condition = pending.uids, self.condition
+        if condition is not None:
+            condition.begin(tx)
+        dropped_for = None if condition is None else condition.dropped_for
         same_uids, consumer_rows, meta_rows, [(base,)] = tx.query_many(
             (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
@@ -461,7 +492,7 @@ class AppendTransaction:
         # Appends that depend on the number of records, or change a limited number, run one after another.
         limited = []
         for consumer in listening:
-            if consumer.settings.ratio or consumer.settings.max_size:
+            if consumer.settings.ratio or consumer.settings.max_size or consumer.name == dropped_for:
                 limited.append(_lock_drained(tx, book, consumer))
                 if _limiter_reason(tx, limited[-1], len(uids)):
                     raise _ConcurrentAppendError
@@ -494,6 +525,8 @@ class AppendTransaction:
         for consumer in limited:
             while not queue.drain_inbox(tx, book, consumer):
                 pass
+            if condition is not None and consumer.name == dropped_for:
+                queue.drop_by_seq(tx, consumer, range(base, base + len(uids)), condition.reason)
             save_consumer(tx, consumer)
         if self.columns:
             tx.insert("columns", ("name", "type"), sorted(self.columns), "ON CONFLICT DO NOTHING")
@@ -559,9 +592,20 @@ def _can_lease_more(tx: Transaction, consumer: Consumer) -> bool:
     return queue.count_rows(tx, consumer, queue.WAITING)[0] > 0
 
 
+class HeldBackError(BackPressureError):
+    """A rate limiter holds inserts back for now; other causes of `BackPressureError` do not pass."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"append: held back until the timeout, nothing was written: {self.reason}"
+
+
 def _wait_for_limiter(reason: str, end: float | None) -> None:
     if end is not None and time.monotonic() >= end:
-        raise BackPressureError(f"append: held back until the timeout, nothing was written: {reason}")
+        raise HeldBackError(reason)
     time.sleep(0.01)
 
 
@@ -912,7 +956,7 @@ class Writer:
         if len(taken) > 1:
             try:
                 together = Experiences.concat([columns for columns, _ in taken])
-                _, outcomes = append_records(self._book, together, **self._options)
+                _, outcomes = self._book._append(together, **self._options)
             except Exception:
                 pass  # One of them is faulty: append each alone. Records that were admitted are skipped.
             else:
@@ -920,7 +964,7 @@ class Writer:
                 return
         for columns, receipt in taken:
             try:
-                receipt.set_result(append_records(self._book, columns, **self._options)[0])
+                receipt.set_result(self._book._append(columns, **self._options)[0])
             except BaseException as error:
                 self._failed.append(receipt)
                 receipt.set_exception(error)
@@ -956,7 +1000,8 @@ def encode_vocabulary(book: Book) -> str | None:
             book.pending_tokenizer = None
             return None
     try:
-        vocabulary = Vocabulary.from_tokenizer(book.pending_tokenizer)
+        pending = book.pending_tokenizer
+        vocabulary = pending if isinstance(pending, Vocabulary) else Vocabulary.from_tokenizer(pending)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
         warn_user(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
         book.pending_tokenizer = None
@@ -964,6 +1009,7 @@ def encode_vocabulary(book: Book) -> str | None:
     return base64.b64encode(vocabulary.to_bytes()).decode("ascii")
 
 
+@served(repeat=True)
 def read_vocabulary(book: Book) -> Vocabulary | None:
     """Return the bytes of each token id, from the tokenizer that the book was first written with.
 

@@ -40,7 +40,7 @@ from rollbook.book.consumer import (
     get_consumer,
 )
 from rollbook.book.disk import Disk
-from rollbook.book.errors import BookError, CorruptBookError, NotABookError, ReadOnlyError
+from rollbook.book.errors import BookError, CorruptBookError, MissingBookError, NotABookError, ReadOnlyError
 from rollbook.book.lease import (
     Lease,
     alease_records,
@@ -51,8 +51,10 @@ from rollbook.book.lease import (
 )
 from rollbook.book.ledger import (
     TABLES,
+    Forward,
     Ledger,
     SQLiteLedger,
+    WeightsTransport,
     check_files,
     check_text,
     check_writable,
@@ -62,18 +64,20 @@ from rollbook.book.ledger import (
 )
 from rollbook.book.read import Selection, fetch, find_seqs, get_uid, get_uids, parse_conditions
 from rollbook.book.segments.files import FileSegmentStore, MemorySegmentStore, SegmentStore
-from rollbook.core.addresses import POSTGRES, PostgresAddress, is_conninfo, redacted, url_secrets
+from rollbook.core.addresses import POSTGRES, RAY, PostgresAddress, is_conninfo, redacted, url_secrets
 from rollbook.core.checks import check_choice, check_float, check_int
+from rollbook.core.errors import explain_missing
 
 if TYPE_CHECKING:
     from rollbook.book.check import Report
     from rollbook.book.consumer import ConsumerSetting
+    from rollbook.book.lease import LeaseRequest
     from rollbook.book.query import Result
     from rollbook.book.read import Operand, RecordId, RecordIds
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
     from rollbook.core.ids import EID
-    from rollbook.core.vocabulary import Tokenizer
+    from rollbook.core.vocabulary import Tokenizer, Vocabulary
 
 
 TRAIN = "train"
@@ -100,6 +104,11 @@ class Book:
     >>> book.counts()
     Counts(consumer='train', admitted=2, waiting=0, leased=0, trained=2, dropped={}, evaluation=0)
     """
+
+    forward: Forward | None = None
+    """Calls a function in the process that serves the book; `None` if this process has the ledger open."""
+    weights_transport: WeightsTransport | None = None
+    """Passes the weights of a trainer to rollout workers; `None`: files or the database do."""
 
     def __init__(
         self,
@@ -130,8 +139,8 @@ class Book:
         """Columns and their types that the ledger is known to have."""
         self.unsettled_checkpoints: dict[str | None, str] = {}
         """Tokens of checkpoints whose outcome is unknown, by the requested name."""
-        self.pending_tokenizer: Tokenizer | None = None
-        """The tokenizer, until the ledger is known to have its vocabulary."""
+        self.pending_tokenizer: Tokenizer | Vocabulary | None = None
+        """The tokenizer or its vocabulary, until the ledger is known to have its vocabulary."""
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -166,7 +175,18 @@ class Book:
         check_text("author", author, 0)
         if timeout is not None:
             check_float("timeout", timeout, 0.0)
-        return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
+        return self._append(experiences, evaluation=evaluation, author=author, timeout=timeout)[0]
+
+    def _append(
+        self,
+        experiences: Experience | Iterable[Experience],
+        *,
+        evaluation: bool,
+        author: str,
+        timeout: float | None,
+    ) -> tuple[AppendResult, dict[str, str]]:
+        """Call `append`, and also return the outcome of records by id: "admitted", "stale" or "revised"."""
+        return append_records(self, experiences, evaluation=evaluation, author=author, timeout=timeout)
 
     def writer(
         self,
@@ -296,7 +316,7 @@ class Book:
         """
         check_writable(self, "lease")
         request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return lease_records(self, request, timeout)
+        return self._lease(request, timeout)
 
     async def alease(
         self,
@@ -313,7 +333,10 @@ class Book:
         """Call `lease`, with its arguments, without blocking the event loop. A cancelled wait claims nothing."""
         check_writable(self, "lease")
         request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
-        return await alease_records(self, request, timeout)
+        return await alease_records(lambda stop: self._lease(request, timeout, stop))
+
+    def _lease(self, request: LeaseRequest, timeout: float | None, stop: threading.Event | None = None) -> Lease:
+        return lease_records(self, request, timeout, stop)
 
     # --- policy versions ----------------------------------------------------------------------------------------
 
@@ -665,6 +688,8 @@ def _reopen(mode: str, arguments: Mapping[str, Any]) -> Book:
 
 LEDGER = "ledger.sqlite"
 MODES = ("a", "r+", "r")
+SEGMENT_BYTES = 256 << 20
+"""Size at which a segment is finished, by default."""
 
 
 def open(
@@ -675,9 +700,10 @@ def open(
     quota: int | None = None,
     data: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    segment_bytes: int = 256 << 20,
+    segment_bytes: int = SEGMENT_BYTES,
     clock: Callable[[], float] | None = None,
     disk: Disk | None = None,
+    over: str | os.PathLike[str] | None = None,
     **settings: ConsumerSetting,
 ) -> Book:
     """Open a book, or create it.
@@ -685,7 +711,7 @@ def open(
     Args:
         url: A folder (or the folder of a run, for its book), `memory:`, or `postgresql://user@host/database`, with
             `?schema=NAME` for more than one book in a database. The password comes from `PGPASSWORD`, `~/.pgpass` or
-            the URL, and is never shown.
+            the URL, and is never shown. `ray://NAME` is a book that a Ray actor of this name serves.
         mode: `"a"` creates the book if it does not exist, `"r+"` requires it, `"r"` opens it for reading.
         tokenizer: The tokenizer of the records, or its fingerprint. A book takes records of one tokenizer and stores
             its vocabulary, so that texts can be shown without it.
@@ -695,6 +721,8 @@ def open(
         segment_bytes: Size at which a segment is finished.
         clock: Replaces the database's clock in simulations.
         disk: Replaces the file operations in tests.
+        over: For `ray://NAME`, the folder or `postgresql://` address of the book to serve. If no actor of this name
+            serves a book, one is created.
         settings: Settings of the consumer group "train"; see `Book.consumer`.
 
     Returns:
@@ -716,7 +744,13 @@ def open(
     address = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     read_only = mode == "r"
     if not isinstance(address, str) or not address:
-        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...'")
+        raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...', or 'ray://NAME'")
+    if address.startswith(RAY):
+        if clock is not None or disk is not None:
+            raise ValueError(f"{'disk' if clock is None else 'clock'}: expected None for a book that an actor serves")
+        return _open_served(address, mode, over, tokenizer, quota, data, storage_options, segment_bytes, settings)
+    if over is not None:
+        raise ValueError(f"over: got {redacted(over)!r}, expected None: only ray://NAME serves another book")
     ledger: Ledger
     store: SegmentStore
     if address.startswith(POSTGRES):
@@ -733,7 +767,9 @@ def open(
             store = MemorySegmentStore(segment_bytes)
             prepare_tables(ledger, create=True, where="memory:", meta={})
         elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
-            raise ValueError(f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...'")
+            raise ValueError(
+                f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...', or 'ray://NAME'"
+            )
         elif is_conninfo(address) and not Path(address).exists():
             raise ValueError(f"url: got {redacted(address)!r}, expected it as postgresql://user@host/database")
         else:
@@ -768,6 +804,31 @@ def open(
     return book
 
 
+def _open_served(
+    address: str,
+    mode: str,
+    over: str | os.PathLike[str] | None,
+    tokenizer: Tokenizer | str | None,
+    quota: int | None,
+    data: str | None,
+    storage_options: Mapping[str, Any] | None,
+    segment_bytes: int,
+    settings: Mapping[str, ConsumerSetting],
+) -> Book:
+    try:
+        from rollbook.book.ray import open_served
+    except ModuleNotFoundError as error:
+        raise explain_missing(address, error) from None
+    arguments = {
+        "tokenizer": _get_fingerprint(tokenizer),
+        "quota": quota,
+        "data": data,
+        "storage_options": None if storage_options is None else dict(storage_options),
+        "segment_bytes": segment_bytes,
+    }
+    return open_served(address, mode, over, arguments, settings, None if isinstance(tokenizer, str) else tokenizer)
+
+
 def _get_fingerprint(tokenizer: Tokenizer | str | None) -> str | None:
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
@@ -786,7 +847,7 @@ def open_folder(
     path = folder / LEDGER
     check_files(path)
     if mode != "a" and not path.exists():
-        raise NotABookError(f"{folder}: there is no book here (no {LEDGER})")
+        raise MissingBookError(f"{folder}: there is no book here (no {LEDGER})")
     if folder.exists() and not folder.is_dir():
         raise NotABookError(f"{folder}: got a file, expected a folder")
     if mode == "a":
@@ -868,7 +929,7 @@ def open_postgres(
             ledger.make_schema()
         where = redacted(url)
         if mode == "r+" and read_layout(ledger) is None:
-            raise NotABookError(f"{where}: there is no book here")
+            raise MissingBookError(f"{where}: there is no book here")
         prepare_tables(ledger, create=mode != "r", where=where, meta={"data": data or ""})
         with ledger.read() as tx:
             stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]

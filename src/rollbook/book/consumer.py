@@ -14,7 +14,16 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rollbook.book.errors import CorruptBookError, UnknownConsumerError
-from rollbook.book.ledger import Ledger, LedgerValue, Transaction, check_text, check_writable, chunks, parse_object
+from rollbook.book.ledger import (
+    Ledger,
+    LedgerValue,
+    Transaction,
+    check_text,
+    check_writable,
+    chunks,
+    parse_object,
+    served,
+)
 from rollbook.book.sampler import SAMPLERS, First, Item, Priority, Sampler, State, part_from_json, part_to_json
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
@@ -592,6 +601,7 @@ _REMOVED_CHUNK = 2000
 _CONSUMER_TABLES = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
 
 
+@served
 def remove_consumer(book: Book, name: str) -> None:
     """Remove a consumer group: its leases end, and no record is kept for it any more.
 

@@ -19,6 +19,10 @@ class NotABookError(BookError):
     """There is no book at this address, or not one that this version can open."""
 
 
+class MissingBookError(NotABookError):
+    """There is nothing at this address yet."""
+
+
 class NewerLayoutError(NotABookError):
     """The book was written by a newer version of Rollbook with another layout."""
 
@@ -51,6 +55,10 @@ class OutcomeUnknownError(BookError):
 
     Repeating the call is safe: `append`, `lease`, `ack` and `checkpoint` take effect once.
     """
+
+
+class NoWeightsError(BookError):
+    """No weights are published, or the process that published them has ended."""
 
 
 class BackPressureError(BookError):

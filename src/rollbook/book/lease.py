@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +40,7 @@ from rollbook.book.errors import (
     LockTimeoutError,
     UnknownConsumerError,
 )
-from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, write_once, yield_to_writers
+from rollbook.book.ledger import RETRY_SECONDS, Transaction, check_text, served, write_once, yield_to_writers
 from rollbook.book.read import fetch, get_uids, read_numbers
 from rollbook.book.sampler import First, Proportional
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
@@ -148,10 +148,13 @@ class Lease:
     def experiences(self) -> Experiences:
         """The records, in the sampler's order. The first access reads them."""
         if self._experiences is None:
-            self._experiences = fetch(self._book, self._claim.seqs)
+            self._experiences = self._fetch()
         if self._remaining:
             self._renew_if_due()
         return self._experiences
+
+    def _fetch(self) -> Experiences:
+        return fetch(self._book, self._claim.seqs)
 
     def batch(self, **options: Any) -> Batch:
         """Return the records as a batch, with importance weights in `extra["weights"]` if the sampler has any.
@@ -194,16 +197,18 @@ class Lease:
             raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
         if not self._claim.id:
             return self.expires
+        self.expires = self._renew(duration)
+        self._seconds, self._renewed = duration, time.monotonic()
+        return self.expires
 
+    def _renew(self, duration: float) -> float:
         def transact(tx: Transaction) -> float:
             self._check(tx, tx.all(f"{_SELECT_LEASE}{tx.for_update}", (self._claim.id,)))
             expires = tx.now + duration
             tx.run("UPDATE leases SET expires = ?, seconds = ? WHERE id = ?", (expires, duration, self._claim.id))
             return expires
 
-        self.expires = write_once(self._book.ledger, transact, lambda tx, _: False)
-        self._seconds, self._renewed = duration, time.monotonic()
-        return self.expires
+        return write_once(self._book.ledger, transact, lambda tx, _: False)
 
     def ack(
         self,
@@ -257,7 +262,7 @@ class Lease:
             return 0
         try:
             count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
-        except _RetryAckError:
+        except RetryAckError:
             count = self._ack(chosen, step, priorities_by_seq, details_by_seq)
         self._acks.append((step, chosen))
         for uid in chosen:
@@ -317,7 +322,13 @@ class Lease:
         chosen = self._select(uids)
         if not chosen:
             return 0
+        count = self._nack(chosen, reason, drop=drop)
+        self._acks.append((_NO_STEP, {}))
+        for uid in chosen:
+            self._remaining.pop(uid, None)
+        return count
 
+    def _nack(self, chosen: dict[str, int], reason: str, *, drop: bool) -> int:
         def transact(tx: Transaction) -> int:
             consumer, rows = self._load_rows(tx, chosen, lock_consumer=True)
             if drop:
@@ -334,11 +345,7 @@ class Lease:
             sql = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
             return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
 
-        count = write_once(self._book.ledger, transact, committed)
-        self._acks.append((_NO_STEP, {}))
-        for uid in chosen:
-            self._remaining.pop(uid, None)
-        return count
+        return write_once(self._book.ledger, transact, committed)
 
     def _acknowledged(self, tx: Transaction, seqs: Sequence[int], step: int | None) -> set[int]:
         """Return the records that this lease acknowledged in this step, unless a rewind voided it."""
@@ -403,7 +410,7 @@ class Lease:
         [consumer] = parse_consumers(consumer_rows)
         if not lock_consumer and _needs_consumer_lock(consumer):
             self._claim = self._claim._replace(lock_consumer=True)
-            raise _RetryAckError
+            raise RetryAckError
         self._check(tx, lease_rows)
         seqs = set(chosen.values())
         return consumer, [row for row in queue.check_rows(rows) if row.seq in seqs]
@@ -495,7 +502,7 @@ def _format_error(error: BaseException) -> str:
 _SELECT_LEASE = "SELECT state, expires FROM leases WHERE id = ?"
 
 
-class _RetryAckError(Exception):
+class RetryAckError(Exception):
     """The consumer's settings changed since the lease: retry with its row locked."""
 
 
@@ -907,14 +914,27 @@ def empty_lease(book: Book, consumer: str) -> Lease:
 
 
 def lease_records(
-    book: Book, request: LeaseRequest, timeout: float | None, stop: threading.Event | None = None
+    book: Book,
+    request: LeaseRequest,
+    timeout: float | None,
+    stop: threading.Event | None = None,
+    *,
+    partial: bool = True,
 ) -> Lease:
-    """Implement `Book.lease`; setting `stop` ends the wait with an empty lease."""
+    """Implement `Book.lease`.
+
+    Args:
+        book: The book.
+        request: The arguments of the lease.
+        timeout: As of `Book.lease`.
+        stop: Ends the wait with an empty lease when it is set.
+        partial: Claim what is there at the timeout; otherwise the lease is empty then.
+    """
     end = math.inf if timeout is None else time.monotonic() + timeout
     stop = stop or threading.Event()
     lost_since = math.inf
     try:
-        claim = try_claim(book, request, timeout == 0, timeout, end)
+        claim = try_claim(book, request, timeout == 0 and partial, timeout, end)
         while claim is None and time.monotonic() < end and not stop.is_set():
             try:
                 number = forecast(book, request).consumer
@@ -931,7 +951,7 @@ def lease_records(
                 lost_since = min(lost_since, time.monotonic())
                 if time.monotonic() > lost_since + RETRY_SECONDS:
                     raise
-        if claim is None and not stop.is_set():
+        if claim is None and partial and not stop.is_set():
             claim = try_claim(book, request, True, timeout, end)
     except LockTimeoutError as error:
         if timeout is None:
@@ -940,15 +960,15 @@ def lease_records(
     return Lease(book, request, claim or _empty_claim(""))
 
 
-async def alease_records(book: Book, request: LeaseRequest, timeout: float | None) -> Lease:
-    """Implement `Book.alease`; a cancelled wait claims nothing."""
+async def alease_records(lease: Callable[[threading.Event], Lease]) -> Lease:
+    """Run `lease`, whose wait ends when the event is set, in a thread; a cancelled wait claims nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Lease] = loop.create_future()
 
     def run() -> None:
         try:
-            result = lease_records(book, request, timeout, stop)
+            result = lease(stop)
         except BaseException as error:
             loop.call_soon_threadsafe(outcome.set_exception, error)
         else:
@@ -1141,8 +1161,7 @@ class Mix:
     @property
     def balance(self) -> list[float]:
         """By how many records each part is behind (or ahead of, if negative) its share."""
-        with self.parts[0].book.ledger.read() as tx:
-            return self._read_balance(tx)
+        return read_balance(self.parts[0].book, self.name, len(self.parts))
 
     def lease(
         self, n: int, *, timeout: float | None = 0.0, max_staleness: int | None = None, seconds: float | None = None
@@ -1182,9 +1201,8 @@ class Mix:
         except BaseException:
             for lease in leases:
                 lease.nack("another part of the mix failed")
-            with self.parts[0].book.ledger.write() as tx:
-                balance = zip(self._read_balance(tx), counts, self._exact_shares(n), strict=True)
-                self._write_balance(tx, [owed + count - share for owed, count, share in balance])
+            changes = [count - share for count, share in zip(counts, self._exact_shares(n), strict=True)]
+            add_to_balance(self.parts[0].book, self.name, changes)
             raise
         return MixedLease(leases)
 
@@ -1193,26 +1211,49 @@ class Mix:
 
     def _split(self, n: int) -> list[int]:
         """Split `n` and update the balance in one transaction, so that concurrent leases do not settle it twice."""
-        with self.parts[0].book.ledger.write() as tx:
-            owed = [owed + share for owed, share in zip(self._read_balance(tx), self._exact_shares(n), strict=True)]
-            counts = _round_to_sum(owed, n)
-            self._write_balance(tx, [share - count for share, count in zip(owed, counts, strict=True)])
-        return counts
-
-    def _read_balance(self, tx: Transaction) -> list[float]:
-        row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{self.name}",))
-        balance: list[float] = json.loads(row[0]) if row is not None else []
-        return balance if len(balance) == len(self.parts) else [0.0] * len(self.parts)
-
-    def _write_balance(self, tx: Transaction, balance: Sequence[float]) -> None:
-        tx.run(
-            "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-            (f"mix:{self.name}", json.dumps([round(owed, 9) for owed in balance])),
-        )
+        return split_by_balance(self.parts[0].book, self.name, n, self._exact_shares(n))
 
     def acks(self) -> Mapping[int, int]:
         """Return how many records of each part, by index, were trained on."""
         return {i: part.book.counts(part.consumer).trained for i, part in enumerate(self.parts)}
+
+
+@served(repeat=True)
+def read_balance(book: Book, name: str, parts: int) -> list[float]:
+    """Return the balance of a mix of so many parts; see `Mix.balance`."""
+    with book.ledger.read() as tx:
+        return _read_balance(tx, name, parts)
+
+
+@served
+def split_by_balance(book: Book, name: str, n: int, shares: Sequence[float]) -> list[int]:
+    """Split `n` records by the exact shares and the balance of a mix, and update the balance."""
+    with book.ledger.write() as tx:
+        owed = [owed + share for owed, share in zip(_read_balance(tx, name, len(shares)), shares, strict=True)]
+        counts = _round_to_sum(owed, n)
+        _write_balance(tx, name, [share - count for share, count in zip(owed, counts, strict=True)])
+    return counts
+
+
+@served
+def add_to_balance(book: Book, name: str, changes: Sequence[float]) -> None:
+    """Add a number of records to the balance of each part of a mix."""
+    with book.ledger.write() as tx:
+        balance = _read_balance(tx, name, len(changes))
+        _write_balance(tx, name, [owed + change for owed, change in zip(balance, changes, strict=True)])
+
+
+def _read_balance(tx: Transaction, name: str, parts: int) -> list[float]:
+    row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{name}",))
+    balance: list[float] = json.loads(row[0]) if row is not None else []
+    return balance if len(balance) == parts else [0.0] * parts
+
+
+def _write_balance(tx: Transaction, name: str, balance: Sequence[float]) -> None:
+    tx.run(
+        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (f"mix:{name}", json.dumps([round(owed, 9) for owed in balance])),
+    )
 
 
 def _round_to_sum(shares: Sequence[float], total: int) -> list[int]:

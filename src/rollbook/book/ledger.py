@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import math
 import os
@@ -18,10 +19,10 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from rollbook.book import disk
 from rollbook.book.disk import file_identity, folder_lock
@@ -30,6 +31,7 @@ from rollbook.book.errors import (
     ConnectionLostError,
     CorruptBookError,
     LockTimeoutError,
+    MissingBookError,
     NewerLayoutError,
     NotABookError,
     OutcomeUnknownError,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 
-LAYOUT = 3
+LAYOUT = 4
 """Version of the tables' layout."""
 HASH_FORMAT = 1
 """Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
@@ -62,6 +64,7 @@ MAX_IN_VALUES = 500
 """Maximum number of values of one `IN (...)`; the limit of old SQLite builds is 999."""
 
 Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 LedgerValue = int | float | str | bytes | None
 """A value of any column: SQLite stores values of other types than the column's, too."""
 _IN_JSON_ARRAY = "IN (SELECT value FROM json_each(?))"
@@ -772,6 +775,77 @@ def check_writable(book: Book, operation: str) -> None:
         raise ReadOnlyError(f"{operation}: {book.url} was opened for reading (mode 'r')")
 
 
+class Forward(Protocol):
+    """Calls a function of a book in the process that serves the book."""
+
+    def __call__(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], *, repeat: bool, wait: bool
+    ) -> Any: ...
+
+
+class WeightsTransport(Protocol):
+    """Passes weights from a trainer to rollout workers without storing them in the book."""
+
+    def put_weights(self, id: str, version: int, files: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
+        """Publish weights in place of earlier ones."""
+
+    def get_weights(self) -> tuple[str, int, Mapping[str, bytes | memoryview], Mapping[str, Any]] | None:
+        """Return id, version, files and metadata of the published weights, or `None` if there are none."""
+
+    def weights_version(self) -> tuple[str, int] | None:
+        """Return the id and the version of the published weights, or `None` if there are none."""
+
+
+SERVED: dict[str, Callable[..., Any]] = {}
+"""The functions that a served book forwards, by module and name; see `served`."""
+
+
+@overload
+def served(function: Callable[Parameters, Result], /) -> Callable[Parameters, Result]: ...
+
+
+@overload
+def served(
+    *, repeat: bool = False, wait: bool = False
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]: ...
+
+
+def served(
+    function: Callable[..., Any] | None = None, /, *, repeat: bool = False, wait: bool = False
+) -> Callable[..., Any]:
+    """Make a function of a book, its first argument, work on a book that another process serves (`ray://`).
+
+    The function then runs in that process. Its other arguments and its result are sent there and back: small plain
+    values, dataclasses, bytes and arrays; an `Experience` or `Experiences` is sent as a frame.
+
+    Args:
+        function: The function; its first parameter is the book.
+        repeat: Whether the call may be repeated if the answer to it was lost. Otherwise it raises
+            `OutcomeUnknownError` then.
+        wait: The function waits up to its keyword `timeout` (seconds, or `None`), and returns something false if
+            nothing came. The wait is cut into short calls, so that it does not block others.
+
+    Returns:
+        The function with the same signature.
+    """
+    if function is None:
+        return functools.partial(_serve, repeat=repeat, wait=wait)
+    return _serve(function, repeat=repeat, wait=wait)
+
+
+def _serve(function: Callable[..., Any], *, repeat: bool, wait: bool) -> Callable[..., Any]:
+    name = f"{function.__module__}.{function.__qualname__}"
+    SERVED[name] = function
+
+    @functools.wraps(function)
+    def call(book: Book, *args: Any, **options: Any) -> Any:
+        if book.forward is None:
+            return function(book, *args, **options)
+        return book.forward(name, args, options, repeat=repeat, wait=wait)
+
+    return call
+
+
 TYPES = {
     "sqlite": {"EVENT_ID": "INTEGER PRIMARY KEY", "INT": "INTEGER", "REAL": "REAL", "BYTES": "BLOB"},
     "postgresql": {
@@ -927,6 +1001,31 @@ TABLES: dict[str, tuple[str, ...]] = {
     "columns": ("name TEXT NOT NULL", "type TEXT NOT NULL", "PRIMARY KEY (name, type)"),
     "orphans": ("segment TEXT PRIMARY KEY", "seen {REAL} NOT NULL"),
     "blobs": ("segment TEXT PRIMARY KEY", "data {BYTES} NOT NULL", "made {REAL} NOT NULL"),
+    "rollouts": (
+        "id {INT} PRIMARY KEY",
+        "status TEXT NOT NULL",
+        "next {INT} NOT NULL",
+        "highest {INT} NOT NULL",
+        "fence {INT} NOT NULL",
+        "settings TEXT NOT NULL",
+    ),
+    "claims": (
+        "number {INT} PRIMARY KEY",
+        "fence {INT} NOT NULL",
+        "worker TEXT NOT NULL",
+        "version {INT} NOT NULL",
+        "claimed {REAL} NOT NULL",
+        "expires {REAL} NOT NULL",
+        "state TEXT NOT NULL",
+    ),
+    "workers": ("name TEXT PRIMARY KEY", "seen {REAL} NOT NULL", "detail TEXT NOT NULL"),
+    "weights": (
+        "id TEXT NOT NULL",
+        "part {INT} NOT NULL",
+        "name TEXT NOT NULL",
+        "data {BYTES} NOT NULL",
+        "PRIMARY KEY (id, part)",
+    ),
 }
 for _table, _key in (("work", "seq"), ("groups", "gid")):
     TABLES[f"{_table}_before"] = (
@@ -938,7 +1037,10 @@ for _table, _key in (("work", "seq"), ("groups", "gid")):
 `work`: the state of each record for each consumer. `inbox`: ranges of records for which a consumer has no rows of
 `work` yet. `groups`: which groups are ready, for consumers that lease by group. `tallies`: numbers of rows of `work` by
 state, updated with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
-`groups_before`: the undo log, with rows that have changed since a checkpoint as they were then."""
+`groups_before`: the undo log, with rows that have changed since a checkpoint as they were then. `rollouts` (one row),
+`claims`, `workers`, `weights`: rollouts in progress (`rollbook.book.rollouts`)."""
+ROLLOUT_TABLES = ("rollouts", "claims", "workers", "weights")
+"""Tables about processes that run now; a copy or a repaired ledger has none of their rows."""
 
 INDICES = (
     "CREATE INDEX records_batch ON records (batch, seq)",
@@ -982,7 +1084,7 @@ def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, 
     layout = read_layout(ledger)
     if layout is None:
         if not create:
-            raise NotABookError(f"{where}: there is no book here")
+            raise MissingBookError(f"{where}: there is no book here")
         with ledger.write() as tx:
             if _read_layout(tx, ledger.dialect) is not None:  # Another process created them.
                 return False

@@ -46,8 +46,9 @@ from rollbook.book.consumer import (
     save_settings,
 )
 from rollbook.book.errors import BookError, CorruptBookError
-from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, parse_object, yield_to_writers
+from rollbook.book.ledger import TABLES, LedgerValue, Transaction, chunks, parse_object, served, yield_to_writers
 from rollbook.book.read import read_numbers
+from rollbook.book.sampler import OldestPolicy
 from rollbook.core.columns import texts
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ def _refresh_group(
     if ready and first is not None:
         sampler = settings.sampler
         mean = sum(values) / len(values) if values else None
-        item = consumer.item(first, min(uses), max(versions, default=None), mean, group=True)
+        pick = min if isinstance(sampler, OldestPolicy) else max
+        item = consumer.item(first, min(uses), pick(versions, default=None), mean, group=True)
         weight = sampler.weight(item)
         # Random and balanced samplers keep the rank, also of groups that were returned; others compute it again.
         if not sampler.keeps_rank or rank == UNRANKED or weight != old_weight:
@@ -390,6 +392,7 @@ def read_lineage(tx: Transaction, lock: bool = False) -> Lineage:
     return parse_lineage(dict(tx.all(f"SELECT key, value FROM meta WHERE key IN ('policy_version', 'lineage'){end}")))
 
 
+@served(repeat=True)
 def read_policy_lineage(book: Book) -> int:
     """Return the number of the policy's lineage, which every rewind increases.
 

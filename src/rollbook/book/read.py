@@ -768,7 +768,7 @@ class Selection:
 
     def where(self, *conditions: Condition, **equal: Operand) -> Selection:
         """Return the records that also meet these conditions; see `Book.where`."""
-        return Selection(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
+        return type(self)(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
 
     @property
     def _record_conditions(self) -> list[Condition]:

@@ -54,6 +54,7 @@ from rollbook.book.disk import Disk, folder_lock
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError, NewerLayoutError, NotABookError
 from rollbook.book.ledger import (
     BUSY_SECONDS,
+    ROLLOUT_TABLES,
     TABLES,
     SQLiteLedger,
     Transaction,
@@ -530,7 +531,7 @@ def _read_part(store: SegmentStore, segment: str, at: int, size: int) -> Part | 
 RECOVERED = "recovered"
 DATABASE_SUFFIXES = ("", "-wal", "-shm", "-journal")
 """Suffixes of the files of a SQLite database."""
-_RECOVERED_TABLES = [name for name in TABLES if name not in ("blobs", "orphans")]
+_RECOVERED_TABLES = [name for name in TABLES if name not in ("blobs", "orphans", *ROLLOUT_TABLES)]
 _FORMAT_KEYS = ("layout", "digests")
 _REDACTABLE = (*revision.REDACTABLE, "info", "metrics", "multi_modal_inputs")
 
@@ -985,7 +986,7 @@ def _copy_schema(book: Book) -> str:
     with book.ledger.write() as tx:
         tx.run(f"CREATE SCHEMA {name}")
         for table in TABLES:
-            if table != "blobs":
+            if table not in ("blobs", "weights"):
                 tx.run(f"CREATE TABLE {name}.{table} AS SELECT * FROM {table}")
     return name
 

@@ -19,7 +19,7 @@ import numpy as np
 from rollbook.book import queue
 from rollbook.book.consumer import get_consumer
 from rollbook.book.errors import CorruptBookError
-from rollbook.book.ledger import parse_object
+from rollbook.book.ledger import parse_object, served
 from rollbook.core.checks import check_choice, check_int
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class KeepRate:
         return self.trained / done if done else math.nan
 
 
+@served(repeat=True)
 def keep_rates(
     book: Book, by: str = "length", edges: Sequence[float] | None = None, consumer: str = "train"
 ) -> list[KeepRate]:

@@ -21,7 +21,7 @@ from rollbook.book.consumer import Consumer, all_consumers, save_consumer
 from rollbook.book.content_hash import is_late
 from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, ConflictError
-from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, yield_to_writers
+from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, served, yield_to_writers
 from rollbook.book.media import extract
 from rollbook.book.read import check_present, fetch, find_seqs, get_uids, locate
 from rollbook.book.segments.files import FileSegmentStore, SegmentStore
@@ -536,6 +536,7 @@ REDACTABLE = ("prompt_text", "response_text", "messages", "tools", "chosen_messa
 """Fields that can be redacted, in addition to `info`, `metrics`, `multi_modal_inputs` and their keys as `info.NAME`."""
 
 
+@served(repeat=True)
 def redact_records(
     book: Book, uids: RecordIds, fields: Sequence[str], *, author: str, reason: str | None = None
 ) -> int:

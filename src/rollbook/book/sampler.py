@@ -32,12 +32,13 @@ from rollbook.core.freeform import Json
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a sampler sees of a record, or of a group (number of the first record, newest version, mean value)."""
+    """What a sampler sees of a record, or of a group (number of its first record, version, mean value)."""
 
     seq: int
     seed: int = 0
     uses: int = 0
     version: int | None = None
+    """The oldest version of the record's tokens; of a group, the newest of these, for `OldestPolicy` the oldest."""
     value: float | None = None
     """The record's value under the sampler's `key`."""
     group: bool = False
@@ -148,6 +149,21 @@ class NewestPolicy(_Ordered):
     def rank(self, item: Item, state: State) -> float:
         """Return the negative of the policy version."""
         return math.inf if item.version is None else -float(item.version)
+
+
+@dataclass(frozen=True)
+class OldestPolicy(_Ordered):
+    """Oldest policy version first, then first in, first out. Records without a version come first.
+
+    A group has the version of its oldest record.
+
+    >>> OldestPolicy().rank(Item(seq=3, version=7), {})
+    7.0
+    """
+
+    def rank(self, item: Item, state: State) -> float:
+        """Return the policy version."""
+        return -math.inf if item.version is None else float(item.version)
 
 
 class _Random:
@@ -350,6 +366,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "first": First,
     "last": Last,
     "newest_policy": NewestPolicy,
+    "oldest_policy": OldestPolicy,
     "uniform": Uniform,
     "proportional": Proportional,
     "priority": Priority,

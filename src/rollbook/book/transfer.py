@@ -20,7 +20,7 @@ from rollbook.book.checkpoint import find_checkpoint, free_leased, undo_work, vo
 from rollbook.book.consumer import all_consumers, delete_removed_consumers, save_consumer
 from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import BookError, CorruptBookError, MissingSegmentError
-from rollbook.book.ledger import TABLES, Ledger, SQLiteLedger, Transaction, check_writable, chunks
+from rollbook.book.ledger import ROLLOUT_TABLES, TABLES, Ledger, SQLiteLedger, Transaction, check_writable, chunks
 from rollbook.book.read import check_slots
 from rollbook.book.segments.files import Place
 from rollbook.core.addresses import POSTGRES, PostgresAddress, redacted
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 COPY_OPTIONS = ("tokenizer", "quota", "data", "storage_options", "segment_bytes", "clock", "disk")
 """Options of `rollbook.open` for the storage of a copy. Settings of consumers are copied."""
-_BOOK_META = ("layout", "book", "made", "data", "from")
+_BOOK_META = ("layout", "book", "made", "data", "from", "weights")
 """Keys of `meta` that belong to one book and are not copied."""
 _PAGE_ROWS = 2000
 """Rows that are copied at once."""
@@ -47,7 +47,7 @@ PUT_BYTES = 16 << 20
 _KEPT_KINDS = "('revised', 'redacted', 'deleted')"
 """Events after a checkpoint that a fork keeps."""
 _TABLES_BY_SEQ = ("records", "work", "groups", "revisions", "media_uses")
-_TABLES_NOT_COPIED = ("meta", "blobs", "purges", "orphans")
+_TABLES_NOT_COPIED = ("meta", "blobs", "purges", "orphans", *ROLLOUT_TABLES)
 _MAX_ATTEMPTS = 10
 
 

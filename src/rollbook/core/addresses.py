@@ -14,6 +14,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 HIDDEN = "***"
 POSTGRES = ("postgresql://", "postgres://")
+RAY = "ray://"
+"""Prefix of the address of a book that a Ray actor serves."""
 _SCRAM_KEYS = ("scram_client_key", "scram_server_key")
 _SINGLE_SLASH_URL = re.compile(r"\s*[a-z][a-z0-9+.-]+:/(?!/).*[:@?]", re.IGNORECASE | re.DOTALL)
 _ENCODING_HINT = "special characters in a user name or password are percent-encoded (%40 for @, %2F for /)"
@@ -40,6 +42,26 @@ def is_secret_name(name: str, strict: bool = False) -> bool:
         or normalized.endswith(_SECRET_ENDINGS)
         or (strict and (normalized == "key" or bool(words & _STRICT_WORDS)))
     )
+
+
+_CONFIG_BOOK = re.compile(r'^book: "?([a-z]+://[^"\n]*)"?\s*(?:#.*)?$', re.MULTILINE)
+
+
+def check_book_is_here(folder: str | os.PathLike[str]) -> None:
+    """Raise `ValueError` if the configuration in the folder of a run has the address of a book elsewhere.
+
+    The address is not opened: a folder is not trusted to choose the server that a password is sent to.
+
+    Args:
+        folder: The folder.
+    """
+    try:
+        with open(os.path.join(folder, "config.yaml"), encoding="utf-8") as file:
+            match = _CONFIG_BOOK.search(file.read(1 << 20))
+    except (OSError, UnicodeDecodeError):
+        return
+    if match is not None:
+        raise ValueError(f"{os.fspath(folder)}: the book of this run is at {redacted(match[1])}; pass this address")
 
 
 # --- PostgreSQL -------------------------------------------------------------------------------------------------------
@@ -293,7 +315,9 @@ def without_user(url: str) -> tuple[str, tuple[str, str] | None]:
 __all__ = [
     "HIDDEN",
     "POSTGRES",
+    "RAY",
     "PostgresAddress",
+    "check_book_is_here",
     "is_conninfo",
     "is_secret_name",
     "redacted",

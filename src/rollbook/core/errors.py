@@ -24,7 +24,7 @@ class WireError(RollbookError, ValueError):
         """Byte offset of the error in the data, or `None`."""
 
     def __reduce__(self) -> tuple[type[WireError], tuple[str, int | None]]:
-        return WireError, (self.message, self.offset)
+        return type(self), (self.message, self.offset)
 
 
 _EXTRAS = {
@@ -34,6 +34,7 @@ _EXTRAS = {
     "httpx": "remote",
     "peft": "models",
     "psycopg": "postgres",
+    "ray": "ray",
     "torch": "torch",
     "transformers": "models",
     "yaml": "train",

@@ -275,6 +275,29 @@ def spark(values: Sequence[float | None]) -> str:
     return "".join(bars)
 
 
+# --- full screen ----------------------------------------------------------------------------------------------------
+
+ENTER_SCREEN = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+"""Switch to the alternate screen, hide the cursor, and clip long lines instead of wrapping them."""
+LEAVE_SCREEN = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+"""Undo `ENTER_SCREEN`; the terminal has its former contents again."""
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def screen(lines: Iterable[str]) -> str:
+    """Return the text that replaces the contents of the screen without flicker.
+
+    Args:
+        lines: At most as many lines as the screen has.
+
+    >>> screen(["one", "two"])
+    '\\x1b[H\\x1b[Kone\\r\\n\\x1b[Jtwo'
+    """
+    *first, last = lines
+    # Cleared before the text: after a line as wide as the screen, the cursor is on its last character.
+    return _HOME + "".join(f"{_CLEAR_LINE}{line}\r\n" for line in first) + _CLEAR_BELOW + last
+
+
 # --- output ---------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from rollbook.book.ledger import Transaction, chunks, parse_object
 from rollbook.book.read import find_seqs, get_uids
 from rollbook.core import columns as physical
 from rollbook.core import freeform
-from rollbook.core.addresses import POSTGRES, redacted
+from rollbook.core.addresses import POSTGRES, RAY, check_book_is_here, redacted
 from rollbook.core.errors import WireError
 from rollbook.core.fields import FIELDS
 from rollbook.core.files import check_regular
@@ -1000,7 +1000,7 @@ def open_source(
     address = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(address, str) or not address:
         raise ValueError(f"path: got {path!r}, expected a book, a folder or a file")
-    if address.startswith(POSTGRES):
+    if address.startswith((*POSTGRES, RAY)):
         return BookSource(open_book(address, "r"), vocabulary=load_vocabulary(tokenizer))
     place = Path(os.path.expanduser(address))
     if not os.path.lexists(place):
@@ -1019,6 +1019,7 @@ def open_source(
         shown = ", ".join(str(book) for book in books[:_MAX_LISTED])
         more = f" and {len(books) - _MAX_LISTED} more" if len(books) > _MAX_LISTED else ""
         raise ValueError(f"path: {address!r} contains {len(books)} books, expected one of: {shown}{more}")
+    check_book_is_here(place)
     from rollbook.inspect.files import UnknownFormatError, open_file_source
 
     try:

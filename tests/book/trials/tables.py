@@ -88,6 +88,19 @@ class Tally(NamedTuple):
     weight: float
 
 
+class Rollouts(NamedTuple):
+    status: str
+    next: int
+    highest: int
+
+
+class Claim(NamedTuple):
+    number: int
+    fence: int
+    worker: str
+    state: str
+
+
 @dataclass
 class Tables:
     """Every row that a check needs."""
@@ -99,6 +112,8 @@ class Tables:
     events: list[Event]
     tallies: list[Tally]
     inbox: list[Pending]
+    rollouts: list[Rollouts] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
 
 
@@ -147,4 +162,6 @@ def _tables(select: Select) -> Tables:
         rows(Event, "events"),
         rows(Tally, "tallies"),
         rows(Pending, "inbox", "consumer, first"),
+        rows(Rollouts, "rollouts"),
+        rows(Claim, "claims"),
     )

@@ -1,0 +1,688 @@
+"""Rollouts in progress: the groups that rollout workers claim, the weights they load, and what they report.
+
+Groups are numbered from 0 in the order of the prompts. The trainer sets how many may be begun (`set_limit`). A worker
+claims some (`claim_rollouts`), generates and appends their records, and finishes them (`finish_rollouts`).
+
+Invariant: a group is claimed by at most one worker at a time. A claim has a fence, a number that is never used again:
+after the claim was given to another worker, calls with the old fence change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollbook.book import queue
+from rollbook.book.append import AppendCondition, append_records
+from rollbook.book.consumer import get_consumer
+from rollbook.book.errors import BookError, ConflictError, NoWeightsError
+from rollbook.book.lease import refresh_consumer
+from rollbook.book.ledger import Transaction, check_text, check_writable, parse_object, served, write_once
+from rollbook.book.segments.files import FileSegmentStore
+from rollbook.core.checks import check_float, check_int
+from rollbook.core.files import make_folder, private_opener
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.core.experiences import Experiences
+
+OPEN, SUSPENDED, FINISHED = "open", "suspended", "finished"
+CLAIMED, RETURNED = "claimed", "returned"
+WEIGHTS_PART_BYTES = 16 << 20
+"""Size of the parts in which a database stores weights."""
+_WEIGHTS_FOLDER = "weights"
+_WEIGHTS_KEPT = 2
+"""How many versions of the weights are kept: a worker may be reading the last one but one."""
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.02, 0.5
+
+
+class Assignment(NamedTuple):
+    """A group that a worker has claimed."""
+
+    number: int
+    """Number of the group, from 0."""
+    fence: int
+    version: int
+    """The policy version when it was claimed."""
+    worker: str = ""
+    claimed: float = 0.0
+    """Time of the claim, in seconds since 1970 by the database's clock."""
+    expires: float = 0.0
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """Groups that are being generated or may be.
+
+    Args:
+        status: `open`, `suspended` or `finished`.
+        next: Number of the first group that was not begun.
+        limit: Number of the first group that may not be begun yet.
+        returned: Numbers of groups that were begun, and wait for another worker.
+        in_flight: Groups that workers have claimed.
+        settings: What the trainer stored for its workers.
+    """
+
+    status: str
+    next: int
+    limit: int
+    returned: list[int] = field(default_factory=list)
+    in_flight: list[Assignment] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class WorkerReport(NamedTuple):
+    """What a worker or trainer reported last."""
+
+    name: str
+    age: float
+    """Seconds since the report."""
+    details: dict[str, Any]
+
+
+class Weights(NamedTuple):
+    """Published weights."""
+
+    id: str
+    version: int
+    files: Mapping[str, bytes | memoryview]
+    metadata: Mapping[str, Any]
+
+
+# --- the trainer's calls ----------------------------------------------------------------------------------------------
+
+
+@served(repeat=True)
+def open_rollouts(
+    book: Book, settings: Mapping[str, Any], *, next: int | None = None, returned: Sequence[int] = ()
+) -> None:
+    """Void all claims, and let workers claim groups from `next` on, as far as `set_limit` allows.
+
+    Args:
+        book: The book.
+        settings: What workers need to know, JSON-compatible.
+        next: Number of the first group that was not begun; `None`: claim nothing until the next call.
+        returned: Numbers of groups before `next` that were not finished.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 2)
+    >>> first, second = claim_rollouts(book, "a", 4, seconds=60)
+    >>> finish_rollouts(book, [first])
+    1
+    >>> return_rollouts(book, [second], "worker stopped")
+    1
+    >>> [claim.number for claim in claim_rollouts(book, "b", 4, seconds=60)]
+    [1]
+    >>> finish_rollouts(book, [second])  # "b" has it now
+    0
+    """
+    check_writable(book, "open_rollouts")
+    text = json.dumps(dict(settings))
+    with book.ledger.write() as tx:
+        row = tx.one("SELECT next, fence FROM rollouts WHERE id = 0")
+        begun, fence = row or (0, 0)
+        _void_claims(tx, "trainer started")
+        tx.run("DELETE FROM rollouts")
+        number = begun if next is None else check_int("next", next)
+        tx.run(
+            "INSERT INTO rollouts (id, status, next, highest, fence, settings) VALUES (0, ?, ?, ?, ?, ?)",
+            (SUSPENDED if next is None else OPEN, number, number, fence, text),
+        )
+        for lost in sorted(set(returned)):
+            tx.run(
+                "INSERT INTO claims (number, fence, worker, version, claimed, expires, state) "
+                "VALUES (?, 0, '', 0, 0, 0, ?)",
+                (check_int("returned", lost), RETURNED),
+            )
+
+
+@served(repeat=True)
+def close_rollouts(book: Book) -> None:
+    """Tell workers that no more groups are needed."""
+    check_writable(book, "close_rollouts")
+    with book.ledger.write() as tx:
+        tx.run("UPDATE rollouts SET status = ? WHERE id = 0", (FINISHED,))
+        _void_claims(tx, "training finished")
+
+
+def _void_claims(tx: Transaction, reason: str) -> None:
+    """Remove all claims, and record for those that workers have why their groups are not generated."""
+    rows = tx.all(
+        "SELECT number, fence, version, worker, claimed, expires FROM claims WHERE state = ? ORDER BY number",
+        (CLAIMED,),
+    )
+    _give_back(tx, [Assignment(*values) for values in rows], reason)
+    tx.run("DELETE FROM claims")
+
+
+@served(repeat=True)
+def set_limit(book: Book, limit: int) -> None:
+    """Allow groups up to number `limit`, exclusive, to be begun."""
+    check_int("limit", limit)
+    with book.ledger.write(shared=True, durable=False) as tx:
+        tx.run("UPDATE rollouts SET highest = ? WHERE id = 0", (limit,))
+
+
+@served(repeat=True)
+def read_rollouts(book: Book) -> RolloutState | None:
+    """Return the state of the rollouts, or `None` if no trainer has opened them."""
+    with book.ledger.read() as tx:
+        row = tx.one("SELECT status, next, highest, settings FROM rollouts WHERE id = 0")
+        if row is None:
+            return None
+        claims = tx.all("SELECT state, number, fence, version, worker, claimed, expires FROM claims ORDER BY number")
+    status, begun, limit, settings = row
+    return RolloutState(
+        status,
+        begun,
+        limit,
+        [number for state, number, *_ in claims if state == RETURNED],
+        [Assignment(*values) for state, *values in claims if state == CLAIMED],
+        parse_object(settings, "rollouts: settings"),
+    )
+
+
+@served(repeat=True)
+def count_open_groups(book: Book, consumer: str = "train") -> int:
+    """Return how many groups wait for a consumer, or are leased by it.
+
+    Args:
+        book: The book.
+        consumer: A consumer with a bound on staleness, whose inbox can be drained at any time.
+    """
+    refresh_consumer(book, consumer)
+    with book.ledger.read() as tx:
+        group = get_consumer(tx, consumer)
+        (count,) = tx.one(
+            "SELECT COUNT(DISTINCT gid) FROM work WHERE consumer = ? AND state IN ('waiting', 'cooling', 'leased')",
+            (group.id,),
+        )
+    return int(count)
+
+
+# --- the workers' calls -----------------------------------------------------------------------------------------------
+
+
+@served(wait=True)
+def claim_rollouts(book: Book, worker: str, count: int, *, seconds: float, timeout: float = 0.0) -> list[Assignment]:
+    """Claim groups to generate, those that were returned or have expired first.
+
+    Args:
+        book: The book.
+        worker: Name of the worker.
+        count: How many at most.
+        seconds: Seconds after which a claim that is not renewed expires.
+        timeout: Seconds to wait for the first one.
+
+    Returns:
+        The claims; empty if there is nothing to generate now.
+    """
+    check_writable(book, "claim_rollouts")
+    check_text("worker", worker, 1, 200)
+    count, seconds = check_int("count", count, 1), check_float("seconds", seconds, 0.0, 1e9)
+    end, wait = time.monotonic() + check_float("timeout", timeout, 0.0), _FIRST_WAIT_SECONDS
+    while True:
+        if _may_claim(book):
+            claims = write_once(book.ledger, lambda tx: _claim(tx, worker, count, seconds), _has_claims)
+            if claims:
+                return claims
+        left = end - time.monotonic()
+        if left <= 0:
+            return []
+        time.sleep(min(wait, left))
+        wait = min(wait * 1.5, _LONGEST_WAIT_SECONDS)
+
+
+def _may_claim(book: Book) -> bool:
+    """Return whether there seems to be a group to claim, without a lock, since many workers ask."""
+    with book.ledger.read() as tx:
+        rows = tx.all(
+            "SELECT 1 FROM rollouts WHERE id = 0 AND status = ? AND (next < highest OR EXISTS "
+            "(SELECT 1 FROM claims WHERE state = ? OR expires <= ?))",
+            (OPEN, RETURNED, tx.now),
+        )
+    return bool(rows)
+
+
+def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Assignment]:
+    row = tx.one(f"SELECT status, next, highest, fence FROM rollouts WHERE id = 0{tx.for_update}")
+    if row is None or row[0] != OPEN:
+        return []
+    _, begun, limit, fence = row
+    free = tx.all(
+        "SELECT number, worker, state FROM claims WHERE state = ? OR expires <= ? ORDER BY number LIMIT ?",
+        (RETURNED, tx.now, count),
+    )
+    fresh = range(begun, max(min(limit, begun + count - len(free)), begun))
+    numbers = [*(number for number, *_ in free), *fresh]
+    if not numbers:
+        return []
+    version = queue.announced_version(tx) or 0
+    claims = [
+        Assignment(number, fence + i, version, worker, tx.now, tx.now + seconds)
+        for i, number in enumerate(numbers, start=1)
+    ]
+    tx.insert(
+        "claims",
+        ("number", "fence", "worker", "version", "claimed", "expires", "state"),
+        [(*_columns(claim), CLAIMED) for claim in claims],
+        "ON CONFLICT (number) DO UPDATE SET fence = excluded.fence, worker = excluded.worker, "
+        "version = excluded.version, claimed = excluded.claimed, expires = excluded.expires, state = excluded.state",
+    )
+    tx.run("UPDATE rollouts SET next = ?, fence = ? WHERE id = 0", (fresh.stop, claims[-1].fence))
+    expired = [(number, holder) for number, holder, state in free if state == CLAIMED]
+    queue.record_events(
+        tx,
+        [
+            *(queue.Event("reassigned", reason="expired", detail={"number": n, "worker": w}) for n, w in expired),
+            *(queue.Event("begun", lease=claim.fence, detail=_describe(claim)) for claim in claims),
+        ],
+    )
+    return claims
+
+
+def _columns(claim: Assignment) -> tuple[Any, ...]:
+    return claim.number, claim.fence, claim.worker, claim.version, claim.claimed, claim.expires
+
+
+def _describe(claim: Assignment) -> dict[str, Any]:
+    return {"number": claim.number, "worker": claim.worker, "version": claim.version}
+
+
+def _has_claims(tx: Transaction, claims: Sequence[Assignment]) -> bool:
+    return not claims or tx.one("SELECT 1 FROM claims WHERE fence = ?", (claims[-1].fence,)) is not None
+
+
+def _find_current(tx: Transaction, claims: Sequence[Assignment]) -> list[Assignment]:
+    """Return those claims that their workers still have, and lock their rows."""
+    rows = tx.all(
+        f"SELECT fence FROM claims WHERE state = ? AND fence {tx.in_ints} ORDER BY number{tx.for_update}",
+        (CLAIMED, tx.array([claim.fence for claim in claims])),
+    )
+    fences = {fence for (fence,) in rows}
+    return [claim for claim in claims if claim.fence in fences]
+
+
+@served(repeat=True)
+def renew_rollouts(book: Book, claims: Sequence[Assignment], seconds: float) -> list[Assignment]:
+    """Restart the expiry time of claims, and return those that the worker still has.
+
+    A claim that has expired but was not given to another worker is renewed, too.
+
+    Args:
+        book: The book.
+        claims: The claims.
+        seconds: Time to live from now on.
+    """
+    if not claims:
+        return []
+
+    def transact(tx: Transaction) -> list[Assignment]:
+        current = _find_current(tx, claims)
+        fences = tx.array([claim.fence for claim in current])
+        tx.run(f"UPDATE claims SET expires = ? WHERE fence {tx.in_ints}", (tx.now + seconds, fences))
+        return current
+
+    # Not durable: after a crash of the server, a claim may expire earlier.
+    return write_once(
+        book.ledger,
+        transact,
+        lambda tx, current: False,
+        begin=lambda timeout: book.ledger.write(shared=True, durable=False, timeout=timeout),
+    )
+
+
+@served(repeat=True)
+def finish_rollouts(book: Book, claims: Sequence[Assignment], detail: Mapping[str, Any] | None = None) -> int:
+    """Record that the groups of these claims are in the book, or were given up, and will not be generated again.
+
+    Args:
+        book: The book.
+        claims: The claims; those that the worker has lost are ignored.
+        detail: JSON-compatible details for their events.
+
+    Returns:
+        How many claims were ended.
+    """
+
+    def transact(tx: Transaction) -> int:
+        return _finish(tx, claims, detail)
+
+    return write_once(book.ledger, transact, lambda tx, _: not _find_current(tx, claims)) if claims else 0
+
+
+def _finish(tx: Transaction, claims: Sequence[Assignment], detail: Mapping[str, Any] | None) -> int:
+    current = _find_current(tx, claims)
+    tx.run(f"DELETE FROM claims WHERE fence {tx.in_ints}", (tx.array([claim.fence for claim in current]),))
+    events = []
+    for claim in current:
+        seconds = round(max(tx.now - claim.claimed, 0.0), 3)
+        more = {**_describe(claim), "seconds": seconds, **(detail or {})}
+        events.append(queue.Event("generated", lease=claim.fence, detail=more))
+    queue.record_events(tx, events)
+    return len(current)
+
+
+class _ClaimLostError(Exception):
+    """The claim of an append was given to another worker, or voided."""
+
+
+@served(repeat=True)
+def append_rollouts(
+    book: Book,
+    claim: Assignment,
+    records: Experiences,
+    *,
+    detail: Mapping[str, Any] | None = None,
+    dropped_for: str | None = None,
+    reason: str = "",
+) -> bool:
+    """Append the records of a group and finish its claim, in one transaction.
+
+    So a worker that was paused or cut off cannot append a group that another worker was given, or that a rewind of the
+    book has made obsolete.
+
+    Args:
+        book: The book.
+        claim: The claim of the group.
+        records: All records of the group.
+        detail: JSON-compatible details for the event of the claim.
+        dropped_for: Name of a consumer for which the records are dropped at once.
+        reason: Why they are dropped.
+
+    Returns:
+        Whether they are in the book by this claim; `False` if the worker had lost it, or the group was there before.
+
+    >>> import rollbook
+    >>> from rollbook.core.experiences import Experiences
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 1)
+    >>> [claim] = claim_rollouts(book, "a", 1, seconds=60)
+    >>> open_rollouts(book, {}, next=0)  # voids the claim
+    >>> append_rollouts(book, claim, Experiences([rollbook.Experience(tokens=[1, 2])])), len(book)
+    (False, 0)
+    """
+    check_writable(book, "append_rollouts")
+
+    def begin(tx: Transaction) -> None:
+        if not _finish(tx, [claim], detail):
+            raise _ClaimLostError
+
+    with suppress(_ClaimLostError, ConflictError):
+        result, _ = append_records(book, records, condition=AppendCondition(begin, dropped_for, reason))
+        if result.admitted:
+            return True
+    if finish_rollouts(book, [claim], detail):
+        return False
+    # An earlier call may have taken effect, of which the answer was lost.
+    with book.ledger.read() as tx:
+        return tx.one("SELECT 1 FROM events WHERE kind = 'generated' AND lease = ?", (claim.fence,)) is not None
+
+
+@served(repeat=True)
+def return_rollouts(book: Book, claims: Sequence[Assignment], reason: str) -> int:
+    """Give groups back, for other workers to generate.
+
+    Args:
+        book: The book.
+        claims: The claims; those that the worker has lost are ignored.
+        reason: Stored in the ledger.
+
+    Returns:
+        How many claims were ended.
+    """
+    if not claims:
+        return 0
+    check_text("reason", reason)
+
+    def transact(tx: Transaction) -> int:
+        current = _find_current(tx, claims)
+        _give_back(tx, current, reason)
+        return len(current)
+
+    return write_once(book.ledger, transact, lambda tx, _: not _find_current(tx, claims))
+
+
+@served(repeat=True)
+def return_worker_rollouts(book: Book, worker: str, reason: str) -> int:
+    """Give back all groups that a worker of this name has claimed, such as before it was restarted.
+
+    Args:
+        book: The book.
+        worker: Name of the worker.
+        reason: Stored in the ledger.
+
+    Returns:
+        How many claims were ended.
+    """
+
+    def select(tx: Transaction) -> list[Assignment]:
+        rows = tx.all(
+            "SELECT number, fence, version, worker, claimed, expires FROM claims WHERE worker = ? AND state = ? "
+            f"ORDER BY number{tx.for_update}",
+            (worker, CLAIMED),
+        )
+        return [Assignment(*values) for values in rows]
+
+    def transact(tx: Transaction) -> int:
+        claims = select(tx)
+        _give_back(tx, claims, reason)
+        return len(claims)
+
+    return write_once(book.ledger, transact, lambda tx, _: not select(tx))
+
+
+def _give_back(tx: Transaction, claims: Sequence[Assignment], reason: str) -> None:
+    fences = tx.array([claim.fence for claim in claims])
+    tx.run(f"UPDATE claims SET state = ? WHERE fence {tx.in_ints}", (RETURNED, fences))
+    events = [queue.Event("reassigned", reason=reason, lease=c.fence, detail=_describe(c)) for c in claims]
+    queue.record_events(tx, events)
+
+
+@served(repeat=True)
+def groups_in_book(book: Book, groups: Sequence[str]) -> set[str]:
+    """Return those groups (`EID.tid`) of which the book has training records."""
+    with book.ledger.read() as tx:
+        rows = tx.all(
+            f"SELECT DISTINCT gid FROM records WHERE gid {tx.in_texts} AND evaluation = 0 "
+            "AND (gone IS NULL OR gone <> 'rewound')",
+            (tx.array(list(groups)),),
+        )
+    return {group for (group,) in rows}
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+@served(repeat=True)
+def report_worker(book: Book, worker: str, **details: Any) -> None:
+    """Store what a worker or trainer does now, in place of its last report.
+
+    Args:
+        book: The book.
+        worker: Its name.
+        details: JSON-compatible details.
+    """
+    check_writable(book, "report_worker")
+    text = json.dumps(details)
+    with book.ledger.write(shared=True, durable=False) as tx:
+        tx.run(
+            "INSERT INTO workers (name, seen, detail) VALUES (?, ?, ?) "
+            "ON CONFLICT (name) DO UPDATE SET seen = excluded.seen, detail = excluded.detail",
+            (check_text("worker", worker, 1, 200), tx.now, text),
+        )
+
+
+@served(repeat=True)
+def remove_worker(book: Book, worker: str) -> None:
+    """Remove the report of a worker or trainer that ends."""
+    with book.ledger.write(shared=True, durable=False) as tx:
+        tx.run("DELETE FROM workers WHERE name = ?", (worker,))
+
+
+@served(repeat=True)
+def read_workers(book: Book) -> list[WorkerReport]:
+    """Return the last report of each worker and trainer, by name."""
+    with book.ledger.read() as tx:
+        rows = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
+        now = tx.now
+    return [WorkerReport(name, max(now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
+    """Publish weights for workers, in place of earlier ones.
+
+    A book in a folder keeps them in files there, one in PostgreSQL in the database; those of a book that Ray serves are
+    in the object store. They are not durable: a trainer that is started again publishes its weights again.
+
+    Args:
+        book: The book.
+        version: Their policy version.
+        files: Contents by name.
+        metadata: JSON-compatible.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> publish_weights(book, 3, {"weights": b"..."}, {"dtype": "float32"})
+    >>> weights = fetch_weights(book)
+    >>> weights.version, weights.files, weights.metadata
+    (3, {'weights': b'...'}, {'dtype': 'float32'})
+    """
+    check_writable(book, "publish_weights")
+    # Sorts after all earlier ones, so that the oldest can be found.
+    name = f"{time.time_ns():016x}-{os.urandom(4).hex()}"
+    if book.weights_transport is not None:
+        book.weights_transport.put_weights(name, check_int("version", version), files, metadata)
+        return
+    details = {"id": name, "version": check_int("version", version), "files": list(files), "metadata": dict(metadata)}
+    pointer = json.dumps(details)
+    folder = _weights_folder(book)
+    if folder is not None:
+        make_folder(folder)
+        make_folder(folder / name)
+        for file_name, data in files.items():
+            with open(folder / name / _check_file_name(file_name), "wb", opener=private_opener) as file:
+                file.write(data)
+    with book.ledger.write(shared=True, durable=False) as tx:
+        if folder is None:
+            part = 0
+            for file_name, data in files.items():
+                for chunk in _split(data):
+                    tx.run(
+                        "INSERT INTO weights (id, part, name, data) VALUES (?, ?, ?, ?)",
+                        (name, part, _check_file_name(file_name), chunk),
+                    )
+                    part += 1
+            old = [row[0] for row in tx.all("SELECT DISTINCT id FROM weights ORDER BY id DESC")][_WEIGHTS_KEPT:]
+            tx.run(f"DELETE FROM weights WHERE id {tx.in_texts}", (tx.array(old),))
+        tx.run(
+            "INSERT INTO meta (key, value) VALUES ('weights', ?) "
+            "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            (pointer,),
+        )
+    if folder is not None:
+        for path in sorted(folder.iterdir(), reverse=True)[_WEIGHTS_KEPT:]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _split(data: bytes) -> Iterator[bytes]:
+    yield from (data[at : at + WEIGHTS_PART_BYTES] for at in range(0, max(len(data), 1), WEIGHTS_PART_BYTES))
+
+
+def _check_file_name(name: str) -> str:
+    if name != os.path.basename(name) or name in ("", ".", ".."):
+        raise ValueError(f"files: got {name!r}, expected the name of a file, without a folder")
+    return name
+
+
+def _weights_folder(book: Book) -> Path | None:
+    store = book.store
+    return Path(store.book_folder) / _WEIGHTS_FOLDER if isinstance(store, FileSegmentStore) else None
+
+
+def _read_pointer(tx: Transaction) -> dict[str, Any] | None:
+    row = tx.one("SELECT value FROM meta WHERE key = 'weights'")
+    return None if row is None else parse_object(row[0], "meta: weights")
+
+
+def weights_version(book: Book) -> tuple[str, int] | None:
+    """Return the id and the policy version of the published weights, or `None` if there are none."""
+    if book.weights_transport is not None:
+        return book.weights_transport.weights_version()
+    with book.ledger.read() as tx:
+        pointer = _read_pointer(tx)
+    return None if pointer is None else (pointer["id"], pointer["version"])
+
+
+def fetch_weights(book: Book) -> Weights:
+    """Return the published weights.
+
+    Raises:
+        NoWeightsError: There are none.
+    """
+    missing = f"{book.url}: no weights were published, expected a trainer with rollout workers"
+    if book.weights_transport is not None:
+        published = book.weights_transport.get_weights()
+        if published is None:
+            raise NoWeightsError(missing)
+        return Weights(*published)
+    while True:
+        with book.ledger.read() as tx:
+            pointer = _read_pointer(tx)
+            if pointer is None:
+                raise NoWeightsError(missing)
+            rows = tx.all("SELECT name, data FROM weights WHERE id = ? ORDER BY part", (pointer["id"],))
+        folder = _weights_folder(book)
+        parts: dict[str, list[bytes]] = {}
+        for name, data in rows:
+            parts.setdefault(name, []).append(data)
+        files = {name: b"".join(chunks) for name, chunks in parts.items()}
+        if folder is not None:
+            source = folder / _check_file_name(pointer["id"])
+            with suppress(FileNotFoundError):
+                files = {name: (source / _check_file_name(name)).read_bytes() for name in pointer["files"]}
+        if files.keys() == set(pointer["files"]):
+            return Weights(pointer["id"], pointer["version"], files, pointer["metadata"])
+        # `publish_weights` has removed them, or some of them, while they were read.
+        current = weights_version(book)
+        if current is not None and current[0] == pointer["id"]:
+            raise BookError(f"{book.url}: files of the published weights are missing; the trainer publishes new ones")
+
+
+__all__ = [
+    "Assignment",
+    "RolloutState",
+    "Weights",
+    "WorkerReport",
+    "append_rollouts",
+    "claim_rollouts",
+    "close_rollouts",
+    "count_open_groups",
+    "fetch_weights",
+    "finish_rollouts",
+    "groups_in_book",
+    "open_rollouts",
+    "publish_weights",
+    "read_rollouts",
+    "read_workers",
+    "remove_worker",
+    "renew_rollouts",
+    "report_worker",
+    "return_rollouts",
+    "return_worker_rollouts",
+    "set_limit",
+    "weights_version",
+]
