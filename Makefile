@@ -74,6 +74,8 @@ fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O
 SOAK_KILLS ?= 500
 SOAK_FAULTS ?= 100
 SOAK_RANK_KILLS ?= 20
+SOAK_RAY_ROUNDS ?= 3
+SOAK_WORKER_KILLS ?= 100
 soak: $(STAMP)  ## the book under faults: processes killed and paused, servers restarted, connections cut; training on several ranks
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url folder
 	$(BIN)/python -m tests.book.trials crash --kills $(SOAK_KILLS) --url postgresql
@@ -88,6 +90,8 @@ soak: $(STAMP)  ## the book under faults: processes killed and paused, servers r
 	$(BIN)/python -m tests.book.trials faults --kind pause --count $(SOAK_FAULTS)
 	$(BIN)/python -m tests.book.trials faults --kind hold --count 3
 	$(BIN)/python -m tests.train.ranks --ranks 2 3 --kills $(SOAK_RANK_KILLS)
+	$(BIN)/python -m tests.train.ray_trials --rounds $(SOAK_RAY_ROUNDS)
+	$(BIN)/python -m tests.train.worker_trials --kills $(SOAK_WORKER_KILLS)
 
 COMPAT_PYTHON ?= python3.12
 COMPAT_TORCH ?= 2.11.0

@@ -16,7 +16,7 @@ import rollbook
 from rollbook.cli import main
 from tests.book.records import record, records, take
 
-COMMANDS = ("ls", "check", "sql", "history", "export", "import", "compact")
+COMMANDS = ("ls", "top", "check", "sql", "history", "export", "import", "compact")
 
 
 @pytest.fixture

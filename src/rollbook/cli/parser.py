@@ -159,13 +159,26 @@ def _int_between(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
     return parse
 
 
+def _seconds(text: str) -> float:
+    """Parse a duration from 0.1 s to a day."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds from 0.1 to 86400")
+    return seconds
+
+
 COMMANDS: dict[str, str] = {
     "train": "Train a model with reinforcement learning or on reference answers; without CONFIG, run a demo.",
+    "rollout": "Generate rollouts for a trainer on another machine or process, which uses the same book.",
     "eval": "Evaluate a model on the held-out prompts of a configuration, or of a run and its last checkpoint.",
     "replay": "Recompute a step of a run from its book and checkpoints, and compare; exit status 1 if it differs.",
     "ls": "List the contents of a run or book, or the runs in a folder.",
     "show": "Show a run, a step, a group or a trajectory with colored tokens.",
     "view": "Open the web viewer on a run.",
+    "top": "Show live who generates, leases and trains: rates, queue depth, staleness, drops by reason.",
     "doctor": "Check a run for common RL failure modes; exit status 0: no findings, 1: findings, 2: unreadable.",
     "diff": "Compare two step ranges, two runs or two trajectories: distributions, phrases, solved prompts.",
     "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
@@ -209,9 +222,25 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--ranks", metavar="N", type=_int_between(1), help="processes on this machine; see `distributed`"
     )
+    train.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        nargs="?",
+        const="",
+        help="train on a Ray cluster: at ADDRESS, or `local` for a new one on this machine; see `rollout`",
+    )
     train.add_argument("--overwrite", action="store_true", help="start over if the folder has a run")
     train.add_argument("--show-config", action="store_true", help="print the full configuration and exit")
     train.add_argument("--recipes", action="store_true", help="list the built-in recipes")
+
+    rollout = command("rollout", "rollout:rollout", path=None)
+    rollout.add_argument("--book", metavar="URL", required=True, help="the trainer's book")
+    rollout.add_argument("--engine", metavar="KIND", help="transformers, vllm, or the URL of a vLLM server")
+    rollout.add_argument("--prompts", metavar="PATH", help="this machine's copy of the prompts")
+    rollout.add_argument("--name", help="name of the worker (default: host and process)")
+    rollout.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # process with which the worker ends
+    rollout.add_argument("--trust", action="store_true", help="run the code that the trainer's config names")
+    rollout.add_argument("changes", metavar="KEY=VALUE", nargs="*", help="overrides, e.g. device=cuda:1")
 
     evaluate = command("eval", "train:evaluate", path=None)
     evaluate.add_argument("config", metavar="CONFIG", help="YAML or TOML file, name of a recipe, or folder of a run")
@@ -253,6 +282,15 @@ def build_parser() -> argparse.ArgumentParser:
     view.add_argument(
         "--unsafe-allow-unauthenticated", action="store_true", help="serve without a token to anyone who can connect"
     )
+
+    top = command("top", "top:top", path="a book or the folder of a run: any address that rollbook.open takes")
+    top.add_argument(
+        "--interval", metavar="SECONDS", type=_seconds, default=2.0, help="seconds between updates (default: 2)"
+    )
+    top.add_argument(
+        "--window", metavar="SECONDS", type=_seconds, default=10.0, help="average rates over this time (default: 10)"
+    )
+    top.add_argument("--once", action="store_true", help="print once and exit, as if the output is not a terminal")
 
     doctor = command("doctor", "show:doctor", path=RUN)
     doctor.add_argument("--steps", metavar="A-B", help="check only these steps")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollbook.core.addresses import check_book_is_here
 from rollbook.core.terminal import columns, figure, printable, table, tail, width
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def resolve_book(path: str) -> str:
     if "://" in path or os.path.isfile(os.path.join(path, LEDGER)):
         return path
     book = os.path.join(path, "book")
-    return book if os.path.isfile(os.path.join(book, LEDGER)) else path
+    if os.path.isfile(os.path.join(book, LEDGER)):
+        return book
+    check_book_is_here(path)
+    return path
 
 
 @contextlib.contextmanager

@@ -35,6 +35,8 @@ def train(options: argparse.Namespace) -> int:
         return OK
     name: str | None = options.config
     changes = list(options.changes)
+    if options.ray is not None and "=" in options.ray:  # `--ray steps=3`
+        changes, options.ray = [options.ray, *changes], ""
     if name is not None and "=" in name:
         name, changes = None, [name, *changes]
     overrides: dict[str, Any] = {"out": options.out, "seed": options.seed, "steps": options.steps}
@@ -43,26 +45,38 @@ def train(options: argparse.Namespace) -> int:
     if options.show_config:
         print(json.dumps(config.to_dict()) if options.json else dump_config(config), end="\n" if options.json else "")
         return OK
-    if options.ranks is not None:
+    if options.ranks is not None and options.ray is None:
         if config.distributed == "none":
             raise ValueError(f"--ranks: got {options.ranks} with distributed: none, expected distributed=ddp or fsdp")
         words = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
         return _launch(options.ranks, [*words, *(["--json"] if options.json else [])])
     from rollbook.rewards.types import RewardError
+    from rollbook.rollout.weight_sync import StaleWeightsError
     from rollbook.train.checkpoint import RankError
     from rollbook.train.learner import NonFiniteLossError
     from rollbook.train.run import run
     from rollbook.train.trainer import AllSamplesFailedError, OutOfDataError
+    from rollbook.train.worker import WorkersFailedError
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:
+        if options.ray is not None:
+            from rollbook.train.ray import train_on_ray
+
+            summary = train_on_ray(config, options.ray or None, ranks=options.ranks or 1)
+            if options.json:
+                print(json.dumps(summary))
+            return OK
         outcome = run(config)
-    except (OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError, RankError) as error:
+    except (
+        *(OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError, RankError),
+        *(StaleWeightsError, WorkersFailedError),
+    ) as error:
         if isinstance(error, RankError) and not is_main:
             return UNREADABLE  # rank 0 prints it
         raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
     if options.json and is_main:
-        summary: dict[str, Any] = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
+        summary = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
         for when, evaluation in (("before", outcome.before), ("after", outcome.after)):
             summary[when] = None if evaluation is None else evaluation.metrics()
         print(json.dumps(summary))

@@ -440,26 +440,35 @@ class TransformersEngine(BaseEngine):
     def _tokenizer_fingerprint(self) -> str | None:
         return tokenizer_fingerprint(self.tokenizer)  # slow for a large vocabulary
 
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        """Copy the weights of `source` into the model, in place and between two tokens, and set the version.
+    def update_weights(self, source: WeightSource | Mapping[str, torch.Tensor], version: int) -> None:
+        """Copy weights into the model, in place and between two tokens, and set the version.
 
-        If `source` is the engine's own model, only the version is set.
+        Args:
+            source: A model, or some of the weights by their names in the engine's model, such as those of adapters. If
+                it is the engine's own model, only the version is set.
+            version: Number of the policy.
+
+        Raises:
+            WeightSyncError: The names or shapes differ from those of the engine's model.
         """
-        model = _unwrap_model(source)
+        partial_update = isinstance(source, Mapping)
+        model = None if isinstance(source, Mapping) else _unwrap_model(source)
         with self._model_lock:
             if model is not self.model:
-                weights = model.state_dict()
+                weights: Mapping[str, torch.Tensor] = source if model is None else model.state_dict()  # type: ignore[assignment]
+                targets = self.model.state_dict()
                 shapes, expected = (
-                    {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                    for tensors in (weights, self.model.state_dict())
+                    {name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (weights, targets)
                 )
-                for name in sorted(shapes.keys() | expected.keys()):
+                for name in sorted(shapes.keys() | (() if partial_update else expected.keys())):
                     if shapes.get(name) != expected.get(name):
                         raise WeightSyncError(
                             f"source: {name}: got shape {shapes.get(name)}, expected {expected.get(name)}, as in the "
                             "engine's model"
                         )
-                self.model.load_state_dict(weights)
+                with torch.no_grad():
+                    for name, tensor in weights.items():
+                        targets[name].copy_(tensor)
             self.version = version
 
     # --- a call -------------------------------------------------------------------------------------------------------

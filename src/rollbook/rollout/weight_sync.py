@@ -1,8 +1,9 @@
-"""`check_sync`: whether an engine samples from the weights that are trained."""
+"""`check_sync`: whether an engine samples from the weights that are trained; `make_probe` and `check_probe`: whether a
+model in another process has them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,55 @@ def check_sync(
     return mean
 
 
+def make_probe(policy: WeightSource) -> dict[str, Any]:
+    """Return a short sequence and its log-probs, for `check_probe` in a process that loads the weights.
+
+    Args:
+        policy: An `Actor`, or a transformers model.
+
+    Returns:
+        `prompt`, `response` and `logprobs`: lists of numbers.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=64)
+    >>> policy, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    >>> probe = make_probe(policy)
+    >>> check_probe(policy, probe)
+    >>> check_probe(other, probe)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    rollbook.rollout.weight_sync.StaleWeightsError: the weights differ from those of the trainer: ...
+    """
+    model: Any = policy.model if hasattr(policy, "token_stats") else policy
+    prompt = probe_ids(unwrap(model), torch.device("cpu"))[0].tolist()
+    positions = getattr(text_config(model), "max_position_embeddings", None) or 2 * len(prompt)
+    response = prompt[::-1][: positions - len(prompt)]
+    return {"prompt": prompt, "response": response, "logprobs": _teacher_forced(model, prompt, response).tolist()}
+
+
+def check_probe(policy: WeightSource, probe: Mapping[str, Any], *, tolerance: float | None = None) -> None:
+    """Check that a model has the weights of the model that made a probe.
+
+    Args:
+        policy: An `Actor`, or a transformers model.
+        probe: What `make_probe` returned.
+        tolerance: Largest mean difference of the log-probs; by default that of `TOLERANCES`.
+
+    Raises:
+        StaleWeightsError: The log-probs differ.
+    """
+    model: Any = policy.model if hasattr(policy, "token_stats") else policy
+    difference = (_teacher_forced(model, probe["prompt"], probe["response"]) - torch.tensor(probe["logprobs"])).abs()
+    bound = TOLERANCES.get(get_dtype(model), max(TOLERANCES.values())) if tolerance is None else tolerance
+    if not float(difference.mean()) <= bound:
+        raise StaleWeightsError(
+            f"the weights differ from those of the trainer: the log-probs of {len(difference)} tokens differ by "
+            f"{float(difference.mean()):.3g} on average, expected at most {bound:.3g}; are model and seed those of the "
+            "trainer?"
+        )
+
+
 def _teacher_forced(model: torch.nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> torch.Tensor:
     """Return the raw log-probs [R] of a response, in float32 on the CPU."""
     ids = torch.tensor([[*prompt_ids, *response_ids]], device=get_device(model))
@@ -103,4 +153,4 @@ def _teacher_forced(model: torch.nn.Module, prompt_ids: Sequence[int], response_
     return logprobs
 
 
-__all__ = ["TOLERANCES", "StaleWeightsError", "check_sync"]
+__all__ = ["TOLERANCES", "StaleWeightsError", "check_probe", "check_sync", "make_probe"]

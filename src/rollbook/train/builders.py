@@ -21,7 +21,7 @@ import torch
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.core.metrics import warn_user
-from rollbook.core.sampling import Prompt
+from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
 from rollbook.models import Critic as CriticModel
 from rollbook.models.head import text_config
@@ -40,6 +40,7 @@ from rollbook.train.pipeline import Models
 from rollbook.train.prompts import Prompts
 from rollbook.train.trainer import Trainer
 from rollbook.train.user_code import resolve
+from rollbook.train.worker import RolloutConfig, RolloutWorker
 
 if TYPE_CHECKING:
     from rollbook.train.distributed import Distributed
@@ -645,6 +646,8 @@ def build_trainer(
         if distributed is None or distributed.is_main:  # other ranks are sent the records
             raise ConfigError("replay.expert", f"got {config.replay.expert!r}, but {error}") from error
     success = config.evaluation.success
+    # Workers sample with engines of their own; the trainer only sends weights to servers.
+    uses_engine = config.algorithm.needs_rollouts and not (config.rollout.uses_workers and config.engine.url is None)
     build: Any = Trainer
     if distributed is not None:
         from rollbook.train.distributed import DistributedTrainer
@@ -656,10 +659,11 @@ def build_trainer(
         book,
         prompts=prompts,
         reward=reward if config.algorithm.needs_rollouts else None,
-        engine=build_engine(config, models.policy) if config.algorithm.needs_rollouts else None,
+        engine=build_engine(config, models.policy) if uses_engine else None,
         sync_every=config.engine.sync_every,
         sync_tolerance=config.engine.sync_tolerance,
         environment=build_environment(config, models.policy),
+        rollouts=build_rollouts(config, prompts) if config.rollout.uses_workers else None,
         sampling=build_sampling(config, models.policy),
         prompts_per_step=config.batch.prompts_per_step,
         critic=models.critic,
@@ -677,6 +681,59 @@ def build_trainer(
         success=success if isinstance(success, float) else 1.0,
     )
     return trainer
+
+
+def build_rollouts(config: Config, prompts: Prompts) -> RolloutConfig:
+    """Build the settings of rollout workers, with the configuration that they read from the book.
+
+    Args:
+        config: The configuration of the run.
+        prompts: The training prompts.
+    """
+    return RolloutConfig(
+        mode=config.rollout.mode,
+        max_staleness=config.replay.max_staleness or 0,
+        late_seconds=config.rollout.late_seconds,
+        settings={"config": config.to_dict(), "prompts": prompts.fingerprint, "folder": os.getcwd()},
+    )
+
+
+def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: str | None = None) -> RolloutWorker:
+    """Build a rollout worker: its model, prompts, reward and engine.
+
+    Args:
+        config: The configuration of the run.
+        book: The book of the run.
+        settings: What the trainer stored in the book.
+        name: Name of the worker; `None`: host and process.
+
+    Raises:
+        ConfigError: The prompts are not those of the trainer, or a part cannot be built.
+    """
+    device = configure_torch(config)
+    check_rewards(config)
+    prompts, _ = load_prompts(config)
+    if prompts.fingerprint != settings["prompts"]:
+        raise ConfigError("data", "the prompts differ from those of the trainer, expected the same rows in one order")
+    actor = build_actor(config, device)
+    options = build_sampling(config, actor)
+    seed = options.pop("seed", None)
+    per_worker = -(-config.batch.prompts_per_step // max(config.rollout.workers, 1))
+    return RolloutWorker(
+        book,
+        build_engine(config, actor),
+        prompts,
+        config.algorithm,
+        name=name,
+        actor=actor,
+        sampling=Sampling.of(options, n=config.algorithm.group_size, seed=config.seed if seed is None else seed),
+        reward=build_reward(config.rewards, actor, device=device),
+        environment=build_environment(config, actor),
+        prompts_per_step=config.batch.prompts_per_step,
+        prompts_per_claim=config.rollout.prompts_per_claim or min(per_worker, 32),
+        mode=config.rollout.mode,
+        claim_seconds=config.rollout.claim_seconds,
+    )
 
 
 def end_with_run(optimizer: OptimizerConfig, steps: int) -> OptimizerConfig:
@@ -698,8 +755,10 @@ __all__ = [
     "build_environment",
     "build_models",
     "build_reward",
+    "build_rollouts",
     "build_sampling",
     "build_trainer",
+    "build_worker",
     "check_prompts_readable",
     "check_rewards",
     "configure_torch",

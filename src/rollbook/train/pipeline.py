@@ -31,7 +31,7 @@ from rollbook.core.media import as_path
 from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows
-from rollbook.core.sampling import Prompt, Sampling
+from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
@@ -117,11 +117,16 @@ def generate(
         stage["tokens"] = sum(lengths)
     if samples and not lengths:
         warn_user(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
+    return Experiences(sample_rows(samples))
+
+
+def sample_rows(samples: Sequence[Sample]) -> list[Experience]:
+    """Return the records of samples; those of failed samples have a reward of NaN."""
     rows = [sample.to_experience() for sample in samples]
     for row, sample in zip(rows, samples, strict=True):
         if sample.failed:
             row.reward = math.nan
-    return Experiences(rows)
+    return rows
 
 
 # --- score ------------------------------------------------------------------------------------------------------------

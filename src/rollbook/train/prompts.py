@@ -819,6 +819,23 @@ class Prompts:
         self.cursor += n
         return taken
 
+    def at(self, place: int, prompts_per_step: int) -> Prompt:
+        """Return the row at a position of the run, with the id that `take` gives it. The cursor does not move.
+
+        Args:
+            place: Position, from 0; it may lie in any epoch.
+            prompts_per_step: Rows that each step takes, from step 1.
+
+        >>> prompts = Prompts([{"prompt": letter} for letter in "abc"])
+        >>> taken = [prompt for step in (1, 2) for prompt in prompts.take(2, step)]
+        >>> [prompts.at(place, 2) for place in range(4)] == taken
+        True
+        """
+        step, within = divmod(place, prompts_per_step)
+        row = self._rows[self._at(place)]
+        seen = {self._rows[self._at(before)].number for before in self._places(place - within, place)}
+        return _prompt(row, step + 1, f"{row.number}.{place // len(self)}" if row.number in seen else row.number)
+
     def every(self, batch: int | str = "eval") -> list[Prompt]:
         """Return all rows in the order of the data, with ids of this batch. The cursor does not move."""
         return [_prompt(row, batch, row.number) for row in self._rows]

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.book.disk import hit_failpoint
+from rollbook.core.addresses import redacted
 from rollbook.core.files import FILE_MODE, make_folder, private_opener
 from rollbook.core.metrics import warn_user
 from rollbook.models.loading import transformers_module
@@ -31,13 +32,14 @@ from rollbook.train import builders, checkpoint
 from rollbook.train.builders import check_rewards
 from rollbook.train.config.files import dump_config, load_config
 from rollbook.train.config.schema import Config, TrackingSection, compare_configs
-from rollbook.train.config.values import ConfigError
+from rollbook.train.config.values import ConfigError, expand_variables
 from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
 from rollbook.train.prompts import Prompts
 from rollbook.train.sft_warmup import WarmupResult, warm_up
 from rollbook.train.tracker import METRICS_FILE, Display, WandbTracker, build_trackers, format_duration, shell_command
 from rollbook.train.trainer import StepReport, Trainer
 from rollbook.train.user_code import find_foreign_code, resolve
+from rollbook.train.worker import LocalWorkers
 
 if TYPE_CHECKING:
     import torch
@@ -175,6 +177,8 @@ def _check_model_files(config: Config) -> None:
 
 CONFIG_FILE = "config.yaml"
 BOOK_FOLDER = "book"
+WORKERS_FOLDER = "workers"
+"""Folder of the logs of rollout workers."""
 SOURCES_FILE = "rewards.json"
 """File with the fingerprints of the code of the rewards."""
 _LOCK = ".lock"
@@ -189,6 +193,7 @@ class RunResult:
         folder: The folder of the run.
         steps: Number of steps, those before a resume included.
         seconds: Duration.
+        book: Folder or address of the book.
         before: Evaluation before the first step.
         after: Evaluation after the last step.
         reports: Reports of the steps of this process.
@@ -198,15 +203,11 @@ class RunResult:
     folder: Path
     steps: int
     seconds: float
+    book: str = ""
     before: Evaluation | None = None
     after: Evaluation | None = None
     reports: list[StepReport] = field(default_factory=list)
     warmed: WarmupResult | None = None
-
-    @property
-    def book(self) -> Path:
-        """Folder of the book."""
-        return self.folder / BOOK_FOLDER
 
 
 class Run:
@@ -215,11 +216,13 @@ class Run:
     Args:
         config: The configuration.
         stream: Output of the display; `None`: standard error.
+        book: `ray://NAME`, to serve the book of the configuration by Ray; other code starts the workers then.
     """
 
-    def __init__(self, config: Config, *, stream: TextIO | None = None) -> None:
+    def __init__(self, config: Config, *, stream: TextIO | None = None, book: str | None = None) -> None:
         config.require()
         self.config = config
+        self._served_book = book
         self.stream = sys.stderr if stream is None else stream
         self.folder = config.folder
         self.start_time = time.monotonic()
@@ -232,6 +235,16 @@ class Run:
     def is_main(self) -> bool:
         """Whether this process is rank 0, or the only one."""
         return self._distributed is None or self._distributed.is_main
+
+    @property
+    def book_address(self) -> str:
+        """Folder or address of the book."""
+        return self._served_book or self._own_book
+
+    @property
+    def _own_book(self) -> str:
+        address: str = expand_variables(self.config.book or str(self.folder / BOOK_FOLDER), "book")
+        return address
 
     def say(self, text: str = "") -> None:
         """Print a line if the display is on, on rank 0."""
@@ -269,7 +282,8 @@ class Run:
             changed = any(not change.changeable for change in compare_configs(before, self.config))
             if changed and not begun and self._never_trained():
                 # The first attempt failed before it trained, so that its settings may still change.
-                shutil.rmtree(folder / BOOK_FOLDER, ignore_errors=True)
+                if "://" not in self._own_book:
+                    shutil.rmtree(self._own_book, ignore_errors=True)
             else:
                 self._check_same_settings(before)
             if compare_configs(before, self.config):
@@ -278,12 +292,22 @@ class Run:
         self._keep_config()
         return False
 
+    def prepare_folder(self) -> None:
+        """Check, create and, with `overwrite`, clear the folder, for processes that train in it later."""
+        with self._stack:
+            self.prepare()
+
+    def check_lock(self) -> None:
+        """Raise `ConfigError` if another process is training in the folder."""
+        with self._stack:
+            self._lock()
+
     def _never_trained(self) -> bool:
         """Return whether the book, if there is one, has no training records."""
-        if not (self.folder / BOOK_FOLDER).exists():
+        if "://" not in self._own_book and not Path(self._own_book).exists():
             return True
         try:
-            with open_book(self.folder / BOOK_FOLDER, mode="r") as book:
+            with open_book(self._own_book, mode="r") as book:
                 return not book.counts().admitted
         except (OSError, ValueError):
             return False
@@ -374,14 +398,37 @@ class Run:
 
     def _open_book(self, actor: Actor) -> contextlib.AbstractContextManager[Book | None]:
         """Open the book: rank 0 creates it, then other ranks open it for reading, if they can see it."""
-        path = self.folder / BOOK_FOLDER
+        address = self.book_address
+        over = None if self._served_book is None else self._own_book
         if self._distributed is None:
-            return open_book(path, tokenizer=actor.tokenizer)
-        book = open_book(path, tokenizer=actor.tokenizer) if self.is_main else None
+            return open_book(address, tokenizer=actor.tokenizer, over=over)
+        book = open_book(address, tokenizer=actor.tokenizer, over=over) if self.is_main else None
         self._distributed.group.gather([])
-        if not self.is_main and path.exists():
-            book = open_book(path, mode="r")
+        if not self.is_main and ("://" in address or Path(address).exists()):
+            book = open_book(address, mode="r")
         return book or contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _working(self, trainer: Trainer) -> Iterator[None]:
+        """Start the rollout workers of this machine, if there are any, and end them with the run."""
+        pacer = trainer.pacer
+        if pacer is None:
+            yield
+            return
+        workers = None
+        if self.config.rollout.workers and self._served_book is None:
+            # Not `book_address`: other users of this machine can read the arguments of a process.
+            address = self.config.book or str(self.folder / BOOK_FOLDER)
+            workers = LocalWorkers(address, self.config.rollout.workers, self.folder / WORKERS_FOLDER)
+        try:
+            if workers is not None:
+                workers.start()
+                pacer.on_wait = workers.poll
+            yield
+            pacer.close()
+        finally:
+            if workers is not None:
+                workers.stop()
 
     def _resume(self) -> RunResult:
         last, steps = checkpoint.list_checkpoints(self.folder)[-1], self.config.steps
@@ -390,8 +437,8 @@ class Run:
         self.say(f"the run at {self.folder} has done {last.step} steps, and steps is {steps}. Increase it to continue")
         if self._distributed is not None:
             self._distributed.release(None)
-        outcome = RunResult(self.folder, last.step, 0.0)
-        with open_book(self.folder / BOOK_FOLDER, mode="r") as book:
+        outcome = RunResult(self.folder, last.step, 0.0, redacted(self._own_book))
+        with open_book(self._own_book, mode="r") as book:
             outcome.before, outcome.after = self._evaluations(book, last.step)
         return outcome
 
@@ -418,7 +465,7 @@ class Run:
         self.say(_format_headline(config, actor, prompts, held_out, device))
         if ranks is not None:
             self.say(f"ranks     {ranks.size}, {ranks.strategy}")
-        outcome = RunResult(self.folder, 0, 0.0)
+        outcome = RunResult(self.folder, 0, 0.0, redacted(self._own_book))
         if config.warmup.steps and not resumed and self.is_main:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
             outcome.warmed = self._warm_up(actor.to(device), prompts, eval_reward)
@@ -426,6 +473,8 @@ class Run:
         models = builders.build_models(config, actor, where)
         with self._open_book(actor) as book, contextlib.ExitStack() as stack:
             if not resumed and self.is_main and book is not None and book.counts().admitted:
+                if config.book is not None:
+                    raise ConfigError("book", f"got {book.url}, which has training records, expected a new one")
                 raise ConfigError(
                     "out",
                     f"got {str(self.folder)!r}, whose book has training records but which has no checkpoint, expected "
@@ -457,7 +506,7 @@ class Run:
                 self.say(
                     f"continuing after step {trainer.done}, from {checkpoint.list_checkpoints(self.folder)[-1].path}"
                 )
-            with self._tracked(trainer, resumed):
+            with self._tracked(trainer, resumed), self._working(trainer):
                 self._train(trainer, held_out, eval_reward, outcome)
             outcome.before, outcome.after = self._evaluations(trainer.book, trainer.done)
         outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.start_time
@@ -567,12 +616,13 @@ class Run:
         return evaluations[0], evaluations[1] if done else None
 
 
-def run(config: Config, *, stream: TextIO | None = None) -> RunResult:
+def run(config: Config, *, stream: TextIO | None = None, book: str | None = None) -> RunResult:
     """Train by a configuration.
 
     Args:
         config: The configuration.
         stream: Output of the display; `None`: standard error.
+        book: See `Run`.
 
     Raises:
         ConfigError: The configuration is not valid, or does not fit the run in the folder.
@@ -588,7 +638,7 @@ def run(config: Config, *, stream: TextIO | None = None) -> RunResult:
     >>> outcome.steps, outcome.after.prompts
     (1, 4)
     """
-    return Run(config, stream=stream).train()
+    return Run(config, stream=stream, book=book).train()
 
 
 def evaluate_model(config: Config, step: int = 0) -> Evaluation:
@@ -712,7 +762,8 @@ def summarize(outcome: RunResult, config: Config) -> list[str]:
         # Without a final checkpoint, the weights are those of an earlier step.
         lines += ["", f"weights   {last.model}" + (f", of step {last.step}" if last.step < outcome.steps else "")]
     program, folder = shell_command(), shlex.quote(str(outcome.folder))
-    lines += [f"book      {outcome.book}", f"look      {program} view {folder}", f"          {program} doctor {folder}"]
+    source = shlex.quote(outcome.book) if "://" in outcome.book else folder
+    lines += [f"book      {outcome.book}", f"look      {program} view {source}", f"          {program} doctor {source}"]
     if outcome.steps:
         trust = " --trust" if find_foreign_code(config) else ""
         lines.append(f"          {program} replay {folder} --step {outcome.steps}{trust}")

@@ -35,6 +35,7 @@ from rollbook.train import checkpoint as saving
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.config.files import load_config
 from rollbook.train.config.schema import Config, compare_configs
+from rollbook.train.config.values import expand_variables
 from rollbook.train.learner import Learner, UpdateResult
 from rollbook.train.pipeline import Models, annotate, estimate, with_reward
 from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE
@@ -305,7 +306,7 @@ def trace_step(book: Book, step: int, consumer: str = "train") -> StepRecords:
             if kind == "trained" and event not in voided
         }
         order = _lease_order(tx, {lease for _, lease, _ in trained.values()})
-        seqs = sorted(trained, key=lambda seq: order[trained[seq][1], seq])
+        seqs = sorted(trained, key=lambda seq: (trained[seq][2].get("row", 0), order[trained[seq][1], seq]))
         records = _read_records(tx, seqs)
         appends, lost = _read_appends(tx, [records[seq][1:] for seq in seqs])
         revised = _read_revisions(tx, {seq: trained[seq][0] for seq in seqs})
@@ -538,7 +539,11 @@ class RestoredStep:
         return estimate(records, algorithm, max_tokens=self._max_response_tokens, expert=expert)
 
     def _annotate(self, records: Experiences, algorithm: AlgorithmConfig) -> Experiences:
-        source: Literal["recompute", "engine"] = "engine" if algorithm.correction is None else "recompute"
+        rollout = self.config.rollout
+        is_current = rollout.uses_workers and rollout.mode == "sync"
+        source: Literal["recompute", "engine"] = (
+            "engine" if algorithm.correction is None and not is_current else "recompute"
+        )
         budget = self.config.batch.token_budget
         return annotate(records, algorithm, self.models, old_logprobs=source, token_budget=budget)
 
@@ -926,7 +931,8 @@ def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), 
         check_trusted(folder, config, remote=other is not None and other.rewards != config.rewards)
     with ExitStack() as stack:
         stack.enter_context(_torch_threads(config))
-        book = stack.enter_context(open_book(folder / BOOK_FOLDER, mode="r"))
+        address = expand_variables(config.book or str(folder / BOOK_FOLDER), "book")
+        book = stack.enter_context(open_book(address, mode="r"))
         return _Replay(RestoredStep(folder, config, book, step, stack), config).run(other)
 
 

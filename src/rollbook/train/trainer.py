@@ -8,11 +8,12 @@ on is acknowledged once.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from rollbook.book.checkpoint import forget_checkpoint
 from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConflictError, ConnectionLostError, OutcomeUnknownError
 from rollbook.book.lease import Lease
+from rollbook.book.sampler import OldestPolicy
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.experiences import Experiences
@@ -50,6 +52,7 @@ from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
+from rollbook.train.worker import RolloutConfig, RolloutPacer, call_patiently, trained_weights
 
 if TYPE_CHECKING:
     from rollbook.models import Critic
@@ -191,6 +194,7 @@ class Trainer:
             (`engine.takes_weights`). After each update `check_sync` compares log-probs. `None`: never.
         sync_tolerance: Tolerance of that check; by default by the type of the weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
+        rollouts: Rollout workers in other processes generate and score (`RolloutWorker`); `None`: this trainer does.
         sampling: Sampling options; the number of responses per prompt is the algorithm's, the seed the trainer's.
         prompts_per_step: Prompts (groups) of a step.
         critic: The value model, if the algorithm needs one.
@@ -238,6 +242,7 @@ class Trainer:
         sync_every: int | None = 1,
         sync_tolerance: float | None = None,
         environment: EnvironmentConfig | None = None,
+        rollouts: RolloutConfig | None = None,
         sampling: Sampling | Mapping[str, Any] | None = None,
         prompts_per_step: int = 64,
         critic: Critic | None = None,
@@ -277,6 +282,22 @@ class Trainer:
         norm = self.algorithm.reward_norm
         self.reward_norm = None if norm is None else RunningNorm(minus_mean=norm == "mean_std")
         self.replay = ReplayConfig() if replay is None else replay
+        self.pacer: RolloutPacer | None = None
+        """Paces the rollout workers; `None` if this trainer generates."""
+        if rollouts is not None:
+            self.pacer = RolloutPacer(
+                book, rollouts, prompts_per_step=self.prompts_per_step, consumer=self.replay.consumer
+            )
+        self._lease_by = "experience" if self.algorithm.estimator is None else "group"
+        # In mode `sync`, workers sample from the policy before the update: recomputed as by `collect`, a step equals
+        # that of a trainer without workers.
+        is_current = rollouts is not None and rollouts.mode == "sync"
+        self._old_logprobs: Literal["recompute", "engine"] = (
+            "engine" if self.algorithm.correction is None and not is_current else "recompute"
+        )
+        """Where the policy log-probs of leased records without any come from."""
+        self._call: Callable[..., Any] = operator.call if self.pacer is None else call_patiently
+        """Calls the book; with rollout workers, again while its server is down."""
         self.expert, self._expert_uids = expert, list[str]()
         self.trackers = list(trackers)
         self.checkpoints = CheckpointConfig(Path(checkpoints)) if isinstance(checkpoints, (str, Path)) else checkpoints
@@ -304,15 +325,23 @@ class Trainer:
 
     def _start(self) -> None:
         """Open the consumer group, and continue from the last checkpoint if there is one."""
-        self.book.consumer(self.replay.consumer, create=True, change=True, **self.replay.settings(self.seed))
+        settings = self.replay.settings(self.seed)
+        if self.pacer is not None:
+            settings |= {"sampler": OldestPolicy(), "max_staleness": self.pacer.config.bound}
+        self.book.consumer(self.replay.consumer, create=True, change=True, **settings)
         if not self.resume():
-            self._announce()
+            self._announce(rollouts={"next_group": 0})
 
     def _check_parts(self) -> None:
         """Raise `ValueError` if the parts do not fit together."""
         algorithm = self.algorithm
         if algorithm.needs_teacher and self.models.teacher is None:
             raise ValueError(f"teacher: got None, and {algorithm.name} ({algorithm.estimator}) needs one")
+        if self.pacer is not None:
+            if self.prompts is None or not algorithm.needs_rollouts:
+                raise ValueError(f"rollouts: got workers, but {algorithm.name} has no prompts to generate rollouts for")
+            if self.replay.kind != "on_policy":
+                raise ValueError(f"rollouts: got workers with replay.kind {self.replay.kind!r}, expected 'on_policy'")
         if self.prompts is None:
             if self.reward is not None:
                 raise ValueError("prompts: missing; without prompts there are no rollouts for the reward to score")
@@ -354,21 +383,30 @@ class Trainer:
         begun = time.perf_counter()
         appended = None
         with metrics.time("collect"):
-            if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
-                self._sync_engine(metrics)
-                appended = self._rollout(self.prompts, step, metrics)
-        with self.book.lease(
-            self.prompts_per_step,
-            by="experience" if self.algorithm.estimator is None else "group",
-            consumer=self.replay.consumer,
-            timeout=self.replay.timeout,
-            seconds=self.replay.lease_seconds,
-        ) as lease:
+            if self.pacer is not None:
+                lease = self.pacer.lease(self.done, by=self._lease_by, seconds=self.replay.lease_seconds)
+            else:
+                if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
+                    self._sync_engine(metrics)
+                    appended = self._rollout(self.prompts, step, metrics)
+                lease = self.book.lease(
+                    self.prompts_per_step,
+                    by=self._lease_by,
+                    consumer=self.replay.consumer,
+                    timeout=self.replay.timeout,
+                    seconds=self.replay.lease_seconds,
+                )
+        with lease:
             with metrics.time("lease"):
-                leased = lease.experiences if len(lease) else None
+                leased = self._call(getattr, lease, "experiences") if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
+            uids = lease.uids
+            if self.pacer is not None:
+                leased = _sort_rollouts(leased)
+                uids = [eid.uid for eid in leased.eids()]
+                self._check_rollouts(leased, step, metrics)
             with metrics.time("update"):
                 if isinstance(self.engine, BaseEngine):
                     self.engine.release_memory()
@@ -377,17 +415,31 @@ class Trainer:
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)
             hit_failpoint("learned")
             with metrics.time("acknowledge"):
-                self._acknowledge(lease, step, result)
+                self._acknowledge(lease, uids, step, result)
                 hit_failpoint("acknowledged")
                 self.done = step
-                self._announce()
+                self._announce(metrics)
+        described = leased if self.pacer is None else records[: len(leased)]
         metrics.add(
-            record_metrics(leased, version=step - 1, success=self.success, pairs=self.algorithm.pairs), result.metrics
+            record_metrics(described, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
+            result.metrics,
         )
         self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - begun)
         self.track(step, metrics.values())
         hit_failpoint("stepped")
-        return StepReport(step, metrics.values(), lease.uids)
+        return StepReport(step, metrics.values(), uids)
+
+    def _check_rollouts(self, leased: Experiences, step: int, metrics: StepMetrics) -> None:
+        """Add the metrics of what workers generated; raise `AllSamplesFailedError` if none of it can be trained on."""
+        if self.pacer is None:
+            return
+        self.pacer.report(state="training", version=self.done, step=step, records=len(leased))
+        metrics.add(rollout_metrics(leased), self.pacer.metrics())
+        errors = [info.get("error") or info.get("reward_error") for info in leased.values("info")]
+        if all(errors):
+            raise AllSamplesFailedError(
+                f"step {step}: all {len(errors)} samples failed, or have no reward; the first: {errors[0]}"
+            )
 
     def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
         """Make the records of prompts: rollouts with rewards and advantages, or given answers.
@@ -506,13 +558,21 @@ class Trainer:
             reason = f"the book offers none of the {appended} new records; see book.counts()"
         warn_user(f"step {step} trained on nothing: {reason}")
 
-    def _acknowledge(self, lease: Lease, step: int, result: UpdateResult) -> None:
+    def _acknowledge(self, lease: Lease, uids: Sequence[str], step: int, result: UpdateResult) -> None:
         """Acknowledge the records of a step, with their places in the update and their sampling weights.
 
         The weights of the model have changed already: while the book's server cannot be reached, try again until the
         lease expires.
+
+        Args:
+            lease: The lease.
+            uids: Ids of its records, in the order of the update.
+            step: The step.
+            result: Result of the update.
         """
-        details = result.placements_by_uid(lease.uids)
+        details = result.placements_by_uid(uids)
+        if self.pacer is not None:
+            details = {uid: {**details[uid], "row": row} for row, uid in enumerate(uids)}
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
             details[uid] = {**details[uid], "importance": weight}
         end = time.monotonic() + self.replay.lease_seconds
@@ -559,27 +619,48 @@ class Trainer:
             records,
             self.algorithm,
             self.models,
-            old_logprobs="engine" if self.algorithm.correction is None else "recompute",
+            old_logprobs=self._old_logprobs,
             token_budget=self.learner.minibatch.token_budget,
         )
         return estimate(
             records,
             self.algorithm,
             max_tokens=self.max_response_tokens,
+            reward_norm=None if self.pacer is None else self.reward_norm,  # else they were normalized by `collect`
             process_group=self.process_group,
             expert=expert,
         )
 
-    def _announce(self) -> None:
+    def _announce(self, metrics: StepMetrics | None = None, *, rollouts: Mapping[str, Any] | None = None) -> None:
         """Set the policy version of the book, and of the engine if it samples from the trained weights.
 
-        The version of another engine, such as a server, is set by the process that changes its weights.
+        The version of another engine, such as a server, is set by the process that changes its weights. Rollout workers
+        can get the weights before the version is announced.
+
+        Args:
+            metrics: Collects the time of the weight update.
+            rollouts: Arguments of `RolloutPacer.open`, when training begins or continues. Workers may claim groups only
+                after the weights are published: otherwise they would sample from those of a run that was killed. New
+                groups are allowed by the first step, after the first checkpoint: a run that is killed before has no
+                records and can begin again.
         """
         if self._own_engine is not None and self.engine is self._own_engine:
             self._own_engine.version = self.done
-        announced = self.book.policy_version
+        if self.pacer is not None:
+            self._sync_engine(StepMetrics() if metrics is None else metrics)
+            if not getattr(self.engine, "is_remote", False):
+                self._publish(self.pacer)
+            if rollouts is not None:
+                self.pacer.open(**rollouts)
+        announced = self._call(getattr, self.book, "policy_version")
         if announced is None or announced < self.done:
-            self.book.announce(self.done)
+            self._call(self.book.announce, self.done)
+        if self.pacer is not None and rollouts is None:
+            self.pacer.pace()
+
+    def _publish(self, pacer: RolloutPacer) -> None:
+        """Publish the weights for rollout workers."""
+        pacer.publish(self.actor, trained_weights(self.actor), self.done)
 
     def _sync_engine(self, metrics: StepMetrics) -> None:
         """Send the weights to an engine that does not share them, every `sync_every` steps, and check that it has them.
@@ -622,7 +703,7 @@ class Trainer:
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to the book and to all trackers."""
-        self.book.log(step, metrics)
+        self._call(self.book.log, step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
@@ -711,15 +792,17 @@ class Trainer:
         # The book's checkpoint that a folder refers to is kept until the folder is replaced.
         replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.done}
         name = f"{name}+" if name in replaced else name
-        if any(point.name == name for point in self.book.checkpoints()):
-            forget_checkpoint(self.book, name)
-        self.book.checkpoint(name)
+        # Read before the book's checkpoint: groups that are finished in between are found in the book.
+        rollouts = None if self.pacer is None else self.pacer.state()
+        self._call(self._forget_checkpoint, name)
+        self._call(self.book.checkpoint, name)
         hit_failpoint("book's checkpoint")
         trainer_state: dict[str, Any] = {
             "seed": self.seed,
             "algorithm": self.algorithm.name,
             "book": name,
             "prompts": None if self.prompts is None else self.prompts.state_dict(),
+            "rollouts": rollouts,
             # Settings of a builder's actor that the folder of the model does not contain.
             "suppress": list(self.actor.suppress),
             "attention": getattr(self.actor.config, "_attn_implementation", None),
@@ -757,11 +840,16 @@ class Trainer:
         checkpoint.prune(folder, keep)
         hit_failpoint("before forgetting")
         existing = {checkpoint.checkpoint_name(entry.step) for entry in checkpoint.list_checkpoints(folder)}
-        for point in self.book.checkpoints():
+        for point in self._call(self.book.checkpoints):
             # Includes those of a process that was killed before it removed them.
             base_name = point.name.removesuffix("+")
             if checkpoint.is_checkpoint_name(base_name) and (base_name not in existing or point.name in replaced):
-                forget_checkpoint(self.book, point.name)
+                self._call(self._forget_checkpoint, point.name)
+
+    def _forget_checkpoint(self, name: str) -> None:
+        """Forget a checkpoint of the book, if it has it."""
+        if any(point.name == name for point in self.book.checkpoints()):
+            forget_checkpoint(self.book, name)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint in the folder, and rewind the book to it. Called by the constructor.
@@ -792,8 +880,14 @@ class Trainer:
                 f"book: {self.book.url} has no checkpoint {trainer_state['book']!r} of {last.path}, expected the book "
                 "of that run"
             )
+        rollouts: dict[str, Any] = trainer_state.get("rollouts") or {}
+        if bool(rollouts) != (self.pacer is not None):
+            with_or_without = "with" if rollouts else "without"
+            raise ValueError(f"rollouts: the run at {folder} was trained {with_or_without} rollout workers")
         if self.prompts is not None:
             self.prompts.load_state_dict(trainer_state["prompts"])
+        if self.pacer is not None:
+            self.pacer.suspend()
         state = self._load(last)
         if self._own_reference and isinstance(self.models.reference, Actor) and saved[0].step == 0:
             self.load_weights(self.models.reference, saved[0].model)
@@ -801,7 +895,7 @@ class Trainer:
             self.reward_norm.load_state_dict(state["reward_norm"])
         self.book.rewind(trainer_state["book"], later="keep" if self.prompts is None else "drop")
         self.done = last.step
-        self._announce()
+        self._announce(rollouts=rollouts)
         self.resumed_from = last.step
         self._set_random_states(state)
         return True
@@ -821,6 +915,12 @@ class Trainer:
 
     def _set_random_states(self, state: Mapping[str, Any]) -> None:
         checkpoint.set_random_state(state["random"])
+
+
+def _sort_rollouts(records: Experiences) -> Experiences:
+    """Sort records of rollout workers by group, so that an update does not depend on which was generated first."""
+    numbers = [info.get("rollout", {}).get("number", 0) for info in records.values("info")]
+    return records.take(sorted(range(len(records)), key=numbers.__getitem__))
 
 
 def _constant_groups(records: Experiences) -> list[str]:

@@ -133,10 +133,10 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
         values["model.attention"] = str(config.model.attention)  # a kernel of the hub
     if remote and config.engine.url is not None:
         values["engine.url"] = ", ".join(config.engine.url)
-    expert = config.replay.expert
-    if expert is not None and "://" in expert:
-        # libpq sends the password in the environment, if there is one, to the server of this address.
-        values["replay.expert"] = expert
+    for path, address in (("book", config.book), ("replay.expert", config.replay.expert)):
+        if address is not None and "://" in address:
+            # libpq sends the password in the environment, if there is one, to the server of this address.
+            values[path] = address
     return values
 
 

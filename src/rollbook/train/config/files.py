@@ -265,11 +265,12 @@ def list_recipes() -> dict[str, Path]:
     return {path.stem: path for path in files if path.suffix in _SUFFIXES}
 
 
-def load_config(config: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> Config:
     """Load a configuration file or a recipe.
 
     Args:
-        config: A YAML or TOML file, or the name of a recipe; `None`: the default recipe.
+        config: A YAML or TOML file, the name of a recipe, or keys and sections, such as `Config.to_dict` returns;
+            `None`: the default recipe.
         overrides: Changes, as `section.key=value`.
 
     Raises:
@@ -283,7 +284,10 @@ def load_config(config: str | Path | None = None, overrides: Sequence[str] = ())
     >>> config.optimizer.lr, config.optimizer.warmup_steps, config.algorithm.estimator
     (0.0001, 5, 'rloo')
     """
-    layers = _read_with_bases(_find_file(DEFAULT_RECIPE if config is None else config, None), [])
+    if isinstance(config, Mapping):
+        layers = Document(dict(config))
+    else:
+        layers = _read_with_bases(_find_file(DEFAULT_RECIPE if config is None else config, None), [])
     layers = merge_layers(layers, parse_arguments(overrides), arguments=True)
     try:
         return Config.from_dict(layers.values)

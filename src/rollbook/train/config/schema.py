@@ -358,6 +358,38 @@ class EngineSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    """Where rollouts are generated: in the trainer's process, or by rollout workers while it trains."""
+
+    SHORT: ClassVar[str] = "mode"
+
+    mode: Literal["sync", "one_step_off", "async"] = key("sync")
+    """`sync`: a step waits for its rollouts; `one_step_off`: workers generate the rollouts of the next step meanwhile;
+    `async`: they generate continuously, within `replay.max_staleness`, and get new weights mid-response."""
+    workers: int = key(0, changeable=True, low=0, high=10**4)
+    """Number of rollout workers to start: processes on this machine or, with `--ray`, Ray actors. 0: with mode `sync`
+    the trainer generates; with others, workers are started by `rollbook rollout`."""
+    prompts_per_claim: int | None = key(None, changeable=True, low=1, high=10**6)
+    """Prompts that a worker generates together; null: the prompts of a step divided by the workers, at most 32."""
+    claim_seconds: float = key(60.0, changeable=True, low=1, high=1e6)
+    """Seconds without a sign of life after which the prompts of a worker are given to others."""
+    late_seconds: float = key(600.0, changeable=True, low=0, high=1e6)
+    """Seconds that a step waits for prompts that would become stale; after that they are dropped when they arrive."""
+    worker_resources: Mapping[str, Any] = key({}, changeable=True)
+    """With `--ray`, resources of a worker, such as {num_cpus: 2, num_gpus: 1}."""
+    trainer_resources: Mapping[str, Any] = key({}, changeable=True)
+    """With `--ray`, resources of each rank of the trainer."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def uses_workers(self) -> bool:
+        """Whether rollout workers generate, instead of the trainer."""
+        return self.workers > 0 or self.mode != "sync"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingSection:
     """Sampling options in training. The number of responses per prompt is `algorithm.group_size`."""
 
@@ -611,6 +643,9 @@ class Config:
         "auto", changeable=True, pattern=r"auto|cpu|mps|cuda(:\d+)?", description="auto, cpu, cuda, cuda:1 or mps"
     )
     """Device of the models; `auto`: a GPU if there is one."""
+    book: str | None = key(None)
+    """Address of the book, such as postgresql://user@host/database?schema=NAME; null: `book` in the folder of the run.
+    The password comes from PGPASSWORD or ~/.pgpass."""
     distributed: str = key("none", changeable=True, choices=("none", "ddp", "fsdp"))
     """How models are spread over several ranks: `ddp` replicates them, `fsdp` shards them; `none`: one process."""
     threads: int | None = key(None, changeable=True, low=1, high=1024)
@@ -634,6 +669,7 @@ class Config:
     """Reward sources: one, or a list of which the weighted sum is the reward."""
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     engine: EngineSection = field(default_factory=EngineSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     algorithm: AlgorithmConfig = field(default_factory=_default_algorithm)
     """The preset and changes to it; with `preset: null`, all settings are given."""
@@ -716,11 +752,25 @@ class Config:
                 if value is not None:
                     instead = "environment.context_limit" if place.startswith("data") else "rewards"
                     raise ConfigError(place, f"cannot be set with an environment, expected {instead}")
+        if self.rollout.uses_workers:
+            self._require_workers()
         sources = (
             *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
         )
         if self.evaluation.every and set(sources) == {None}:
             raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
+
+    def _require_workers(self) -> None:
+        """Raise `ConfigError` if rollout workers cannot be used with the other settings."""
+        mode, staleness = self.rollout.mode, self.replay.max_staleness
+        if not self.algorithm.needs_rollouts:
+            raise ConfigError("rollout", f"got workers, but {self.algorithm.name} trains on given answers")
+        if self.replay.kind != "on_policy":
+            raise ConfigError("replay.kind", f"got {self.replay.kind!r} with rollout workers, expected on_policy")
+        if mode == "async" and staleness is None:
+            raise ConfigError("replay.max_staleness", "missing, required by rollout.mode async, such as 2")
+        if mode != "async" and staleness is not None:
+            raise ConfigError("replay.max_staleness", f"got {staleness} for rollout.mode {mode}, expected it for async")
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that must not change when a run is resumed."""

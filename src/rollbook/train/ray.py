@@ -1,0 +1,458 @@
+"""Training on a Ray cluster: `train_on_ray` starts a book, rollout workers and the ranks of a trainer as actors.
+
+The book is served by an actor (`ray://NAME`), over the folder of the run or the `book` of the configuration. Records
+and weights cross in the object store. The driver starts the other actors and watches them: a rollout worker that dies
+is started again by Ray; if a rank of the trainer dies, all ranks are started again and continue from the last
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+import xxhash
+
+from rollbook.book.book import open as open_book
+from rollbook.book.errors import BookError, NotABookError
+from rollbook.core.addresses import RAY
+from rollbook.core.errors import RollbookError
+from rollbook.core.files import make_folder, private_opener
+from rollbook.core.metrics import warn_user
+from rollbook.train import checkpoint
+from rollbook.train.config.schema import Config
+from rollbook.train.config.values import ConfigError
+from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE, WORKERS_FOLDER, Run
+from rollbook.train.worker import WorkersFailedError, wait_for_trainer
+
+if TYPE_CHECKING:
+    from rollbook.train.worker import RolloutWorker
+
+_POLL_SECONDS = 0.5
+_STOP_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
+LOCAL = "local"
+"""The address of a new cluster on this machine."""
+MAX_FAILURES = 5
+"""How often ranks may die, one time after another without a new checkpoint, before the run stops."""
+
+
+class TrainerDiedError(WorkersFailedError):
+    """Raised when ranks of the trainer die again and again, or cannot be started."""
+
+
+# --- actors -----------------------------------------------------------------------------------------------------------
+
+
+class _Output(io.TextIOBase):
+    """Collects text until it is taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._text = ""
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self._text += text
+        return len(text)
+
+    def take(self) -> str:
+        with self._lock:
+            text, self._text = self._text, ""
+        return text
+
+
+class TrainerRank:
+    """A rank of the trainer, as an actor with two threads: one trains, one answers."""
+
+    def __init__(self, folder: str) -> None:
+        os.chdir(folder)
+        self._output = _Output()
+
+    def address(self) -> tuple[str, int]:
+        """Return the address of this machine and a free port, for rank 0."""
+        import ray
+
+        with socket.socket() as server:
+            server.bind(("", 0))
+            host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            return host, server.getsockname()[1]
+
+    def run(self, config: Mapping[str, Any], book: str, environment: Mapping[str, str]) -> dict[str, Any]:
+        """Train, and return a summary."""
+        os.environ.update(environment)
+        result = Run(Config.from_dict(config), stream=self._output, book=book).train()  # type: ignore[arg-type]
+        evaluations = {"before": result.before, "after": result.after}
+        return {
+            "folder": str(result.folder),
+            "steps": result.steps,
+            "seconds": result.seconds,
+            **{name: None if scores is None else scores.metrics() for name, scores in evaluations.items()},
+        }
+
+    def take_output(self) -> str:
+        """Return what was printed since the last call."""
+        return self._output.take()
+
+    def pid(self) -> int:
+        """Return the process of this actor."""
+        return os.getpid()
+
+
+class RolloutActor:
+    """A rollout worker, as an actor with two threads: one generates, one answers."""
+
+    def __init__(self, folder: str) -> None:
+        os.chdir(folder)
+        self._stop = threading.Event()
+        self._worker: RolloutWorker | None = None
+
+    def run(self, book: str, name: str) -> dict[str, Any]:
+        """Wait for the trainer, generate rollouts until it has finished, and return what was done."""
+        from rollbook.train.builders import build_worker
+        from rollbook.train.config.files import load_config
+
+        opened = wait_for_trainer(book, self._stop)
+        # A finished run that continues with more steps is opened again by the trainer.
+        while opened is None and not self._stop.wait(_POLL_SECONDS):
+            opened = wait_for_trainer(book, self._stop)
+        if opened is None:
+            return {}
+        served, settings = opened
+        with served:
+            self._worker = build_worker(load_config(settings["config"]), served, settings, name)
+            if self._stop.is_set():
+                return {}
+            with self._worker.engine:
+                return vars(self._worker.run())
+
+    def stop(self) -> None:
+        """End `run` soon."""
+        self._stop.set()
+        if self._worker is not None:
+            self._worker.stop()
+
+    def pid(self) -> int:
+        """Return the process of this actor."""
+        return os.getpid()
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+def train_on_ray(
+    config: Config, address: str | None = None, *, ranks: int = 1, stream: TextIO | None = None
+) -> dict[str, Any]:
+    """Train a configuration on a Ray cluster.
+
+    Every node needs Rollbook, and the files that the configuration names, at the same paths.
+
+    Args:
+        config: The configuration; `rollout.workers` is the number of rollout workers.
+        address: Address of the cluster; `local`: a new one on this machine; `None`: that of `RAY_ADDRESS` or of this
+            machine, or else a new one.
+        ranks: Number of ranks of the trainer.
+        stream: Output of the display; `None`: standard error.
+
+    Returns:
+        Folder, steps, seconds, and the metrics of the evaluations before and after.
+
+    Raises:
+        ConfigError: The configuration is not valid, or does not fit the run in the folder.
+        TrainerDiedError: Ranks of the trainer died again and again.
+    """
+    config.require()
+    if not config.rollout.workers:
+        raise ConfigError("rollout.workers", "got 0, expected the number of rollout workers to start on Ray")
+    if ranks > 1 and config.distributed == "none":
+        raise ConfigError("distributed", f"got 'none' with {ranks} ranks, expected 'ddp' or 'fsdp'")
+    # Ray prints messages of its nodes to standard output, which `--json` is for.
+    with (
+        redirect_stdout(sys.stderr),
+        _connected(config, address, ranks),
+        _Cluster(config, ranks, stream) as cluster,
+    ):
+        return cluster.train()
+
+
+@contextmanager
+def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None]:
+    """Connect to a cluster, or start one on this machine, unless this process is connected already."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--ray", "needs ray: pip install 'rollbook[ray]'") from error
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "namespace": "rollbook"}
+    is_new = address == LOCAL
+    if not is_new:
+        _check_address(address or os.environ.get("RAY_ADDRESS") or "")
+        try:
+            ray.init(address or os.environ.get("RAY_ADDRESS") or "auto", **options)
+        except ConnectionError as error:
+            if address is not None:
+                raise ConfigError("--ray", f"cannot connect to the cluster at {address}: {error}") from None
+            is_new = True
+    if is_new:
+        needed = sum(_cpus(resources, count) for resources, count in _demands(config, ranks))
+        cpus = max(os.cpu_count() or 1, math.ceil(needed))
+        ray.init(LOCAL, num_cpus=cpus, include_dashboard=False, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise `ConfigError` if nothing answers at HOST:PORT. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "//" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError("--ray", f"cannot connect to the cluster at {address}: {error}") from None
+
+
+def _demands(config: Config, ranks: int) -> list[tuple[Mapping[str, Any], int]]:
+    return [(config.rollout.worker_resources, config.rollout.workers), (config.rollout.trainer_resources, ranks)]
+
+
+def _cpus(resources: Mapping[str, Any], count: int) -> float:
+    return float(resources.get("num_cpus", 1)) * count
+
+
+class _Cluster:
+    """The actors of a run."""
+
+    def __init__(self, config: Config, ranks: int, stream: TextIO | None) -> None:
+        self.config, self.ranks = config, ranks
+        self.stream = sys.stderr if stream is None else stream
+        self.folder = os.getcwd()
+        over = config.book or str(config.folder / BOOK_FOLDER)
+        place = over if config.book else os.path.abspath(over)
+        # The same command finds the book again, and commands in other folders do not.
+        self.book_address = f"ray://{config.name}-{xxhash.xxh3_64_hexdigest(place.encode())[:8]}"
+        self.config = self._prepare()
+        self.workers: dict[int, Any] = {}
+        self.trainer: list[Any] = []
+        self._results: dict[Any, int] = {}  # number of the worker by the reference to its result
+
+    def _prepare(self) -> Config:
+        """Prepare the folder of the run before its book is opened; return the configuration that continues with it."""
+        run = Run(self.config, stream=self.stream)
+        if self.config.overwrite and (self.config.folder / CONFIG_FILE).is_file():
+            run.check_lock()
+            self._stop_book()  # left by a driver that was killed
+        run.prepare_folder()
+        return dataclasses.replace(self.config, overwrite=False)
+
+    def __enter__(self) -> _Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        import ray
+
+        if kind is KeyboardInterrupt:
+            checkpoints = checkpoint.list_checkpoints(self.config.folder)
+            start = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
+            self._say(f"\ninterrupted; the same command continues {start}")
+        with suppress(ray.exceptions.RayError):
+            for worker in self.workers.values():
+                worker.stop.remote()
+            ray.wait(list(self._results), num_returns=len(self._results), timeout=_STOP_SECONDS)
+        for actor in (*self.workers.values(), *self.trainer):
+            ray.kill(actor)
+        self._stop_book()
+
+    def _stop_book(self) -> None:
+        import ray
+
+        from rollbook.book.ray import RayBook, find_actor
+
+        try:
+            book = open_book(self.book_address)
+            if isinstance(book, RayBook):
+                book.stop()
+        except NotABookError:
+            return
+        except BookError:  # such as if its database cannot be reached
+            actor = find_actor(self.book_address.removeprefix(RAY))
+            if actor is not None:
+                ray.kill(actor, no_restart=True)
+
+    def _say(self, text: str) -> None:
+        if self.config.tracking.display:
+            print(text, file=self.stream, flush=True)
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, and start ranks again that died."""
+        self._say(f"ray       rollout workers: {self.config.rollout.workers}, ranks of the trainer: {self.ranks}")
+        self._say(f"book      {self.book_address}")
+        self._warn_about_resources()
+        for number in range(self.config.rollout.workers):
+            self._start_worker(number)
+        failures, last = 0, -1
+        while True:
+            try:
+                return self._train_once()
+            except _RankDiedError as error:
+                saved = checkpoint.list_checkpoints(self.config.folder)
+                step = saved[-1].step if saved else -1
+                failures, last = (failures + 1 if step == last else 1), step
+                if failures >= MAX_FAILURES:
+                    raise TrainerDiedError(
+                        f"the trainer died {failures} times in a row after step {step}: {error}"
+                    ) from error
+                warn_user(f"{error}; the trainer is started again from step {max(step, 0)}")
+
+    def _warn_about_resources(self) -> None:
+        import ray
+
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        available = resources.get("CPU", 0.0)
+        needed = sum(_cpus(demand, count) for demand, count in _demands(self.config, self.ranks))
+        if needed > available:
+            warn_user(
+                f"the run needs {needed:g} CPUs and the cluster has {available:g}: it waits until there are more; "
+                "rollout.worker_resources={num_cpus: 0.5} lets actors share one"
+            )
+
+    def _start_worker(self, number: int) -> None:
+        import ray
+
+        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.config.rollout.worker_resources}
+        # Ray starts the actor again if its process or node dies, and then repeats `run`.
+        actor: Any = ray.remote(RolloutActor).options(
+            max_concurrency=2, max_restarts=-1, max_task_retries=-1, **options
+        )
+        worker = actor.remote(self.folder)
+        self.workers[number] = worker
+        self._results[worker.run.remote(self.book_address, f"worker-{number}")] = number
+
+    def _train_once(self) -> dict[str, Any]:
+        import ray
+
+        try:
+            results = self._start_trainer()
+            waiting = results
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=1, timeout=_POLL_SECONDS)
+                self._print_output()
+                self._check_ranks(done, waiting)
+                self._check_workers()
+            return dict(ray.get(results[0]))
+        except ray.exceptions.RayTaskError as error:
+            self._print_output()
+            raise self._explain(error, "trainer") from None
+        except ray.exceptions.RayActorError as error:
+            _check_creation(error)
+            raise _RankDiedError(f"a rank of the trainer died ({_first_line(error)})") from error
+        finally:
+            for rank in self.trainer:
+                ray.kill(rank)
+            self.trainer = []
+
+    def _check_ranks(self, done: list[Any], waiting: list[Any]) -> None:
+        """Raise the exception of a rank that failed; if another one died, which is the reason, raise that."""
+        import ray
+
+        try:
+            ray.get(done)
+        except ray.exceptions.RayTaskError:
+            ended, _ = ray.wait(waiting, num_returns=len(waiting), timeout=_STOP_SECONDS)
+            for result in ended:
+                with suppress(ray.exceptions.RayTaskError):
+                    ray.get(result)
+            raise
+
+    def _start_trainer(self) -> list[Any]:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options = {"num_cpus": 1, **self.config.rollout.trainer_resources}
+        here = ray.get_runtime_context().get_node_id()
+        for rank in range(self.ranks):
+            # Rank 0 writes the folder of the run: on the machine of this command, if that has the resources.
+            place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)} if rank == 0 else {}
+            actor: Any = ray.remote(TrainerRank).options(max_concurrency=2, max_restarts=0, **{**place, **options})
+            self.trainer.append(actor.remote(self.folder))
+        environments: list[dict[str, str]] = [{}]
+        if self.ranks > 1:
+            host, port = ray.get(self.trainer[0].address.remote())
+            shared = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": "0"}
+            environments = [{**shared, "RANK": str(rank)} for rank in range(self.ranks)]
+        config = self.config.to_dict()
+        pairs = zip(self.trainer, environments, strict=True)
+        return [rank.run.remote(config, self.book_address, environment) for rank, environment in pairs]
+
+    def _print_output(self) -> None:
+        import ray
+
+        with suppress(ray.exceptions.RayError):
+            text = ray.get(self.trainer[0].take_output.remote(), timeout=5.0)
+            print(text, end="", file=self.stream, flush=True)
+
+    def _check_workers(self) -> None:
+        """Raise the exception of a worker that failed; one whose process died is started again by Ray."""
+        import ray
+
+        done, _ = ray.wait(list(self._results), num_returns=len(self._results), timeout=0)
+        for result in done:
+            number = self._results.pop(result)
+            try:
+                ray.get(result)
+                # It is needed again if the trainer dies before it has saved the last checkpoint.
+                again = self.workers[number].run.remote(self.book_address, f"worker-{number}")
+                self._results[again] = number
+            except ray.exceptions.RayTaskError as error:
+                raise self._explain(error, f"worker-{number}") from None
+            except ray.exceptions.RayActorError as error:
+                _check_creation(error)
+                warn_user(f"worker-{number} died ({_first_line(error)}), and is started again")
+                self._start_worker(number)
+
+    def _explain(self, error: Any, name: str) -> Exception:
+        """Return the exception that an actor raised; one of other code than Rollbook's with its traceback in a file."""
+        cause = error.cause
+        if isinstance(cause, (RollbookError, ValueError, OSError)):
+            return cause
+        path = self.config.folder / WORKERS_FOLDER / f"{name}.log"
+        make_folder(path.parent)
+        with open(path, "a", encoding="utf-8", opener=private_opener) as file:
+            file.write(f"{error}\n")
+        return WorkersFailedError(f"{name} failed: {_last_line(error)} (log: {path})")
+
+
+class _RankDiedError(Exception):
+    """A rank of the trainer died."""
+
+
+def _check_creation(error: BaseException) -> None:
+    """Raise an error if an actor could not be created, which would fail again."""
+    text = str(error).strip()
+    if "creation task" in text.partition("\n")[0]:
+        raise TrainerDiedError(f"an actor could not be created: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+__all__ = ["LOCAL", "MAX_FAILURES", "TrainerDiedError", "train_on_ray"]

@@ -1,0 +1,904 @@
+"""Rollout workers: processes that generate and score rollouts for a trainer, over the book that they share.
+
+`RolloutWorker` claims groups in the book, samples and scores them, and appends the records. `RolloutPacer` is the
+trainer's side: it publishes weights, allows new groups, and leases finished ones. Neither knows where the other runs: a
+worker is a process on this machine, `rollbook rollout` on another one, or a Ray actor.
+
+Invariant: the records of a group are in the book once. A worker that was paused or cut off may generate a group that
+another one was given meanwhile, or that the trainer's restart made obsolete. The append checks the claim in its own
+transaction, so that such a group is discarded.
+
+Invariant: at most `(1 + max_staleness) * prompts_per_step` groups are being generated, waiting or being trained on, and
+the oldest are trained on first. So a group is trained on at most `max_staleness` versions after it was begun, unless it
+takes longer than the trainer waits for it; then it is dropped as stale.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from rollbook.book.book import open as open_book
+from rollbook.book.errors import (
+    BookError,
+    ConnectionLostError,
+    LockTimeoutError,
+    MissingBookError,
+    NoWeightsError,
+    OutcomeUnknownError,
+)
+from rollbook.book.rollouts import (
+    FINISHED,
+    Assignment,
+    append_rollouts,
+    claim_rollouts,
+    close_rollouts,
+    count_open_groups,
+    fetch_weights,
+    finish_rollouts,
+    groups_in_book,
+    open_rollouts,
+    publish_weights,
+    read_rollouts,
+    remove_worker,
+    renew_rollouts,
+    report_worker,
+    return_rollouts,
+    return_worker_rollouts,
+    set_limit,
+    weights_version,
+)
+from rollbook.core.addresses import redacted
+from rollbook.core.checks import check_choice, check_float, check_int
+from rollbook.core.errors import RollbookError
+from rollbook.core.experiences import Experiences
+from rollbook.core.metrics import warn_user
+from rollbook.core.sampling import Prompt, Sample, Sampling
+from rollbook.rewards.recipes import as_reward
+from rollbook.rollout.engine import BaseEngine, Cancel
+from rollbook.rollout.transformers import TransformersEngine
+from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
+from rollbook.train.pipeline import add_greedy_baseline, generate, sample_rows, score
+
+if TYPE_CHECKING:
+    from rollbook.book.book import Book
+    from rollbook.book.lease import Lease
+    from rollbook.book.rollouts import RolloutState
+    from rollbook.models import Actor
+    from rollbook.rewards.recipes import RewardLike
+    from rollbook.rollout.environment import EnvironmentConfig
+    from rollbook.train.algorithm import AlgorithmConfig
+    from rollbook.train.prompts import Prompts
+
+Result = TypeVar("Result")
+
+MODES = ("sync", "one_step_off", "async")
+WEIGHTS_FILE_BYTES = 1 << 30
+"""Size at which a new file of published weights begins."""
+WAIT_SHARE = 0.05
+"""Share of a step that the trainer may wait for rollouts before they are begun earlier."""
+_BEAT_SECONDS = 2.0
+_POLL_SECONDS = 1.0
+_WARN_SECONDS = 60.0
+_OUTAGE_SECONDS = 600.0
+"""How long a trainer waits for a book that does not answer."""
+_LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError)
+"""Errors of a book that another process or server will end; the same call may succeed later."""
+
+
+class WorkersFailedError(RollbookError, RuntimeError):
+    """Raised when rollout workers end with an error again and again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How a trainer uses rollout workers.
+
+    Args:
+        mode: `sync`: workers generate the groups of a step with the newest weights while the trainer waits.
+            `one_step_off`: they generate the next step meanwhile; weights change between groups. `async`: they
+            generate continuously within `max_staleness`; weights change also between two tokens of a response.
+        max_staleness: For `async`: how many policy versions behind a group may be when it is trained on.
+        late_seconds: How long the trainer waits for a group that would become stale in this step.
+        settings: What workers need to know; stored in the book.
+
+    >>> RolloutConfig(mode="one_step_off").bound, RolloutConfig(mode="async", max_staleness=4).bound
+    (1, 4)
+    """
+
+    mode: str = "async"
+    max_staleness: int = 2
+    late_seconds: float = 600.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        check_int("max_staleness", self.max_staleness)
+        check_float("late_seconds", self.late_seconds, 0)
+
+    @property
+    def bound(self) -> int:
+        """Maximum staleness of a group, in policy versions."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
+
+
+def call_patiently(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """Call a function of a book, again while its server does not answer, for up to `_OUTAGE_SECONDS`.
+
+    Args:
+        function: The function; a second call after one whose outcome is unknown must do no harm.
+        arguments: Its arguments.
+        options: Its keyword arguments.
+    """
+    end = time.monotonic() + _OUTAGE_SECONDS
+    while True:
+        try:
+            return function(*arguments, **options)
+        except _LOST as error:
+            if time.monotonic() >= end:
+                raise
+            warn_user(f"the book does not answer, trying again: {error}")
+            time.sleep(_POLL_SECONDS)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def pack_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Pack weights into files in the safetensors format, each of about `WEIGHTS_FILE_BYTES`.
+
+    >>> files = pack_weights({"a": torch.ones(2)})
+    >>> unpack_weights(files)["a"]
+    tensor([1., 1.])
+    """
+    from safetensors.torch import save
+
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if size and size + tensor.nbytes > WEIGHTS_FILE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor.detach().to("cpu").contiguous()
+        size += tensor.nbytes
+    return {f"weights-{i}.safetensors": save(part) for i, part in enumerate(parts)}
+
+
+def unpack_weights(files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights in files that `pack_weights` made."""
+    from safetensors.torch import load
+
+    weights: dict[str, torch.Tensor] = {}
+    for data in files.values():
+        weights |= load(bytes(data))
+    return weights
+
+
+def trained_weights(actor: Actor) -> dict[str, torch.Tensor]:
+    """Return the weights that training changes, by their names in the model: of an actor with LoRA, the adapters."""
+    return {name: weight.detach() for name, weight in actor.model.named_parameters() if weight.requires_grad}
+
+
+# --- the trainer's side -----------------------------------------------------------------------------------------------
+
+
+class RolloutPacer:
+    """The trainer's side of rollout workers: publishes weights, allows new groups, and leases finished ones.
+
+    Args:
+        book: The book.
+        config: How workers are used.
+        prompts_per_step: Groups of a step.
+        consumer: Consumer group of the trainer.
+    """
+
+    def __init__(self, book: Book, config: RolloutConfig, *, prompts_per_step: int, consumer: str = "train") -> None:
+        self.book, self.config = book, config
+        self.prompts_per_step, self.consumer = prompts_per_step, consumer
+        self.name = f"{socket.gethostname()}/{os.getpid()}"
+        self.on_wait: Callable[[], None] | None = None
+        """Called before each step and about once a second while it waits for rollouts, such as to restart workers."""
+        self._in_flight = 0
+        self._open = 0
+        self._lead = self._min_lead = min(1.0, float(config.bound))
+        self._leased_at: float | None = None
+
+    def suspend(self) -> None:
+        """Void the groups that workers are generating, and allow no new ones until `open`."""
+        call_patiently(open_rollouts, self.book, self.config.settings)
+
+    def open(self, next_group: int, returned: Sequence[int] = ()) -> None:
+        """Begin, or begin again after a restart.
+
+        Args:
+            next_group: Number of the first group that was not begun.
+            returned: Numbers of groups before it that were not finished.
+        """
+        call_patiently(open_rollouts, self.book, self.config.settings, next=next_group, returned=returned)
+
+    def close(self) -> None:
+        """Tell the workers that training has ended."""
+        call_patiently(close_rollouts, self.book)
+        call_patiently(remove_worker, self.book, self.name)
+
+    def state(self) -> dict[str, Any]:
+        """Return the arguments of `open` that continue from here."""
+        state = self._read()
+        unfinished = sorted({*state.returned, *(group.number for group in state.in_flight)})
+        return {"next_group": state.next, "returned": unfinished}
+
+    def _read(self) -> RolloutState:
+        state = call_patiently(read_rollouts, self.book)
+        if state is None:
+            raise BookError(f"{self.book.url}: its rollouts were removed while the trainer was running")
+        return state
+
+    def publish(self, actor: Actor, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Publish weights for the workers.
+
+        Args:
+            actor: The policy, with these weights.
+            weights: Those that training changes.
+            version: Their version.
+        """
+        files = pack_weights(weights)
+        call_patiently(publish_weights, self.book, version, files, {"probe": make_probe(actor)})
+
+    def pace(self) -> None:
+        """Allow new groups, as far as the trainer needs them soon and the staleness bound permits."""
+        state = self._read()
+        self._in_flight = len(state.in_flight)
+        self._open = call_patiently(count_open_groups, self.book, self.consumer)
+        bound = round((1 + self._lead) * self.prompts_per_step)
+        begun = self._open + self._in_flight + len(state.returned)
+        call_patiently(set_limit, self.book, state.next + max(bound - begun, 0))
+
+    def lease(self, version: int, *, by: str, seconds: float) -> Lease:
+        """Lease the groups of a step, the oldest first, and wait until there are enough.
+
+        Groups in flight that would be stale after this step are waited for, up to `late_seconds`.
+
+        Args:
+            version: The current policy version.
+            by: As of `Book.lease`.
+            seconds: Lease duration.
+        """
+        start = warned = time.monotonic()
+        count = self.prompts_per_step
+        while True:
+            if self.on_wait is not None:
+                self.on_wait()
+            self.pace()
+            late = time.monotonic() - start > self.config.late_seconds
+            if late or not self._is_waiting_for_stale(version):
+                # A timeout also limits the wait for other writers, which on a slow disk take seconds each.
+                ready = self._open >= count
+                lease = call_patiently(
+                    self.book.lease,
+                    count,
+                    by=by,
+                    consumer=self.consumer,
+                    timeout=0.0 if ready else _POLL_SECONDS,
+                    exact=True,
+                    seconds=seconds,
+                )
+                if lease:
+                    self._adapt(start)
+                    return lease
+                if ready:
+                    time.sleep(0.05)
+            else:
+                time.sleep(0.05)
+            self.report(state="waiting for rollouts", version=version)
+            if time.monotonic() - warned > _WARN_SECONDS:
+                warned = time.monotonic()
+                warn_user(
+                    f"waiting for rollouts since {warned - start:.0f} s: {self._open} of {count} groups are there, "
+                    f"{self._in_flight} are being generated; `rollbook top {self.book.url}` shows the workers"
+                )
+
+    def _adapt(self, start: float) -> None:
+        """Change how many steps generation runs ahead, after the trainer has waited for a lease since `start`.
+
+        The more it runs ahead, the staler the records are. So it runs ahead by one step, and by more, up to the bound,
+        only while the trainer has to wait.
+        """
+        now = time.monotonic()
+        if self._leased_at is not None:
+            has_waited = now - start > WAIT_SHARE * (now - self._leased_at)
+            lead = self._lead + (0.5 if has_waited else -0.1)
+            self._lead = min(max(lead, self._min_lead), float(self.config.bound))
+        self._leased_at = now
+
+    def _is_waiting_for_stale(self, version: int) -> bool:
+        """Return whether a group in flight must be trained on in this step."""
+        due = version - self.config.bound
+        return self.config.bound > 0 and any(group.version == due for group in self._read().in_flight)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of groups in flight and of those that wait or are trained on, at the last `pace`, and how
+        many steps generation runs ahead."""
+        return {
+            "rollout/groups_in_flight": float(self._in_flight),
+            "rollout/groups_waiting": float(self._open),
+            "rollout/lead": self._lead,
+        }
+
+    def report(self, **details: Any) -> None:
+        """Report what the trainer does, for `rollbook top`."""
+        with suppress(*_LOST):
+            report_worker(self.book, self.name, role="trainer", host=socket.gethostname(), pid=os.getpid(), **details)
+
+
+# --- a worker ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """A group that this worker generates."""
+
+    assignment: Assignment
+    prompt: Prompt
+    claimed: float
+    records: Experiences | None = None
+
+
+@dataclass
+class WorkerResult:
+    """What a worker did.
+
+    Args:
+        groups: Groups that it appended.
+        records: Their records.
+        discarded: Groups that it generated in vain, because they had been given to another worker.
+        updates: How often it loaded weights.
+    """
+
+    groups: int = 0
+    records: int = 0
+    discarded: int = 0
+    updates: int = 0
+
+
+class RolloutWorker:
+    """Generates groups for a trainer until it has finished.
+
+    One thread generates, one scores and appends, and one renews claims, reports to `rollbook top` and, in mode
+    `async`, loads new weights between two tokens.
+
+    Args:
+        book: The book that the trainer uses.
+        engine: Generates responses. An engine of transformers or vLLM gets the weights that the trainer publishes;
+            others keep their own, or those that the trainer sends to their servers.
+        prompts: The training prompts, the same as the trainer's.
+        algorithm: The trainer's algorithm.
+        name: Name of this worker, unique in the book. A worker that is started again keeps its name.
+        actor: The policy that the engine samples from; needed to load weights.
+        sampling: Sampling options.
+        reward: Scores the samples.
+        environment: For multi-turn episodes.
+        prompts_per_step: Prompts of a step of the trainer.
+        prompts_per_claim: Prompts that are generated together.
+        mode: As of `RolloutConfig`.
+        consumer: Consumer group of the trainer.
+        claim_seconds: Seconds after which another worker gets the prompts of this one, if it shows no sign of life.
+        on_group: Called after each appended group with its records.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        engine: BaseEngine,
+        prompts: Prompts,
+        algorithm: AlgorithmConfig,
+        *,
+        name: str | None = None,
+        actor: Actor | None = None,
+        sampling: Sampling,
+        reward: RewardLike | None = None,
+        environment: EnvironmentConfig | None = None,
+        prompts_per_step: int,
+        prompts_per_claim: int = 8,
+        mode: str = "async",
+        consumer: str = "train",
+        claim_seconds: float = 60.0,
+        on_group: Callable[[Experiences], None] | None = None,
+    ) -> None:
+        self.book, self.engine, self.prompts, self.algorithm = book, engine, prompts, algorithm
+        self.name = f"{socket.gethostname()}/{os.getpid()}" if name is None else name
+        self.actor, self.sampling, self.environment = actor, sampling, environment
+        self.reward = None if reward is None else as_reward(reward)
+        self.prompts_per_step = check_int("prompts_per_step", prompts_per_step, 1)
+        self.prompts_per_claim = check_int("prompts_per_claim", prompts_per_claim, 1)
+        check_choice("mode", mode, MODES)
+        self.mode = mode
+        self.consumer = consumer
+        self.claim_seconds = check_float("claim_seconds", claim_seconds, 0.1)
+        self.on_group = on_group
+        self.result = WorkerResult()
+        self.takes_weights = engine.takes_weights and not engine.is_remote
+        """Whether this process loads the weights that the trainer publishes."""
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._weights_lock = threading.Lock()
+        self._weights_id: str | None = None
+        self._checked_id: str | None = None
+        self._probe: dict[str, Any] | None = None
+        self._groups: dict[int, _Group] = {}  # by fence: being generated, scored or appended
+        self._scoring: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
+        self._cancel = Cancel()
+        self._activity = "starting"
+        self._failure: BaseException | None = None
+        self._claim_lost = False
+        self._tokenizer = getattr(engine, "tokenizer", None) or getattr(actor, "tokenizer", None)
+
+    def stop(self) -> None:
+        """End `run` soon; groups that are not finished are given back. Safe in a signal handler."""
+        self._stop.set()
+        self._cancel.request()
+
+    def run(self) -> WorkerResult:
+        """Generate groups until the trainer has finished, or `stop` is called.
+
+        Returns:
+            What was done.
+
+        Raises:
+            StaleWeightsError: The model does not have the trainer's weights after it loaded them.
+        """
+        return_worker_rollouts(self.book, self.name, "worker restarted")
+        threads = [threading.Thread(target=target, daemon=True) for target in (self._score_groups, self._beat)]
+        for thread in threads:
+            thread.start()
+        try:
+            while not self._stop.is_set() and self._failure is None:
+                try:
+                    if not self._generate_groups():
+                        break
+                except _LOST as error:
+                    warn_user(f"the book does not answer, trying again: {error}")
+                    self._claim_lost = True
+                    self._stop.wait(_POLL_SECONDS)
+        finally:
+            self._scoring.put(None)
+            threads[0].join()
+            self._stop.set()
+            threads[1].join()
+            with suppress(BookError):
+                self._give_back("worker stopped" if self._failure is None else f"worker failed: {self._failure}")
+                remove_worker(self.book, self.name)
+        if self._failure is not None:
+            raise self._failure
+        return self.result
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    def _generate_groups(self) -> bool:
+        """Claim and generate some groups; return whether there may be more."""
+        if len(self._groups) >= 2 * self.prompts_per_claim:
+            self._stop.wait(0.02)  # rewards are slower than generation
+            return True
+        self._activity = "waiting for prompts"
+        if self._claim_lost:
+            self._return_unknown()
+            self._claim_lost = False
+        claimed = claim_rollouts(
+            self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=_POLL_SECONDS
+        )
+        if not claimed:
+            state = read_rollouts(self.book)
+            return state is None or state.status != FINISHED or bool(self._groups)
+        groups = [
+            _Group(assignment, self.prompts.at(assignment.number, self.prompts_per_step), time.monotonic())
+            for assignment in claimed
+        ]
+        with self._lock:
+            self._cancel = Cancel()
+            self._groups |= {group.assignment.fence: group for group in groups}
+        scoring: set[int] = set()
+        try:
+            self._generate(groups, scoring)
+        except _LOST:
+            # Forgotten, so that they are not renewed: `_return_unknown` gives them back.
+            with self._lock:
+                for group in groups:
+                    if group.assignment.fence not in scoring:
+                        self._groups.pop(group.assignment.fence, None)
+            raise
+        return True
+
+    def _generate(self, groups: Sequence[_Group], scoring: set[int]) -> None:
+        """Generate groups and pass them on to be scored; add the fences of those that are to `scoring`."""
+        # A group that was appended before the trainer, or the worker that generated it, was restarted.
+        existing = groups_in_book(self.book, [_task_id(group) for group in groups])
+        for group in groups:
+            if _task_id(group) in existing:
+                self._finish(group)
+        groups = [group for group in groups if _task_id(group) not in existing]
+        if groups:
+            self._load_weights(groups)
+            groups = [group for group in groups if self._has(group)]
+        if groups:
+            self._activity = "generating"
+            for group in self._sample(groups):
+                scoring.add(group.assignment.fence)
+                self._scoring.put(group)
+
+    def _return_unknown(self) -> None:
+        """Give back groups of a claim whose answer was lost; they would wait until the claim expires."""
+        state = read_rollouts(self.book)
+        claims = [] if state is None else [claim for claim in state.in_flight if claim.worker == self.name]
+        with self._lock:
+            unknown = [claim for claim in claims if claim.fence not in self._groups]
+        return_rollouts(self.book, unknown, "claim not received")
+
+    def _sample(self, groups: Sequence[_Group]) -> Iterator[_Group]:
+        """Yield groups as soon as their records are generated."""
+        by_task = {_task_id(group): group for group in groups}
+        prompts = [group.prompt for group in groups]
+        greedy = self._greedy(prompts)
+        if self.environment is not None:
+            records = generate(self.engine, prompts, self.sampling, self.environment)
+            tasks = [eid.tid for eid in records.eids()]
+            for task, group in by_task.items():
+                rows = records.take([row for row, other in enumerate(tasks) if other == task])
+                group.records = rows if greedy is None else add_greedy_baseline(rows, greedy)
+                yield group
+            return
+        samples: dict[str, list[Sample]] = defaultdict(list)
+        for sample in self.engine.stream(prompts, self.sampling, cancel=self._cancel):
+            task = sample.eid.tid
+            samples[task].append(sample)
+            if len(samples[task]) == self.sampling.n:
+                finished = sorted(samples.pop(task), key=lambda run: run.eid.run)
+                if self._cancel.requested and any(run.unfinished for run in finished):
+                    continue
+                rows = Experiences(sample_rows(finished))
+                by_task[task].records = rows if greedy is None else add_greedy_baseline(rows, greedy)
+                yield by_task[task]
+
+    def _greedy(self, prompts: Sequence[Prompt]) -> Experiences | None:
+        """Return scored greedy responses, if the estimator compares with them."""
+        entry = self.algorithm.estimator_entry
+        if entry is None or not entry.greedy_baseline:
+            return None
+        sampling = Sampling.of(self.sampling, n=1, temperature=0.0)
+        greedy = generate(self.engine, prompts, sampling, self.environment)
+        return greedy if self.reward is None else score(greedy, self.reward, self._tokenizer, prompts=prompts)
+
+    # --- scores and the book ------------------------------------------------------------------------------------------
+
+    def _score_groups(self) -> None:
+        """Score and append groups, in a thread, so that slow rewards do not hold up generation."""
+        ended = False
+        while not ended:
+            batch = [self._scoring.get()]
+            with suppress(queue.Empty):
+                while True:
+                    batch.append(self._scoring.get_nowait())
+            ended = None in batch
+            groups = [group for group in batch if group is not None and group.assignment.fence in self._groups]
+            if not groups or self._failure is not None:
+                continue
+            try:
+                self._append(groups)
+            except BaseException as error:  # raised by `run`
+                self._failure = error
+                self._cancel.request()
+
+    def _append(self, groups: Sequence[_Group]) -> None:
+        records = Experiences.concat([group.records for group in groups if group.records is not None])
+        if self.reward is not None:
+            prompts = [group.prompt for group in groups]
+            records = score(records, self.reward, self._tokenizer, prompts=prompts)
+        tasks = [eid.tid for eid in records.eids()]
+        for group in groups:
+            rows = records.take([row for row, task in enumerate(tasks) if task == _task_id(group)])
+            assignment = group.assignment
+            details = {
+                "worker": self.name,
+                "number": assignment.number,
+                "seconds": round(time.monotonic() - group.claimed, 3),
+            }
+            rows = rows.assign(info=[{**info, "rollout": details} for info in rows.values("info")])
+            is_dropped = self.algorithm.drop_constant_groups and _is_constant(rows)
+            appended = self._retry(
+                append_rollouts,
+                self.book,
+                assignment,
+                rows,
+                detail=details,
+                dropped_for=self.consumer if is_dropped else None,
+                reason="constant group",
+            )
+            with self._lock:
+                self._groups.pop(assignment.fence, None)
+            if not appended:
+                self.result.discarded += 1
+                continue
+            self.result.groups += 1
+            self.result.records += len(rows)
+            if self.on_group is not None:
+                self.on_group(rows)
+
+    def _finish(self, group: _Group) -> None:
+        self._retry(finish_rollouts, self.book, [group.assignment])
+        with self._lock:
+            self._groups.pop(group.assignment.fence, None)
+
+    def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the book until it answers: what was generated is kept while a server is down."""
+        while True:
+            try:
+                return function(*arguments, **options)
+            except _LOST as error:
+                if self._stop.is_set():
+                    raise
+                warn_user(f"the book does not answer, trying again: {error}")
+                self._stop.wait(_POLL_SECONDS)
+
+    def _give_back(self, reason: str) -> None:
+        with self._lock:
+            groups, self._groups = list(self._groups.values()), {}
+        if groups:
+            return_rollouts(self.book, [group.assignment for group in groups], reason[:200])
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _has(self, group: _Group) -> bool:
+        """Return whether the claim of a group was not lost."""
+        with self._lock:
+            return group.assignment.fence in self._groups
+
+    def _load_weights(self, groups: Sequence[_Group]) -> None:
+        """Wait until the engine has weights of at least the version of these groups, or their claims are lost.
+
+        A trainer that dies takes its weights along, and the next one may continue from an earlier version.
+        """
+        self._activity = "loading weights"
+        version = max(group.assignment.version for group in groups)
+        while not self._stop.is_set() and self._failure is None and any(map(self._has, groups)):
+            if not self.takes_weights:
+                self.engine.version = max(self.book.policy_version or 0, version)
+                return
+            self._update_weights()
+            if self._weights_id is not None and self.engine.version >= version:
+                break
+            self._stop.wait(0.05)  # the trainer publishes before it announces a version, so this is rare
+        if self._checked_id != self._weights_id and self.actor is not None:
+            if isinstance(self.engine, TransformersEngine):
+                if self._probe is not None:
+                    check_probe(self.actor, self._probe)
+            else:
+                check_sync(self.engine, self.actor, self.engine.version)
+            self._checked_id = self._weights_id
+
+    def _update_weights(self) -> None:
+        """Load the newest weights, unless the engine has them."""
+        with self._weights_lock:
+            published = weights_version(self.book)
+            if published is None or published[0] == self._weights_id:
+                return
+            try:
+                source = fetch_weights(self.book)
+            except NoWeightsError:
+                return  # their trainer has died; the next one publishes its own
+            weights = unpack_weights(source.files)
+            if isinstance(self.engine, TransformersEngine):
+                self.engine.update_weights(weights, source.version)
+            elif self.actor is not None:
+                targets = dict(self.actor.model.named_parameters())
+                with torch.no_grad():
+                    for name, weight in weights.items():
+                        targets[name].copy_(weight)
+                self.engine.update_weights(self.actor, source.version)
+            self._probe, self._weights_id = source.metadata.get("probe"), source.id
+            self.result.updates += 1
+
+    # --- signs of life ------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Renew claims, report, and in mode `async` load new weights, until the worker stops."""
+        seconds = min(_BEAT_SECONDS, self.claim_seconds / 4)
+        if self.mode == "async":
+            seconds = min(seconds, 0.2)
+        reported = 0.0
+        while not self._stop.wait(seconds):
+            try:
+                if self.mode == "async" and self.takes_weights and self._activity == "generating":
+                    self._update_weights()
+                if time.monotonic() - reported >= min(_BEAT_SECONDS, self.claim_seconds / 4):
+                    self._renew()
+                    self.report()
+                    reported = time.monotonic()
+            except _LOST:
+                continue
+            except BaseException as error:  # raised by `run`
+                self._failure = error
+                self._cancel.request()
+                return
+
+    def _renew(self) -> None:
+        with self._lock:
+            groups = dict(self._groups)
+        if not groups:
+            return
+        renewed = renew_rollouts(self.book, [group.assignment for group in groups.values()], self.claim_seconds)
+        lost = groups.keys() - {assignment.fence for assignment in renewed}
+        with self._lock:
+            for fence in lost:
+                if self._groups.pop(fence, None) is not None:
+                    self.result.discarded += 1
+            if lost and not self._groups:
+                self._cancel.request()  # nothing of what is being sampled is needed
+
+    def report(self) -> None:
+        """Report what this worker does, for `rollbook top`."""
+        report_worker(
+            self.book,
+            self.name,
+            role="rollout",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=self._activity,
+            version=self.engine.version,
+            groups_in_flight=len(self._groups),
+            groups=self.result.groups,
+            records=self.result.records,
+            discarded=self.result.discarded,
+        )
+
+
+def _is_constant(records: Experiences) -> bool:
+    """Return whether all rewards of a group are equal. A group of which all samples failed is not: the trainer counts
+    failures.
+    """
+    rewards = {reward for reward in records.values("reward") if reward is not None and reward == reward}
+    errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
+    return len(rewards) <= 1 and not all(errors)
+
+
+def _task_id(group: _Group) -> str:
+    return "" if group.prompt.eid is None else group.prompt.eid.tid
+
+
+def wait_for_trainer(
+    address: str, stop: threading.Event, say: Callable[[str], None] | None = None
+) -> tuple[Book, dict[str, Any]] | None:
+    """Wait until a trainer has created a book and opened rollouts in it.
+
+    Args:
+        address: Address of the book.
+        stop: Ends the wait.
+        say: Called with a line of text if there is something to tell.
+
+    Returns:
+        The book and the settings of the trainer; `None` if there is nothing to do.
+
+    Raises:
+        MissingBookError: There is no book in this folder.
+    """
+    book, state, is_told = None, None, False
+    while state is None:
+        try:
+            book = open_book(address, mode="r+") if book is None else book
+            state = read_rollouts(book)
+        except MissingBookError:
+            if "://" not in address:  # a trainer on this machine creates its folder before it starts workers
+                raise
+        if state is None:
+            if not is_told and say is not None:
+                say(f"waiting for a trainer with rollout workers on {redacted(address)}")
+            is_told = True
+            if stop.wait(_POLL_SECONDS):
+                break
+    if book is not None and state is not None and state.status != FINISHED:
+        return book, state.settings
+    if state is not None and say is not None:
+        say(f"{redacted(address)}: its training has finished")
+    if book is not None:
+        book.close()
+    return None
+
+
+# --- processes on this machine ----------------------------------------------------------------------------------------
+
+
+class LocalWorkers:
+    """Rollout workers as processes of this machine, started again if they end. They end with this process.
+
+    Args:
+        book: Address of the book.
+        count: Number of workers.
+        folder: Folder for their logs.
+        max_failures: Number of consecutive failures of a worker after which the run stops.
+    """
+
+    def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = 5) -> None:
+        self.book, self.folder, self.max_failures = book, folder, max_failures
+        self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
+        self._failures = [0] * count
+        self._started = [0.0] * count
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def start(self) -> None:
+        """Start the workers."""
+        for number in range(len(self.processes)):
+            self._start(number)
+
+    def _start(self, number: int) -> None:
+        words = ["rollout", "--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
+        self._started[number] = time.monotonic()
+        # The trainer and the workers share the processors.
+        threads = str(max(1, (os.cpu_count() or 1) // (len(self.processes) + 1)))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ}
+        command = [sys.executable, "-m", "rollbook", *words]
+        with open(self._log(number), "ab") as log:
+            self.processes[number] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"worker-{number}.log"
+
+    def poll(self) -> None:
+        """Start workers again that have ended.
+
+        Raises:
+            WorkersFailedError: A worker failed too often.
+        """
+        for number, process in enumerate(self.processes):
+            status = None if process is None else process.poll()
+            if status is None:
+                continue
+            if status == 0:  # ended by SIGTERM
+                warn_user(f"worker-{number} was stopped and is started again")
+                self._start(number)
+                continue
+            is_early = time.monotonic() - self._started[number] < _WARN_SECONDS
+            self._failures[number] = self._failures[number] + 1 if is_early else 1
+            lines = self._log(number).read_text(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines and status > 0 else f"status {status}"
+            if self._failures[number] >= self.max_failures:
+                raise WorkersFailedError(
+                    f"worker-{number} failed {self._failures[number]} times in a row; the last error: {reason} "
+                    f"(log: {self._log(number)})"
+                )
+            warn_user(f"worker-{number} ended ({reason}) and is started again")
+            self._start(number)
+
+    def stop(self) -> None:
+        """Ask the workers to end, and wait for them."""
+        running = [process for process in self.processes if process is not None and process.poll() is None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+__all__ = [
+    "LocalWorkers",
+    "RolloutConfig",
+    "RolloutPacer",
+    "RolloutWorker",
+    "WorkerResult",
+    "WorkersFailedError",
+    "wait_for_trainer",
+]
