@@ -39,6 +39,16 @@ _VERL_NEEDS = (
     *("cloudpickle", "codetiming", "omegaconf>=2.4", "pyvers"),
 )
 
+TRANSFER_QUEUE_VERSION = "0.1.11"
+# It also needs Ray, torch, numpy, msgspec and psutil; tensordict as verl asks for it.
+_TRANSFER_QUEUE_NEEDS = (
+    f"TransferQueue=={TRANSFER_QUEUE_VERSION}",
+    "tensordict==0.10.0",
+    *_RAY_NEEDS,
+    *("cloudpickle", "hydra-core", "importlib-metadata", "msgspec", "omegaconf>=2.4", "orjson", "prometheus-client"),
+    *("psutil", "pyvers", "pyzmq"),
+)
+
 TRL_VERSION = "1.16.0"
 # It also needs transformers and datasets, which are here already.
 _TRL_NEEDS = (f"trl=={TRL_VERSION}", "accelerate==1.15.0", "psutil>=5.9.4")
@@ -68,6 +78,12 @@ def trinity_storage(scratch: Path | None = None) -> Any:
 def verl(scratch: Path | None = None) -> Any:
     """The package `verl` of the released wheel, installed on first use (270 MB, most of it Ray); no CUDA is needed."""
     return _import("verl", VERL_VERSION, _VERL_NEEDS, scratch)
+
+
+def transfer_queue(scratch: Path | None = None) -> Any:
+    """The package `transfer_queue` of the released wheel, installed on first use (most of it Ray)."""
+    tag = "transfer-queue"
+    return _import("transfer_queue", TRANSFER_QUEUE_VERSION, _TRANSFER_QUEUE_NEEDS, scratch, tag=tag)
 
 
 def trl(scratch: Path | None = None) -> Any:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import rollbook
+from benchmarks.book_scale import cpu
 from benchmarks.charts import Series, lines
 from rollbook.train.evaluation import compare_evaluations, evaluate_records
 
@@ -82,18 +83,30 @@ WHAT = {
 
 def ran(what: What, arm: str, seed: int, steps: int | None, out: Path) -> dict[str, Any]:
     """Run one to its end; what it took, and what it came to."""
+    took = run_command(what.command(arm, seed, steps, out), out.with_suffix(".log"))
+    return {"arm": arm, "seed": seed, **took, **read(out / "book", what.success)}
+
+
+def run_command(arguments: list[str], log: Path) -> dict[str, float]:
+    """Run Python with these arguments and one thread.
+
+    Returns:
+        Seconds of wall time (`wall`) and of all its processes (`cpu`), and the share of the machine's processors that
+        other processes used meanwhile (`others`).
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    log = out.with_suffix(".log")
-    begun = time.monotonic()
+    begun, before = time.monotonic(), cpu()
     with log.open("wb") as file:
-        command = [sys.executable, *what.command(arm, seed, steps, out)]
+        command = [sys.executable, *arguments]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
-    took = {"wall": time.monotonic() - begun, "cpu": used.ru_utime + used.ru_stime}
-    return {"arm": arm, "seed": seed, **took, **read(out / "book", what.success)}
+    after, seconds = cpu(), used.ru_utime + used.ru_stime
+    total = (after[1] - before[1]) / os.sysconf("SC_CLK_TCK")
+    busy = (after[0] - before[0]) / os.sysconf("SC_CLK_TCK")
+    return {"wall": time.monotonic() - begun, "cpu": seconds, "others": max(busy - seconds, 0.0) / max(total, 1.0)}
 
 
 def read(book: Path, success: float | str) -> dict[str, Any]:
