@@ -37,6 +37,7 @@ FLAGS = (
     "--disable-default-apps",
     "--no-first-run",
     "--no-default-browser-check",
+    "--disable-ipc-flooding-protection",  # Chromium drops navigations beyond 200 in 10 seconds
     "--hide-scrollbars",
     "--force-color-profile=srgb",
     "--remote-debugging-pipe",
