@@ -119,7 +119,7 @@ def report(runs: list[dict[str, Any]], steps: int) -> tuple[bool, str]:
         f"{' '.join(WORKERS)}`. Held-out success is the share of right answers to {runs[0]['prompts']} prompts with a "
         "95 % interval; the interval of the mean is over seeds (Student's t). Change: difference from the single "
         "process, paired by seed, with its 95 % interval. Seconds per step are the median; wall is the whole command: "
-        f"imports, warm-up, training and evaluations. Other work {load}, so that times of arms compare badly.",
+        f"imports, warm-up, training and evaluations. Other work {load}.",
         "",
         f"**{describe_verdict(by_arm, overlap)}**",
         "",

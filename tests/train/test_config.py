@@ -39,7 +39,7 @@ from rollbook.train.config.values import (
 from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.replay_config import ReplayConfig
-from rollbook.train.sft_warmup import WarmupConfig
+from rollbook.train.supervised import WarmupConfig
 
 TOP = get_section(Config)
 SECTIONS = {name: inner for name, key in TOP.keys.items() if (inner := find_section(key.kind)) is not None}

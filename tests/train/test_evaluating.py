@@ -24,8 +24,7 @@ from rollbook.rollout import (
     ScriptedEngine,
     TransformersEngine,
 )
-from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
-from rollbook.train.statistics import avg_at_k_interval
+from rollbook.train.evaluation import Evaluation, avg_at_k_interval, compare_evaluations, evaluate, evaluate_records
 from tests.tiny import bytes_, llama
 
 ASKED = ["1+1=", "2+2=", "3+3="]

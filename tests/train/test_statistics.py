@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.train.statistics import (
+from rollbook.train.evaluation import (
     Interval,
     _student_probability,
     avg_at_k,

@@ -392,7 +392,6 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import rollbook.cli.rollout
     import rollbook.cli.train  # noqa: F401
     from rollbook.cli import main
     from rollbook.train.run import run

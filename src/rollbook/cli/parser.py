@@ -233,7 +233,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--show-config", action="store_true", help="print the full configuration and exit")
     train.add_argument("--recipes", action="store_true", help="list the built-in recipes")
 
-    rollout = command("rollout", "rollout:rollout", path=None)
+    rollout = command("rollout", "train:rollout", path=None)
     rollout.add_argument("--book", metavar="URL", required=True, help="the trainer's book")
     rollout.add_argument("--engine", metavar="KIND", help="transformers, vllm, or the URL of a vLLM server")
     rollout.add_argument("--prompts", metavar="PATH", help="this machine's copy of the prompts")

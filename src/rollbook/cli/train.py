@@ -1,4 +1,4 @@
-"""`rollbook train`, `rollbook eval` and `rollbook replay`.
+"""`rollbook train`, `rollbook rollout`, `rollbook eval` and `rollbook replay`.
 
 Invariant: a configuration error is one line that names the key, reported before a model is loaded. With
 `--json`, standard output has only JSON.
@@ -7,16 +7,22 @@ Invariant: a configuration error is one line that names the key, reported before
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollbook.cli.run import resolve_book
 from rollbook.core.terminal import FOUND, OK, UNREADABLE, columns, cut, figure, print_json, printable, styled, table
 
 if TYPE_CHECKING:
+    from rollbook.train.config import Config
     from rollbook.train.step_replay import CounterfactualResult
 
 
@@ -53,9 +59,10 @@ def train(options: argparse.Namespace) -> int:
     from rollbook.rewards.types import RewardError
     from rollbook.rollout.weight_sync import StaleWeightsError
     from rollbook.train.checkpoint import RankError
+    from rollbook.train.evaluation import AllSamplesFailedError
     from rollbook.train.learner import NonFiniteLossError
     from rollbook.train.run import run
-    from rollbook.train.trainer import AllSamplesFailedError, OutOfDataError
+    from rollbook.train.trainer import OutOfDataError
     from rollbook.train.worker import WorkersFailedError
 
     is_main = os.environ.get("RANK", "0") == "0"
@@ -240,3 +247,70 @@ def _print_changed(changed: CounterfactualResult) -> None:
 
 def _format_difference(old: float | None, new: float | None) -> str:
     return "-" if old is None or new is None else figure(new - old, 6)
+
+
+_POLL_SECONDS = 1.0
+
+
+def rollout(options: argparse.Namespace) -> int:
+    """Generate rollouts for the trainer of a book until it has finished."""
+    from rollbook.models.loading import transformers_module
+    from rollbook.train.builders import build_worker
+    from rollbook.train.config.values import expand_variables
+    from rollbook.train.user_code import check_trusted
+    from rollbook.train.worker import wait_for_trainer
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if options.parent is not None:
+        threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
+    opened = wait_for_trainer(resolve_book(expand_variables(options.book, "--book")), stop, _say)
+    if opened is None:
+        return OK
+    book, settings = opened
+    with book:
+        config = _configure(settings, options)
+        if not options.trust:
+            check_trusted(Path(book.url), dataclasses.replace(config, book=None), remote=True)
+        if os.path.isdir(settings["folder"]):
+            os.chdir(settings["folder"])  # paths of the configuration are relative to it
+        transformers_module().utils.logging.disable_progress_bar()
+        worker = build_worker(config, book, settings, options.name)
+        signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+        if stop.is_set():
+            return OK
+        _say(f"{worker.name}: generating rollouts for {book.url}")
+        with worker.engine:
+            result = worker.run()
+    if options.json:
+        print_json(vars(result))
+    else:
+        lost = f", {result.discarded} discarded" if result.discarded else ""
+        _say(f"{worker.name}: {result.groups} groups, {result.records} samples{lost}, {result.updates} weight updates")
+    return OK
+
+
+def _end_with(parent: int) -> None:
+    """End this process as SIGTERM does when its parent has ended: the next trainer starts workers of its own."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _configure(settings: dict[str, Any], options: argparse.Namespace) -> Config:
+    """Return the trainer's configuration with the changes of the command line."""
+    from rollbook.train.config import load_config
+
+    changes = list(options.changes)
+    if options.engine is not None:
+        if "://" in options.engine:
+            changes += ["engine.kind=vllm", f"engine.url=[{options.engine}]"]
+        else:
+            changes.append(f"engine.kind={options.engine}")
+    if options.prompts is not None:
+        changes.append(f"data.path={os.path.abspath(options.prompts)}")
+    return load_config(settings["config"], changes)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from rollbook.core import lazily
 
 if TYPE_CHECKING:
     from rollbook.models.actor import Actor as Actor
-    from rollbook.models.critic import Critic as Critic
+    from rollbook.models.actor import Critic as Critic
     from rollbook.models.head import scoring as scoring
     from rollbook.models.lora import Reference as Reference
     from rollbook.models.protocols import Policy as Policy
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Actor": "rollbook.models.actor",
-    "Critic": "rollbook.models.critic",
+    "Critic": "rollbook.models.actor",
     "Policy": "rollbook.models.protocols",
     "Reference": "rollbook.models.lora",
     "ValueModel": "rollbook.models.protocols",

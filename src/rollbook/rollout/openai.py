@@ -22,7 +22,6 @@ from rollbook.core.sampling import KINDS, FinishReason, LogprobsKind, Prompt, Ru
 from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.chat import chat_messages, has_media_parts
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, derive_seed
-from rollbook.rollout.llama_cpp import LlamaCpp
 from rollbook.rollout.server import (
     RETRY_STATUSES,
     VLLM,
@@ -30,17 +29,18 @@ from rollbook.rollout.server import (
     BadReplyError,
     Connection,
     Dialect,
+    LlamaCpp,
     LoopThread,
     PartialSample,
     RetryableError,
     ServerError,
     ServerRequest,
+    SGLang,
     TransformersServe,
     parse_json,
     read_events,
     resolve_logprobs_kind,
 )
-from rollbook.rollout.sglang import SGLang
 
 T = TypeVar("T")
 DIALECTS: dict[str, Dialect] = {

@@ -1,4 +1,4 @@
-"""Connections to inference servers, and the OpenAI-compatible API that they share.
+"""Connections to inference servers, the OpenAI-compatible API that they share, and their native APIs.
 
 Invariant: at most `concurrency` requests are in flight; every failure is a `ServerError` whose message contains no
 secret and no media payload. A dialect sends every option that shapes the distribution, so that no default of the
@@ -808,3 +808,185 @@ def resolve_logprobs_kind(
         frozenset({"raw", "processed"}): even and not masked,
     }
     return requested if requested == true or alike.get(frozenset({requested or "", true})) else true
+
+
+class SGLang(Dialect):
+    """SGLang's `/generate`, which takes ids and returns (log-prob, id) pairs. Its OpenAI endpoints return no ids.
+
+    Log-probs are after temperature and before truncation; for a server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 set
+    `logprobs_kind="raw"`. Seeds require `--enable-deterministic-inference`.
+    """
+
+    name = "sglang"
+    gives_ids = True
+    chats = "local"
+    tokenizes = True
+    media = False
+    logprobs_kind: ClassVar[LogprobsKind | None] = "tempered"
+    supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    largest_seed = 2**31 - 1
+    cannot = (
+        "the prompt ids of a chat: give a tokenizer, which renders it here",
+        "the prompt ids of a prompt with images",
+        "tool calls as messages: they are in the text",
+        "sample the same again by a seed, unless the server runs with --enable-deterministic-inference",
+        "log-probs after truncation, or before temperature",
+    )
+    ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
+    logprobs_from = "SGLang gives them by /generate (return_logprob)"
+
+    def shares_request(self, sampling: Sampling) -> bool:
+        return False
+
+    def path(self, request: ServerRequest) -> str:
+        return "/generate"
+
+    def body(self, request: ServerRequest) -> dict[str, Any]:
+        options = request.sampling
+        sampling: dict[str, Any] = {
+            "max_new_tokens": request.max_tokens,
+            "min_new_tokens": request.min_tokens,
+            "temperature": request.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k,
+            "min_p": options.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(options.stop),
+            "stop_token_ids": list(options.stop_token_ids),
+            "ignore_eos": options.ignore_eos,
+            "no_stop_trim": options.include_stop,
+        }
+        if request.seed is not None:
+            sampling["sampling_seed"] = request.seed
+        if options.suppress:
+            sampling["logit_bias"] = {str(token): -100 for token in options.suppress}
+        return {
+            "input_ids": list(request.ids or ()),
+            "sampling_params": sampling,
+            "return_logprob": options.logprobs is not None,
+            "stream": request.stream,
+        }
+
+    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
+        self.read_event(reply, pieces)
+        if pieces[0].finish is None:
+            raise BadReplyError("finish_reason: missing")
+
+    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
+        (piece,) = pieces
+        meta = event.get("meta_info") if isinstance(event, dict) else None
+        if not isinstance(event, dict) or not isinstance(meta, dict):
+            raise BadReplyError(f"the reply has no meta_info: {str(event)[:200]}")
+        pairs, ids, text = meta.get("output_token_logprobs"), event.get("output_ids"), event.get("text") or ""
+        if pairs is not None:
+            if any(not isinstance(pair, list) or len(pair) < 2 for pair in pairs):
+                raise BadReplyError(f"output_token_logprobs: got {str(pairs)[:80]}, expected [log-prob, id, text] each")
+            ids = [pair[1] for pair in pairs]
+        done = meta.get("completion_tokens")
+        if len(ids or ()) == done:  # all tokens so far; otherwise only new ones
+            piece.ids, piece.logprobs, piece.text = None, None, ""
+        piece.more(ids, None if pairs is None else [pair[0] for pair in pairs], text)
+        version = parse_version(meta.get("weight_version"))
+        if version is not None and piece.ids:
+            start = piece.spans[-1][2] if piece.spans else 0
+            piece.spans.append((version, start, max(start, len(piece.ids))))
+        finish = meta.get("finish_reason")
+        if isinstance(finish, dict):
+            piece.finish = finish.get("type")
+            piece.stop = finish.get("matched")
+            if piece.finish == "abort" and finish.get("status_code"):
+                raise BadReplyError(f"the server aborted the request: {str(finish.get('message'))[:300]}")
+
+
+class LlamaCpp(Dialect):
+    """llama.cpp's `/completion`, which takes ids and returns ids and raw log-probs.
+
+    Chats are rendered by `/apply-template` and sent as ids. Chats with tools are sent to the chat endpoint, whose
+    log-probs have ids.
+    """
+
+    name = "llama.cpp"
+    gives_ids = True
+    chats = "template"
+    tokenizes = True
+    media = False
+    trims_stop = True
+    logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
+    supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
+    largest_seed = 2**32 - 2  # the next value means a random seed
+    cannot = (
+        "stop at token ids, and a least number of tokens (stop_token_ids, min_tokens)",
+        "the prompt ids of a prompt with images",
+        "log-probs of another kind than raw",
+    )
+    ids_from = "llama.cpp gives them from the end of 2024 on (return_tokens)"
+    logprobs_from = "llama.cpp gives them from the end of 2024 on (n_probs)"
+
+    def shares_request(self, sampling: Sampling) -> bool:
+        return False
+
+    def path(self, request: ServerRequest) -> str:
+        return "/completion" if request.messages is None else "/v1/chat/completions"
+
+    def body(self, request: ServerRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "temperature": request.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(sampling.top_k, 0),
+            "min_p": sampling.min_p,
+            "typical_p": 1.0,
+            "repeat_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "dry_multiplier": 0.0,
+            "xtc_probability": 0.0,
+            "ignore_eos": sampling.ignore_eos,
+            "stop": list(sampling.stop),
+            "stream": request.stream,
+        }
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if sampling.suppress:
+            body["logit_bias"] = [[token, False] for token in sampling.suppress]
+        if request.messages is not None:
+            chat = {
+                "messages": list(request.messages),
+                "max_tokens": request.max_tokens,
+                "logprobs": True,
+                "top_logprobs": 1,
+            }
+            return body | chat | ({} if request.tools is None else {"tools": list(request.tools)})
+        body |= {"prompt": list(request.ids or ()), "n_predict": request.max_tokens, "return_tokens": True}
+        # Complete replies lack the log-probs of the stop text's tokens, streamed ones have them.
+        body["stream"] = request.stream or bool(sampling.stop)
+        return body | ({} if sampling.logprobs is None else {"n_probs": 1})
+
+    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+        if chat:
+            text = (await json("/apply-template", chat)).get("prompt")
+        return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
+
+    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
+        if isinstance(reply, dict) and "choices" in reply:
+            super().read_reply(reply, pieces)
+            return
+        self.read_event(reply, pieces)
+        if pieces[0].finish is None:
+            raise BadReplyError("stop_type: missing")
+
+    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
+        (piece,) = pieces
+        if isinstance(event, dict) and "choices" in event:
+            super().read_event(event, pieces)
+            return
+        if not isinstance(event, dict) or "content" not in event:
+            raise BadReplyError(f"the reply has no content: {str(event)[:200]}")
+        entries = event.get("completion_probabilities")
+        piece.more(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
+        if event.get("stop"):
+            reason = event.get("stop_type")
+            piece.finish = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reason))
+            piece.stop = event.get("stopping_word") or None

@@ -10,7 +10,7 @@
 | `prompts`, `supervised` | prompts from files, with a cursor; records of given answers |
 | `evaluation`, `statistics` | avg@k, pass@k, maj@k with intervals |
 | `tracker` | metrics to the book, JSONL, TensorBoard, W&B and a terminal |
-| `config`, `builders`, `user_code`, `sft_warmup`, `run`, `recipes` | `rollbook train` |
+| `config`, `builders`, `user_code`, `run`, `recipes` | `rollbook train` |
 | `step_replay` | `rollbook replay` |
 
 Names load when they are first used.
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from rollbook.train.algorithm import PRESETS as PRESETS
     from rollbook.train.algorithm import AlgorithmConfig as AlgorithmConfig
     from rollbook.train.checkpoint import CheckpointConfig as CheckpointConfig
+    from rollbook.train.evaluation import AllSamplesFailedError as AllSamplesFailedError
     from rollbook.train.evaluation import Evaluation as Evaluation
+    from rollbook.train.evaluation import Interval as Interval
     from rollbook.train.evaluation import compare_evaluations as compare_evaluations
     from rollbook.train.evaluation import evaluate as evaluate
     from rollbook.train.evaluation import evaluate_records as evaluate_records
@@ -42,13 +44,11 @@ if TYPE_CHECKING:
     from rollbook.train.pipeline import Models as Models
     from rollbook.train.prompts import Prompts as Prompts
     from rollbook.train.replay_config import ReplayConfig as ReplayConfig
-    from rollbook.train.sft_warmup import WarmupConfig as WarmupConfig
-    from rollbook.train.sft_warmup import warm_up as warm_up
-    from rollbook.train.statistics import Interval as Interval
     from rollbook.train.step_replay import ReplayResult as ReplayResult
     from rollbook.train.step_replay import replay as replay
+    from rollbook.train.supervised import WarmupConfig as WarmupConfig
     from rollbook.train.supervised import records_from_answers as records_from_answers
-    from rollbook.train.trainer import AllSamplesFailedError as AllSamplesFailedError
+    from rollbook.train.supervised import warm_up as warm_up
     from rollbook.train.trainer import OutOfDataError as OutOfDataError
     from rollbook.train.trainer import StepReport as StepReport
     from rollbook.train.trainer import Trainer as Trainer
@@ -60,9 +60,9 @@ _HOMES = {
     "MinibatchConfig": "rollbook.train.learner",
     "Evaluation": "rollbook.train.evaluation",
     "OutOfDataError": "rollbook.train.trainer",
-    "AllSamplesFailedError": "rollbook.train.trainer",
+    "AllSamplesFailedError": "rollbook.train.evaluation",
     "ReplayConfig": "rollbook.train.replay_config",
-    "Interval": "rollbook.train.statistics",
+    "Interval": "rollbook.train.evaluation",
     "Learner": "rollbook.train.learner",
     "Models": "rollbook.train.pipeline",
     "NonFiniteLossError": "rollbook.train.learner",
@@ -73,14 +73,14 @@ _HOMES = {
     "StepReport": "rollbook.train.trainer",
     "Trainer": "rollbook.train.trainer",
     "UpdateResult": "rollbook.train.learner",
-    "WarmupConfig": "rollbook.train.sft_warmup",
+    "WarmupConfig": "rollbook.train.supervised",
     "compare_evaluations": "rollbook.train.evaluation",
     "evaluate": "rollbook.train.evaluation",
     "evaluate_records": "rollbook.train.evaluation",
     "records_from_answers": "rollbook.train.supervised",
     "replay": "rollbook.train.step_replay",
     "resolve": "rollbook.train.user_code",
-    "warm_up": "rollbook.train.sft_warmup",
+    "warm_up": "rollbook.train.supervised",
 }
 
 __all__ = sorted(_HOMES)

@@ -35,7 +35,7 @@ from rollbook.train.config.schema import Config, TrackingSection, compare_config
 from rollbook.train.config.values import ConfigError, expand_variables
 from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
 from rollbook.train.prompts import Prompts
-from rollbook.train.sft_warmup import WarmupResult, warm_up
+from rollbook.train.supervised import WarmupResult, warm_up
 from rollbook.train.tracker import METRICS_FILE, Display, WandbTracker, build_trackers, format_duration, shell_command
 from rollbook.train.trainer import StepReport, Trainer
 from rollbook.train.user_code import find_foreign_code, resolve

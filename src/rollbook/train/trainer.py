@@ -47,6 +47,7 @@ from rollbook.rollout.weight_sync import check_sync
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.checkpoint import CheckpointConfig
+from rollbook.train.evaluation import AllSamplesFailedError
 from rollbook.train.learner import Learner, MinibatchConfig, UpdateResult
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
@@ -137,10 +138,6 @@ def mean_divergence(records: Experiences, estimator: str) -> float:
 
 class OutOfDataError(RollbookError, RuntimeError):
     """Raised when there are no prompts and the book has no records to lease."""
-
-
-class AllSamplesFailedError(RollbookError, RuntimeError):
-    """Raised when every sample of a step failed or could not be scored."""
 
 
 @dataclass(frozen=True)

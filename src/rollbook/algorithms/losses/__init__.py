@@ -22,11 +22,11 @@ log_ratio_clamp, sequence_delta, policy_gradient, mode, norm, denominators, weig
 """
 
 from rollbook.algorithms.kl import kl_loss
-from rollbook.algorithms.losses.critic import entropy_loss, value_loss
 from rollbook.algorithms.losses.mixed import chord_mu, mix, mix_chord, mix_denominators
 from rollbook.algorithms.losses.policy import (
     cispo,
     cpg,
+    entropy_loss,
     gmpo,
     gspo,
     importance_sampling,
@@ -36,6 +36,7 @@ from rollbook.algorithms.losses.policy import (
     sapo,
     sppo,
     topr,
+    value_loss,
 )
 from rollbook.algorithms.losses.supervised import dpo, dpo_sums, interleaved, sft, sft_is, sft_phi
 from rollbook.algorithms.registry import LOSSES

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollbook.train.learner import MinibatchConfig
     from rollbook.train.optimizer import OptimizerConfig
     from rollbook.train.replay_config import ReplayConfig
-    from rollbook.train.sft_warmup import WarmupConfig
+    from rollbook.train.supervised import WarmupConfig
 
 
 FUNCTION: dict[str, Any] = {
@@ -226,9 +226,9 @@ class WarmupSection:
         check_fields(self)
 
     def warmup_config(self) -> WarmupConfig:
-        """Return the settings for `rollbook.train.sft_warmup.warm_up`."""
+        """Return the settings for `rollbook.train.supervised.warm_up`."""
         from rollbook.train.optimizer import OptimizerConfig
-        from rollbook.train.sft_warmup import WarmupConfig
+        from rollbook.train.supervised import WarmupConfig
 
         return WarmupConfig(
             steps=self.steps,

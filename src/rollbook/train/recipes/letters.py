@@ -146,7 +146,7 @@ def trained_model(
     from rollbook.models import Actor
     from rollbook.train.optimizer import OptimizerConfig
     from rollbook.train.prompts import Prompts
-    from rollbook.train.sft_warmup import WarmupConfig, warm_up
+    from rollbook.train.supervised import WarmupConfig, warm_up
 
     network, words = model(seed, hidden)
     schedule: dict[str, Any] = {} if until is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
