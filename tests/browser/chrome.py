@@ -199,7 +199,7 @@ class Page:
         """Errors that scripts threw, and what the browser and scripts logged as errors."""
         self.dialogs = 0
         self._loads = 0
-        self._methods: list[str] = []
+        self._pending: set[str] = set()
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One DevTools message to this tab."""
@@ -209,6 +209,12 @@ class Page:
         """What the browser tells of its own accord."""
         if method == "Network.requestWillBeSent":
             self.requests.append(said["request"]["url"])
+            if said.get("type") != "EventSource":
+                self._pending.add(said["requestId"])
+        elif method in ("Network.loadingFinished", "Network.loadingFailed"):
+            self._pending.discard(said["requestId"])
+        elif method == "Page.frameNavigated":
+            self._pending.clear()
         elif method == "Runtime.exceptionThrown":
             details = said["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description") or details.get("text", ""))
@@ -255,6 +261,10 @@ class Page:
             if time.monotonic() > end:
                 raise BrowserError(f"never true: {script}\nthe page: {self.text()[:2000]}\nproblems: {self.problems}")
             time.sleep(0.02)
+
+    def wait_until_idle(self) -> None:
+        """Wait until every request but event streams has ended; what the browser logs of them is in `problems` then."""
+        self.chrome.wait_for(lambda: not self._pending, f"the end of requests of {self.hash()}")
 
     def text(self, selector: str = "body") -> str:
         """What a reader sees of an element."""

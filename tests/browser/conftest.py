@@ -66,6 +66,7 @@ def page(tab: Page, server: Server) -> Iterator[Page]:
     """A tab that shows the overview as if for the first time; at the end nothing may have gone wrong in it."""
     tab.viewport(1440, 900)
     tab.media(dark=False)
+    tab.wait_until_idle()
     tab.requests.clear()
     tab.problems.clear()
     tab.eval(

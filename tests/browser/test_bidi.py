@@ -99,7 +99,7 @@ def test_pages_write_them_out(page: Page, address: str, ready: str, expected: li
     if "view=json" in address:
         page.eval("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     check(page, *expected)
-    page.wait("document.readyState === 'complete'")  # after which the browser has told of answers that were errors
+    page.wait_until_idle()
     page.problems[:] = [each for each in page.problems if "status of 40" not in each]
 
 

@@ -144,5 +144,6 @@ def test_a_prompt_that_is_not_here_says_so(page: Page) -> None:
     page.eval("location.hash = '#/prompt/0123456789abcdef'")
     page.wait("document.querySelector('.failure h1')?.innerText === 'Not found'")
     assert "0123456789abcdef" in page.text(".failure")
+    page.wait_until_idle()
     assert all("/api/prompt" in each for each in page.problems)
     page.problems.clear()

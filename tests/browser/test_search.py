@@ -123,6 +123,7 @@ def test_a_pattern_that_would_run_for_ever_is_stopped_with_words(
     assert page.count(".hit") == 0
     search(page, q="[a-", mode="regex")
     assert "expected a regular expression" in page.text("[role=alert]")
+    page.wait_until_idle()
     assert page.problems and all("/api/search" in each for each in page.problems)  # the two answers 504 and 400
     page.problems.clear()
 

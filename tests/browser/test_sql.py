@@ -93,6 +93,7 @@ def test_an_error_is_shown_and_what_writes_is_refused(page: Page) -> None:
     for query in ("delete from experiences", "copy (select 1) to 'x.csv'", "attach 'x.db'", "select 1; select 2"):
         run(page, query)
         assert page.text(".sql-error"), query
+    page.wait_until_idle()
     assert page.problems and all("/api/sql" in each for each in page.problems)
     page.problems.clear()
 
@@ -146,5 +147,6 @@ def test_a_query_that_takes_too_long_is_stopped(page: Page, server: Server, monk
     monkeypatch.setattr(server.api, "seconds", 0.5)
     run(page, "select count(*) from range(100000000) a, range(100000000) b where a.range + b.range = 7")
     assert "0.5 seconds" in page.text(".sql-error") or "time" in page.text(".sql-error")
+    page.wait_until_idle()
     assert STEPS and all("/api/sql" in each for each in page.problems)
     page.problems.clear()
