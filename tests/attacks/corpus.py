@@ -678,7 +678,7 @@ def odd_values() -> dict[str, Any]:
         "0-d nan": np.array(float("nan")),
         "words": np.array(["a", "b"]),
         "times": np.array([1, 2], "M8[s]"),
-        "long doubles": np.ones(2, np.longdouble),
+        "long doubles": np.zeros(2, np.longdouble),  # ones would have six undefined bytes each
         "no array": np.zeros((0, 3)),
         "np int": np.int64(5),
         "np float": np.float64("nan"),

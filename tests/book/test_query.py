@@ -428,6 +428,8 @@ def test_threads_do_not_see_each_other() -> None:
     assert wrong == []
 
 
+PYTHON = [sys.executable, "-W", "ignore:This process:DeprecationWarning"]
+"""Python 3.12 warns of a fork beside other threads, which is what these tests do."""
 FORK = """
 import os, sys
 from rollbook.book.query import run_query
@@ -441,7 +443,7 @@ print(os.WIFEXITED(status) and os.WEXITSTATUS(status), run_query("select 3", {},
 
 
 def test_a_forked_child_can_ask_and_leave() -> None:
-    ended = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([*PYTHON, "-c", FORK], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("7 [(3,)]\n", "")
 
 
@@ -466,7 +468,7 @@ for _ in range(8):
 
 def test_a_process_that_asked_for_a_few_of_many_rows_exits_cleanly() -> None:
     # 60,000 rows in pieces, of which Arrow's threads read ahead; processes that have it all imported take a moment each
-    ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([*PYTHON, "-c", EXIT], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

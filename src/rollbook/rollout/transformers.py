@@ -189,7 +189,12 @@ class PromptPreparer:
             media["images"] = [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)]
         if videos:
             media["videos"] = videos
-        return self.processor(text=[text], return_tensors="pt", add_special_tokens=special, **media)
+        try:
+            return self.processor(text=[text], return_tensors="pt", add_special_tokens=special, **media)
+        except ValueError as error:
+            raise ValueError(
+                f"prompt: got {len(images)} images and {len(videos)} videos, processor: {error}"
+            ) from error
 
     def _media(
         self, features: Mapping[str, Any], ids: Sequence[int], images: int = 0, videos: int = 0
