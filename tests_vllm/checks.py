@@ -13,7 +13,7 @@ import torch
 
 import rollbook
 from rollbook.models import Actor
-from rollbook.rollout import Cancel, Prompt, StaleWeightsError, VllmEngine, check_sync
+from rollbook.rollout import Cancel, Prompt, Sample, StaleWeightsError, VllmEngine, check_sync
 from rollbook.train.config import load_config
 from rollbook.train.run import run
 from tests import tiny
@@ -102,8 +102,8 @@ def check_update(engine: VllmEngine, actor: Actor) -> None:
         check_sync(engine, actor, version)
     before = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
 
-    def update() -> None:
-        time.sleep(1.5)  # until there are some tokens
+    def update(delay: float) -> None:
+        time.sleep(delay)
         perturb(actor.model, seed=2)
         engine.update_weights(actor, version + 2)
 
@@ -112,21 +112,28 @@ def check_update(engine: VllmEngine, actor: Actor) -> None:
         time.sleep(0.3)
         cancel.request()
 
-    for cancel in (None, Cancel()):  # complete replies, and streams that are canceled after the update
-        start = engine.version
+    def update_during_generation(is_canceled: bool, delay: float) -> list[Sample]:
         actor.model.load_state_dict(before)
-        if start != version + 1:
+        if engine.version != version + 1:
             engine.update_weights(actor, version + 1)
-        updater = threading.Thread(target=update)
+        cancel = Cancel() if is_canceled else None
+        updater = threading.Thread(target=update, args=(delay,))
         updater.start()
         if cancel is not None:
             threading.Thread(target=cancel_after, args=(updater, cancel)).start()
         samples = engine.generate([[40, 41], [50]], n=2, max_tokens=LONG, ignore_eos=True, seed=5, cancel=cancel)
         updater.join()
+        return samples
+
+    for is_canceled in (False, True):  # complete replies, and streams that are canceled after the update
+        for delay in (1.5, 3.0, 6.0, 12.0):  # on a busy machine it takes seconds until there are tokens
+            samples = update_during_generation(is_canceled, delay)
+            assert not any(sample.failed for sample in samples), [sample.error for sample in samples]
+            if all(sample.versions[:1] == [version + 1] for sample in samples):
+                break
         after = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
         for sample in samples:
-            assert not sample.failed, sample.error
-            assert sample.unfinished is (cancel is not None)
+            assert sample.unfinished is is_canceled
             cut = sample.versions.index(version + 2)
             assert 0 < cut < len(sample.response_ids)
             assert sample.versions == [version + 1] * cut + [version + 2] * (len(sample.response_ids) - cut)
