@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,3 +174,23 @@ def check_letters(out: Path, *engine: str) -> None:
     # The recorded log-probs are those of the weights before the step, recomputed by the trainer.
     for record in records:
         assert largest(record.logprobs.tolist(), record.old_logprobs.tolist()) < 1e-4
+
+
+def check_worker(out: Path, *engine: str) -> None:
+    """A rollout worker samples from vLLM with the weights that the trainer publishes, within the bound on staleness."""
+    changes = ["steps=4", "batch.prompts_per_step=8", "warmup.steps=20", "data.held_out=20", f"out={out}"]
+    changes += ["rollout.workers=1", "replay.max_staleness=2", "checkpoint.interval=1", "checkpoint.keep_last=9"]
+    run(load_config("letters", [*changes, "rollout.mode=async", "engine.kind=vllm", *engine]), stream=io.StringIO())
+    with rollbook.open(out / "book", mode="r") as book:
+        records = [record for record in book.where() if not str(record.eid.batch).startswith("eval")]
+        assert all(numbers.get("staleness", 0) <= 2 for _, numbers in book.metrics())
+    assert len({version for record in records for version in record.policy_versions.tolist()}) > 1
+    # Each token's log-prob is that of the weights of its version, which are in the checkpoint of that step.
+    for version in range(5):
+        model = Actor(str(out / f"checkpoints/step-{version:06}/model")).model
+        for record in records:
+            start, tokens = record.prompt_length, record.tokens.tolist()
+            sample = SimpleNamespace(prompt_ids=tokens[:start], response_ids=tokens[start:])
+            expected = torch.tensor(model_logprobs(model, sample))
+            chosen = record.policy_versions == version
+            assert largest(record.logprobs[chosen].tolist(), expected[chosen].tolist()) < 1e-4

@@ -57,3 +57,8 @@ def test_adapters(model):
 
 def test_letters(tmp_path):
     checks.check_letters(tmp_path / "run", "engine.options={engine_args: {enforce_eager: true, max_num_seqs: 64}}")
+
+
+def test_letters_with_a_worker(tmp_path):
+    arguments = "{enforce_eager: true, max_num_seqs: 64, gpu_memory_utilization: 0.3}"  # beside the trainer's memory
+    checks.check_worker(tmp_path / "run", f"engine.options={{engine_args: {arguments}}}")

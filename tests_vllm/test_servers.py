@@ -88,3 +88,4 @@ def test_letters(tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     with vllm(tmp_path / "model", tmp_path / "log", "--enable-scale-out", "--max-model-len", "64") as url:
         checks.check_letters(tmp_path / "run", f"engine.url={url}")
+        checks.check_worker(tmp_path / "workers", f"engine.url={url}")
