@@ -642,7 +642,7 @@ def test_toml_and_arguments_need_no_pyyaml(tmp_path: Path, monkeypatch: pytest.M
     toml = write(tmp_path, "a.toml", "seed = 3")
     assert load_config(toml, ['sampling.stop=["a"]', "optimizer.lr=1e-5", "name=x"]).sampling.stop == ("a",)
     assert "name: x" in dump_config(load_config(toml, ["name=x"]))
-    with pytest.raises(ImportError, match="pip install 'rollbook\\[train\\]'"):
+    with pytest.raises(ImportError, match="install the extra 'train' of Rollbook"):
         load_config(write(tmp_path, "a.yaml", "seed: 3"))
     assert parse_argument("[1, 2]") == [1, 2]
 

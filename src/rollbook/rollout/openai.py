@@ -782,7 +782,7 @@ class OpenAIEngine(JobEngine):
         try:
             import httpx  # noqa: F401  raise now, not in the middle of a run
         except ImportError:
-            raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
+            raise ImportError("OpenAIEngine needs httpx: install the extra 'remote' of Rollbook") from None
         check_choice("dialect", dialect, ("auto", *DIALECTS))
         self._connection = Connection(
             url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency
