@@ -262,7 +262,7 @@ BAD = {
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
     "model.options.x.y: got nan, expected text, a number":
         {"model": {"builder": "b:c", "options": {"x": {"y": float("nan")}}}},
-    "data.held_out: got 1.5, expected a number from 0 on (a share below 1, a whole number from there)":
+    "data.held_out: got 1.5, expected a number from 0 on (below 1: a share; 1 or more: a count)":
         {"data": {"held_out": 1.5}},
     "data.columns.promt: unknown key; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
     "data.overflow: got 'left', which requires max_prompt_tokens": {"data": {"overflow": "left"}},
