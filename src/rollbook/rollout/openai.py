@@ -526,7 +526,7 @@ class JobEngine(BaseEngine, ABC):
                 engine_version="unknown",
                 model=self.model or "unknown",
                 tokenizer=self._fingerprints[0],
-                cannot=("answer: the server was not reached",),
+                limitations=("answer: the server was not reached",),
             )
         return RunInfo(
             engine=server.dialect.name,
@@ -534,7 +534,7 @@ class JobEngine(BaseEngine, ABC):
             model=server.model,
             tokenizer=self._fingerprints[0],
             chat_template=self._fingerprints[1],
-            cannot=server.dialect.cannot,
+            limitations=server.dialect.limitations,
         )
 
     def close(self) -> None:
