@@ -69,7 +69,7 @@ class Load:
         workers: Number of rollout workers.
         group_seconds: Seconds in which a worker generates a group.
         step_seconds: Seconds of a training step, which has all groups of that time.
-        beat_seconds: Seconds between two signs of life of a worker (renew claims, report).
+        beat_seconds: Seconds between two heartbeats of a worker (renew claims, report).
         poll_seconds: Seconds between two looks for new weights, in mode `async`.
         workers_per_node: Workers that share the object store of a node.
     """
@@ -90,7 +90,7 @@ class Load:
         return {
             "claim and finish": self.groups,
             "append": self.groups,
-            "sign of life": self.workers / self.beat_seconds,
+            "heartbeat": self.workers / self.beat_seconds,
             "weights version": self.workers / self.poll_seconds,
             "lease and ack": self.groups / LEASED_GROUPS,
         }
@@ -135,10 +135,10 @@ class Client:
             self.turn += 1
             groups = [build(f"{self.name}.{self.turn}.{i}") for i in range(int(400 * seconds))]
             function = iter_append(book, groups)
-        elif operation == "sign of life":
+        elif operation == "heartbeat":
             if kind not in self.claims:
                 self.claims[kind] = claim_rollouts(book, self.name, 1, seconds=3600.0)
-            function = partial(self.show_life, book, self.claims[kind])
+            function = partial(self.send_heartbeat, book, self.claims[kind])
         elif operation == "publish":
             function = partial(self.publish, book, {"weights": os.urandom(1 << 20) * (WEIGHTS_BYTES >> 20)})
         start = time.perf_counter()
@@ -164,7 +164,7 @@ class Client:
         renew_rollouts(book, claims, 60.0)
         return finish_rollouts(book, claims) == 1
 
-    def show_life(self, book: Book, claims: Sequence[Any] = ()) -> bool:
+    def send_heartbeat(self, book: Book, claims: Sequence[Any] = ()) -> bool:
         report_worker(book, self.name, role="rollout", host="node", pid=1, state="generating", version=1)
         return len(renew_rollouts(book, claims, 3600.0)) == len(claims)
 
@@ -194,7 +194,7 @@ class Client:
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "claim and finish": Client.claim_and_finish,
     "append": Book.append,
-    "sign of life": Client.show_life,
+    "heartbeat": Client.send_heartbeat,
     "weights version": Client.read_version,
     "lease and ack": Client.lease_and_ack,
     "publish": Client.publish,
@@ -365,7 +365,7 @@ def report(cells: Sequence[Cell], per_client: float, options: argparse.Namespace
         "",
         f"Calls per second of all processes together, median of {options.rounds} rounds (range). Claim and finish: "
         "claim one group, look for its records, renew, finish: 3 transactions. Append: one group of "
-        f"{GROUP_SIZE} records with {RESPONSE_TOKENS} sampled tokens ({size / 1e3:.0f} kB of tokens). Sign of life: "
+        f"{GROUP_SIZE} records with {RESPONSE_TOKENS} sampled tokens ({size / 1e3:.0f} kB of tokens). Heartbeat: "
         "report and renew. Weights version: the read by which a worker finds new weights. Lease and ack: "
         f"{LEASED_GROUPS} groups, by the trainer. Publish and fetch: weights of {WEIGHTS_BYTES >> 20} MiB.",
         "",
@@ -376,7 +376,7 @@ def report(cells: Sequence[Cell], per_client: float, options: argparse.Namespace
         f"Assumptions: a worker generates a group of {GROUP_SIZE} samples of {RESPONSE_TOKENS} tokens in "
         f"{load.group_seconds:g} s, one group per claim; a training step takes {load.step_seconds:g} s and trains on "
         f"all groups of that time ({Load(100).groups * load.step_seconds:.0f} for 100 workers, "
-        f"{Load(1000).groups * load.step_seconds:,.0f} for 1,000); every worker shows a sign of life each "
+        f"{Load(1000).groups * load.step_seconds:,.0f} for 1,000); every worker sends a heartbeat each "
         f"{load.beat_seconds:g} s and looks for weights each {load.poll_seconds:g} s (mode `async`), and fetches the "
         f"weights after every step; {load.workers_per_node} workers share a node. Weights of 1 GB are those of a "
         "0.5B model in bfloat16, 15 GB of a 7B model. A share is demand divided by the measured rate; above 100 % "

@@ -65,7 +65,7 @@ def _lines() -> Iterator[str]:
     for name, section in sections.items():
         key = top.keys[name]
         yield f"\n## `{name}`\n"
-        yield " ".join(dict.fromkeys(filter(None, (key.doc, summarize(section)))))
+        yield key.doc or summarize(section)
         if section.cls in seen:
             yield f"\nKeys: those of [`{seen[section.cls]}`](#{seen[section.cls]})."
             continue

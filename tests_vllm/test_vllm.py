@@ -42,7 +42,7 @@ def engine(url):
 def test_it_is_known(engine):
     run = engine.run
     assert run.engine == "vllm" and run.engine_version[0].isdigit() and run.model == "tiny"
-    assert any("--logprobs-mode" in one for one in run.cannot)
+    assert any("--logprobs-mode" in one for one in run.limitations)
 
 
 @pytest.mark.parametrize("stream", [False, True])

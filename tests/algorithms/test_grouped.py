@@ -208,10 +208,10 @@ def test_pass_at_k_is_the_share_of_subsets_and_its_scores_average_to_zero(n: int
     rewards = [1.0] * c + [0.0] * (n - c)
     if k <= n:
         subsets = list(combinations(rewards, k))
-        assert grouped.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+        assert grouped.pass_at_k_estimate(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     scores = grouped.pass_at_k_advantage(rewards, ["a"] * n, k=k).advantages
     assert scores.sum().item() == pytest.approx(0, abs=1e-5)
-    chance = grouped.pass_at_k(n, c, k) if k <= n else 0
+    chance = grouped.pass_at_k_estimate(n, c, k) if k <= n else 0
     if 0 < chance < 1:
         # A sample's score is the mean, over subsets it is in, of how far they pass above the average.
         deviation = math.sqrt(chance * (1 - chance))
@@ -316,7 +316,7 @@ def test_two_rows_of_one_step_are_refused() -> None:
         (lambda: grouped.opmd([0.0], ["a"], tau=0), "tau: got 0, expected a positive number"),
         (lambda: grouped.opmd([0.0], ["a"], baseline="median"), "baseline: got 'median'"),
         (lambda: grouped.pass_at_k_advantage([0.0], ["a"], k=0), "k: got 0, expected a whole number from 1 on"),
-        (lambda: grouped.pass_at_k(3, 4, 1), "pass@k: got n=3, c=4, k=1"),
+        (lambda: grouped.pass_at_k_estimate(3, 4, 1), "pass@k: got n=3, c=4, k=1"),
         (lambda: stepwise.gigpo([0.0], ["a"], [0], ["0"], ["s"]), "steps: row 0 has '0', expected a whole number"),
         (lambda: ESTIMATORS.call("grpoo", {}), "did you mean 'grpo'"),
         (lambda: ESTIMATORS.call("grpo", {"rewards": [1.0]}), "grpo: missing input 'groups'"),

@@ -525,7 +525,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="pip install polars"):
         result.polars()
-    with pytest.raises(ImportError, match=r"pip install 'rollbook\[sql\]'"):
+    with pytest.raises(ImportError, match=r"install the extra 'sql' of Rollbook"):
         run_query("select 1", {})
     monkeypatch.undo()
     old = type(sys)("duckdb")

@@ -455,7 +455,12 @@ def test_a_run_is_named_by_its_make_up():
     run = RunInfo(engine="vllm", engine_version="1", model="m")
     assert run.id == RunInfo(engine="vllm", engine_version="1", model="m").id
     assert (
-        len({run.id, *(RunInfo(**{**run.to_dict(), "cannot": (), name: "x"}).id for name in ("model", "tokenizer"))})
+        len(
+            {
+                run.id,
+                *(RunInfo(**{**run.to_dict(), "limitations": (), name: "x"}).id for name in ("model", "tokenizer")),
+            }
+        )
         == 3
     )
 

@@ -914,7 +914,7 @@ def test_sglang_says_what_it_cannot():
         )
         assert "tokenizer: missing" in chat.error and "does not return the prompt ids" in picture.error
         assert not text.failed and server.paths == ["/tokenize", "/generate"]
-        assert any("chat" in one for one in engine.run.cannot)
+        assert any("chat" in one for one in engine.run.limitations)
 
 
 def test_transformers_serve_gives_clear_errors():
@@ -923,7 +923,7 @@ def test_transformers_serve_gives_clear_errors():
         for one in (text, chat):
             assert "transformers-serve did not return the token ids" in one.error and "vLLM" in one.error
         assert "prompt.token_ids: transformers-serve servers take no token ids" in ids.error
-        assert engine.run.engine == "transformers-serve" and "log-probs" in engine.run.cannot[0]
+        assert engine.run.engine == "transformers-serve" and "log-probs" in engine.run.limitations[0]
         (fire,) = engine.generate(["text"], max_tokens=3, first_temperature=2.0)
         assert "first_temperature: transformers-serve servers take no token ids" in fire.error
     with serve("transformers-serve") as server:

@@ -123,7 +123,7 @@ def test_tied_embeddings_are_saved_apart(tmp_path: Any) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_is_missing() -> None:
-    with pytest.raises(ImportError, match=r"pip install 'rollbook\[vllm\]'"):
+    with pytest.raises(ImportError, match=r"install the extra 'vllm' of Rollbook"):
         VllmEngine(Actor(tiny.llama(), tokenizer=tiny.bytes_()))
 
 

@@ -441,19 +441,17 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     with monkeypatch.context() as missing:
         for name in ("math_verify", "wandb", "torch.utils.tensorboard"):
             missing.setitem(sys.modules, name, None)
-        assert "rollbook[math]" in refused(go, "rewards.0.function", "rewards=math_match", out="d")
+        assert "extra 'math'" in refused(go, "rewards.0.function", "rewards=math_match", out="d")
         recipe = "rewards=[{recipe: {a: [[rule, math_match, 1.0]]}}]"
-        assert "rollbook[math]" in refused(go, "rewards.0.recipe", recipe, out="e")
+        assert "extra 'math'" in refused(go, "rewards.0.recipe", recipe, out="e")
         assert "pip install wandb" in refused(go, "tracking.wandb", "tracking.wandb={}", out="f")
         assert "pip install tensorboard" in refused(go, "tracking.tensorboard", "tracking.tensorboard=true", out="g")
         missing.setitem(sys.modules, "httpx", None)
-        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=vllm", f"engine.url={url}", out="l")
+        assert "extra 'remote'" in refused(go, "engine.kind", "engine.kind=vllm", f"engine.url={url}", out="l")
         missing.setitem(sys.modules, "vllm", None)
-        assert "rollbook[vllm]" in refused(go, "engine.kind", "engine.kind=vllm", out="m")
-        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
-        assert "rollbook[remote]" in refused(
-            go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i"
-        )
+        assert "extra 'vllm'" in refused(go, "engine.kind", "engine.kind=vllm", out="m")
+        assert "extra 'remote'" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
+        assert "extra 'remote'" in refused(go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i")
     small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
     assert "expected at most the 8 of the model" in refused(go, "model.tokenizer", small, out="j")
     with pytest.warns(UserWarning, match="model.tokenizer: its end token is"), pytest.raises(AssertionError):

@@ -262,7 +262,7 @@ BAD = {
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
     "model.options.x.y: got nan, expected text, a number":
         {"model": {"builder": "b:c", "options": {"x": {"y": float("nan")}}}},
-    "data.held_out: got 1.5, expected a number from 0 on (a share below 1, a whole number from there)":
+    "data.held_out: got 1.5, expected a number from 0 on (below 1: a share; 1 or more: a count)":
         {"data": {"held_out": 1.5}},
     "data.columns.promt: unknown key; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
     "data.overflow: got 'left', which requires max_prompt_tokens": {"data": {"overflow": "left"}},
@@ -642,7 +642,7 @@ def test_toml_and_arguments_need_no_pyyaml(tmp_path: Path, monkeypatch: pytest.M
     toml = write(tmp_path, "a.toml", "seed = 3")
     assert load_config(toml, ['sampling.stop=["a"]', "optimizer.lr=1e-5", "name=x"]).sampling.stop == ("a",)
     assert "name: x" in dump_config(load_config(toml, ["name=x"]))
-    with pytest.raises(ImportError, match="pip install 'rollbook\\[train\\]'"):
+    with pytest.raises(ImportError, match="install the extra 'train' of Rollbook"):
         load_config(write(tmp_path, "a.yaml", "seed: 3"))
     assert parse_argument("[1, 2]") == [1, 2]
 

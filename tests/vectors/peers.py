@@ -759,7 +759,7 @@ _NOTES = {
     "reinforce-rows": "a reward that is missing makes its row NaN",
     "reinforce_plus_plus-tool": _THROUGH,
     "remax-hard": "a reward or a baseline that is missing makes its row NaN",
-    "jsd": "the quantity is at most 0 whatever the direction, so every mismatch is rewarded",
+    "jsd": "the term is never positive, so it rewards any mismatch",
     "jsd-beta0": "beta=0 is the reverse KL there, the forward KL here",
     "jsd-beta1": "the sign is the other way round",
     "clip_v": "compares D itself, not its distance from the mean, and spares A = 0 without a limit: "

@@ -247,7 +247,7 @@ def test_without_tokenizers_the_extra_is_named(tmp_path: Path) -> None:
         "print('torch' in sys.modules, 'pyarrow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "rollbook[models]" in done.stdout and done.stdout.endswith("False False\n")
+    assert "extra 'models'" in done.stdout and done.stdout.endswith("False False\n")
 
 
 def test_what_is_no_tokenizer_is_refused() -> None:

@@ -6,7 +6,7 @@ depend on which one runs.
 
 Implementations:
 
-- numba on the CPU, if it is installed (`pip install rollbook[fast]`) and this call or an earlier one had `LARGE`
+- numba on the CPU, if it is installed (extra `fast`) and this call or an earlier one had `LARGE`
   tokens: loading the compiled code takes half a second; compiling it, once per machine, takes ten.
 - Triton on a CUDA device: one pass, in the type of the tensors.
 - numpy otherwise, one step of all rows at a time. Tensors on other devices are copied to the CPU.

@@ -71,7 +71,7 @@ def connect(url: str, schema: str) -> psycopg.Connection[Any]:
         from psycopg import sql
         from psycopg.conninfo import conninfo_to_dict
     except ImportError:
-        raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
+        raise ImportError("a book in PostgreSQL needs psycopg: install the extra 'postgres' of Rollbook") from None
     try:
         chosen = conninfo_to_dict(url)
         if "PGCONNECT_TIMEOUT" in os.environ:

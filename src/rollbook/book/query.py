@@ -492,7 +492,7 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError:
-        raise ImportError("SQL over a book needs DuckDB: pip install 'rollbook[sql]'") from None
+        raise ImportError("SQL over a book needs DuckDB: install the extra 'sql' of Rollbook") from None
     # Before 2.0, comparisons that are pushed into an Arrow scan lose NaN, and scans take raw pointers.
     if int(duckdb.__version__.split(".")[0]) < 2:
         raise ImportError(f"SQL over a book needs DuckDB 2.0 or later, not {duckdb.__version__}: pip install -U duckdb")

@@ -235,7 +235,7 @@ def describe(status: BookStatus) -> dict[str, Any]:
 
 
 def is_silent(report: WorkerReport, status: BookStatus) -> bool:
-    """Return whether a worker or trainer shows no sign of life; a trainer with an active lease is training."""
+    """Return whether a worker or trainer sends no heartbeats; a trainer with an active lease is training."""
     is_trainer = report.details.get("role") == "trainer"
     if report.age <= (_SILENT_TRAINER_SECONDS if is_trainer else _SILENT_SECONDS):
         return False

@@ -169,7 +169,7 @@ def _keywords() -> dict[str, bool]:
     try:
         from psycopg import pq
     except ImportError:
-        raise ImportError("a book in PostgreSQL needs psycopg: pip install 'rollbook[postgres]'") from None
+        raise ImportError("a book in PostgreSQL needs psycopg: install the extra 'postgres' of Rollbook") from None
     return {
         option.keyword.decode(): option.dispchar == b"*" or option.keyword.decode() in _SCRAM_KEYS
         for option in pq.Conninfo.get_defaults()

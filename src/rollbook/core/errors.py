@@ -50,9 +50,10 @@ def explain_missing(user: str, error: ModuleNotFoundError) -> ModuleNotFoundErro
         error: The error of the import.
 
     >>> print(explain_missing("rollbook.train", ModuleNotFoundError("No module named 'torch'", name="torch")))
-    rollbook.train needs torch: pip install 'rollbook[torch]'
+    rollbook.train needs torch: install the extra 'torch' of Rollbook
     """
     extra = _EXTRAS.get(error.name or "")
-    if extra is None or "pip install" in str(error):
+    if extra is None or "install" in str(error):
         return error
-    return ModuleNotFoundError(f"{user} needs {error.name}: pip install 'rollbook[{extra}]'", name=error.name)
+    message = f"{user} needs {error.name}: install the extra {extra!r} of Rollbook"
+    return ModuleNotFoundError(message, name=error.name)

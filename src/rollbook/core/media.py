@@ -259,7 +259,7 @@ def load_picture(name: str, image: Medium) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("images need Pillow: pip install 'rollbook[models]'") from error
+        raise ImportError("images need Pillow: install the extra 'models' of Rollbook") from error
 
     raw = read_encoded(name, image)
     image = _resolve(name, image) if raw is None else image

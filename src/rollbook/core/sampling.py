@@ -350,7 +350,7 @@ class RunInfo:
         chat_template: Fingerprint of the chat template.
         adapter: Name of the adapter.
         seed: Seed of the engine.
-        cannot: Descriptions of requested features that the engine does not support.
+        limitations: Descriptions of requested features that the engine does not support.
 
     >>> run = RunInfo(engine="scripted", engine_version="1", model="none")
     >>> run.to_dict()["engine"], len(run.id)
@@ -364,7 +364,7 @@ class RunInfo:
     chat_template: str | None = None
     adapter: str | None = None
     seed: int | None = None
-    cannot: tuple[str, ...] = ()
+    limitations: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -374,7 +374,7 @@ class RunInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the properties as plain values."""
-        return {**dataclasses.asdict(self), "cannot": list(self.cannot)}
+        return {**dataclasses.asdict(self), "limitations": list(self.limitations)}
 
 
 @dataclass(kw_only=True)

@@ -180,7 +180,9 @@ class Vocabulary:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ImportError("reading a tokenizer.json needs tokenizers: pip install 'rollbook[models]'") from error
+            raise ImportError(
+                "reading a tokenizer.json needs tokenizers: install the extra 'models' of Rollbook"
+            ) from error
         try:
             return cls.from_tokenizer(Tokenizer.from_file(str(file)))
         except Exception as error:  # tokenizers raises plain exceptions

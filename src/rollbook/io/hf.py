@@ -77,7 +77,7 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError:
-        raise ImportError("format 'hf' needs the package datasets: pip install 'rollbook[hf]'") from None
+        raise ImportError("format 'hf' needs the package datasets: install the extra 'hf' of Rollbook") from None
     return datasets
 
 

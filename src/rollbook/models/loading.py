@@ -39,7 +39,7 @@ def transformers_module() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("models need transformers: pip install 'rollbook[models]'") from error
+        raise ImportError("models need transformers: install the extra 'models' of Rollbook") from error
     return transformers
 
 

@@ -28,7 +28,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("adapters need peft: pip install 'rollbook[models]'") from error
+        raise ImportError("adapters need peft: install the extra 'models' of Rollbook") from error
     return peft
 
 

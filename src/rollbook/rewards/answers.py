@@ -468,7 +468,7 @@ def _verify(response: str, references: list[str], precision: int) -> float:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise MissingExtraError("math equivalence needs math-verify: pip install 'rollbook[math]'") from None
+        raise MissingExtraError("math equivalence needs math-verify: install the extra 'math' of Rollbook") from None
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     expressions = []
     for reference in references:
@@ -555,7 +555,7 @@ def _validator(schema: str) -> Any:
         import jsonschema
         from referencing import Registry
     except ImportError:
-        raise MissingExtraError("a JSON schema needs jsonschema: pip install 'rollbook[json]'") from None
+        raise MissingExtraError("a JSON schema needs jsonschema: install the extra 'json' of Rollbook") from None
     document = json.loads(schema)
     validator = jsonschema.validators.validator_for(document, default=jsonschema.Draft202012Validator)
     try:

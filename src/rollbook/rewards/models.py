@@ -195,7 +195,7 @@ def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Modul
         from transformers import AutoModelForSequenceClassification, PretrainedConfig
     except ImportError:
         raise ImportError(
-            "a reward model by path or config needs transformers: pip install 'rollbook[models]'"
+            "a reward model by path or config needs transformers: install the extra 'models' of Rollbook"
         ) from None
     if isinstance(model, PretrainedConfig):
         if model.num_labels != 1:

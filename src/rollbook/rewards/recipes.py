@@ -759,7 +759,7 @@ def _check_package(name: str) -> None:
     """Raise `MissingExtraError` if the package of a built-in function is not installed."""
     module, package, extra = _PACKAGES.get(name, (None, "", ""))
     if module is not None and importlib.util.find_spec(module) is None:
-        raise MissingExtraError(f"{name} needs {package}: pip install 'rollbook[{extra}]'")
+        raise MissingExtraError(f"{name} needs {package}: install the extra {extra!r} of Rollbook")
 
 
 def _combine(specs: list[Any], options: Mapping[str, Any]) -> Reward:

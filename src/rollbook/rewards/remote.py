@@ -412,5 +412,5 @@ def _httpx() -> Any:
     try:
         import httpx
     except ImportError:
-        raise MissingExtraError("remote rewards need httpx: pip install 'rollbook[remote]'") from None
+        raise MissingExtraError("remote rewards need httpx: install the extra 'remote' of Rollbook") from None
     return httpx

@@ -526,7 +526,7 @@ class JobEngine(BaseEngine, ABC):
                 engine_version="unknown",
                 model=self.model or "unknown",
                 tokenizer=self._fingerprints[0],
-                cannot=("answer: the server was not reached",),
+                limitations=("answer: the server was not reached",),
             )
         return RunInfo(
             engine=server.dialect.name,
@@ -534,7 +534,7 @@ class JobEngine(BaseEngine, ABC):
             model=server.model,
             tokenizer=self._fingerprints[0],
             chat_template=self._fingerprints[1],
-            cannot=server.dialect.cannot,
+            limitations=server.dialect.limitations,
         )
 
     def close(self) -> None:
@@ -782,7 +782,7 @@ class OpenAIEngine(JobEngine):
         try:
             import httpx  # noqa: F401  raise now, not in the middle of a run
         except ImportError:
-            raise ImportError("OpenAIEngine needs httpx: pip install 'rollbook[remote]'") from None
+            raise ImportError("OpenAIEngine needs httpx: install the extra 'remote' of Rollbook") from None
         check_choice("dialect", dialect, ("auto", *DIALECTS))
         self._connection = Connection(
             url, api_key=api_key, headers=headers, backoff=backoff, timeout=timeout, concurrency=concurrency

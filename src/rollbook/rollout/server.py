@@ -528,9 +528,9 @@ class Dialect:
     supported: ClassVar[frozenset[str]] = frozenset({"suppress"})
     """Supported options among those that not every server has."""
     largest_seed: ClassVar[int] = 2**63 - 1
-    cannot: ClassVar[tuple[str, ...]] = (
+    limitations: ClassVar[tuple[str, ...]] = (
         "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
-        "say which distribution log-probs are of: state it with logprobs_kind=",
+        "log-probs of a known distribution: set logprobs_kind=",
     )
     ids_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
     """How to get ids, for the error about a reply without them; likewise `logprobs_from`."""
@@ -708,7 +708,7 @@ class TransformersServe(Dialect):
     name = "transformers-serve"
     takes_ids = False
     supported = frozenset()
-    cannot = (
+    limitations = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",
         "prompts as token ids: they are rejected, so unfinished samples cannot be continued",
     )
@@ -735,9 +735,9 @@ class VLLM(Dialect):
     gives_ids = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
     supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
-    cannot = (
+    limitations = (
         "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
-        "go on with a prompt that has images: only token ids are sent again",
+        "continuing a sample with images: only token ids are sent again",
     )
     ids_from = "vLLM gives them from 0.10.2 on (return_token_ids)"
     logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
@@ -825,11 +825,11 @@ class SGLang(Dialect):
     logprobs_kind: ClassVar[LogprobsKind | None] = "tempered"
     supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
     largest_seed = 2**31 - 1
-    cannot = (
+    limitations = (
         "the prompt ids of a chat: give a tokenizer, which renders it here",
         "the prompt ids of a prompt with images",
         "tool calls as messages: they are in the text",
-        "sample the same again by a seed, unless the server runs with --enable-deterministic-inference",
+        "equal samples from equal seeds, unless the server runs with --enable-deterministic-inference",
         "log-probs after truncation, or before temperature",
     )
     ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
@@ -916,8 +916,8 @@ class LlamaCpp(Dialect):
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
     supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
     largest_seed = 2**32 - 2  # the next value means a random seed
-    cannot = (
-        "stop at token ids, and a least number of tokens (stop_token_ids, min_tokens)",
+    limitations = (
+        "stop token ids and a minimum number of tokens (stop_token_ids, min_tokens)",
         "the prompt ids of a prompt with images",
         "log-probs of another kind than raw",
     )

@@ -13,7 +13,7 @@ from rollbook.models.head import get_device, get_dtype, probe_ids, scoring, text
 from rollbook.rollout.engine import BaseEngine, WeightSource, WeightSyncError
 
 TOLERANCES: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-"""Largest mean difference of log-probs that rounding explains, by the type of the weights."""
+"""Largest mean difference of log-probs that rounding explains, by the dtype of the weights."""
 PROBE_TOKENS = 32
 """Length of the response that is compared."""
 

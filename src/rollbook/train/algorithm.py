@@ -76,7 +76,7 @@ class AlgorithmConfig:
     """Estimator of the KL divergence from the reference (a key of `rollbook.algorithms.KL`)."""
     kl_coef: float = 0.0
     """Coefficient of the KL divergence; 0: no reference model."""
-    kl_in: str = "loss"
+    kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL divergence is added: to the `loss`, or to the `reward` of each token."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus in the loss."""
@@ -88,12 +88,12 @@ class AlgorithmConfig:
     """Number of responses per prompt."""
     advantage_clip: float = 0.0
     """Clip advantages to plus and minus this value; 0: no clipping."""
-    normalize_advantages: str | None = None
+    normalize_advantages: Literal["mean", "mean_std"] | None = None
     """Normalize advantages over all samples of a step: subtract the `mean`, or also divide by the standard deviation
     (`mean_std`); null: neither. Estimators that normalize themselves are left alone."""
     reward_clip: tuple[float, float] | None = None
     """Bounds (low, high) of rewards; estimators that score rows clip their scores instead. null: no bounds."""
-    reward_norm: str | None = None
+    reward_norm: Literal["std", "mean_std"] | None = None
     """Divide rewards by the standard deviation of all rewards so far (`std`), or subtract their mean first
     (`mean_std`); null: neither."""
     drop_constant_groups: bool = False

@@ -636,11 +636,11 @@ def pass_at_k(outcomes: Outcomes, k: int) -> float:
     >>> pass_at_k([[True, False, False, False], [False] * 4], 2)
     0.25
     """
-    from rollbook.algorithms.advantages import pass_at_k as prompt_pass_at_k  # loads torch
+    from rollbook.algorithms.advantages import pass_at_k_estimate  # loads torch
 
     check_int("k", k, 1)
     _check_sample_count(outcomes, k)
-    return _mean([prompt_pass_at_k(len(runs), sum(map(bool, runs)), k) for runs in outcomes])
+    return _mean([pass_at_k_estimate(len(runs), sum(map(bool, runs)), k) for runs in outcomes])
 
 
 def powers_of_two(k: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ class OptimizerConfig:
     [0.5, 1.0, 0.91, 0.55, 0.1, 0.1]
     """
 
-    name: str = "adamw"
+    name: Literal["adamw", "sgd"] = "adamw"
     """Optimizer: `adamw` or `sgd`."""
     lr: float = 1e-6
     """Peak learning rate."""
@@ -50,7 +50,7 @@ class OptimizerConfig:
     """Gradient norm above which gradients are clipped; 0 disables clipping."""
     warmup_steps: int = 0
     """Number of steps over which the learning rate increases to `lr`."""
-    schedule: str = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up: `constant`, `linear` or `cosine`."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of `lr`."""

@@ -572,7 +572,7 @@ def _import_datasets(path: str | Path) -> Any:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{str(path)!r} is a Hugging Face dataset, which needs: pip install 'rollbook[hf]'"
+            f"{str(path)!r} is a Hugging Face dataset, which needs datasets: install the extra 'hf' of Rollbook"
         ) from error
     return datasets
 

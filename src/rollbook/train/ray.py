@@ -189,7 +189,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--ray", "needs ray: pip install 'rollbook[ray]'") from error
+        raise ConfigError("--ray", "needs ray: install the extra 'ray' of Rollbook") from error
     if ray.is_initialized():
         yield
         return

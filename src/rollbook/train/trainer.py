@@ -189,7 +189,7 @@ class Trainer:
         engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
         sync_every: Send the weights to the engine every N steps, if it does not share them and takes some
             (`engine.takes_weights`). After each update `check_sync` compares log-probs. `None`: never.
-        sync_tolerance: Tolerance of that check; by default by the type of the weights.
+        sync_tolerance: Tolerance of that check; by default by the dtype of the weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
         rollouts: Rollout workers in other processes generate and score (`RolloutWorker`); `None`: this trainer does.
         sampling: Sampling options; the number of responses per prompt is the algorithm's, the seed the trainer's.

@@ -394,7 +394,7 @@ class RolloutWorker:
         prompts_per_claim: Prompts that are generated together.
         mode: As of `RolloutConfig`.
         consumer: Consumer group of the trainer.
-        claim_seconds: Seconds after which another worker gets the prompts of this one, if it shows no sign of life.
+        claim_seconds: Seconds without a heartbeat after which another worker gets the prompts of this one.
         on_group: Called after each appended group with its records.
     """
 
@@ -708,7 +708,7 @@ class RolloutWorker:
             self._probe, self._weights_id = source.metadata.get("probe"), source.id
             self.result.updates += 1
 
-    # --- signs of life ------------------------------------------------------------------------------------------------
+    # --- heartbeats ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Renew claims, report, and in mode `async` load new weights, until the worker stops."""

@@ -477,7 +477,7 @@ def pass_at_k_advantage(
     wrong = np.bincount(grouped.run_group[wrong_run], minlength=len(grouped.group_ids))
     score = np.zeros((2, len(grouped.group_ids)))
     for g, (n, w) in enumerate(zip(grouped.count.tolist(), wrong.tolist(), strict=True)):
-        chance = pass_at_k(n, n - w, k) if n >= k else 0.0
+        chance = pass_at_k_estimate(n, n - w, k) if n >= k else 0.0
         if 0 < chance < 1:
             deviation = (chance * (1 - chance)) ** 0.5
             score[1, g] = (1 - chance) / deviation
@@ -486,7 +486,7 @@ def pass_at_k_advantage(
     return grouped.to_advantages(scores, mask)
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
+def pass_at_k_estimate(n: int, c: int, k: int) -> float:
     """Estimate pass@k, the probability that at least one of `k` samples is correct: 1 - C(n - c, k) / C(n, k).
 
     Unbiased over samples (Chen et al., 2021, arXiv 2107.03374, equation 1).
@@ -502,7 +502,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Raises:
         ValueError: Unless 0 <= c <= n and 1 <= k <= n.
 
-    >>> pass_at_k(4, 1, 2), pass_at_k(10, 0, 5), pass_at_k(10, 10, 1)
+    >>> pass_at_k_estimate(4, 1, 2), pass_at_k_estimate(10, 0, 5), pass_at_k_estimate(10, 10, 1)
     (0.5, 0.0, 1.0)
     """
     if not 0 <= c <= n or not 1 <= k <= n:
@@ -517,8 +517,8 @@ __all__ = [
     "dr_grpo",
     "grpo",
     "opmd",
-    "pass_at_k",
     "pass_at_k_advantage",
+    "pass_at_k_estimate",
     "rec",
     "rloo",
 ]

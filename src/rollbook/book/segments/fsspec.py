@@ -229,7 +229,7 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise ImportError("data in an object store needs fsspec: pip install 'rollbook[objects]'") from error
+        raise ImportError("data in an object store needs fsspec: install the extra 'objects' of Rollbook") from error
     try:
         fs, root = url_to_fs(url, **options)
     except ValueError as error:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from reprlib import repr as shortened
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,8 +241,11 @@ class MakerConfig:
             low, high = (-math.inf, math.inf) if bounds is None else bounds
             clip = self.reward_clip
             bounds = min(max(low, -clip), clip), max(min(high, clip), -clip)
-        norms = {self.reward_running_norm: "std", self.reward_running_norm_minus_mean: "mean_std"}
-        normalize = "mean" if self.no_advantage_std_norm else "mean_std"
+        norms: dict[bool, Literal["std", "mean_std"]] = {
+            self.reward_running_norm: "std",
+            self.reward_running_norm_minus_mean: "mean_std",
+        }
+        normalize: Literal["mean", "mean_std"] = "mean" if self.no_advantage_std_norm else "mean_std"
         return AlgorithmConfig(
             name="lightrft",
             estimator=self.advantage_estimator,

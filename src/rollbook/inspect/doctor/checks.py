@@ -238,10 +238,10 @@ _CHECKS = (
     Check(
         "component-dominates",
         "One reward part dominates",
-        "One part of the reward decides every comparison although others vary: their scales do not match.",
-        "The parts must add up to the reward, up to weights. Somers' d of one part within groups is at least "
-        "`dominance`, while others differ in at least `influence` of the pairs and none exceeds a d of `influence` "
-        "over the pairs in which it differs.",
+        "One part of the reward decides nearly every comparison although others vary: their scales do not match.",
+        "The parts must add up to the reward, up to weights. Within groups, one part has a Somers' d of at least "
+        "`dominance`. Other parts differ in at least `influence` of the pairs, but have a d of at most `influence` "
+        "there.",
         ("dominance", "influence"),
         "Normalize the parts to one scale before adding them.",
         reward_checks.check_component_dominates,
@@ -253,7 +253,8 @@ _CHECKS = (
         "Share of samples, excluding dropped ones, whose staleness (policy versions between sampling and training, or "
         "arrival) exceeds `stale_lag`, in units of versions per step.",
         ("stale", "stale_lag"),
-        "Set max_staleness when leasing, run fewer engines ahead, sync weights more often, or use importance sampling.",
+        "Set max_staleness when leasing, generate fewer steps ahead, sync weights more often, or use importance "
+        "sampling.",
         rollout_checks.check_staleness,
         evaluation=False,
     ),

@@ -424,7 +424,7 @@ def check_reward_follows_format(samples: Samples, t: Thresholds) -> CheckResult:
 
 
 def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
-    """Check for one reward part that decides every comparison although others vary."""
+    """Check for one reward part that decides nearly every comparison although others vary."""
     selection = _find_part_pairs(samples, t)
     if isinstance(selection, str):
         return skipped(selection)

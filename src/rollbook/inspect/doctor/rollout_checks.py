@@ -521,9 +521,9 @@ def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
             f"trained on (or arrived); the median staleness is {np.median(samples.staleness[part]):g}, the maximum "
             f"{np.max(samples.staleness[part]):g}. "
             f"Triggered above {percent(t.stale)}.",
-            "Set max_staleness when leasing, let generation wait for the trainer, run fewer engines ahead, or sync "
-            "weights more often. Correct the rest with truncated importance sampling or decoupled clipping against "
-            "recomputed log-probs.",
+            "Set max_staleness when leasing, let generation wait for the trainer, generate fewer steps ahead, or "
+            "sync weights more often. Correct the rest with truncated importance sampling or decoupled clipping "
+            "against recomputed log-probs.",
             (first, last),
             samples.evidence(old, samples.staleness, one_per_group=True),
             int(old.sum()),

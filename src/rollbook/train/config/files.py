@@ -92,7 +92,9 @@ def _import_yaml() -> Any:
     try:
         return importlib.import_module("yaml")
     except ImportError as error:
-        raise ImportError("YAML needs PyYAML: pip install 'rollbook[train]' (TOML files need nothing)") from error
+        raise ImportError(
+            "YAML needs PyYAML: install the extra 'train' of Rollbook (TOML files need nothing)"
+        ) from error
 
 
 @functools.cache

@@ -335,8 +335,8 @@ class EngineSection:
     sync_every: int = key(1, low=1, high=10**6)
     """Send the weights to vLLM before the rollout of every N-th step."""
     sync_tolerance: float | None = key(None, changeable=True, above=0, high=100)
-    """Largest mean difference between vLLM's log-probs of a probe and the trainer's after a sync; null: by the type of
-    the weights (float32: 0.001, float16: 0.02, bfloat16: 0.05)."""
+    """Largest mean difference between vLLM's log-probs of a probe and the trainer's after a sync; null: by the dtype
+    of the weights (float32: 0.001, float16: 0.02, bfloat16: 0.05)."""
     sleep: bool = key(False, changeable=True)
     """Free the memory of vLLM between rollouts, for vLLM on the device of the trainer."""
     options: Mapping[str, Any] = key({})
@@ -372,7 +372,7 @@ class RolloutSection:
     prompts_per_claim: int | None = key(None, changeable=True, low=1, high=10**6)
     """Prompts that a worker generates together; null: the prompts of a step divided by the workers, at most 32."""
     claim_seconds: float = key(60.0, changeable=True, low=1, high=1e6)
-    """Seconds without a sign of life after which the prompts of a worker are given to others."""
+    """Seconds without a heartbeat after which the prompts of a worker are given to others."""
     late_seconds: float = key(600.0, changeable=True, low=0, high=1e6)
     """Seconds that a step waits for prompts that would become stale; after that they are dropped when they arrive."""
     worker_resources: Mapping[str, Any] = key({}, changeable=True)

@@ -129,9 +129,10 @@ class Number:
         open_end = self.low is not None and self.high is None and self.below is None
         text = " ".join([text, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
         text += " on" if open_end else ""
-        return text + (
-            f" (a share below {_format_bound(self.whole_from)}, a whole number from there)" if self.whole_from else ""
-        )
+        if self.whole_from:
+            bound = _format_bound(self.whole_from)
+            text += f" (below {bound}: a share; {bound} or more: a count)"
+        return text
 
     def read(self, value: RawValue) -> float | int:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

@@ -70,7 +70,7 @@ function sqlRecent(run) {
 export async function openSql(context) {
   const { root, params, api, run } = context;
   if (!(run.features || {}).sql) {
-    empty(root, el("h1", { text: "SQL" }), el("section", { class: "panel" }, emptyState("SQL is not available", run.kind === "book" ? "Requires duckdb: pip install 'rollbook[sql]'." : "SQL works on books. Import the files first: rollbook import BOOK FILE, then rollbook view BOOK.")));
+    empty(root, el("h1", { text: "SQL" }), el("section", { class: "panel" }, emptyState("SQL is not available", run.kind === "book" ? "Requires duckdb: install the extra 'sql' of Rollbook." : "SQL works on books. Import the files first: rollbook import BOOK FILE, then rollbook view BOOK.")));
     return { title: "SQL", crumbs: [{ text: "SQL" }] };
   }
   const recent = sqlRecent(run);
