@@ -252,7 +252,7 @@ class Trial:
             *(f"steps={steps}", f"model.builder={USER_CODE}:model", f"model.options.log={self.log}"),
             f"rewards=[{{function: '{USER_CODE}:reward', options: {options}}}]",
             *([f"book={book}"] if book else []),
-            *(["distributed=ddp"] if ranks > 1 else []),
+            *([f"distributed={'fsdp' if book else 'ddp'}"] if ranks > 1 else []),
             *changes,
         ]
         self.process: subprocess.Popen[bytes] | None = None
