@@ -259,10 +259,10 @@ def export_html(
     trajectories = [_select_lenses(trajectory, fields) for trajectory in _read_trajectories(source, chosen)]
     recorded = _record_answers(source, answers, trajectories)
     media = _read_images(source, trajectories) if images else {}
-    hidden = 0
+    redactions = 0
     if patterns:
         with nullcontext(workers) if workers is not None else Workers() as children:
-            trajectories, recorded, hidden = _redact(trajectories, recorded, patterns, children)
+            trajectories, recorded, redactions = _redact(trajectories, recorded, patterns, children)
     if gid is not None:
         start = "#/group/" + _encode_uri(trajectories[0].gid)
     else:
@@ -280,7 +280,7 @@ def export_html(
             f"max_mb: the file of {len(trajectories)} trajectories and {len(media)} images would have "
             f"{len(content) / 1e6:.1f} MB, expected at most {max_mb:g}; export fewer samples or lenses, or no images"
         )
-    return ExportResult(content, _file_name(start, len(trajectories)), len(trajectories), len(media), hidden)
+    return ExportResult(content, _file_name(start, len(trajectories)), len(trajectories), len(media), redactions)
 
 
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> ExportResult:
@@ -462,7 +462,7 @@ _REDACTED_KEYS = frozenset({"info", "metrics", "messages", "tools", "sampling", 
 _REDACTED_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
 """Entries in which numbers (for example, phone numbers) are redacted like texts."""
 _HASH = re.compile("[0-9a-f]{64}")
-Cover = Callable[[str], str]
+Redact = Callable[[str], str]
 
 
 def _redact(
@@ -475,13 +475,13 @@ def _redact(
             )
     texts: dict[str, str] = {}
 
-    def note(text: str) -> str:
+    def collect(text: str) -> str:
         return texts.setdefault(text, text)
 
     for trajectory in trajectories:
-        _redact_trajectory(trajectory, note)
+        _redact_trajectory(trajectory, collect)
     for path, parameters, answer in recorded:
-        _redact_json([parameters, answer], note, most=_max_integers(path))
+        _redact_json([parameters, answer], collect, max_integers=_max_integers(path))
     # In an id a slash is encoded as %2F; a pattern may match the decoded form too.
     ids = {
         identifier: identifier.replace("%2F", "/").replace("%25", "%")
@@ -489,30 +489,30 @@ def _redact(
         for identifier in (trajectory.uid, trajectory.gid)
     }
     for written in ids.values():
-        note(written)
+        collect(written)
     unhashed = _replace_hashes(trajectories)
     masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_REDACTION_SECONDS)
-    hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
+    redactions = sum(unhashed(text) != masked_text for text, masked_text in zip(texts, masked, strict=True))
     texts = dict(zip(texts, masked, strict=True))
     texts |= {identifier: texts[written] for identifier, written in ids.items() if texts[written] != unhashed(written)}
-    covered = [_redact_trajectory(trajectory, texts.__getitem__) for trajectory in trajectories]
-    if len({trajectory.uid for trajectory in covered}) != len(trajectories):
+    redacted = [_redact_trajectory(trajectory, texts.__getitem__) for trajectory in trajectories]
+    if len({trajectory.uid for trajectory in redacted}) != len(trajectories):
         raise ValueError("redact: the redacted ids of different samples would be equal")
-    for trajectory in covered:
+    for trajectory in redacted:
         trajectory.notes.append("Parts of this file are redacted; token ids are omitted.")
     answers = [
         (
             path,
             {name: texts[value] for name, value in parameters.items()},
-            _redact_json(answer, texts.__getitem__, most=_max_integers(path)),
+            _redact_json(answer, texts.__getitem__, max_integers=_max_integers(path)),
         )
         for path, parameters, answer in recorded
     ]
-    _update_excerpts([answer for _, _, answer in answers], covered)
-    return covered, answers, hidden
+    _update_excerpts([answer for _, _, answer in answers], redacted)
+    return redacted, answers, redactions
 
 
-def _replace_hashes(trajectories: Sequence[Trajectory]) -> Cover:
+def _replace_hashes(trajectories: Sequence[Trajectory]) -> Redact:
     """Replace hashes of texts in ids: with the hash and the visible part of a text, the redacted part could be found by
     trying.
     """
@@ -538,7 +538,7 @@ def _max_integers(path: str) -> int:
     return 0 if path == "/api/record" else 3
 
 
-def _redact_trajectory(trajectory: Trajectory, cover: Cover) -> Trajectory:
+def _redact_trajectory(trajectory: Trajectory, redact: Redact) -> Trajectory:
     """Return the sample with redacted texts and without ids; the number of characters stays the same, so ends stay
     valid.
     """
@@ -546,51 +546,57 @@ def _redact_trajectory(trajectory: Trajectory, cover: Cover) -> Trajectory:
     for field in dataclasses.fields(trajectory):
         value = getattr(trajectory, field.name)
         if isinstance(value, (str, dict)) or field.name in ("messages", "tools", "label", "reference", "notes"):
-            changed[field.name] = _redact_json({field.name: value}, cover, most=0)[field.name]
+            changed[field.name] = _redact_json({field.name: value}, redact, max_integers=0)[field.name]
     changed["arrays"] = trajectory.arrays
-    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in trajectory.segments]
-    changed["rejected"] = None if trajectory.rejected is None else _redact_trajectory(trajectory.rejected, cover)
+    changed["segments"] = [segment._replace(name=redact(segment.name)) for segment in trajectory.segments]
+    changed["rejected"] = None if trajectory.rejected is None else _redact_trajectory(trajectory.rejected, redact)
     return dataclasses.replace(trajectory, **changed)
 
 
-def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
-    """Redact all texts in JSON except our constants; omit more than `most` consecutive integers, which could be token
-    ids.
+def _redact_json(
+    value: Json, redact: Redact, *, max_integers: int, redact_keys: bool = False, redact_numbers: bool = False
+) -> Any:
+    """Redact all texts in JSON except our constants.
 
-    `free`: redact keys too; `numbers`: redact matching numbers too.
+    More than `max_integers` consecutive integers could be token ids and are omitted.
     """
     if isinstance(value, str):
-        return cover(value)
+        return redact(value)
     if isinstance(value, Mapping):
-        mapped = {}
+        redacted = {}
         for key, entry in value.items():
             is_constant = (
-                not free
+                not redact_keys
                 and key in _CONSTANT_KEYS
                 and isinstance(entry, str)
                 and (entry in _CONSTANTS or _HASH.fullmatch(entry))
             )
-            mapped[cover(key) if free and isinstance(key, str) else key] = (
+            redacted[redact(key) if redact_keys and isinstance(key, str) else key] = (
                 entry
                 if is_constant
                 else _redact_json(
                     entry,
-                    cover,
-                    most=most,
-                    free=free or key in _REDACTED_KEYS,
-                    numbers=numbers or (key in _REDACTED_NUMBERS),
+                    redact,
+                    max_integers=max_integers,
+                    redact_keys=redact_keys or key in _REDACTED_KEYS,
+                    redact_numbers=redact_numbers or key in _REDACTED_NUMBERS,
                 )
             )
-        return mapped
+        return redacted
     if isinstance(value, (list, tuple)):
         count = _count_integers(value)
-        if count is not None and count > most:
+        if count is not None and count > max_integers:
             return f"({count} integers, omitted: they could be token ids)"
-        return [_redact_json(entry, cover, most=most, free=free, numbers=numbers) for entry in value]
-    if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return [
+            _redact_json(
+                entry, redact, max_integers=max_integers, redact_keys=redact_keys, redact_numbers=redact_numbers
+            )
+            for entry in value
+        ]
+    if redact_numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         written = str(value)
-        covered = cover(written)
-        return value if covered == written else covered
+        redacted_text = redact(written)
+        return value if redacted_text == written else redacted_text
     return value
 
 
@@ -604,10 +610,10 @@ def _count_integers(value: Json) -> int | None:
     return 1
 
 
-def _update_excerpts(value: Json, covered: Sequence[Trajectory]) -> None:
+def _update_excerpts(value: Json, redacted: Sequence[Trajectory]) -> None:
     """Recompute openings and closings from redacted texts, since the existing ones may cut a redacted part."""
-    by_uid = {trajectory.uid: trajectory for trajectory in covered}
-    by_gid = {trajectory.gid: trajectory for trajectory in reversed(covered)}
+    by_uid = {trajectory.uid: trajectory for trajectory in redacted}
+    by_gid = {trajectory.gid: trajectory for trajectory in reversed(redacted)}
     waiting = [value]
     while waiting:
         entry = waiting.pop()
