@@ -76,21 +76,20 @@ class Backoff:
             wait *= self.factor
 
 
-def parse_retry_after(headers: Mapping[str, str], max_wait: float = 60.0) -> float:
+def parse_retry_after(headers: Mapping[str, str]) -> float:
     """Parse the `retry-after` header of a reply.
 
     Args:
         headers: Headers of the reply.
-        max_wait: Upper bound of the result.
 
     Returns:
-        Seconds to wait; 0 if the header is missing or is not a number.
+        Seconds to wait, at most 60; 0 if the header is missing or is not a number.
 
     >>> parse_retry_after({"retry-after": "2"}), parse_retry_after({}), parse_retry_after({"retry-after": "soon"})
     (2.0, 0.0, 0.0)
     """
     try:
-        return min(max(0.0, float(headers.get("retry-after", 0))), max_wait)  # in this order NaN is 0
+        return min(max(0.0, float(headers.get("retry-after", 0))), 60.0)  # in this order NaN is 0
     except ValueError:
         return 0.0
 
