@@ -10,8 +10,18 @@ import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
 
+import rollbook
+from rollbook.book import Book
 from rollbook.book.disk import Disk, File
+
+
+def open_on(disk: Disk, url: str | os.PathLike[str], **options: Any) -> Book:
+    """Open a book in a folder on this disk."""
+    with patch("rollbook.book.book.Disk", lambda: disk):
+        return rollbook.open(url, **options)
 
 
 class ForgetfulDisk(Disk):

@@ -137,8 +137,8 @@ def test_an_illness_is_found_and_mended(name: str, tmp_path: Path) -> None:
         return
     assert fixed.ok, fixed.findings
     assert sum(fixed.repairs.values()) > 0
-    assert fixed.aside is not None
-    assert (Path(fixed.aside) / "ledger.sqlite").is_file()
+    assert fixed.backup is not None
+    assert (Path(fixed.backup) / "ledger.sqlite").is_file()
     with rollbook.open(url) as book:
         for consumer in ("train", "groups"):
             if name != "a consumer" or consumer == "train":
@@ -160,12 +160,12 @@ def test_an_illness_of_a_shared_book_is_found_and_mended(postgres_url: str) -> N
         assert kinds(book.check()) == {"tags", "damaged", "tally", "work", "pending"}
     report = repair(postgres_url)
     assert report.ok, report.findings
-    assert report.aside is not None
+    assert report.backup is not None
     with rollbook.open(postgres_url) as book:
         assert book.counts().adds_up
         assert book.history(uid(1))[-1].reason == "damaged"
         with book.ledger.read() as tx:
-            assert tx.one(f"SELECT reward FROM {report.aside}.records WHERE uid = ?", (uid(0),)) == (2.0,)
+            assert tx.one(f"SELECT reward FROM {report.backup}.records WHERE uid = ?", (uid(0),)) == (2.0,)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def test_damaged_bytes_cost_their_records_and_no_others(tmp_path: Path) -> None:
     report = repair(folder)
     assert report.ok
     assert [each.where for each in report.repaired if each.kind == "lost"] == [uid(10), uid(11), uid(12)]
-    assert report.aside is not None
-    assert (Path(report.aside) / segment.name).read_bytes() == segment.read_bytes()
+    assert report.backup is not None
+    assert (Path(report.backup) / segment.name).read_bytes() == segment.read_bytes()
     with rollbook.open(folder) as book:
         assert book.counts().dropped == {"damaged": 3}
         assert [each.eid.uid for each in take(book, 9)] == [uid(0), uid(1), uid(2)]
@@ -256,8 +256,8 @@ def test_leftovers_are_notes_and_are_moved_away(tmp_path: Path) -> None:
     assert kinds(report) == {"begun", "leftover", "stranger", "orphan"}
     report = repair(folder)
     assert kinds(report) == {"leftover", "stranger", "orphan"}
-    assert report.aside is not None
-    assert sorted(os.listdir(report.aside)) == [left.name, begun.name, "ledger.sqlite"]
+    assert report.backup is not None
+    assert sorted(os.listdir(report.backup)) == [left.name, begun.name, "ledger.sqlite"]
     assert young.exists(), "it may be a living writer's"
 
 
@@ -377,8 +377,8 @@ def test_a_ruined_ledger_loses_no_record(damage: str, tmp_path: Path) -> None:
     report = repair(folder)
     assert not kinds(report) - {"quarantined", "event", "orphan", "pending"}, report.findings
     assert report.repairs["ledger"] == 1
-    assert report.aside is not None
-    assert (Path(report.aside) / "ledger.sqlite").read_bytes() == broken
+    assert report.backup is not None
+    assert (Path(report.backup) / "ledger.sqlite").read_bytes() == broken
     assert alive(folder) == before, "nothing is lost, and what was deleted stays so"
     with rollbook.open(folder) as book:
         assert sorted(book.where(evaluation=1).uids()) == [uid(90), uid(91)]

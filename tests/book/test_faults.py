@@ -26,7 +26,7 @@ from rollbook.book.disk import folder_lock
 from rollbook.book.errors import WriterStoppedError
 from rollbook.book.ledger import SQLiteLedger
 from rollbook.core.errors import WireError
-from tests.book.forgetful import FailingDisk
+from tests.book.forgetful import FailingDisk, open_on
 from tests.book.trials.log import Log
 from tests.book.trials.records import Piece, digest, expected, made
 from tests.book.trials.verify import check
@@ -79,7 +79,7 @@ def test_a_failing_disk_stops_the_writer_and_a_reopened_book_goes_on(
 ) -> None:
     folder = tmp_path / "book"
     log = filled(folder)
-    with rollbook.open(folder, disk=FailingDisk(operation, at, code, written=100), segment_bytes=20_000) as book:
+    with open_on(FailingDisk(operation, at, code, written=100), folder, segment_bytes=20_000) as book:
         failed: Piece | None = None
         for piece in [Piece("b", task, 2) for task in range(1, 9)]:
             try:

@@ -28,6 +28,7 @@ from rollbook.book.recovery import repair
 from rollbook.cli.parser import main
 from rollbook.core.addresses import redacted
 from rollbook.inspect.sources import BookSource
+from tests.book.forgetful import open_on
 from tests.book.postgres import Server
 from tests.book.records import check, numbers, records, take
 from tests.strategies import exact_rows
@@ -152,7 +153,7 @@ def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
             return disk.network_mount(os.path.realpath(path), table)
 
     with pytest.raises(BookError, match=r"is on nfs4, where locks and syncs cannot be trusted.*postgresql://"):
-        rollbook.open(tmp_path / "book", disk=Mounted())
+        open_on(Mounted(), tmp_path / "book")
     assert not (tmp_path / "book" / LEDGER).exists()
 
 

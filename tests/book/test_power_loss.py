@@ -13,7 +13,7 @@ import rollbook
 from rollbook.book.book import Book
 from rollbook.book.disk import Disk, File, watch_failpoints
 from rollbook.book.ledger import SQLiteLedger
-from tests.book.forgetful import ForgetfulDisk
+from tests.book.forgetful import ForgetfulDisk, open_on
 from tests.book.trials.crash import CONSUMERS, Worker
 from tests.book.trials.log import Log
 from tests.book.trials.records import Piece, made
@@ -86,7 +86,7 @@ def suffer(folder: Path, losses: int, seed: int, disk: type[Doomed] = Doomed) ->
         watch_failpoints(power.step)
         book: Book | None = None
         try:
-            book = rollbook.open(url, segment_bytes=20_000, disk=power)
+            book = open_on(power, url, segment_bytes=20_000)
             for name in CONSUMERS:
                 book.consumer(name, create=True)
             for piece in log.unsettled():
@@ -148,7 +148,7 @@ class Noting(Disk):
 
 def test_bytes_are_synced_before_the_ledger_commits(tmp_path: Path) -> None:
     said: list[str] = []
-    with rollbook.open(tmp_path / "book", disk=Noting(said)) as book:
+    with open_on(Noting(said), tmp_path / "book") as book:
         said.clear()
         watch_failpoints(said.append)
         book.append(made(Piece("a", 1, 2)))
@@ -167,7 +167,7 @@ def test_bytes_are_synced_before_the_ledger_commits(tmp_path: Path) -> None:
 
 def test_compaction_syncs_the_copy_commits_and_only_then_removes(tmp_path: Path) -> None:
     said: list[str] = []
-    with rollbook.open(tmp_path / "book", disk=Noting(said)) as book:
+    with open_on(Noting(said), tmp_path / "book") as book:
         for task in range(4):
             book.append(made(Piece("a", task, 2)))
         book.delete(Piece("a", 1, 2).uids, author="ana")
@@ -205,7 +205,7 @@ def test_an_append_is_there_as_a_whole_or_not_at_all(tmp_path: Path, window: str
             power.power_loss()
             raise PowerLoss
 
-    with rollbook.open(url, disk=power) as book:
+    with open_on(power, url) as book:
         book.append(made(Piece("a", 1, 4)))
         log.feed("try append a/1/4")
         log.feed("did append a/1/4")

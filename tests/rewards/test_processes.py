@@ -1,4 +1,4 @@
-"""Reward processes of whole programs: scripts with and without a guard, modules, notebooks; whose work is done once."""
+"""Reward processes of whole programs: scripts and programs without a file, whose work is done once."""
 
 from __future__ import annotations
 
@@ -70,50 +70,10 @@ def test_its_own_function_is_refused_in_one_line(tmp_path: Path) -> None:
     first, *rest = script(tmp_path, 'tried(lambda: scored(own, "1", "2", pool="process"))')
     assert first == "STARTS" and len(rest) == 1
     assert rest[0].startswith("ValueError: function: got one of the main program, ")
-    assert "main.py, which has no `if __name__ == '__main__':`" in rest[0] and "pool='thread'" in rest[0]
+    assert "move it into a module" in rest[0] and "pool='thread'" in rest[0]
 
 
-def test_a_script_with_a_guard_sends_its_own_function(tmp_path: Path) -> None:
-    body = """
-reward = as_reward(own, pool="process", workers=1)  # made anywhere, used under the guard
-class Label:
-    def __init__(self, value):
-        self.value = value
-def labelled(label):
-    return label.value
-if __name__ == "__main__":
-    print("WORKS", flush=True)
-    tried(lambda: reward([RewardInput(prompt="", response="5")]).rewards)
-    labels = [RewardInput(prompt="", response="", label=Label(i)) for i in range(3)]
-    tried(lambda: as_reward(labelled, pool="process", workers=1)(labels).rewards)
-"""
-    lines = script(tmp_path, body)
-    assert lines.count("WORKS") == 1
-    assert [line for line in lines if line not in ("STARTS", "WORKS")] == ["[5.0]", "[0.0, 1.0, 2.0]"]
-
-
-def test_work_outside_the_guard_is_refused_with_its_line(tmp_path: Path) -> None:
-    first, *rest = script(tmp_path, 'tried(lambda: scored(own, *"123456", pool="process"))\nif __name__ == "":\n  pass')
-    assert first == "STARTS" and len(rest) == 1
-    assert (
-        rest[0].startswith("PoolError: ")
-        and f"whose line {HEAD.count(chr(10)) + 1} is not under its `if __name__" in rest[0]
-    )
-
-
-def test_a_guard_that_guards_nothing_ends_at_once(tmp_path: Path) -> None:
-    body = """
-if __name__ == "__main__":
-    tried(lambda: scored(own, "1", pool="process"))
-else:
-    print(scored(own, "1", pool="process"))
-"""
-    lines = script(tmp_path, body)
-    assert len(lines) == 3 and lines[:2] == ["STARTS", "STARTS"]
-    assert lines[2].startswith("PoolError: ") and "starts reward processes on import" in lines[2]
-
-
-def test_objects_of_a_script_without_a_guard_are_not_loaded(tmp_path: Path) -> None:
+def test_objects_of_a_script_are_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def labelled(label):\n    return label.value\n")
     body = """
 import mine
@@ -124,7 +84,7 @@ tried(lambda: as_reward(mine.labelled, pool="process", workers=1)(inputs).reward
 """
     first, *rest = script(tmp_path, body)
     assert first == "STARTS" and len(rest) == 1
-    assert rest[0].startswith("PoolError: got Label of the main program") and "which has no `if __name__" in rest[0]
+    assert rest[0].startswith("PoolError: got Label of the main program") and "move it into a module" in rest[0]
 
 
 @pytest.mark.parametrize("way", ["-c", "-"])
@@ -136,16 +96,7 @@ tried(lambda: scored(own, "1", pool="process"))
 """
     lines = ran("-c", HEAD + body, folder=tmp_path) if way == "-c" else ran(folder=tmp_path, stdin=HEAD + body)
     assert lines[:3] == ["STARTS", "([1.0], [])", "([1.0], [])"] and len(lines) == 4
-    assert "ValueError: function: got one of the main program, which has no file (a notebook," in lines[3]
-
-
-def test_a_module_that_is_run(tmp_path: Path) -> None:
-    body = 'if __name__ == "__main__":\n    tried(lambda: scored(own, "1", "2", pool="process"))\n'
-    (tmp_path / "package").mkdir()
-    for name in ("__init__", "main", "__main__"):
-        (tmp_path / "package" / f"{name}.py").write_text("" if name == "__init__" else HEAD + body)
-    assert ran("-m", "package.main", folder=tmp_path)[-1] == "([1.0, 2.0], [])"
-    assert "package.__main__, which another process cannot import" in ran("-m", "package", folder=tmp_path)[-1]
+    assert "ValueError: function: got one of the main program, " in lines[3]
 
 
 # --- processes that do not start, and those of processes --------------------------------------------------------------

@@ -521,7 +521,7 @@ def test_a_script_by_task_and_its_mistakes() -> None:
     assert [one.response_ids for one in made.generate(Prompt(text="x", eid=EID(0, 7)), n=2)] == [[4], [5]]
     assert "empty list" in (ScriptedEngine([]).generate("x")[0].error or "")
     wrong = ScriptedEngine([Line(ids=(1, 2), logprobs=(-1.0,))]).generate("x")[0]
-    assert wrong.error == "ValueError: answer: got 1 log-probs, expected 2, one for each token"
+    assert wrong.error == "ValueError: response: got 1 log-probs, expected 2, one for each token"
     assert ScriptedEngine([torch.tensor([4, 5])]).generate("x")[0].response_ids == [4, 5]
 
 

@@ -475,25 +475,19 @@ def test_digest(one: Any, other: Any) -> None:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-def test_from_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "task.py").write_text(
-        "calls = []\ndef rows(count, seed=0):\n    calls.append(seed)\n"
-        "    return [{'prompt': f'{i}:{seed}'} for i in range(count)]\nnot_rows = 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    prompts = Prompts.from_function("task.py:rows", {"seed": 5}, seed=1, count=3)
-    calls = resolve("task.py:calls")
+def test_rows_of_a_function_are_read_on_first_use() -> None:
+    calls: list[int] = []
+
+    def rows() -> list[dict[str, str]]:
+        calls.append(5)
+        return [{"prompt": f"{i}:5"} for i in range(3)]
+
+    prompts = Prompts(rows, seed=1)
     assert calls == []  # called when the rows are needed
     assert sorted(one.text or "" for one in prompts.take(3, 1)) == ["0:5", "1:5", "2:5"]
     assert len(prompts) == 3 and calls == [5] and prompts.seed == 1
-    with pytest.raises(ValueError, match=r"unknown option 'cuont'; did you mean 'count'"):
-        Prompts.from_function("task.py:rows", cuont=3)
-    with pytest.raises(ValueError, match="missing option 'count'"):
-        Prompts.from_function("task.py:rows")
-    with pytest.raises(ValueError, match="expected one that returns rows"):
-        Prompts.from_function("task.py:not_rows")
     with pytest.raises(ValueError, match="got int, expected a list of rows"):
-        len(Prompts.from_function(lambda: 3))
+        len(Prompts(lambda: 3))  # type: ignore[arg-type, return-value]
 
 
 def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

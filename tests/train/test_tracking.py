@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollbook
+from rollbook.core.terminal import format_duration
 from rollbook.train.tracker import (
     METRICS_FILE,
     BookTracker,
@@ -33,7 +34,6 @@ from rollbook.train.tracker import (
     Tracker,
     WandbTracker,
     build_trackers,
-    format_duration,
     format_evaluation,
     read_metrics,
 )

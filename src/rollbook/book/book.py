@@ -127,20 +127,18 @@ class Book:
         self.read_only = read_only
         self.tokenizer = tokenizer
         self.quota = quota
+        # The rest is state that the modules of this package share; not part of the API.
+        # Counts appends. It starts at a random number, so that programs that append once and end also compact.
         self.appends = itertools.count(os.urandom(1)[0])
-        """Counts appends. It starts at a random number, so that programs that append once and end also compact."""
-        self.compactor: threading.Thread | None = None
-        """Merges small segments in the background."""
+        self.compactor: threading.Thread | None = None  # merges small segments in the background
         self.closed = False
-        self.opened_with: dict[str, Any] = {}
-        """Arguments of `rollbook.open` that open this book again."""
+        self.opened_with: dict[str, Any] = {}  # arguments of `rollbook.open` that open this book again
         self.group_commit = GroupCommit()
-        self.known_column_types: set[tuple[str, str]] = set()
-        """Columns and their types that the ledger is known to have."""
+        self.known_column_types: set[tuple[str, str]] = set()  # columns that the ledger has, with types
+        # Tokens of checkpoints whose outcome is unknown, by the requested name.
         self.unsettled_checkpoints: dict[str | None, str] = {}
-        """Tokens of checkpoints whose outcome is unknown, by the requested name."""
+        # The tokenizer or its vocabulary, until the ledger is known to have its vocabulary.
         self.pending_tokenizer: Tokenizer | Vocabulary | None = None
-        """The tokenizer or its vocabulary, until the ledger is known to have its vocabulary."""
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -702,7 +700,6 @@ def open(
     storage_options: Mapping[str, Any] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
     clock: Callable[[], float] | None = None,
-    disk: Disk | None = None,
     over: str | os.PathLike[str] | None = None,
     **settings: ConsumerSetting,
 ) -> Book:
@@ -720,7 +717,6 @@ def open(
         storage_options: Options of that fsspec file system.
         segment_bytes: Size at which a segment is finished.
         clock: Replaces the database's clock in simulations.
-        disk: Replaces the file operations in tests.
         over: For `ray://NAME`, the folder or `postgresql://` address of the book to serve. If no actor of this name
             serves a book, one is created.
         settings: Settings of the consumer group "train"; see `Book.consumer`.
@@ -746,8 +742,8 @@ def open(
     if not isinstance(address, str) or not address:
         raise ValueError(f"url: got {url!r}, expected a folder, 'memory:' or 'postgresql://...', or 'ray://NAME'")
     if address.startswith(RAY):
-        if clock is not None or disk is not None:
-            raise ValueError(f"{'disk' if clock is None else 'clock'}: expected None for a book that an actor serves")
+        if clock is not None:
+            raise ValueError("clock: expected None for a book that an actor serves")
         return _open_served(address, mode, over, tokenizer, quota, data, storage_options, segment_bytes, settings)
     if over is not None:
         raise ValueError(f"over: got {redacted(over)!r}, expected None: only ray://NAME serves another book")
@@ -778,7 +774,7 @@ def open(
             if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
                 # As on the command line, the folder of a run is a path of its book. A new book here would hide it.
                 folder, address = folder / "book", os.path.join(address, "book")
-            ledger, store = open_folder(folder, mode, segment_bytes, clock, disk or Disk())
+            ledger, store = open_folder(folder, mode, segment_bytes, clock, Disk())
     book = Book(address, ledger, store, read_only=read_only, tokenizer=_get_fingerprint(tokenizer), quota=quota)
     book.opened_with = {
         "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
@@ -844,6 +840,7 @@ def _get_fingerprint(tokenizer: Tokenizer | str | None) -> str | None:
 def open_folder(
     folder: Path, mode: str, segment_bytes: int, clock: Callable[[], float] | None, disk: Disk
 ) -> tuple[Ledger, SegmentStore]:
+    """Open the ledger and the segments of a folder; see `open`."""
     path = folder / LEDGER
     check_files(path)
     if mode != "a" and not path.exists():
@@ -916,6 +913,7 @@ def _check_schema(ledger: Ledger, folder: Path) -> None:
 def open_postgres(
     url: str, mode: str, data: str | None, options: Mapping[str, Any], clock: Callable[[], float] | None
 ) -> tuple[Ledger, SegmentStore]:
+    """Open the ledger and the segments of a book in PostgreSQL; see `open`."""
     from rollbook.book.postgres import PostgresLedger
     from rollbook.book.segments.postgres import PostgresSegmentStore
 

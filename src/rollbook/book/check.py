@@ -98,7 +98,7 @@ class Report:
         counts: Number of findings of each kind.
         repaired: What a repair did, recovered and could not recover, at most `MAX_LISTED` of a kind.
         repairs: Number of these actions of each kind.
-        aside: Where a repair put copies of what it changed.
+        backup: Where a repair put copies of what it changed.
 
     >>> report = Report("runs/demo/book")
     >>> report.add("orphan", "a segment without references")
@@ -116,7 +116,7 @@ class Report:
     counts: Counter[str] = field(default_factory=Counter)
     repaired: list[Finding] = field(default_factory=list)
     repairs: Counter[str] = field(default_factory=Counter)
-    aside: str | None = None
+    backup: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -166,7 +166,7 @@ class Report:
             "repaired": [
                 {name: getattr(finding, name) for name in ("kind", "description", "where")} for finding in self.repaired
             ],
-            "aside": self.aside,
+            "backup": self.backup,
         }
 
 

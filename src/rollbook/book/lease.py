@@ -448,10 +448,6 @@ class Lease:
         """Call `nack` without blocking the event loop."""
         return await asyncio.to_thread(self.nack, reason, uids=uids, drop=drop)
 
-    async def arenew(self, seconds: float | None = None) -> float:
-        """Call `renew` without blocking the event loop."""
-        return await asyncio.to_thread(self.renew, seconds)
-
     # --- a sequence, and a context ----------------------------------------------------------------------------
 
     def __len__(self) -> int:

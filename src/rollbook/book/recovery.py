@@ -68,7 +68,6 @@ from rollbook.book.read import read_frame, read_numbers, restore_media
 from rollbook.book.segments.files import ALIGN, FileSegmentStore, Place, is_name
 from rollbook.core.addresses import POSTGRES, redacted
 from rollbook.core.errors import WireError
-from rollbook.core.experiences import Experiences
 from rollbook.core.files import FOLDER_MODE, make_private, private_opener
 from rollbook.core.wire import HEADER_BYTES, decode, read_header
 
@@ -536,16 +535,16 @@ _FORMAT_KEYS = ("layout", "digests")
 _REDACTABLE = (*revision.REDACTABLE, "info", "metrics", "multi_modal_inputs")
 
 
-def recover_rows(book: Book, aside: str, report: Report) -> LostRows:
+def recover_rows(book: Book, backup: str, report: Report) -> LostRows:
     """Copy all readable rows of the old ledger."""
     lost = LostRows()
-    copied = os.path.join(aside, LEDGER)
+    copied = os.path.join(backup, LEDGER)
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE numbers (uid TEXT PRIMARY KEY, seq INT)")
     if not os.path.exists(copied):
         lost.tables = dict.fromkeys(_RECOVERED_TABLES, "there is no ledger")
         return lost
-    working = os.path.join(aside, "working")
+    working = os.path.join(backup, "working")
     os.mkdir(working, FOLDER_MODE)
     try:
         for tail in ("", "-wal", "-journal"):
@@ -725,9 +724,9 @@ def _admit_found(book: Book, report: Report) -> None:
         frames: defaultdict[Place, list[tuple[int, str, int]]] = defaultdict(list)
         for segment, start, size, slot, uid, n in page:
             frames[Place(segment, start, size)].append((slot, uid, n))
-        for place, mine in frames.items():
+        for place, rows in frames.items():
             try:
-                stripped = read_frame(book, place).take([slot for slot, _, _ in mine])
+                stripped = read_frame(book, place).take([slot for slot, _, _ in rows])
                 records = restore_media(book, stripped)
                 entries, digest, uses = (
                     index_columns.index_columns(records),
@@ -736,27 +735,27 @@ def _admit_found(book: Book, report: Report) -> None:
                 )
                 purposes = media.evaluation_flags(stripped)
             except (WireError, ValueError) as error:
-                for _, uid, _ in mine:
+                for _, uid, _ in rows:
                     report.add_repair("lost", f"found, and cannot be restored: {error}", uid)
             else:
-                numbers = _former_numbers(book, [uid for _, uid, _ in mine])
-                seqs = [numbers.get(uid, base + i) for i, (_, uid, _) in enumerate(mine)]
-                _insert_records(book, seqs, place, mine, records, entries, digest, uses, purposes)
-                base += len(mine)
-                for _, uid, n in mine:
+                numbers = _former_numbers(book, [uid for _, uid, _ in rows])
+                seqs = [numbers.get(uid, base + i) for i, (_, uid, _) in enumerate(rows)]
+                _insert_records(book, seqs, place, rows, records, entries, digest, uses, purposes)
+                base += len(rows)
+                for _, uid, n in rows:
                     history = "its number is known" if uid in numbers else "its history is not known"
                     more = f"; {n} versions were there, the last one stands" if n > 1 else ""
                     report.add_repair(RECOVERED, f"{history}{more}", uid)
                 with book.ledger.write() as tx:
-                    tx.many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in mine])
+                    tx.many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in rows])
                     unknown = [
                         seq
-                        for seq, (_, uid, _), evaluation in zip(seqs, mine, purposes, strict=True)
+                        for seq, (_, uid, _), evaluation in zip(seqs, rows, purposes, strict=True)
                         if uid not in numbers and not evaluation
                     ]
                     queue.add_to_quarantine(tx, unknown)
             with book.ledger.write() as tx:
-                tx.many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in mine])
+                tx.many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in rows])
 
 
 def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
@@ -812,7 +811,7 @@ def _insert_records(
     book: Book,
     seqs: Sequence[int],
     place: Place,
-    mine: Sequence[tuple[int, str, int]],
+    rows: Sequence[tuple[int, str, int]],
     records: Experiences,
     entries: Sequence[index_columns.IndexColumns],
     digest: content_hash.ContentHashes,
@@ -824,7 +823,7 @@ def _insert_records(
         *index_columns.IndexColumns._fields,
         *(["evaluation", "admitted", "revision", "whole", "core", "segment", "start", "size", "slot", "bytes"]),
     ]
-    share = -(-place.length // len(mine))
+    share = -(-place.length // len(rows))
     with book.ledger.write() as tx:
         tx.many(
             f"INSERT INTO records ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
@@ -833,7 +832,7 @@ def _insert_records(
                     *(seqs[i], *entries[i], int(purposes[i]), tx.now, 0, digest.full[i], digest.core[i]),
                     *(place.segment, place.offset, place.length, slot, share),
                 )
-                for i, (slot, _, _) in enumerate(mine)
+                for i, (slot, _, _) in enumerate(rows)
             ],
         )
         tx.many(
@@ -930,7 +929,7 @@ def _repair_readable(book: Book, report: Report, copy: Callable[[], str], offer:
     intact = set(before.counts) <= _NOT_REPAIRED
     if intact and not (offer and before.counts[QUARANTINED]):
         return before
-    report.aside = copy()
+    report.backup = copy()
     if not intact:
         _repair_tables(book, report)
     if offer:
@@ -945,7 +944,7 @@ def _release_quarantine(book: Book, report: Report) -> None:
 
 def _check_again(book: Book, report: Report) -> Report:
     after = check(book)
-    after.repaired, after.repairs, after.aside = report.repaired, report.repairs, report.aside
+    after.repaired, after.repairs, after.backup = report.repaired, report.repairs, report.backup
     return after
 
 
@@ -966,18 +965,18 @@ def _make_backup_folder(folder: Path) -> str:
     raise BookError(f"{base}: a thousand repairs in a second")
 
 
-def _copy_ledger(path: Path, aside: str) -> str:
+def _copy_ledger(path: Path, backup_folder: str) -> str:
     """Copy a ledger that is in use, as one transaction sees it."""
     source = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    target = sqlite3.connect(os.path.join(aside, LEDGER))
+    target = sqlite3.connect(os.path.join(backup_folder, LEDGER))
     try:
         source.backup(target)
     finally:
         target.close()
         source.close()
-    make_private(os.path.join(aside, LEDGER))
-    _sync_file(os.path.join(aside, LEDGER))
-    return aside
+    make_private(os.path.join(backup_folder, LEDGER))
+    _sync_file(os.path.join(backup_folder, LEDGER))
+    return backup_folder
 
 
 def _copy_schema(book: Book) -> str:
@@ -1010,8 +1009,8 @@ def _repair_tables(book: Book, report: Report, lost: LostRows | None = None) -> 
     _repair_work(book, report, lost is not None and lost.any("events"))
     _repair_leases(book, report)
     _repair_counts(book, report)
-    if isinstance(book.store, FileSegmentStore) and report.aside is not None:
-        _repair_files(book.store, report.aside, report)
+    if isinstance(book.store, FileSegmentStore) and report.backup is not None:
+        _repair_files(book.store, report.backup, report)
     with book.ledger.write() as tx:
         queue.record_events(tx, [queue.Event("repaired", detail=dict(report.repairs))])
 
@@ -1056,24 +1055,24 @@ def _repair_consumers(book: Book, report: Report) -> bool:
                 "state <> 'dropped') WHERE id = ?",
                 (settings, state, number, number, number),
             )
-        lost = tx.all(
+        missing = tx.all(
             f"SELECT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} "
             "UNION SELECT consumer FROM events WHERE consumer IS NOT NULL "
             f"AND consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} ORDER BY 1"
         )
-        for (number,) in lost:
+        for (number,) in missing:
             # The first consumer of every book is "train".
             name = "train" if number == 1 else f"recovered-{number}"
             consumer = create_consumer(tx, name, ConsumerConfig())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, consumer.id))
             report.add_repair("consumer", f"number {number} had no row: it has the settings of a new one now", name)
-        return not lost and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
+        return not missing and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
 
 
 def _repair_records(book: Book, report: Report) -> None:
     """Drop records whose bytes are damaged, and correct the index columns and media of the others."""
-    lost = {key for key, _ in media_problems(book, True)}
-    bad: list[tuple[int, str, str]] = []
+    lost_media = {key for key, _ in media_problems(book, True)}
+    damaged: list[tuple[int, str, str]] = []
     for problem in record_problems(book, True):
         if problem.kind == "tags":
             with book.ledger.write() as tx:
@@ -1087,13 +1086,13 @@ def _repair_records(book: Book, report: Report) -> None:
                 tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.fix])
             report.add_repair("uses", problem.description, problem.uid)
         else:
-            bad.append((problem.seq, problem.uid, problem.description))
-            if len(bad) >= PAGE_ROWS:
-                _drop_damaged(book, bad, report)
-                bad = []
+            damaged.append((problem.seq, problem.uid, problem.description))
+            if len(damaged) >= PAGE_ROWS:
+                _drop_damaged(book, damaged, report)
+                damaged = []
     with book.ledger.read() as tx:
-        for marks, part in chunks(sorted(lost)):
-            bad += [
+        for marks, part in chunks(sorted(lost_media)):
+            damaged += [
                 (seq, uid, f"the medium sha256:{key} is damaged or missing")
                 for seq, uid, key in tx.all(
                     "SELECT records.seq, records.uid, media_uses.hash FROM media_uses JOIN records "
@@ -1101,9 +1100,9 @@ def _repair_records(book: Book, report: Report) -> None:
                     part,
                 )
             ]
-    _drop_damaged(book, bad, report)
+    _drop_damaged(book, damaged, report)
     with book.ledger.write() as tx:
-        for marks, part in chunks(sorted(lost)):
+        for marks, part in chunks(sorted(lost_media)):
             tx.run(f"DELETE FROM media WHERE hash IN ({marks})", part)
         count = tx.count(
             "DELETE FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM records WHERE records.seq = media_uses.seq "
@@ -1112,9 +1111,12 @@ def _repair_records(book: Book, report: Report) -> None:
         report.add_repair("uses", f"{count} uses of media by records that are not there", count=count)
 
 
-def _drop_damaged(book: Book, bad: Sequence[tuple[int, str, str]], report: Report) -> None:
+def _drop_damaged(book: Book, damaged: Sequence[tuple[int, str, str]], report: Report) -> None:
     """Detach the bytes of damaged records, and keep a copy of their segments."""
-    seqs = list(dict.fromkeys(seq for seq, _, _ in bad))
+    descriptions: dict[int, tuple[str, str]] = {}
+    for seq, uid, description in damaged:
+        descriptions.setdefault(seq, (uid, description))
+    seqs = list(descriptions)
     if not seqs:
         return
     with book.ledger.write() as tx:
@@ -1138,20 +1140,18 @@ def _drop_damaged(book: Book, bad: Sequence[tuple[int, str, str]], report: Repor
             rows = [row for row in queue.select_rows_by_seq(tx, consumer, seqs) if row.state in living]
             queue.drop_rows(tx, consumer, rows, DAMAGED)
             save_consumer(tx, consumer)
-    for seq, uid, description in bad:
-        if seq in seqs:
-            seqs.remove(seq)
-            report.add_repair("lost", description, uid)
-    if isinstance(book.store, FileSegmentStore) and report.aside is not None:
+    for uid, description in descriptions.values():
+        report.add_repair("lost", description, uid)
+    if isinstance(book.store, FileSegmentStore) and report.backup is not None:
         for name in filter(is_name, busy):
-            _link_segment(book.store, name, report.aside)
+            _link_segment(book.store, name, report.backup)
 
 
-def _link_segment(store: FileSegmentStore, name: str, aside: str) -> None:
+def _link_segment(store: FileSegmentStore, name: str, backup: str) -> None:
     """Link a segment to another name, so that compaction does not remove it; skip one that does not exist."""
     if not store.has(name):
         return
-    source, target = os.path.join(store.folder, name), os.path.join(aside, name)
+    source, target = os.path.join(store.folder, name), os.path.join(backup, name)
     if not os.path.exists(target):
         try:
             os.link(source, target, follow_symlinks=False)
@@ -1204,7 +1204,7 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
         stored = [row[0] for row in rows if row[4] is None]
         numbers = dict(zip(stored, read_numbers(book, tx, stored, key), strict=True)) if key is not None else {}
         histories = summarize_events(tx, [row[0] for row in rows])
-        versions = {
+        admitted_seqs = {
             seq
             for marks, part in chunks([row[0] for row in rows])
             for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", part)
@@ -1213,15 +1213,15 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
         entries = []
         unknown = []
         for seq, uid, gid, version, gone in rows:
-            mine = histories.get((seq, consumer.id), EventSummary())
-            reason = gone or (mine.reason if mine.kind == queue.DROPPED else None)
-            if gone is None and mine.kind not in (queue.DROPPED, queue.TRAINED):
-                if seq not in quarantined and (gaps or seq not in versions):
+            summary = histories.get((seq, consumer.id), EventSummary())
+            reason = gone or (summary.reason if summary.kind == queue.DROPPED else None)
+            if gone is None and summary.kind not in (queue.DROPPED, queue.TRAINED):
+                if seq not in quarantined and (gaps or seq not in admitted_seqs):
                     unknown.append(seq)
-                reason = QUARANTINED if seq in quarantined or gaps or seq not in versions else None
+                reason = QUARANTINED if seq in quarantined or gaps or seq not in admitted_seqs else None
             row = queue.new_row(consumer, seq, gid, version, numbers.get(seq), reason)
-            uses = len(mine.acks)
-            if mine.kind == queue.TRAINED:
+            uses = len(summary.acks)
+            if summary.kind == queue.TRAINED:
                 row = row._replace(state=queue.TRAINED, reason=None)
             entries.append(row._replace(uses=uses))
             report.add_repair(
@@ -1267,18 +1267,18 @@ def _repair_counts(book: Book, report: Report) -> None:
                 report.add_repair("group", f"consumer {consumer.name!r}: all groups were rebuilt", count=len(wrong))
 
 
-def _repair_files(store: FileSegmentStore, aside: str, report: Report) -> None:
+def _repair_files(store: FileSegmentStore, backup: str, report: Report) -> None:
     """Move files that crashes left to the backup."""
     for kind, path in find_foreign_files(store):
         if kind == "leftover" and os.lstat(path).st_mtime < time.time() - LEFTOVER_SECONDS:
-            os.rename(path, os.path.join(aside, os.path.basename(path)))
+            os.rename(path, os.path.join(backup, os.path.basename(path)))
             report.add_repair("leftover", "moved away", path)
     for name in store.segments():
         try:
             store.get(Place(name, 64, 0))
         except WireError:
             if not store.busy(name):
-                os.rename(os.path.join(store.folder, name), os.path.join(aside, name))
+                os.rename(os.path.join(store.folder, name), os.path.join(backup, name))
                 report.add_repair("begun", "moved away", name)
         except LookupError:
             continue
@@ -1298,10 +1298,10 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     if busy:
         raise BookError(f"{folder}: another process writes to {busy[0]}; close all writers to rebuild the ledger")
     report.add_repair("ledger", f"rebuilt: {why}", LEDGER)
-    report.aside = aside = _make_backup_folder(folder)
+    report.backup = backup = _make_backup_folder(folder)
     for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):
-            _copy_file(disk, f"{path}{tail}", os.path.join(aside, LEDGER + tail))
+            _copy_file(disk, f"{path}{tail}", os.path.join(backup, LEDGER + tail))
     # In a separate folder, which has its own lock.
     work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
     work_folder.mkdir(FOLDER_MODE)
@@ -1311,7 +1311,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
         try:
             prepare_tables(ledger, create=True, where=str(folder), meta={})
             book = Book(str(folder), ledger, store)
-            lost = recover_rows(book, aside, report)
+            lost = recover_rows(book, backup, report)
             recover_parts(book, sizes, lost, *revision.read_deletions(folder, disk), report)
             _repair_tables(book, report, lost)
             if offer:

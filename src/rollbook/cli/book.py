@@ -61,8 +61,8 @@ def _print_report(report: Report) -> None:
                 print(f"{title}: {rest} more of kind {kind}")
     for kind, remedy in remedies.items():
         print(wrapped(f"help for {kind}: {remedy}", 2))
-    if report.aside is not None:
-        print(f"copy of the previous files: {report.aside}")
+    if report.backup is not None:
+        print(f"copy of the previous files: {report.backup}")
     totals = f"{report.records} records, {report.media} media, {report.segments} segments, {size(report.bytes)}"
     print(f"{'ok' if report.ok else 'problems found'}: {totals}")
 

@@ -469,7 +469,7 @@ def _zsh_value(option: str, text: str) -> str:
 
 
 def _strip_special(text: str) -> str:
-    """Remove the characters that are special to zsh in a description."""
+    """Replace the characters that are special in a description for zsh; fish, with fewer, takes the same text."""
     return text.replace("'", "").replace("[", "(").replace("]", ")").replace(":", ",")
 
 

@@ -13,11 +13,9 @@ import select
 import shutil
 import signal
 import sys
-import termios
 import textwrap
 import threading
 import time
-import tty
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +28,7 @@ from rollbook.core.terminal import (
     columns,
     cut,
     figure,
+    format_duration,
     print_json,
     printable,
     screen,
@@ -92,17 +91,17 @@ class _StatusReader:
             self._book = open_book(self.url, mode="r")
         return read_status(self._book, self.window)
 
-    def start(self, interval: float, show: _Screen) -> None:
+    def start(self, interval: float, view: _Screen) -> None:
         """Read again and again in a thread, so that a slow answer does not block the keyboard."""
-        self._thread = threading.Thread(target=self._run, args=(interval, show), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(interval, view), daemon=True)
         self._thread.start()
 
-    def _run(self, interval: float, show: _Screen) -> None:
-        while not show.stop.wait(interval):
+    def _run(self, interval: float, view: _Screen) -> None:
+        while not view.stop.wait(interval):
             try:
-                show.update(self.read())
+                view.update(self.read())
             except Exception as error:  # shown to the user, and tried again
-                show.fail(error)
+                view.fail(error)
                 self._reset()
 
     def _reset(self) -> None:
@@ -150,7 +149,7 @@ class _Screen:
             error = "still waiting"
         lines = format_status(self.status, rows=size.lines, interval=self.interval)
         if error is not None:
-            note = f"no answer for {_seconds(silence)}: {printable(error)}"
+            note = f"no answer for {_age(silence)}: {printable(error)}"
             notes = textwrap.wrap(note, columns(), max_lines=_MAX_NOTE_LINES, placeholder="…")
             lines = [lines[0], *(styled(text, "red") for text in notes), *lines[2:]]
         return screen(lines[: size.lines])
@@ -180,6 +179,9 @@ def _watch(reader: _StatusReader, status: BookStatus, interval: float) -> None:
 @contextlib.contextmanager
 def _full_screen() -> Iterator[threading.Event]:
     """Take over the terminal; yields an event that a termination signal sets."""
+    import termios  # not on Windows, where the other forms of the command work
+    import tty
+
     stopped = threading.Event()
     keyboard = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     saved = None if keyboard is None else termios.tcgetattr(keyboard)
@@ -337,7 +339,7 @@ def _format_rollouts(rollouts: RolloutStatus, limit: int) -> list[str]:
         f"  next group {rollouts.next:,}, limit {rollouts.limit:,}",
     ]
     if rollouts.oldest is not None:
-        texts[1] += f"; oldest claim {_seconds(rollouts.oldest)} ({printable(rollouts.oldest_worker)})"
+        texts[1] += f"; oldest claim {_age(rollouts.oldest)} ({printable(rollouts.oldest_worker)})"
     return [cut(text, limit) for text in texts]
 
 
@@ -394,7 +396,7 @@ def _worker_cells(report: WorkerReport, status: BookStatus, silent: bool) -> dic
         "records": "" if is_trainer else records,  # those of its lease, which is listed
         "groups/min": "" if is_trainer else _rate(60 * status.worker_rates.get(report.name, 0.0)),
         "discarded": "" if discarded == "0" else discarded,
-        "seen": _seconds(report.age),
+        "seen": _age(report.age),
     }
 
 
@@ -410,14 +412,14 @@ def _format_leases(status: BookStatus, count: int) -> list[str]:
     names = ["lease held by", *(["consumer"] if several else []), "records", "age", "expires in"]
     cells: list[Sequence[str]] = []
     for lease in status.leases[:count]:
-        left = _seconds(lease.left) if lease.left > 0 else "expired"
+        left = _age(lease.left) if lease.left > 0 else "expired"
         consumer = [cut(printable(lease.consumer), 20)] if several else []
         cells.append(
             [
                 tail(printable(lease.holder), min(columns() // 3, 30)),
                 *consumer,
                 figure(lease.records),
-                _seconds(lease.age),
+                _age(lease.age),
                 left,
             ]
         )
@@ -436,14 +438,10 @@ def _rate(number: float) -> str:
     return "0" if number == 0 else figure(float(number))
 
 
-def _seconds(seconds: float) -> str:
-    """Format a duration.
+def _age(seconds: float) -> str:
+    """Format a duration, short ones to a tenth of a second.
 
-    >>> _seconds(0.44), _seconds(75), _seconds(7300)
-    ('0.4 s', '75 s', '2.0 h')
+    >>> _age(0.44), _age(75), _age(7300)
+    ('0.4 s', '1 min 15 s', '2 h 1 min')
     """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 600:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return f"{seconds:.1f} s" if seconds < 9.95 else format_duration(seconds)

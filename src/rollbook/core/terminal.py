@@ -227,6 +227,22 @@ def when(timestamp: float | None) -> str | None:
         return None
 
 
+def format_duration(seconds: float) -> str:
+    """Format seconds with units.
+
+    Args:
+        seconds: The duration.
+
+    >>> format_duration(41.2), format_duration(312), format_duration(3 * 3600 + 250), format_duration(200_000)
+    ('41 s', '5 min 12 s', '3 h 4 min', '2 d 7 h')
+    """
+    total = round(seconds)
+    for unit, name, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if total >= unit:
+            return f"{total // unit} {name} {total % unit // part} {small}"
+    return f"{total} s"
+
+
 def figure(value: float | None, digits: int = 3) -> str:
     """Format a number; a dash for `None` and NaN.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -666,9 +666,10 @@ def load(
 
 MAGIC = b"TRXP"
 _HEADER = struct.Struct("<4sBQQ")
+HEADER_BYTES = _HEADER.size
 _MODULE = "trinity.common.experience"
 _RECORDS = [(_MODULE, name) for name in ("Experience", "EID", "CustomField", "ExperienceType")]
-_EXTRA = "rollbook"
+EXTRA = "rollbook"
 """Key of an item for fields that Trinity does not have; its reader skips unknown keys."""
 
 _META = [
@@ -714,7 +715,9 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS.items()}
 def read(view: memoryview, limits: Limits) -> list[Experience]:
     """Read the records of a TRXP payload or of a legacy pickle."""
     try:
-        return _read_trxp(view, limits) if bytes(view[:4]) == MAGIC else _read_pickle(view, limits)
+        if bytes(view[:4]) != MAGIC:
+            return _read_pickle(view, limits)
+        return [_from_item(item, tensors, i) for i, (item, tensors) in enumerate(split_payload(view, limits))]
     except WireError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -754,35 +757,60 @@ def _unpickled(view: memoryview, start: int, limits: Limits) -> Any:
         raise WireError(f"the pickled part: {error}", start + (error.offset or 0)) from None
 
 
-def _read_trxp(view: memoryview, limits: Limits) -> list[Experience]:
-    if len(view) < _HEADER.size:
-        raise WireError(f"the TRXP header is cut short: {len(view)} of {_HEADER.size} bytes", len(view))
+def payload_size(head: bytes) -> int:
+    """Return the size in bytes of the payload that begins with this header."""
+    if head[:4] != MAGIC or len(head) < HEADER_BYTES:
+        raise WireError(f"{head[:4]!r} is not a TRXP header", 0)
+    _, _, meta_length, tensor_length = _HEADER.unpack_from(head)
+    return int(HEADER_BYTES + meta_length + tensor_length)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a payload: its element type (`None` if unknown), its shape and its bytes, which may not match."""
+
+    dtype: str | None
+    shape: Any
+    data: memoryview
+
+
+def split_payload(view: memoryview, limits: Limits) -> list[tuple[dict[str, Any], dict[str, StoredTensor]]]:
+    """Return the items of a TRXP payload, each with its tensors by name.
+
+    Raises:
+        WireError: The payload is damaged or exceeds the limits.
+    """
+    if len(view) < HEADER_BYTES:
+        raise WireError(f"the TRXP header is cut short: {len(view)} of {HEADER_BYTES} bytes", len(view))
     _, version, meta_length, tensor_length = _HEADER.unpack_from(view)
     if version != 1:
         raise WireError(f"TRXP version {version}; this reader supports 1", 4)
-    total = _HEADER.size + meta_length + tensor_length
+    total = HEADER_BYTES + meta_length + tensor_length
     if total > limits.max_bytes:
         raise WireError(f"{total} bytes are over the limit of {limits.max_bytes}", 5)
     if total != len(view):
         excess = "are missing" if total > len(view) else "follow the payload"
         raise WireError(f"{abs(total - len(view))} bytes {excess}", min(total, len(view)))
-    split = _HEADER.size + meta_length
-    meta = _unpickled(view[_HEADER.size : split], _HEADER.size, limits)
+    split = HEADER_BYTES + meta_length
+    meta = _unpickled(view[HEADER_BYTES:split], HEADER_BYTES, limits)
     if not isinstance(meta, dict) or not isinstance(meta.get("items"), list):
-        raise WireError("the pickled part has no list of items", _HEADER.size)
+        raise WireError("the pickled part has no list of items", HEADER_BYTES)
     items = meta["items"]
-    if meta.get("num_items") != len(items) or len(items) > limits.max_items:
-        raise WireError(f"num_items is {meta.get('num_items')!r}, but there are {len(items)} items", _HEADER.size)
-    by_item: dict[int, dict[str, Any]] = {}
+    count = meta.get("num_items")
+    if type(count) is not int or count != len(items) or count > limits.max_items:
+        raise WireError(f"num_items is {count!r}, but there are {len(items)} items", HEADER_BYTES)
+    for i, entry in enumerate(items):
+        if not isinstance(entry, dict):
+            raise WireError(f"item {i}: got {type(entry).__name__}, expected a dict")
+    pairs: list[tuple[dict[str, Any], dict[str, StoredTensor]]] = [(entry, {}) for entry in items]
     for key, tensor in _read_safetensors(view[split:], split).items():
         index, _, name = key.partition(":")
-        if not index.isdecimal() or int(index) >= len(items) or not name:
+        if not index.isdecimal() or len(index) > 9 or int(index) >= len(items) or not name:
             raise WireError(f"tensor {key!r} belongs to none of the {len(items)} items", split)
-        by_item.setdefault(int(index), {})[name] = tensor
-    return [_from_item(entry, by_item.get(i, {}), i) for i, entry in enumerate(items)]
+        pairs[int(index)][1][name] = tensor
+    return pairs
 
 
-def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
+def _read_safetensors(view: memoryview, at: int) -> dict[str, StoredTensor]:
     if len(view) < 8:
         raise WireError("the tensor part is cut short", at)
     size = struct.unpack_from("<Q", view)[0]
@@ -818,14 +846,13 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, Any]:
     for name, entry in header.items():
         dtype = _SAFETENSORS.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         start, stop = entry["data_offsets"]
-        tensors[name] = tensor_from_bytes(dtype, entry["shape"], body[start:stop], f"tensor {name!r}")
+        tensors[name] = StoredTensor(dtype, entry["shape"], body[start:stop])
     return tensors
 
 
-def _from_item(item: Pickled, tensors: Mapping[str, Any], index: int) -> Experience:
+def _from_item(item: Mapping[str, Any], stored: Mapping[str, StoredTensor], index: int) -> Experience:
     where = f"item {index}"
-    if not isinstance(item, dict):
-        raise WireError(f"{where}: got {type(item).__name__}, expected a dict")
+    tensors = {name: tensor_from_bytes(*tensor, f"tensor '{index}:{name}'") for name, tensor in stored.items()}
     values: dict[str, Any] = {name: item.get(name) for name in ("eid", "custom_fields", *_META)}
     media: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
@@ -834,9 +861,9 @@ def _from_item(item: Pickled, tensors: Mapping[str, Any], index: int) -> Experie
             media.setdefault(group, {})[key] = tensor
         elif name in FIELDS and FIELDS[name].kind == "tensor":
             values[name] = tensor
-    extra = item.get(_EXTRA) or {}
+    extra = item.get(EXTRA) or {}
     if not isinstance(extra, dict) or not set(extra) <= set(FIELDS):
-        raise WireError(f"{where}: {_EXTRA!r} has an unknown field")
+        raise WireError(f"{where}: {EXTRA!r} has an unknown field")
     values.update(extra)
     keys = item.get("multi_modal_input_keys") or []
     if keys or "multi_modal_inputs" in media:
@@ -957,7 +984,7 @@ def _to_item(row: Experience) -> dict[str, Any]:
     item["custom_fields"] = [custom.to_dict() for custom in row.custom_fields]
     item["multi_modal_input_keys"] = list(row.multi_modal_inputs or {})
     standard = {"eid", "custom_fields", *_META}
-    item[_EXTRA] = {}
+    item[EXTRA] = {}
     for name, field in FIELDS.items():
         entry = getattr(row, name)
         if name in standard or entry is None or hasattr(entry, "dtype"):
@@ -969,7 +996,7 @@ def _to_item(row: Experience) -> dict[str, Any]:
         elif field.kind == "media":
             entry = list(entry)
         if name != "multi_modal_inputs" or not entry:
-            item[_EXTRA][name] = _compact(entry)
+            item[EXTRA][name] = _compact(entry)
     return item
 
 

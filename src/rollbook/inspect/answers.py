@@ -17,6 +17,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,6 +53,31 @@ _COLUMNS = ", ".join(ANSWER_COLUMNS)
 _SQL_CHUNK = 500
 
 
+@dataclass(frozen=True)
+class ListQuery:
+    """Rows of a list and their order.
+
+    Args:
+        view: A name of `VIEWS`.
+        step: Step of the rows.
+        gid: Group of the rows.
+        prompt: Prompt of the rows.
+        filter: Filter of samples.
+        sort: Order; "": the default of the view.
+        evaluation: Whether to list evaluation samples; `None`: both, or training samples if `step` is set.
+        parts: Names of numbers that `filter` and `sort` may use.
+    """
+
+    view: str
+    step: int | None
+    gid: str | None
+    prompt: str | None
+    filter: str
+    sort: str
+    evaluation: bool | None
+    parts: Sequence[str]
+
+
 class Snapshots:
     """Cached lists, as the ordered numbers of their rows."""
 
@@ -60,43 +86,28 @@ class Snapshots:
         self._snapshots: OrderedDict[str, tuple[str, array[int]]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def page(
-        self,
-        view: str,
-        *,
-        step: int | None,
-        gid: str | None,
-        prompt: str | None,
-        filter: str,
-        sort: str,
-        offset: int,
-        limit: int,
-        snapshot: str | None,
-        evaluation: bool | None,
-        parts: Sequence[str],
-    ) -> dict[str, Any]:
+    def page(self, query: ListQuery, *, offset: int, limit: int, snapshot: str | None) -> dict[str, Any]:
         """Return a page of a list; see `Answers.list`."""
-        check_choice("view", view, VIEWS)
+        check_choice("view", query.view, VIEWS)
         check_int("offset", offset)
         limit = min(check_int("limit", limit, 1), MAX_PAGE_ROWS)
         started = time.perf_counter()
         with self._lock:
             cached = self._snapshots.get(snapshot or "")
-            if cached is not None and snapshot is not None and cached[0] == view:
+            if cached is not None and snapshot is not None and cached[0] == query.view:
                 self._snapshots.move_to_end(snapshot)
             else:
                 cached = None
         try:
             with self.index.reading(QUERY_SECONDS) as read:
                 if cached is None:
-                    numbers = _row_numbers(read, view, step, gid, prompt, filter, sort, evaluation, parts)
-                    snapshot, cached = secrets.token_hex(8), (view, numbers)
+                    snapshot, cached = secrets.token_hex(8), (query.view, _row_numbers(read, query))
                     with self._lock:
                         self._snapshots[snapshot] = cached
                         while len(self._snapshots) > MAX_SNAPSHOTS:
                             self._snapshots.popitem(last=False)
                 chosen = cached[1][offset : offset + limit].tolist()
-                rows = (sample_rows if view == "samples" else group_rows)(read, chosen)
+                rows = (sample_rows if query.view == "samples" else group_rows)(read, chosen)
         except sqlite3.OperationalError as error:
             if "interrupt" not in str(error):
                 raise
@@ -110,40 +121,31 @@ class Snapshots:
         }
 
 
-def _row_numbers(
-    read: sqlite3.Connection,
-    view: str,
-    step: int | None,
-    gid: str | None,
-    prompt: str | None,
-    filter: str,
-    sort: str,
-    evaluation: bool | None,
-    parts: Sequence[str],
-) -> array[int]:
+def _row_numbers(read: sqlite3.Connection, query: ListQuery) -> array[int]:
     """Return the ordered row numbers of a list: `n` of samples, `g` of groups."""
     where: list[str] = []
     values: list[Any] = []
-    for name, number in (("step", step), ("gid", gid), ("prompt", prompt)):
+    for name, number in (("step", query.step), ("gid", query.gid), ("prompt", query.prompt)):
         if number is not None:
             where.append(f"{name} = ?")
             values.append(number)
-    if evaluation is None and step is not None:
+    evaluation = query.evaluation
+    if evaluation is None and query.step is not None:
         evaluation = False  # a step means training samples by default
     if evaluation is not None:
         where.append("evaluation = ?")
         values.append(int(evaluation))
-    condition = filters.parse(filter, parts)
-    default = "-step,gid,run,turn" if view == "samples" else "-step"
-    ordered, more = filters.parse_sort(sort or default, view, parts)
-    if view == "samples":
+    condition = filters.parse(query.filter, query.parts)
+    default = "-step,gid,run,turn" if query.view == "samples" else "-step"
+    ordered, more = filters.parse_sort(query.sort or default, query.view, query.parts)
+    if query.view == "samples":
         where += [COUNTED, condition.sql]
         values += condition.values
     elif condition.sql != "1":
         where.append(f"(gid, evaluation) IN (SELECT gid, evaluation FROM samples WHERE {COUNTED} AND {condition.sql})")
         values += condition.values
-    key = "n" if view == "samples" else "g"
-    sql = f"SELECT {key} FROM {view} WHERE {' AND '.join(where) or '1'} ORDER BY {ordered}"
+    key = "n" if query.view == "samples" else "g"
+    sql = f"SELECT {key} FROM {query.view} WHERE {' AND '.join(where) or '1'} ORDER BY {ordered}"
     return array("q", (row[0] for row in read.execute(sql, [*values, *more])))
 
 
@@ -446,22 +448,11 @@ class Answers:
         """
         self.index.update_summaries(_SUMMARY_SECONDS)
         with self.index.reading() as read:
-            parts, metrics = self._update_number_names(read)
-        if filter and filters.parse(filter, [*parts, *metrics]).texts:
+            names = [name for names in self._update_number_names(read) for name in names]
+        if filter and filters.parse(filter, names).texts:
             self.searching.finish()
-        return self._snapshots.page(
-            view,
-            step=step,
-            gid=gid,
-            prompt=prompt,
-            filter=filter or "",
-            sort=sort or "",
-            offset=offset,
-            limit=limit,
-            snapshot=snapshot,
-            evaluation=evaluation,
-            parts=[*parts, *metrics],
-        )
+        query = ListQuery(view, step, gid, prompt, filter or "", sort or "", evaluation, names)
+        return self._snapshots.page(query, offset=offset, limit=limit, snapshot=snapshot)
 
     def group(self, gid: str) -> dict[str, Any]:
         """Return a group: its samples, best reward first, adjacent groups, and its prompt at other steps."""
@@ -570,7 +561,8 @@ class Answers:
 
     def search(self, q: str, mode: str = "phrase", limit: int = 50, step: int | None = None) -> dict[str, Any]:
         """Search texts; see `Search.search`."""
-        return to_json_answer(self.searching.search(q, mode, limit, step))
+        answer: dict[str, Any] = json_safe(self.searching.search(q, mode, limit, step))
+        return answer
 
     def compare(self, a: tuple[int, int], b: tuple[int, int]) -> dict[str, Any]:
         """Compare two step ranges; see `rollbook.inspect.comparison`."""
@@ -631,12 +623,6 @@ def _count_records(read: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 _GROUP_UIDS = f"SELECT uid FROM samples WHERE gid = ? AND evaluation = ? AND {COUNTED} ORDER BY run, turn, n"
-
-
-def to_json_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    """Convert an answer with texts from records to strict JSON."""
-    safe: dict[str, Any] = json_safe(answer)
-    return safe
 
 
 def _find_row(read: sqlite3.Connection, name: str, key: str, sql: str) -> tuple[Any, ...]:

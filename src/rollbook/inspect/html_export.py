@@ -15,7 +15,7 @@ import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,6 @@ from hashlib import blake2b
 from html import escape
 from importlib import resources
 from importlib.resources.abc import Traversable
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, quote_plus
 
@@ -92,49 +91,22 @@ def _read_assets(folder: Traversable, prefix: str) -> list[tuple[str, Asset]]:
 # --- bundle ---------------------------------------------------------------------------------------------------------
 
 RUN_PAGES = ("overview", "step", "prompt", "compare", "search", "sql")
-_IMPORT = re.compile(r"import\s*\{(?P<names>[^{}]*)\}\s*from\s*(?P<quote>[\"'])(?P<file>[^\"']*)(?P=quote)\s*;?[ \t]*")
-_EXPORT = re.compile(r"export\s+(?=(?:async\s+function|function|const|let|class)\b)")
-_DECLARED = re.compile(r"(?:async\s+)?(?P<kind>function|class|const|let|var)\b\s*\*?\s*(?P<name>[A-Za-z_$][\w$]*)?")
-_NAME = re.compile(r"[A-Za-z_$][\w$]*")
-_WORD = re.compile(r"[\w$]")
-_CLOSED = {")": "(", "]": "[", "}": "{"}
-_COMMENT = re.compile(r"//[^\n]*|/\*(?s:.*?)\*/|/\*")
-# After one of these a slash starts a regular expression, after a value it divides.
-_BEFORE_PATTERN = re.compile(
-    r"(?:^|[(,=:\[!&|?{};+*%<>~^-]|\b(?:return|typeof|case|in|of|delete|void|throw|await|yield))$"
-)
+_IMPORT = re.compile(r"""(?m)^import \{[^{}]*\} from (["'])(?P<file>[^"']+)\1;\n""")
+_EXPORT = re.compile(r"(?m)^export (?=(?:async function|function|const|class) )")
+_COMMENT_LINES = re.compile(r"(?m)^[ \t]*(?://.*|/\*(?:[^*]|\*(?!/))*\*/)\n")
 
 
 class BundleError(RollbookError, ValueError):
-    """Raised for modules or style sheets that cannot be joined."""
+    """Raised for style sheets that cannot be joined."""
 
 
 @cache
 def page_script() -> str:
     """Return the modules of an exported page as one script: main.js without the pages that need a server."""
     files = {name: asset.content.decode() for name, asset in load_assets().items() if name.endswith(".js")}
-    files["main.js"] = remove_pages(files["main.js"], RUN_PAGES)
+    names = "|".join(RUN_PAGES)
+    files["main.js"] = re.sub(rf'(?m)^.*"(?:\./pages/)?(?:{names})(?:\.js)?".*\n', "", files["main.js"])
     return join_modules(files, "main.js")
-
-
-def remove_pages(main: str, pages: Collection[str]) -> str:
-    """Return main.js without the lines that import and register these pages.
-
-    >>> print(remove_pages('''import { a } from "./pages/a.js";
-    ... import { b } from "./pages/b.js";
-    ... registerPage("a", a);
-    ... registerPage("b", b);''', ["a"]))
-    import { b } from "./pages/b.js";
-    registerPage("b", b);
-    """
-    removed = [f"pages/{name}.js" for name in pages]
-    names = {
-        imported_name
-        for file, imported in _Module("main.js", main).imports
-        if file in removed
-        for imported_name in imported
-    }
-    return "\n".join(line for line in main.splitlines() if names.isdisjoint(re.findall(r"[\w$]+", line)))
 
 
 @cache
@@ -165,6 +137,9 @@ def join_styles(files: Mapping[str, str]) -> str:
 def join_modules(files: Mapping[str, str], entry: str) -> str:
     """Join JavaScript modules (name -> source) into one script: `entry` and its imports, in dependency order.
 
+    Removes imports, the word `export`, indentation and comments on lines of their own. This is not a parser:
+    `tests/viewer/test_bundle.py` checks that the modules contain nothing that it would misread.
+
     >>> print(join_modules({
     ...     "main.js": 'import { twice } from "./pages/a.js";\\nconsole.log(twice(2));\\n',
     ...     "pages/a.js": "export const twice = (x) => 2 * x;\\n",
@@ -175,220 +150,18 @@ def join_modules(files: Mapping[str, str], entry: str) -> str:
     console.log(twice(2));
     <BLANKLINE>
     """
-    modules: dict[str, _Module] = {}
-    order: list[str] = []
+    joined: dict[str, str] = {}
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        if name in path:
-            raise BundleError(f"{name}: imports itself: {' -> '.join([*path[path.index(name) :], name])}")
-        if name in modules:
+    def visit(name: str) -> None:
+        if name in joined:
             return
-        modules[name] = module = _Module(name, files[name])
-        for target, names in module.imports:
-            if target not in files:
-                raise BundleError(f"{name}: imports {target}, which is not there")
-            visit(target, (*path, name))
-            for dependency in names:
-                if dependency not in modules[target].exports:
-                    raise BundleError(f"{name}: imports {dependency!r}, which {target} does not export")
-        order.append(name)
+        text = _COMMENT_LINES.sub("", files[name])
+        for match in _IMPORT.finditer(text):
+            visit(posixpath.normpath(posixpath.join(posixpath.dirname(name), match["file"])))
+        joined[name] = re.sub(r"(?m)^\s+", "", _EXPORT.sub("", _IMPORT.sub("", text)))
 
-    visit(entry, ())
-    owners: dict[str, str] = {}
-    for name in order:
-        for declaration in modules[name].declared:
-            if owners.setdefault(declaration, name) != name:
-                raise BundleError(f"{name}: declares {declaration!r}, which {owners[declaration]} declares too")
-    return "\n".join(f"// {name}\n{modules[name].text.strip()}" for name in order) + "\n"
-
-
-class _Module:
-    """A JavaScript module: its imports, exports and declarations, and its text without module keywords."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self.name = name
-        for end in ("</script", "<!--"):
-            if end in text.lower():
-                raise BundleError(f"{name}: {end!r} is not allowed in a script of an HTML page")
-        hidden, flat, tops, cuts, fixed = _blank_texts(name, text)
-        self.imports: list[tuple[str, list[str]]] = []
-        self.exports: set[str] = set()
-        self.declared: list[str] = []
-        for start, stop in pairwise([*tops, len(text)]):
-            place = start
-            word = re.compile(r"[\w$]+").match(hidden, start)
-            if word is None:
-                continue
-            if word[0] == "import":
-                match = _IMPORT.match(text, start)
-                if match is None:
-                    raise self._bad(text, start, "expected import { a, b } from './file.js';")
-                names = [imported_name.strip() for imported_name in match["names"].split(",") if imported_name.strip()]
-                if not all(_NAME.fullmatch(imported_name) for imported_name in names):
-                    raise self._bad(text, start, "an import cannot rename")
-                if not match["file"].startswith(("./", "../")):
-                    raise self._bad(text, start, "expected a file of this folder")
-                self.imports.append((posixpath.normpath(posixpath.join(posixpath.dirname(name), match["file"])), names))
-                cuts.append(match.span())
-                continue
-            exported = _EXPORT.match(hidden, start)
-            if exported is not None:
-                cuts.append(exported.span())
-                place = exported.end()
-            elif word[0] == "export":
-                raise self._bad(text, start, "expected export function, async function, const, let or class")
-            declared = _DECLARED.match(hidden, place)
-            if declared is not None:
-                if declared["name"] is None or (
-                    declared["kind"] in ("const", "let", "var") and "," in flat[place:stop]
-                ):
-                    raise self._bad(text, start, "a top-level declaration is expected to have one plain name")
-                self.declared.append(declared["name"])
-                if exported is not None:
-                    self.exports.add(declared["name"])
-        for bad in re.finditer(r"\bimport\s*[(.]|\bimport\.meta\b", hidden):
-            raise self._bad(text, bad.start(), "import() and import.meta do not work in one file")
-        twice = {imported_name for imported_name in self.declared if self.declared.count(imported_name) > 1}
-        if twice:
-            raise BundleError(f"{name}: declares {min(twice)!r} twice")
-        self.text = _minify(text, cuts, fixed)
-
-    def _bad(self, text: str, start: int, why: str) -> BundleError:
-        line = text.count("\n", 0, start) + 1
-        return BundleError(f"{self.name}, line {line}: got {text[start : start + 60].splitlines()[0]!r}; {why}")
-
-
-Spans = list[tuple[int, int]]
-
-
-def _minify(text: str, cuts: Spans, fixed: Spans) -> str:
-    """Remove the `cut` ranges, indentation and empty lines; keep the `fixed` ranges."""
-    kind = bytearray(len(text))  # 1: cut, 2: fixed
-    for value, spans in ((1, cuts), (2, fixed)):
-        for start, stop in spans:
-            kind[start:stop] = bytes([value]) * (stop - start)
-    out: list[str] = []
-    fresh = True  # only blanks in this line so far
-    for letter, mode in zip(text, kind, strict=True):
-        # A multi-line comment still ends a line.
-        if mode == 2 or (not fresh and letter == "\n") or (mode == 0 and not (fresh and letter.isspace())):
-            out.append(letter)
-            fresh = letter == "\n" and mode != 2
-    return "".join(out)
-
-
-def _blank_texts(name: str, text: str) -> tuple[str, str, list[int], Spans, Spans]:
-    """Blank out text in a JavaScript source.
-
-    Returns the source with comments, strings, templates and patterns blanked; the same with bracket contents blanked
-    too; the start of its top-level statements; the ranges of comments and of template texts. It is not a parser: it
-    separates code from text and counts brackets.
-    """
-    out = list(text)
-    inside: list[int] = []  # places within brackets
-    tops: list[int] = []
-    comments: Spans = []
-    templates: Spans = []
-    open_brackets: list[str] = []
-    fresh = True  # a statement may begin here
-    place = 0
-    before = ""  # the code before this place, without blanks, its last few characters
-
-    def blank(start: int, stop: int) -> None:
-        for at in range(start, stop):
-            if out[at] != "\n":
-                out[at] = " "
-
-    while place < len(text):
-        letter = text[place]
-        if letter == "\n" and not open_brackets:
-            fresh = fresh or before[-1:] in (";", "}")
-        if letter.isspace():
-            place += 1
-            continue
-        start = place
-        comment = _COMMENT.match(text, place)
-        if comment is not None:
-            if comment[0] == "/*":
-                raise BundleError(f"{name}: a comment does not end")
-            place = comment.end()
-            comments.append((start, place))
-            blank(start, place)
-            continue
-        if fresh and not open_brackets:
-            tops.append(place)
-            fresh = False
-        if letter in "\"'":
-            place = _skip_string(name, text, place)
-            blank(start + 1, place - 1)
-            before = '"'
-        elif letter == "`" or (letter == "}" and open_brackets and open_brackets[-1] == "`"):
-            # A template, from its start or from the end of a ${...} in it, up to its end or the next ${.
-            if letter == "}":
-                open_brackets.pop()
-            place, more = _skip_template(name, text, place + 1)
-            templates.append((start, place))
-            blank(start, place)
-            if more:
-                open_brackets.append("`")
-            before = "" if more else '"'
-        elif letter == "/" and _BEFORE_PATTERN.search(before):
-            place = _skip_pattern(name, text, place)
-            blank(start, place)
-            before = '"'
-        else:
-            if letter in "([{":
-                open_brackets.append(letter)
-            elif letter in _CLOSED and (not open_brackets or open_brackets.pop() != _CLOSED[letter]):
-                raise BundleError(f"{name}, line {text.count(chr(10), 0, place) + 1}: {letter!r} closes nothing")
-            if open_brackets:
-                inside.append(place)
-            place += 1
-            # Words are kept separate, so that `return` is found and `of` is not found in `roof`.
-            glued = bool(_WORD.match(letter)) and start > 0 and bool(_WORD.match(text[start - 1]))
-            before = (before + letter if glued or not _WORD.match(letter) else " " + letter)[-12:]
-            if letter == ";" and not open_brackets:
-                fresh = True
-    if open_brackets:
-        raise BundleError(f"{name}: {open_brackets[-1]!r} is not closed")
-    hidden = "".join(out)
-    for at in inside:
-        out[at] = " "
-    return hidden, "".join(out), tops, comments, templates
-
-
-def _skip_string(name: str, text: str, place: int) -> int:
-    quote = text[place]
-    place += 1
-    while place < len(text) and text[place] not in (quote, "\n"):
-        place += 2 if text[place] == "\\" else 1
-    if place >= len(text) or text[place] == "\n":
-        raise BundleError(f"{name}: a string does not end")
-    return place + 1
-
-
-def _skip_template(name: str, text: str, place: int) -> tuple[int, bool]:
-    while place < len(text):
-        if text[place] == "`":
-            return place + 1, False
-        if text.startswith("${", place):
-            return place + 2, True
-        place += 2 if text[place] == "\\" else 1
-    raise BundleError(f"{name}: a template does not end")
-
-
-def _skip_pattern(name: str, text: str, place: int) -> int:
-    place += 1
-    in_class = False
-    while place < len(text) and text[place] != "\n":
-        if text[place] == "/" and not in_class:
-            place += 1
-            while place < len(text) and _WORD.match(text[place]):
-                place += 1
-            return place
-        in_class = text[place] == "[" or (in_class and text[place] != "]")
-        place += 2 if text[place] == "\\" else 1
-    raise BundleError(f"{name}: a pattern does not end")
+    visit(entry)
+    return "".join(f"// {name}\n{text}" for name, text in joined.items())
 
 
 MAX_TRAJECTORIES = 200
@@ -486,10 +259,10 @@ def export_html(
     trajectories = [_select_lenses(trajectory, fields) for trajectory in _read_trajectories(source, chosen)]
     recorded = _record_answers(source, answers, trajectories)
     media = _read_images(source, trajectories) if images else {}
-    hidden = 0
+    redactions = 0
     if patterns:
         with nullcontext(workers) if workers is not None else Workers() as children:
-            trajectories, recorded, hidden = _redact(trajectories, recorded, patterns, children)
+            trajectories, recorded, redactions = _redact(trajectories, recorded, patterns, children)
     if gid is not None:
         start = "#/group/" + _encode_uri(trajectories[0].gid)
     else:
@@ -507,7 +280,7 @@ def export_html(
             f"max_mb: the file of {len(trajectories)} trajectories and {len(media)} images would have "
             f"{len(content) / 1e6:.1f} MB, expected at most {max_mb:g}; export fewer samples or lenses, or no images"
         )
-    return ExportResult(content, _file_name(start, len(trajectories)), len(trajectories), len(media), hidden)
+    return ExportResult(content, _file_name(start, len(trajectories)), len(trajectories), len(media), redactions)
 
 
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> ExportResult:
@@ -689,7 +462,7 @@ _REDACTED_KEYS = frozenset({"info", "metrics", "messages", "tools", "sampling", 
 _REDACTED_NUMBERS = frozenset({"info", "messages", "tools", "sampling", "label", "reference", "row", "eid"})
 """Entries in which numbers (for example, phone numbers) are redacted like texts."""
 _HASH = re.compile("[0-9a-f]{64}")
-Cover = Callable[[str], str]
+Redact = Callable[[str], str]
 
 
 def _redact(
@@ -702,13 +475,13 @@ def _redact(
             )
     texts: dict[str, str] = {}
 
-    def note(text: str) -> str:
+    def collect(text: str) -> str:
         return texts.setdefault(text, text)
 
     for trajectory in trajectories:
-        _redact_trajectory(trajectory, note)
+        _redact_trajectory(trajectory, collect)
     for path, parameters, answer in recorded:
-        _redact_json([parameters, answer], note, most=_max_integers(path))
+        _redact_json([parameters, answer], collect, max_integers=_max_integers(path))
     # In an id a slash is encoded as %2F; a pattern may match the decoded form too.
     ids = {
         identifier: identifier.replace("%2F", "/").replace("%25", "%")
@@ -716,30 +489,30 @@ def _redact(
         for identifier in (trajectory.uid, trajectory.gid)
     }
     for written in ids.values():
-        note(written)
+        collect(written)
     unhashed = _replace_hashes(trajectories)
     masked = workers.mask([unhashed(text) for text in texts], patterns, seconds=_REDACTION_SECONDS)
-    hidden = sum(unhashed(text) != cover for text, cover in zip(texts, masked, strict=True))
+    redactions = sum(unhashed(text) != masked_text for text, masked_text in zip(texts, masked, strict=True))
     texts = dict(zip(texts, masked, strict=True))
     texts |= {identifier: texts[written] for identifier, written in ids.items() if texts[written] != unhashed(written)}
-    covered = [_redact_trajectory(trajectory, texts.__getitem__) for trajectory in trajectories]
-    if len({trajectory.uid for trajectory in covered}) != len(trajectories):
+    redacted = [_redact_trajectory(trajectory, texts.__getitem__) for trajectory in trajectories]
+    if len({trajectory.uid for trajectory in redacted}) != len(trajectories):
         raise ValueError("redact: the redacted ids of different samples would be equal")
-    for trajectory in covered:
+    for trajectory in redacted:
         trajectory.notes.append("Parts of this file are redacted; token ids are omitted.")
     answers = [
         (
             path,
             {name: texts[value] for name, value in parameters.items()},
-            _redact_json(answer, texts.__getitem__, most=_max_integers(path)),
+            _redact_json(answer, texts.__getitem__, max_integers=_max_integers(path)),
         )
         for path, parameters, answer in recorded
     ]
-    _update_excerpts([answer for _, _, answer in answers], covered)
-    return covered, answers, hidden
+    _update_excerpts([answer for _, _, answer in answers], redacted)
+    return redacted, answers, redactions
 
 
-def _replace_hashes(trajectories: Sequence[Trajectory]) -> Cover:
+def _replace_hashes(trajectories: Sequence[Trajectory]) -> Redact:
     """Replace hashes of texts in ids: with the hash and the visible part of a text, the redacted part could be found by
     trying.
     """
@@ -765,7 +538,7 @@ def _max_integers(path: str) -> int:
     return 0 if path == "/api/record" else 3
 
 
-def _redact_trajectory(trajectory: Trajectory, cover: Cover) -> Trajectory:
+def _redact_trajectory(trajectory: Trajectory, redact: Redact) -> Trajectory:
     """Return the sample with redacted texts and without ids; the number of characters stays the same, so ends stay
     valid.
     """
@@ -773,51 +546,57 @@ def _redact_trajectory(trajectory: Trajectory, cover: Cover) -> Trajectory:
     for field in dataclasses.fields(trajectory):
         value = getattr(trajectory, field.name)
         if isinstance(value, (str, dict)) or field.name in ("messages", "tools", "label", "reference", "notes"):
-            changed[field.name] = _redact_json({field.name: value}, cover, most=0)[field.name]
+            changed[field.name] = _redact_json({field.name: value}, redact, max_integers=0)[field.name]
     changed["arrays"] = trajectory.arrays
-    changed["segments"] = [segment._replace(name=cover(segment.name)) for segment in trajectory.segments]
-    changed["rejected"] = None if trajectory.rejected is None else _redact_trajectory(trajectory.rejected, cover)
+    changed["segments"] = [segment._replace(name=redact(segment.name)) for segment in trajectory.segments]
+    changed["rejected"] = None if trajectory.rejected is None else _redact_trajectory(trajectory.rejected, redact)
     return dataclasses.replace(trajectory, **changed)
 
 
-def _redact_json(value: Json, cover: Cover, *, most: int, free: bool = False, numbers: bool = False) -> Any:
-    """Redact all texts in JSON except our constants; omit more than `most` consecutive integers, which could be token
-    ids.
+def _redact_json(
+    value: Json, redact: Redact, *, max_integers: int, redact_keys: bool = False, redact_numbers: bool = False
+) -> Any:
+    """Redact all texts in JSON except our constants.
 
-    `free`: redact keys too; `numbers`: redact matching numbers too.
+    More than `max_integers` consecutive integers could be token ids and are omitted.
     """
     if isinstance(value, str):
-        return cover(value)
+        return redact(value)
     if isinstance(value, Mapping):
-        mapped = {}
+        redacted = {}
         for key, entry in value.items():
             is_constant = (
-                not free
+                not redact_keys
                 and key in _CONSTANT_KEYS
                 and isinstance(entry, str)
                 and (entry in _CONSTANTS or _HASH.fullmatch(entry))
             )
-            mapped[cover(key) if free and isinstance(key, str) else key] = (
+            redacted[redact(key) if redact_keys and isinstance(key, str) else key] = (
                 entry
                 if is_constant
                 else _redact_json(
                     entry,
-                    cover,
-                    most=most,
-                    free=free or key in _REDACTED_KEYS,
-                    numbers=numbers or (key in _REDACTED_NUMBERS),
+                    redact,
+                    max_integers=max_integers,
+                    redact_keys=redact_keys or key in _REDACTED_KEYS,
+                    redact_numbers=redact_numbers or key in _REDACTED_NUMBERS,
                 )
             )
-        return mapped
+        return redacted
     if isinstance(value, (list, tuple)):
         count = _count_integers(value)
-        if count is not None and count > most:
+        if count is not None and count > max_integers:
             return f"({count} integers, omitted: they could be token ids)"
-        return [_redact_json(entry, cover, most=most, free=free, numbers=numbers) for entry in value]
-    if numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return [
+            _redact_json(
+                entry, redact, max_integers=max_integers, redact_keys=redact_keys, redact_numbers=redact_numbers
+            )
+            for entry in value
+        ]
+    if redact_numbers and isinstance(value, (int, float)) and not isinstance(value, bool):
         written = str(value)
-        covered = cover(written)
-        return value if covered == written else covered
+        redacted_text = redact(written)
+        return value if redacted_text == written else redacted_text
     return value
 
 
@@ -831,10 +610,10 @@ def _count_integers(value: Json) -> int | None:
     return 1
 
 
-def _update_excerpts(value: Json, covered: Sequence[Trajectory]) -> None:
+def _update_excerpts(value: Json, redacted: Sequence[Trajectory]) -> None:
     """Recompute openings and closings from redacted texts, since the existing ones may cut a redacted part."""
-    by_uid = {trajectory.uid: trajectory for trajectory in covered}
-    by_gid = {trajectory.gid: trajectory for trajectory in reversed(covered)}
+    by_uid = {trajectory.uid: trajectory for trajectory in redacted}
+    by_gid = {trajectory.gid: trajectory for trajectory in reversed(redacted)}
     waiting = [value]
     while waiting:
         entry = waiting.pop()

@@ -98,12 +98,6 @@ def read_trxp(
     """Read the records of all TRXP payloads, or of the one pickle that an older Trinity wrote."""
     from rollbook.core import trxp
 
-    def size(head: bytes) -> int:
-        if head[:4] != trxp.MAGIC or len(head) < trxp._HEADER.size:
-            raise WireError(f"{head[:4]!r} is not a TRXP header", 0)
-        _, _, meta, tensors = trxp._HEADER.unpack(head)
-        return int(trxp._HEADER.size + meta + tensors)
-
     def records(data: bytearray) -> Experiences:
         return Experiences(trxp.read(memoryview(data), limits))
 
@@ -113,7 +107,7 @@ def read_trxp(
             if first and first != trxp.MAGIC:
                 yield records(bytearray(first + file.read(limits.max_bytes)))
                 continue
-        yield from _read(name, trxp._HEADER.size, size, records, errors, limits.max_bytes)
+        yield from _read(name, trxp.HEADER_BYTES, trxp.payload_size, records, errors, limits.max_bytes)
 
 
 def _read(

@@ -496,10 +496,11 @@ def _verify(response: str, references: list[str], precision: int) -> float:
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
+_MAX_ERRORS = 10
 _FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-def find_json_errors(text: str, schema: Json = None, *, max_errors: int = 10) -> list[str]:
+def find_json_errors(text: str, schema: Json = None) -> list[str]:
     """Find the errors of a text that should be JSON and, optionally, match a JSON schema.
 
     `NaN`, duplicate keys and too deep nesting are errors. A schema's references to other documents are never fetched.
@@ -507,10 +508,9 @@ def find_json_errors(text: str, schema: Json = None, *, max_errors: int = 10) ->
     Args:
         text: JSON, or a text whose last fenced block is JSON.
         schema: A JSON schema.
-        max_errors: Maximum number of errors to return.
 
     Returns:
-        The errors; empty if there are none.
+        The errors, at most 10; empty if there are none.
 
     >>> find_json_errors('{"age": 3}', {"type": "object", "required": ["name"]})
     ["$: 'name' is a required property"]
@@ -529,7 +529,7 @@ def find_json_errors(text: str, schema: Json = None, *, max_errors: int = 10) ->
         )
     except RecursionError:
         return ["$: nested too deep to be checked"]
-    return [f"{error.json_path}: {error.message[:200]}" for error in problems[:max_errors]]
+    return [f"{error.json_path}: {error.message[:200]}" for error in problems[:_MAX_ERRORS]]
 
 
 def _parse_json(text: str) -> Any:
@@ -685,8 +685,6 @@ def length(
     from rollbook.algorithms.shaping import length_penalty
 
     sizes = [len(row) for row in _split_units(responses, response_ids, unit)]
-    if not sizes:
-        return []
     penalties: list[float] = length_penalty(sizes, target=target, per_token=per_unit, max_penalty=max_penalty).tolist()
     return penalties
 
@@ -715,5 +713,5 @@ def repetition(
     from rollbook.algorithms.shaping import repetition_penalty
 
     rows = _split_units(responses, response_ids, unit)
-    penalties: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist() if rows else []
+    penalties: list[float] = repetition_penalty(rows, n=n, max_penalty=max_penalty).tolist()
     return penalties

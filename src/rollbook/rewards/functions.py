@@ -6,7 +6,6 @@ a call that raises, hangs or kills its process affects only its own samples.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import difflib
@@ -34,8 +33,7 @@ from math import nan
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.errors import RollbookError
@@ -107,9 +105,10 @@ def _user_frame(error: BaseException) -> str:
 
 
 def call_safely(call: Callable[[], Any]) -> CallOutcome:
-    """Make a call and catch every exception, including `SystemExit`."""
+    """Make a call, which may return a `CallOutcome` itself; catch every exception, including `SystemExit`."""
     try:
-        return CallOutcome(call())
+        result = call()
+        return result if isinstance(result, CallOutcome) else CallOutcome(result)
     except (PoolError, MissingExtraError, WrongCountError) as error:
         return CallOutcome(error=str(error), fatal=type(error))
     except BaseException as error:
@@ -188,15 +187,15 @@ class ProcessPool:
 
     Processes start on first use, as new interpreters (threads and CUDA contexts do not survive a fork), and live until
     `close`. One that exceeds its limit is killed with all its children and replaced. The function is pickled by module
-    and name, or by file, so it cannot be a lambda or a local function. The main program is imported only if it defines
-    the function; its work must then be under `if __name__ == "__main__":`.
+    and name, or by file, so it cannot be a lambda, a local function or a function of the main program, which no process
+    imports.
 
     Args:
         function: The function.
         workers: Number of processes.
 
     Raises:
-        ValueError: The function cannot be pickled.
+        ValueError: The function cannot be sent to another process.
 
     >>> import math
     >>> with contextlib.closing(ProcessPool(math.factorial, workers=1)) as pool:
@@ -212,10 +211,8 @@ class ProcessPool:
                 f"function: got one that cannot be sent to another process ({describe_error(error)}), expected one at "
                 "the top level of a module, or pool='thread'"
             ) from None
-        if any(argument == "__main__" for _, argument, _ in pickletools.genops(self._function)):
-            problem = MainProgram.here().problem
-            if problem is not None:
-                raise ValueError(f"function: got one of the main program, {problem}")
+        if any(argument in _MAIN_MODULES for _, argument, _ in pickletools.genops(self._function)):
+            raise ValueError(f"function: got one of the main program, {_ALTERNATIVES}")
         self.workers = workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._alive: set[_Worker] = set()
@@ -240,7 +237,7 @@ class ProcessPool:
                 self._alive.add(worker)
             outcome = worker.call(arguments, limit)
         finally:
-            if worker is not None and not worker.fit:
+            if worker is not None and not worker.ready:
                 self._drop(worker)
                 worker = None
             self._idle.put(worker)
@@ -264,89 +261,17 @@ def _kill_all(workers: set[_Worker]) -> None:
 START_TIMEOUT = 180.0
 """Seconds in which a process must load its function, which may import torch."""
 
-_GUARD = "`if __name__ == '__main__':`"
-_ALTERNATIVES = "move the function into a module of its own, or use pool='thread'"
-
-
-@dataclass(frozen=True)
-class MainProgram:
-    """How another process loads the main program, if it defines the function.
-
-    Args:
-        loader: An entry of the argument of `multiprocessing.spawn.prepare`.
-        problem: Why it cannot be loaded.
-    """
-
-    loader: tuple[str, str] | None = None
-    problem: str | None = None
-
-    @classmethod
-    def here(cls, starting: bool = False) -> MainProgram:
-        """Inspect the main program of this process.
-
-        Args:
-            starting: Whether a process is being started, which must happen under the guard.
-        """
-        main = sys.modules["__main__"]
-        names = vars(main)
-        path, name = names.get("__file__"), getattr(names.get("__spec__"), "name", None)
-        if path is None or not Path(path).is_file():
-            return cls(
-                problem=f"which has no file (a notebook, python -c, standard input) to load it from; {_ALTERNATIVES}"
-            )
-        if name is not None and name.rpartition(".")[2] == "__main__":
-            return cls(problem=f"{name}, which another process cannot import; {_ALTERNATIVES}")
-        try:
-            body = ast.parse(Path(path).read_bytes()).body
-        except (OSError, SyntaxError, ValueError) as error:
-            return cls(problem=f"{path}, which cannot be read ({describe_error(error)}); {_ALTERNATIVES}")
-        guards = [
-            range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-            for statement in body
-            if _is_guard(statement)
-        ]
-        if not guards:
-            reason = f"{path}, which has no {_GUARD} and would run completely in every process"
-            return cls(problem=f"{reason}; add one, {_ALTERNATIVES}")
-        line = _current_line(main) if starting else None
-        if line is not None and not any(line in guard for guard in guards):
-            return cls(
-                problem=f"{path}, whose line {line} is not under its {_GUARD} and would run again; {_ALTERNATIVES}"
-            )
-        return cls(("init_main_from_path", path) if name is None else ("init_main_from_name", name))
-
-
-def _is_guard(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.If) and any(
-        isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
-    )
-
-
-def _current_line(main: ModuleType) -> int | None:
-    """Return the current line of the main program, unless it has ended."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_globals is vars(main) and frame.f_code.co_name == "<module>":
-            return frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-class _ProcessState:
-    """State of this process: whether it belongs to a pool, and whether it is importing the main program."""
-
-    inside = False
-    loading = False
-    main = MainProgram()
+_MAIN_MODULES = ("__main__", "__mp_main__")
+_ALTERNATIVES = "expected one of a module; move it into a module, or use pool='thread'"
+_inside_pool = False
+"""Whether this process belongs to a pool."""
 
 
 class _Worker:
     """A process of a pool, with its pipe."""
 
     def __init__(self, function: bytes) -> None:
-        if _ProcessState.loading:
-            raise PoolError(f"the main program starts reward processes on import, expected that under {_GUARD}")
-        self.fit = False
+        self.ready = False
         self._pipe, theirs = multiprocessing.Pipe()
         # Not `multiprocessing.Process`, which runs the main program first: a script without a guard would train again.
         program = (
@@ -360,7 +285,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 # Killed with its children, and not interrupted by Ctrl-C. Nested pools stay in the session of the
                 # outer process, to be killed with it.
-                start_new_session=not _ProcessState.inside,
+                start_new_session=not _inside_pool,
             )
         except OSError as error:
             self._pipe.close()
@@ -368,7 +293,7 @@ class _Worker:
         finally:
             theirs.close()
         try:
-            self._pipe.send((sys.argv, MainProgram.here(starting=True), function))
+            self._pipe.send((sys.argv, function))
             if not self._pipe.poll(START_TIMEOUT):
                 raise PoolError(f"a reward process did not start within {START_TIMEOUT:g} s")
             problem = self._pipe.recv()
@@ -380,14 +305,14 @@ class _Worker:
         if problem is not None:
             self.kill()
             raise PoolError(f"a reward process could not load its function: {problem}")
-        self.fit = True
+        self.ready = True
 
     def call(self, arguments: tuple[Any, ...], limit: float | None) -> CallOutcome:
         try:
             sent = pickle.dumps(arguments)
         except Exception as error:
             return CallOutcome(error=f"its arguments cannot be sent to another process ({describe_error(error)})")
-        self.fit = False  # until it replies
+        self.ready = False  # until it replies
         try:
             self._pipe.send_bytes(sent)
             if not self._pipe.poll(limit):
@@ -395,12 +320,12 @@ class _Worker:
             outcome: CallOutcome = self._pipe.recv()
         except (EOFError, OSError):
             return CallOutcome(error=f"its process ended with exit code {self._wait()}", stopped=True)
-        self.fit = True
+        self.ready = True
         return outcome
 
     def alive(self) -> bool:
         """Return whether it can take a call."""
-        return self.fit and self._process.poll() is None
+        return self.ready and self._process.poll() is None
 
     def _wait(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -409,7 +334,7 @@ class _Worker:
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        self.fit = False
+        self.ready = False
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -419,26 +344,20 @@ class _Worker:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of a pool's process, which imports the main program only when an object needs it."""
+    """Unpickler of a pool's process, which does not run the main program again."""
 
     def find_class(self, module: str, name: str) -> Any:
-        main = _ProcessState.main
-        if module in ("__main__", "__mp_main__") and main.problem is not None:
-            raise PoolError(f"got {name} of the main program, {main.problem}")
-        if module in ("__main__", "__mp_main__") and main.loader is not None:
-            _ProcessState.main, _ProcessState.loading = MainProgram(), True
-            try:
-                multiprocessing.spawn.prepare(dict([main.loader]))
-            finally:
-                _ProcessState.loading = False
+        if module in _MAIN_MODULES:
+            raise PoolError(f"got {name} of the main program, {_ALTERNATIVES}")
         return super().find_class(module, name)
 
 
 def serve(descriptor: int) -> None:
     """Run a process of a pool: load the function, then make calls until the pipe closes."""
+    global _inside_pool
     pipe = Connection(descriptor)
-    _ProcessState.inside = True
-    sys.argv[:], _ProcessState.main, function = pipe.recv()
+    _inside_pool = True
+    sys.argv[:], function = pipe.recv()
     loaded = call_safely(lambda: _Unpickler(io.BytesIO(function)).load())
     pipe.send(loaded.error)
     if loaded.error is not None:
@@ -528,7 +447,7 @@ class FileFunction:
     def load(self) -> Callable[..., Any]:
         """Load the function with its options bound."""
         function = functools.partial(self.bare(), **self.options) if self.options else self.bare()
-        return _shareable(function) if self.name == "reward_func" else function
+        return _adapt_positional(function) if self.name == "reward_func" else function
 
     def bare(self) -> Callable[..., Any]:
         """Load the function. The file runs once in each process."""
@@ -548,9 +467,9 @@ class FileFunction:
         return self.load()(*arguments, **options)
 
 
-def _shareable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _adapt_positional(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a file's `reward_func` as LightRFT does, with (queries, prompts, references), if its parameters have other
-    names. A name that is nearly one of a sample's fields is left to be refused."""
+    names. A name that is nearly one of a sample's fields is rejected later."""
     arguments = inspect.signature(function).parameters.values()
     places = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     if not places or len(places) > 3 or any(difflib.get_close_matches(p.name, PARAMETER_NAMES, 1, 0.8) for p in places):
@@ -562,8 +481,22 @@ def _shareable(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def match_parameters(function: Callable[..., Any], name: str, lists: bool | None) -> tuple[dict[str, str], bool, bool]:
-    """({parameter: field}, whether it takes all by `**`, whether it takes lists); an unknown one is a `ValueError`.
+class Parameters(NamedTuple):
+    """What the parameters of a reward function receive.
+
+    Args:
+        fields: {parameter: field of a sample}.
+        takes_kwargs: Whether it takes all other fields by `**`.
+        lists: Whether it takes lists.
+    """
+
+    fields: dict[str, str]
+    takes_kwargs: bool
+    lists: bool
+
+
+def match_parameters(function: Callable[..., Any], name: str, lists: bool | None) -> Parameters:
+    """Match the parameters of a function to fields of a sample; an unknown one is a `ValueError`.
 
     In a function of lists with `**`, as TRL's are, another parameter is a column of the data: the field `info.NAME`.
     """
@@ -576,7 +509,7 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
         lists = any(p.name in _PLURALS for p in arguments) or bool(getattr(inner, "rollbook_batched", False))
     fields = {**_SINGLE, **_PLURALS} if lists else _SINGLE
     requested: dict[str, str] = {}
-    everything = any(p.kind is p.VAR_KEYWORD for p in arguments)
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in arguments)
     for p in arguments:
         if p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL:
             continue
@@ -584,14 +517,14 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
             raise ValueError(f"{name}: parameter {p.name!r} is positional only, expected parameters that have names")
         if p.name in fields:
             requested[p.name] = fields[p.name]
-        elif p.default is p.empty and lists and everything:
+        elif p.default is p.empty and lists and takes_kwargs:
             requested[p.name] = f"{_COLUMN}{p.name}"
         elif p.default is p.empty:
             more = "; batched=True gives lists" if p.name in _PLURALS else ""
             raise ValueError(
                 f"{name}: parameter {p.name!r} is not a field of a sample{suggest(p.name, [*fields])}{more}"
             )
-    return requested, everything, lists
+    return Parameters(requested, takes_kwargs, lists)
 
 
 def unwrap_partial(function: Callable[..., Any]) -> tuple[Callable[..., Any], set[str]]:
@@ -780,8 +713,8 @@ class FunctionReward(Reward):
             raise ValueError(f"function: got {type(function).__name__}, expected a function")
         inner = function.load() if isinstance(function, FileFunction) else function
         self.name = name or function_name(inner)
-        self._fields, everything, self.batched = match_parameters(inner, self.name, batched)
-        if everything:
+        self._fields, takes_kwargs, self.batched = match_parameters(inner, self.name, batched)
+        if takes_kwargs:
             self._fields = {**(_BATCHED if self.batched else dict(zip(FIELDS, FIELDS, strict=True))), **self._fields}
         if batch_size is not None and not self.batched:
             raise ValueError(f"batch_size: got {batch_size!r}, expected None: {self.name} takes one sample at a time")
@@ -816,9 +749,7 @@ class FunctionReward(Reward):
             return self._scores(inputs, chunks, run_in_threads(calls, self.workers, limit))
         sent = [functools.partial(processes.call, (len(c), g), limit) for c, g in chunks]
         # The threads only wait for the processes, which keep the limit.
-        waited = run_in_threads(sent, self.workers, None)
-        outcomes = [outcome if outcome.value is None else outcome.value for outcome in waited]
-        return self._scores(inputs, chunks, outcomes)
+        return self._scores(inputs, chunks, run_in_threads(sent, self.workers, None))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
         """Score samples without blocking the event loop; an async function runs in that loop."""

@@ -62,14 +62,14 @@ class Server:
     version: str
 
 
-async def detect_server(connection: Connection, name: str, model: str | None, again: Callable[[], None]) -> Server:
+async def detect_server(connection: Connection, name: str, model: str | None, on_retry: Callable[[], None]) -> Server:
     """Detect the kind of a server by the endpoints that only this kind has.
 
     Args:
         connection: The server.
         name: Name of the dialect, or `auto` to detect it.
         model: Name of the model; by default the first that the server lists.
-        again: Called before each retry.
+        on_retry: Called before each retry.
 
     Raises:
         ServerError: The server cannot be reached, or lists no model.
@@ -83,7 +83,7 @@ async def detect_server(connection: Connection, name: str, model: str | None, ag
         return reply if isinstance(reply, dict) else {}
 
     try:
-        listed = await connection.json("/v1/models", again=again)
+        listed = await connection.json("/v1/models", on_retry=on_retry)
     except ServerError as error:
         # Some servers cannot list their models. But a server that cannot be reached must not be taken for a plain one.
         absent = not isinstance(error, BadReplyError) and error.status in (None, *RETRY_STATUSES - {500})
@@ -489,8 +489,8 @@ class JobEngine(BaseEngine, ABC):
         self._tokenize_error: ServerError | None = None  # set if the server has no /tokenize
 
     @abstractmethod
-    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
-        """Return the kind, model and version of the server; `again` is called before each retry."""
+    async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
+        """Return the kind, model and version of the server; `on_retry` is called before each retry."""
 
     @abstractmethod
     async def _exchange(
@@ -556,11 +556,11 @@ class JobEngine(BaseEngine, ABC):
     async def _call(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> None:
         jobs = [PromptJob(request, self._context(), emit, cancel.shared) for request in requests]
 
-        def again() -> None:
+        def count_retry() -> None:
             for job in jobs:
                 job.count_retry()
 
-        server = asyncio.ensure_future(self._server(again))  # once for all jobs
+        server = asyncio.ensure_future(self._server(count_retry))  # once for all jobs
         tasks = [asyncio.ensure_future(self._run_job(job, server)) for job in jobs]
         watch = asyncio.ensure_future(_watch_cancel(cancel, tasks))
         try:
@@ -844,13 +844,13 @@ class OpenAIEngine(JobEngine):
             await asyncio.sleep(wait)
             wait = min(wait * 1.5, 2.0)
 
-    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
-        """Detect the server, once; `again` is called before each retry."""
+    async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
+        """Detect the server, once; `on_retry` is called before each retry."""
         if self._detection_lock is None:
             self._detection_lock = asyncio.Lock()
         async with self._detection_lock:
             if self._server_info is None:
-                self._server_info = await detect_server(self._connection, self.dialect, self.model, again)
+                self._server_info = await detect_server(self._connection, self.dialect, self.model, on_retry)
         return self._server_info
 
     def _redact(self, text: str) -> str:
@@ -908,7 +908,7 @@ class OpenAIEngine(JobEngine):
             chat |= {} if prompt.tools is None else {"tools": list(prompt.tools)}
 
         async def ask(path: str, body: Mapping[str, Any]) -> Any:
-            return await self._connection.json(path, body, again=job.count_retry)
+            return await self._connection.json(path, body, on_retry=job.count_retry)
 
         try:
             if self._tokenize_error is not None:

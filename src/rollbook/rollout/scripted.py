@@ -147,12 +147,12 @@ class ScriptedEngine(BaseEngine):
         response = self._look_up(prompt, eid.run)
         if isinstance(response, BaseException):
             raise response
-        if hasattr(response, "prompt_length"):
+        if hasattr(response, "prompt_length"):  # a record; its class is not imported, since that imports torch
             return self._sample_from_record(request, k, response, run_id)
         line = response if isinstance(response, Line) else _as_line(response)
         if line.error is not None:
             return request.failed(k, line.error, run_id, prompt_ids=self._prompt_ids(request.prompt))
-        ids = list(line.ids if line.ids is not None else self._encode("answer", line.text))
+        ids = list(line.ids if line.ids is not None else self._encode("response", line.text))
         limit = 0 if cancel.requested else request.done + request.budget
         length = len(ids)
         truncated = length > limit
@@ -162,7 +162,7 @@ class ScriptedEngine(BaseEngine):
             ids = ids[:limit]
         logprobs = list(line.logprobs if line.logprobs is not None else [-1.0] * length)
         if len(logprobs) != length:
-            raise ValueError(f"answer: got {len(logprobs)} log-probs, expected {length}, one for each token")
+            raise ValueError(f"response: got {len(logprobs)} log-probs, expected {length}, one for each token")
         logprobs = logprobs[: len(ids)]
         old_versions = list(request.started.versions or ()) if request.started is not None else []
         text = line.text if line.text is not None and not truncated else self._decode(ids)
@@ -254,4 +254,4 @@ class ScriptedEngine(BaseEngine):
 def _as_line(response: Any) -> Line:
     if isinstance(response, str):
         return Line(text=response)
-    return Line(ids=token_ids("answer", response))
+    return Line(ids=token_ids("response", response))

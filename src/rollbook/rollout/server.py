@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from rollbook.core.addresses import redacted, without_user
@@ -76,21 +76,20 @@ class Backoff:
             wait *= self.factor
 
 
-def parse_retry_after(headers: Mapping[str, str], max_wait: float = 60.0) -> float:
+def parse_retry_after(headers: Mapping[str, str]) -> float:
     """Parse the `retry-after` header of a reply.
 
     Args:
         headers: Headers of the reply.
-        max_wait: Upper bound of the result.
 
     Returns:
-        Seconds to wait; 0 if the header is missing or is not a number.
+        Seconds to wait, at most 60; 0 if the header is missing or is not a number.
 
     >>> parse_retry_after({"retry-after": "2"}), parse_retry_after({}), parse_retry_after({"retry-after": "soon"})
     (2.0, 0.0, 0.0)
     """
     try:
-        return min(max(0.0, float(headers.get("retry-after", 0))), max_wait)  # in this order NaN is 0
+        return min(max(0.0, float(headers.get("retry-after", 0))), 60.0)  # in this order NaN is 0
     except ValueError:
         return 0.0
 
@@ -263,16 +262,16 @@ class Connection:
         self,
         path: str,
         body: Mapping[str, Any] | None = None,
+        on_retry: Callable[[], None] = lambda: None,
         once: bool = False,
-        again: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Return the JSON of a GET, or of a POST of `body`. For `once` and `again` see `retry`."""
+        """Return the JSON of a GET, or of a POST of `body`. For `on_retry` and `once` see `retry`."""
 
         async def attempt() -> Any:
             async with self.open(path, body) as response:
                 return parse_json(await response.aread())
 
-        return await self.retry(attempt, again, once)
+        return await self.retry(attempt, on_retry, once)
 
     @contextlib.asynccontextmanager
     async def open(
@@ -307,13 +306,13 @@ class Connection:
             raise
 
     async def retry(
-        self, attempt: Callable[[], Awaitable[T]], again: Callable[[], None] = lambda: None, once: bool = False
+        self, attempt: Callable[[], Awaitable[T]], on_retry: Callable[[], None] = lambda: None, once: bool = False
     ) -> T:
         """Call `attempt` until it succeeds.
 
         Args:
             attempt: What to do.
-            again: Called before each retry.
+            on_retry: Called before each retry.
             once: Whether to try only once.
 
         Raises:
@@ -333,7 +332,7 @@ class Connection:
             if wait is None:
                 times = f" (tried {tries} times)" if tries > 1 else ""
                 raise ServerError(f"{self.redact(str(passing))}{times}", passing.status)
-            again()
+            on_retry()
             await asyncio.sleep(max(wait, passing.wait))
 
     def _http(self) -> httpx.AsyncClient:
@@ -411,7 +410,7 @@ def parse_json(data: bytes) -> Any:
         raise BadReplyError(f"the reply is not JSON: {data[:80].decode('utf-8', 'replace')!r}") from None
 
 
-Json = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+PostJson = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """Sends a body to a path and returns the JSON of the reply."""
 
 
@@ -459,7 +458,7 @@ class PartialSample:
     retokenized: bool = False
     """Whether the ids were made from text."""
 
-    def more(self, ids: JsonValue, logprobs: JsonValue, text: JsonValue) -> None:
+    def append(self, ids: JsonValue, logprobs: JsonValue, text: JsonValue) -> None:
         """Append tokens.
 
         Raises:
@@ -511,6 +510,10 @@ def parse_version(text: JsonValue) -> int | None:
         return None
 
 
+_SAMPLING_OPTIONS = ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress")
+"""Options of `Sampling` that not every server has."""
+
+
 class Dialect:
     """The API of a kind of server: request bodies and replies. This class is the plain OpenAI API."""
 
@@ -526,7 +529,9 @@ class Dialect:
     """Whether texts never include the stop text, which is returned separately."""
     logprobs_kind: ClassVar[LogprobsKind | None] = None
     supported: ClassVar[frozenset[str]] = frozenset({"suppress"})
-    """Supported options among those that not every server has."""
+    """Supported options of `_SAMPLING_OPTIONS`."""
+    shared_requests: ClassVar[Literal["always", "unseeded", "never"]] = "unseeded"
+    """When one request is for all n samples. Without `seed_of`, samples of a request would share its seed."""
     largest_seed: ClassVar[int] = 2**63 - 1
     limitations: ClassVar[tuple[str, ...]] = (
         "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
@@ -543,20 +548,20 @@ class Dialect:
             ValueError: It does not.
         """
         plain = Sampling()
-        for option in ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"):
+        for option in _SAMPLING_OPTIONS:
             value = getattr(sampling, option)
             if value != getattr(plain, option) and option not in self.supported:
                 raise ValueError(f"{option}: got {value!r}, but {self.name} servers have no such option")
 
     def shares_request(self, sampling: Sampling) -> bool:
-        """Return whether one request is for all n samples: only without a seed, which they would share."""
-        return sampling.seed is None
+        """Return whether one request is for all n samples."""
+        return self.shared_requests == "always" or (self.shared_requests == "unseeded" and sampling.seed is None)
 
     def seed_of(self, seed: int, k: int) -> int:
         """Return the seed of sample k of a shared request."""
         return seed
 
-    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: PostJson) -> Any:
         """Request the ids of a text or a chat (`messages`, `tools`) from the server."""
         content = chat or {"prompt": text}
         return (await json("/tokenize", {"model": model, "add_special_tokens": False, **content})).get("tokens")
@@ -660,7 +665,7 @@ class Dialect:
             values, tokens, ids = logprobs.get("token_logprobs"), logprobs.get("tokens") or [], None
         token_ids = choice.get("token_ids")
         text = choice.get("text") if message is None else message.get("content")
-        piece.more(token_ids if token_ids is not None else ids, values, text)
+        piece.append(token_ids if token_ids is not None else ids, values, text)
         piece.tokens += tokens
         if message is not None:
             piece.message = _join_delta(piece.message, message) if inner == "delta" else dict(message)
@@ -708,15 +713,13 @@ class TransformersServe(Dialect):
     name = "transformers-serve"
     takes_ids = False
     supported = frozenset()
+    shared_requests = "never"
     limitations = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",
         "prompts as token ids: they are rejected, so unfinished samples cannot be continued",
     )
     ids_from = "serve the model with vLLM or SGLang, which do, or use TransformersEngine in this process"
     logprobs_from = ids_from
-
-    def shares_request(self, sampling: Sampling) -> bool:
-        return False
 
     def body(self, request: ServerRequest) -> dict[str, Any]:
         # It rejects unknown fields and ignores some known ones.
@@ -734,7 +737,8 @@ class VLLM(Dialect):
     name = "vllm"
     gives_ids = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
-    supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    supported = frozenset(_SAMPLING_OPTIONS)
+    shared_requests = "always"
     limitations = (
         "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
         "continuing a sample with images: only token ids are sent again",
@@ -743,9 +747,6 @@ class VLLM(Dialect):
     logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
     interval = 8
     """Tokens per event of a stream. Smaller events are slower; a cancel loses fewer tokens than this."""
-
-    def shares_request(self, sampling: Sampling) -> bool:
-        return True
 
     def seed_of(self, seed: int, k: int) -> int:
         return seed + k
@@ -823,7 +824,8 @@ class SGLang(Dialect):
     tokenizes = True
     media = False
     logprobs_kind: ClassVar[LogprobsKind | None] = "tempered"
-    supported = frozenset({"min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress"})
+    supported = frozenset(_SAMPLING_OPTIONS)
+    shared_requests = "never"
     largest_seed = 2**31 - 1
     limitations = (
         "the prompt ids of a chat: give a tokenizer, which renders it here",
@@ -834,9 +836,6 @@ class SGLang(Dialect):
     )
     ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
     logprobs_from = "SGLang gives them by /generate (return_logprob)"
-
-    def shares_request(self, sampling: Sampling) -> bool:
-        return False
 
     def path(self, request: ServerRequest) -> str:
         return "/generate"
@@ -887,7 +886,7 @@ class SGLang(Dialect):
         done = meta.get("completion_tokens")
         if len(ids or ()) == done:  # all tokens so far; otherwise only new ones
             piece.ids, piece.logprobs, piece.text = None, None, ""
-        piece.more(ids, None if pairs is None else [pair[0] for pair in pairs], text)
+        piece.append(ids, None if pairs is None else [pair[0] for pair in pairs], text)
         version = parse_version(meta.get("weight_version"))
         if version is not None and piece.ids:
             start = piece.spans[-1][2] if piece.spans else 0
@@ -915,6 +914,7 @@ class LlamaCpp(Dialect):
     trims_stop = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
     supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
+    shared_requests = "never"
     largest_seed = 2**32 - 2  # the next value means a random seed
     limitations = (
         "stop token ids and a minimum number of tokens (stop_token_ids, min_tokens)",
@@ -923,9 +923,6 @@ class LlamaCpp(Dialect):
     )
     ids_from = "llama.cpp gives them from the end of 2024 on (return_tokens)"
     logprobs_from = "llama.cpp gives them from the end of 2024 on (n_probs)"
-
-    def shares_request(self, sampling: Sampling) -> bool:
-        return False
 
     def path(self, request: ServerRequest) -> str:
         return "/completion" if request.messages is None else "/v1/chat/completions"
@@ -964,7 +961,7 @@ class LlamaCpp(Dialect):
         body["stream"] = request.stream or bool(sampling.stop)
         return body | ({} if sampling.logprobs is None else {"n_probs": 1})
 
-    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: Json) -> Any:
+    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: PostJson) -> Any:
         if chat:
             text = (await json("/apply-template", chat)).get("prompt")
         return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
@@ -985,7 +982,7 @@ class LlamaCpp(Dialect):
         if not isinstance(event, dict) or "content" not in event:
             raise BadReplyError(f"the reply has no content: {str(event)[:200]}")
         entries = event.get("completion_probabilities")
-        piece.more(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
+        piece.append(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
         if event.get("stop"):
             reason = event.get("stop_type")
             piece.finish = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reason))

@@ -209,8 +209,8 @@ class ServerReplica(OpenAIEngine, Replica):
         self._updating = False
         self._changed = asyncio.Condition()
 
-    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
-        server = await super()._server(again)
+    async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
+        server = await super()._server(on_retry)
         self._server_info = replace(server, dialect=self._tokens)
         return self._server_info
 
@@ -324,7 +324,7 @@ class LocalReplica(Replica):
         self.processor = processor
         self._server_info = Server(VLLM(), name, vllm.__version__)
 
-    async def _server(self, again: Callable[[], None] = lambda: None) -> Server:
+    async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
         if self._server_info is None:
             raise ServerError("vLLM is not running")
         return self._server_info
@@ -432,7 +432,7 @@ def _read_output(output: RequestOutput, pieces: Sequence[PartialSample]) -> Iter
         values: Any = None
         if logprobs is not None:
             values = [entries[token].logprob for token, entries in zip(ids, logprobs, strict=True)]
-        piece.more(ids, values, completion.text)
+        piece.append(ids, values, completion.text)
         piece.prompt_ids = list(output.prompt_token_ids or ())
         for span in completion.weight_versions or ():
             version = parse_version(span.version)

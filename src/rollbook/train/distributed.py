@@ -76,9 +76,6 @@ if TYPE_CHECKING:
     from rollbook.train.prompts import Prompts
     from rollbook.train.worker import RolloutPacer
 
-# The output of a model is a view, which no loss changes in place.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-
 STRATEGIES = ("none", "ddp", "fsdp")
 _MODELS = ("policy", "reference", "critic", "teacher")
 _ERROR = "rollbook/error"
@@ -108,6 +105,9 @@ class Distributed:
 
     def __init__(self, strategy: str, device: torch.device | str | None = None, *, precision: str = "float32") -> None:
         check_choice("distributed", strategy, STRATEGIES[1:])
+        if strategy == "fsdp":
+            # The output of a model is a view, which no loss changes in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self.strategy, self.precision = strategy, precision
         device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cuda":
@@ -580,9 +580,12 @@ class DistributedTrainer(Trainer):
         self.evaluation_reward: Reward | None = None
         """Scores the samples of evaluations on this rank."""
         self._leading = 0
-        self._stored = Experiences()
-        """The records of the step as they are in the books, those of the expert last."""
-        self._leased = 0
+        # On rank 0. From building the learner: whether each rank reads the records of the book itself.
+        self._reads: list[bool] = []
+        # From leasing to the end of the update: the records of the step as they are in the books, and how many of them
+        # are leased. Those of the expert follow.
+        self._stored, self._leased = Experiences(), 0
+        # During a "copy": the weights or optimizer states that were read, by name.
         self._source: Any = None
         self._future: Future[Any] | None = None
         self._pending: tuple[Path, int, set[str]] | None = None
@@ -622,14 +625,18 @@ class DistributedTrainer(Trainer):
     # --- leading and following ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def leading(self) -> Iterator[None]:
-        """Lead the other ranks, on rank 0, while they `follow`. They are released at the end."""
+    def leading(self) -> Iterator[list[Any]]:
+        """Lead the other ranks, on rank 0, while they `follow`.
+
+        They are released at the end. What was appended to the list is the result of their `follow`.
+        """
         self._leading += 1
+        results: list[Any] = []
         try:
-            yield
+            yield results
             if self._leading == 1:
                 self._finish_saving()
-                self.distributed.release((None, self.done, self.resumed_from))
+                self.distributed.release((results[0] if results else None, self.done, self.resumed_from))
         except BaseException as error:
             if self._leading == 1:
                 self.distributed.fail(error)
@@ -646,19 +653,9 @@ class DistributedTrainer(Trainer):
         """Call a method on rank 0; the others follow, and return its result."""
         if not self.distributed.is_main:
             return self.follow()
-        if self._leading:
-            return method(*arguments, **options)
-        self._leading += 1
-        try:
-            result = method(*arguments, **options)
-            self._finish_saving()
-        except BaseException as error:
-            self.distributed.fail(error)
-            raise
-        finally:
-            self._leading -= 1
-        self.distributed.release((result, self.done, self.resumed_from))
-        return result
+        with self.leading() as results:
+            results.append(method(*arguments, **options))
+        return results[0]
 
     def _start(self) -> None:
         self._together(super()._start)

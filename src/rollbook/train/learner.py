@@ -124,13 +124,13 @@ class LossNormalizers:
     """What the losses of a minibatch are divided by.
 
     Args:
-        all: Denominators of all losses but the policy's.
+        tokens_and_rows: Denominators of all losses but the policy's.
         policy: Denominators of the policy loss: of pairs their number, of mixed data a pair for policy and expert.
         norm: The constant of the mode `seq-mean-token-sum-norm`.
     """
 
-    all: Denominators
-    policy: Any
+    tokens_and_rows: Denominators
+    policy: Denominators | int | tuple[Denominators, Denominators]
     norm: float | None
 
     @classmethod
@@ -146,17 +146,17 @@ class LossNormalizers:
             max_tokens: Maximum response length.
         """
         mask = Rows([rows.masks[i] for i in indices])
-        everything = count_denominators(mask)
+        tokens_and_rows = count_denominators(mask)
         count = algorithm.loss_entry.denominators
-        policy: Any = everything if count is None else count(rows, indices)
-        if algorithm.mixed:
-            everything = policy[0]  # KL divergence and entropy bonus are for the rows of the policy only
+        policy = tokens_and_rows if count is None else count(rows, indices)
+        if algorithm.mixed and isinstance(policy, tuple):
+            tokens_and_rows = policy[0]  # KL divergence and entropy bonus are for the rows of the policy only
         norm = None
         if algorithm.aggregation_mode == "seq-mean-token-sum-norm":
             if max_tokens is None:
                 raise ValueError("max_tokens: missing, expected the maximum response length, which divides the loss")
             norm = float(len(indices) * max_tokens)
-        return cls(everything, policy, norm)
+        return cls(tokens_and_rows, policy, norm)
 
 
 def policy_loss(
@@ -203,7 +203,7 @@ def policy_loss(
     shared: dict[str, Any] = {
         "mode": algorithm.aggregation_mode,
         "norm": normalizers.norm,
-        "denominators": normalizers.all,
+        "denominators": normalizers.tokens_and_rows,
         "weights": weights,
     }
     own_mask = mask if rows.expert is None else _without_expert(mask, rows.expert)
@@ -245,7 +245,7 @@ def critic_loss(
         batch.values,
         clip=algorithm.value_clip,
         mode="token-mean",
-        denominators=normalizers.all,
+        denominators=normalizers.tokens_and_rows,
     )
     return loss.value, dict(loss.metrics)
 
@@ -380,7 +380,7 @@ class Learner:
             self.critic.train()
         for epoch in range(self.minibatch.epochs):
             for number, minibatch in enumerate(self.minibatches(rows, step, epoch)):
-                micro_batches = self.plan(rows, minibatch)
+                micro_batches = self.plan_micro_batches(rows, minibatch)
                 self._place(placements, rows, minibatch, micro_batches, epoch, number)
                 normalizers = LossNormalizers.from_rows(self.algorithm, rows, minibatch, self.max_tokens)
                 metrics = self._update(rows, minibatch, micro_batches, normalizers, step, critic_only)
@@ -414,7 +414,7 @@ class Learner:
         cuts = [len(order) * k // count for k in range(count + 1)] if count else []
         return [sorted(itertools.chain(*order[begin:end])) for begin, end in itertools.pairwise(cuts)]
 
-    def plan(self, rows: TrainRows, minibatch: Sequence[int]) -> Sequence[MicroBatch]:
+    def plan_micro_batches(self, rows: TrainRows, minibatch: Sequence[int]) -> Sequence[MicroBatch]:
         """Return the micro-batches of an update, rank by rank; their indices are places in `minibatch`."""
         lengths = rows.records.token_lengths()[list(minibatch)]
         counts = rows.loss_tokens[list(minibatch)]

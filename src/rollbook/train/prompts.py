@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import inspect
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from rollbook.core.media import source_key
 from rollbook.core.sampling import Prompt, as_media
 from rollbook.io.tables import MAX_ROW_BYTES
 from rollbook.rewards.types import Image
-from rollbook.train.user_code import resolve
 
 COLUMN_NAMES = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
@@ -701,52 +699,6 @@ class Prompts:
         return cls._from_rows(rows, seed, shuffle, called)
 
     @classmethod
-    def from_function(
-        cls,
-        function: str | Callable[..., Any],
-        options: Mapping[str, Any] | None = None,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        name: str | None = None,
-        columns: Columns | None = None,
-        keep: Sequence[str] | None = None,
-        **more: Any,
-    ) -> Prompts:
-        """Use the rows that a function returns, which is called on first use.
-
-        Args:
-            function: A callable, `"module:function"` or `"path/to/file.py:function"`.
-            options: Keyword arguments of the function.
-            seed: As in the constructor; so are `shuffle`, `name`, `columns` and `keep`.
-            shuffle: Whether to shuffle.
-            name: Name of the data in errors; `None`: that of the function.
-            columns: Column names in the data.
-            keep: Other columns that go to `info`.
-            more: Further keyword arguments of the function.
-
-        Raises:
-            ValueError: The function does not exist, or does not take these options.
-
-        >>> Prompts.from_function(lambda count: [{"prompt": str(i)} for i in range(count)], count=4)
-        Prompts(4 rows of '<lambda>', epoch 0, seed 0)
-        """
-        target = resolve(function) if isinstance(function, str) else function
-        called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-        if not callable(target):
-            raise ValueError(f"function: got {type(target).__name__} ({called}), expected one that returns rows")
-        arguments = {**(options or {}), **more}
-        _check_options(called, target, arguments)
-        return cls(
-            partial(target, **arguments),
-            seed=seed,
-            shuffle=shuffle,
-            name=called if name is None else name,
-            columns=columns,
-            keep=keep,
-        )
-
-    @classmethod
     def _from_rows(cls, rows: list[Row], seed: int, shuffle: bool, name: str) -> Prompts:
         prompts = cls.__new__(cls)
         prompts._set(lambda: rows, seed, shuffle, name)
@@ -1002,20 +954,3 @@ def _read(reader: Reader, placed: LocatedRows, limit: int | None = None) -> list
     for column, why in reader.dropped.items():
         log.warning("%s: column %r is not kept: %s", reader.name, column, why)
     return rows
-
-
-def _check_options(called: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Check that a function takes these options and requires no others."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return  # some builtins have no signature
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        accepted = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        unknown = next((name for name in options if name not in accepted), None)
-        if unknown is not None:
-            raise ValueError(f"{called}: unknown option {unknown!r}{suggest(unknown, accepted)}")
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = next((name for name in needed if name not in options), None)
-    if missing is not None:
-        raise ValueError(f"{called}: missing option {missing!r}")

@@ -27,6 +27,7 @@ from rollbook.book.disk import hit_failpoint
 from rollbook.core.addresses import redacted
 from rollbook.core.files import FILE_MODE, make_folder, private_opener
 from rollbook.core.metrics import warn_user
+from rollbook.core.terminal import format_duration
 from rollbook.models.loading import transformers_module
 from rollbook.train import builders, checkpoint
 from rollbook.train.builders import check_rewards
@@ -36,7 +37,7 @@ from rollbook.train.config.values import ConfigError, expand_variables
 from rollbook.train.evaluation import Evaluation, compare_evaluations, evaluate, evaluate_records
 from rollbook.train.prompts import Prompts
 from rollbook.train.supervised import WarmupResult, warm_up
-from rollbook.train.tracker import METRICS_FILE, Display, WandbTracker, build_trackers, format_duration, shell_command
+from rollbook.train.tracker import METRICS_FILE, Display, WandbTracker, build_trackers, shell_command
 from rollbook.train.trainer import StepReport, Trainer
 from rollbook.train.user_code import find_foreign_code, resolve
 from rollbook.train.worker import LocalWorkers

@@ -480,22 +480,6 @@ def format_clock_time(seconds: float) -> str:
     return f"{minutes}:{left:02}" if minutes else f"{left}"
 
 
-def format_duration(seconds: float) -> str:
-    """Format seconds with units.
-
-    Args:
-        seconds: The duration.
-
-    >>> format_duration(41.2), format_duration(312), format_duration(3 * 3600 + 250), format_duration(200_000)
-    ('41 s', '5 min 12 s', '3 h 4 min', '2 d 7 h')
-    """
-    total = round(seconds)
-    for unit, name, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if total >= unit:
-            return f"{total // unit} {name} {total % unit // part} {small}"
-    return f"{total} s"
-
-
 def format_evaluation(metrics: Mapping[str, float]) -> str:
     """Format the metrics of an evaluation in one line.
 
@@ -621,7 +605,6 @@ __all__ = [
     "WandbTracker",
     "build_trackers",
     "format_clock_time",
-    "format_duration",
     "format_evaluation",
     "read_metrics",
     "shell_command",

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import struct
 import tempfile
 import threading
 import time
@@ -37,6 +36,7 @@ from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import DTYPES, FIELDS
 from rollbook.core.ids import EID
+from rollbook.core.ragged import check_shape
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.core.wire import check_stream
@@ -61,7 +61,6 @@ from rollbook.inspect.files.stores import (
     list_files,
     natural_sort_key,
     parse_json,
-    parse_row,
     to_dicts,
     unpack,
 )
@@ -296,52 +295,19 @@ def parse_payload(data: bytes) -> list[Row]:
         raise OldPickleError(
             "pickled records of an older Trinity are not read here; `rollbook import BOOK FILE` reads them"
         )
-    if len(view) < trxp._HEADER.size:
-        raise WireError(f"truncated TRXP header: {len(view)} of {trxp._HEADER.size} bytes")
-    _, version, meta, tensors = trxp._HEADER.unpack_from(view)
-    split = trxp._HEADER.size + meta
-    if version != 1 or split + tensors != len(view):
-        raise WireError(
-            f"TRXP version {version} with {split + tensors} bytes, expected version 1 and {len(view)} bytes"
-        )
-    content = trxp._unpickled(view[trxp._HEADER.size : split], trxp._HEADER.size, wire.DEFAULT_LIMITS)
-    items = content.get("items") if isinstance(content, dict) else None
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise WireError("the TRXP payload has no list of items")
-    extra = [item.pop(trxp._EXTRA, None) or {} for item in items]
-    rows: list[Row] = [
-        {**item, **(more if isinstance(more, dict) else {})} for item, more in zip(items, extra, strict=True)
-    ]
-    for key, tensor in _safetensors(view[split:]).items():
-        index, _, name = key.partition(":")
-        if index.isdecimal() and int(index) < len(rows) and name in _TENSORS:
-            rows[int(index)][name] = tensor
+    rows: list[Row] = []
+    for i, (item, tensors) in enumerate(trxp.split_payload(view, wire.DEFAULT_LIMITS)):
+        row = dict(item)
+        extra = row.pop(trxp.EXTRA, None)
+        if isinstance(extra, dict):
+            row |= extra
+        for name, (dtype, shape, content) in tensors.items():
+            if name in _TENSORS:
+                check_shape(dtype, shape, len(content), f"tensor '{i}:{name}'")
+                values = np.frombuffer(content, dtype=DTYPES[str(dtype)].storage).reshape(shape)
+                row[name] = _numpy(values, str(dtype))
+        rows.append(row)
     return rows
-
-
-def _safetensors(view: memoryview) -> dict[str, NDArray[Any]]:
-    if len(view) < 8:
-        raise WireError("truncated tensors")
-    size = struct.unpack_from("<Q", view)[0]
-    if size > len(view) - 8:
-        raise WireError(f"tensor header of {size} bytes, only {len(view) - 8} present")
-    header = parse_row(bytes(view[8 : 8 + size]))
-    data = view[8 + size :]
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype = trxp._SAFETENSORS[entry["dtype"]]
-            start, stop = entry["data_offsets"]
-            if not 0 <= start <= stop <= len(data):
-                raise WireError(f"tensor {name!r} is outside of the data")
-            storage = DTYPES[dtype].storage
-            values = np.frombuffer(data[start:stop], dtype=storage).reshape(entry["shape"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise WireError(f"tensor {name!r} cannot be read: {error}") from None
-        tensors[name] = _numpy(values, dtype)
-    return tensors
 
 
 class PayloadFile(AppendOnlyFile):
@@ -349,16 +315,15 @@ class PayloadFile(AppendOnlyFile):
 
     def _rows(self, file: BinaryIO, at: int) -> tuple[list[Row] | None, int]:
         file.seek(at)
-        head = file.read(trxp._HEADER.size)
-        if len(head) < trxp._HEADER.size:
+        head = file.read(trxp.HEADER_BYTES)
+        if len(head) < trxp.HEADER_BYTES:
             return None, at
         if head[:4] != trxp.MAGIC:
             return parse_payload(head), at
-        _, _, meta, tensors = trxp._HEADER.unpack(head)
-        total = len(head) + meta + tensors
+        total = trxp.payload_size(head)
         if total > MAX_ROW:
             raise WireError(f"a payload of {total} bytes is over the limit of {MAX_ROW}")
-        data = head + file.read(meta + tensors)
+        data = head + file.read(total - len(head))
         return (parse_payload(data), at + total) if len(data) == total else (None, at)
 
     def scan(self, more: bool) -> Iterator[ScannedRow]:
