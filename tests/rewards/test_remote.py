@@ -381,5 +381,5 @@ def test_options_are_checked() -> None:
 
 def test_without_httpx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(ImportError, match=r"rollbook\[remote\]"):
+    with pytest.raises(ImportError, match="extra 'remote' of Rollbook"):
         RemoteReward(nobody())(samples("a"))
