@@ -220,9 +220,6 @@ class PlanError(RollbookError, ValueError):
         self.message = message
         self.sample = sample
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[str, str, int | None]]:
-        return PlanError, (self.constraint, self.message, self.sample)
-
 
 @dataclass(frozen=True, slots=True)
 class Denominators:

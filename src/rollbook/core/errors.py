@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RollbookError(Exception):
     """Base class of the exceptions that Rollbook defines. Invalid arguments raise `ValueError`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not `type(self)(*self.args)`: `args` has the text, and constructors have other parameters.
+        return _restore_error, (type(self), self.args, self.__dict__.copy())
+
+
+def _restore_error(kind: type[RollbookError], args: tuple[Any, ...], state: dict[str, Any]) -> RollbookError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class WireError(RollbookError, ValueError):
@@ -22,9 +35,6 @@ class WireError(RollbookError, ValueError):
         self.message = message
         self.offset = offset
         """Byte offset of the error in the data, or `None`."""
-
-    def __reduce__(self) -> tuple[type[WireError], tuple[str, int | None]]:
-        return type(self), (self.message, self.offset)
 
 
 _EXTRAS = {
