@@ -13,17 +13,20 @@ import rollbook
 from rollbook.book import (
     AppendResult,
     BookError,
+    ConnectionLostError,
     Last,
     NewerLayoutError,
     NotABookError,
     ReadOnlyError,
     disk,
     ledger,
+    postgres,
     redact_records,
     snapshot,
 )
 from rollbook.book.book import LEDGER
 from rollbook.book.disk import Disk
+from rollbook.book.postgres import connect
 from rollbook.book.recovery import repair
 from rollbook.cli.parser import main
 from rollbook.core.addresses import redacted
@@ -307,6 +310,39 @@ def test_data_beside_the_database(postgres_url: str, tmp_path: Path, kind: str) 
         check(book)
     with rollbook.open(postgres_url, mode="r", data=data) as book:
         assert book.sql("select len(tokens) from experiences where gone is null").rows() == [(5,), (5,)]
+
+
+def test_a_user_without_rights_is_told_so(postgres_url: str) -> None:
+    """Its tables seem to be missing; a rollout worker would wait for its trainer forever."""
+    import psycopg
+
+    rollbook.open(postgres_url).close()
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("DROP ROLE IF EXISTS bob")
+        connection.execute("CREATE ROLE bob LOGIN")
+        try:
+            sign = "&" if "?" in postgres_url else "?"
+            other = f"{postgres_url}{sign}user=bob"
+            for mode in ("r", "r+", "a"):
+                with pytest.raises(BookError, match="user 'bob' has no rights on the schema 'rollbook'") as caught:
+                    rollbook.open(other, mode=mode)
+                assert type(caught.value) is BookError
+        finally:
+            connection.execute("DROP ROLE bob")
+
+
+def test_opening_waits_for_a_server_that_starts(monkeypatch: pytest.MonkeyPatch, postgres_url: str) -> None:
+    attempts = []
+
+    def refuse(*arguments: Any) -> Any:
+        attempts.append(arguments)
+        if len(attempts) < 3:
+            raise ConnectionLostError("no connection to PostgreSQL: FATAL: the database system is starting up")
+        return connect(*arguments)
+
+    monkeypatch.setattr(postgres, "connect", refuse)
+    with rollbook.open(postgres_url):
+        assert len(attempts) == 3
 
 
 def test_data_of_a_book_that_has_none_outside(postgres_url: str, tmp_path: Path) -> None:

@@ -923,6 +923,7 @@ def open_postgres(
         raise ValueError(f"data: got {redacted(data)!r} with a secret in it, expected that in storage_options")
     ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
     try:
+        ledger.check_privilege()
         if mode == "a":
             ledger.make_schema()
         where = redacted(url)

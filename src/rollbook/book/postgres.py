@@ -42,6 +42,8 @@ READ_SECONDS = 3600.0
 """The same for a reader, which blocks no writer and may copy data between two statements."""
 RECONNECT_SECONDS = 30.0
 """Seconds to wait for a server that restarts."""
+_STARTING = ("starting up", "shutting down", "not yet accepting connections", "in recovery mode")
+"""Texts of errors of a server that will accept connections soon."""
 NETWORK_LIMITS = {
     "connect_timeout": 10,
     "keepalives": 1,
@@ -314,9 +316,20 @@ class PostgresLedger:
         self._turns = TurnQueue()
         self._pid = os.getpid()
         self._closed = False
-        self._idle: list[Any] = [connect(url, schema)]
+        self._idle: list[Any] = [self._connect(waits_for=_STARTING)]
         self._open = 1
         self._lock_key = f"""{LOCK}, hashtext('{schema.replace("'", "''")}')"""
+
+    def check_privilege(self) -> None:
+        """Raise `BookError` if the schema exists and this user may not use it: its tables would seem to be missing."""
+        query = "SELECT current_user, has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = %s"
+        with self.connection() as connection:
+            row = connection.execute(query, (self.schema,)).fetchone()
+        if row is not None and not row[1]:
+            raise BookError(
+                f"{redacted(self.url)}: user {row[0]!r} has no rights on the schema {self.schema!r}, expected those on "
+                "the schema, its tables and its sequences"
+            )
 
     def make_schema(self) -> None:
         """Create the schema if it does not exist."""
@@ -352,7 +365,7 @@ class PostgresLedger:
                 self._open += 1
         try:
             if connection is None or connection.closed:
-                connection = self._reconnect()
+                connection = self._connect()
             yield connection
         finally:
             with self._changed:
@@ -459,13 +472,14 @@ class PostgresLedger:
                     stack.close()
             yield connection, now
 
-    def _reconnect(self) -> Any:
+    def _connect(self, waits_for: Sequence[str] = ("",)) -> Any:
+        """Connect, again while the error has one of these texts."""
         end = time.monotonic() + RECONNECT_SECONDS
         while True:
             try:
                 return connect(self.url, self.schema)
-            except ConnectionLostError:
-                if time.monotonic() > end:
+            except ConnectionLostError as error:
+                if time.monotonic() > end or not any(text in str(error) for text in waits_for):
                     raise
             time.sleep(0.2)
 
@@ -579,7 +593,7 @@ class PostgresLedger:
         with self._turns.take(consumer, end, stop) as mine, ExitStack() as stack:
             waiter = None
             if mine:
-                connection = stack.enter_context(self._reconnect())
+                connection = stack.enter_context(self._connect())
                 key = f"{LOCK + 2}, hashtext('{self.channel(consumer)}')"
                 while waiter is None and not stop.is_set() and time.monotonic() < end:
                     # Short: a statement that waits for long keeps the server from vacuuming the book's tables.
