@@ -78,7 +78,7 @@ class Load:
     group_seconds: float = 20.0
     step_seconds: float = 60.0
     beat_seconds: float = 2.0
-    poll_seconds: float = 0.2
+    poll_seconds: float = 1.2  # as a worker does for steps of a minute
     workers_per_node: int = 8
 
     @property

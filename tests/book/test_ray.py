@@ -17,6 +17,7 @@ import pytest
 
 import rollbook
 from rollbook import Experience
+from rollbook.batch.plan import PlanError
 from rollbook.book import (
     BackPressureError,
     BookError,
@@ -41,6 +42,9 @@ from rollbook.book import (
     trained_steps,
 )
 from rollbook.book.rollouts import claim_rollouts, open_rollouts, set_limit
+from rollbook.rollout.server import ServerError
+from rollbook.train.checkpoint import CorruptCheckpointError
+from rollbook.train.config import ConfigError
 from tests.book.records import check, group, record, records
 
 ray = pytest.importorskip("ray")
@@ -215,8 +219,15 @@ def test_exceptions_are_those_of_the_book(shared: served.RayBook) -> None:
     ]:
         with pytest.raises(kind):
             call()  # type: ignore[no-untyped-call]
-    error = pickle.loads(pickle.dumps(CorruptBookError("bad", 3)))
-    assert type(error) is CorruptBookError and str(error) == "byte 3: bad"
+    for error in (
+        CorruptBookError("bad", 3),
+        PlanError("token_cap", "too small", 1),
+        ConfigError("optimizer.lr", "got -1", "my.yaml, line 3"),
+        CorruptCheckpointError(Path("x"), "no state.pt"),
+        ServerError("gone", 404),
+    ):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
     with rollbook.open(book.url, "r") as reader:
         assert len(reader) == len(book)
         with pytest.raises(ReadOnlyError, match="append"):
@@ -376,12 +387,15 @@ def test_leases_survive_a_restart(book: served.RayBook) -> None:
     assert book.weights_version() == ("1", 7)
 
 
-def test_a_claim_whose_answer_was_lost_is_found(book: served.RayBook) -> None:
+def test_a_claim_whose_answer_was_lost_is_given_back(book: served.RayBook) -> None:
     book.append([each for task in "ab" for each in group(task, 2, size=2)])
-    lease = book.lease(2, by="group")
-    found = book._get_actor().call.remote("claim", False, True, [lease._request, 0.0], {"partial": True})
-    claim = ray.get(found).result
-    assert (claim.id, claim.uids, claim.seqs) == (lease.fence, lease.uids, lease._claim.seqs)
+    lost = book.lease(2, by="group")
+    answer = book._get_actor().call.remote("claim", False, True, [lost._request, 0.0], {"partial": True})
+    claim = ray.get(answer).result
+    assert claim.id != lost.fence and claim.seqs == lost._claim.seqs
+    with pytest.raises(LeaseLostError):
+        lost.ack(step=1)
+    lease = served.RayLease(book, lost._request, claim)
     repeated = [lease._request, claim, dict(lease._remaining), True, "gone"]
     assert lease.nack() == 4
     again = ray.get(book._get_actor().call.remote("nack", False, True, repeated, {"drop": False}))

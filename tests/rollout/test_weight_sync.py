@@ -20,7 +20,7 @@ from rollbook.rollout import (
     WeightSyncError,
     check_sync,
 )
-from rollbook.rollout.vllm import save_checkpoint
+from rollbook.rollout.vllm import ServerReplica, save_checkpoint
 from tests import tiny
 
 
@@ -122,6 +122,28 @@ def test_tied_embeddings_are_saved_apart(tmp_path: Any) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_engine_follows_the_servers_that_another_one_updates() -> None:
+    first, second, unknown = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))
+    with VllmEngine([first, second]) as trainer, VllmEngine(second) as worker, VllmEngine(unknown) as other:
+        for replica in trainer._replicas:
+            replica.adapter = "rollbook-4"  # as after an update of an actor with LoRA
+        trainer.version = 7
+        worker.follow_weights(trainer.served_weights(), while_updated=True)
+        (replica,) = worker._replicas
+        assert isinstance(replica, ServerReplica)
+        assert (replica.adapter, replica.version, replica.refuses_chats) == ("rollbook-4", 7, True)
+        with pytest.raises(
+            WeightSyncError, match=f"engine.url: got '{unknown}', to which the trainer sends no weights"
+        ):
+            other.follow_weights(trainer.served_weights())
+        with pytest.raises(WeightSyncError, match="expected engine.kind vllm with this URL"):
+            worker.follow_weights({})
+    engine = TransformersEngine(tiny.llama())
+    for call in (engine.served_weights, lambda: engine.follow_weights({"urls": [first]})):
+        with pytest.raises(WeightSyncError, match="TransformersEngine"):
+            call()
+
+
 def test_vllm_is_missing() -> None:
     with pytest.raises(ImportError, match=r"install the extra 'vllm' of Rollbook"):
         VllmEngine(Actor(tiny.llama(), tokenizer=tiny.bytes_()))

@@ -11,7 +11,7 @@ import pytest
 
 import rollbook
 from rollbook.book.rollouts import open_rollouts, publish_weights, read_rollouts, set_limit
-from rollbook.train.builders import build_worker, load_prompts
+from rollbook.train.builders import build_rollouts, build_worker, load_prompts
 from rollbook.train.config import Config, load_config
 from rollbook.train.config.values import ConfigError
 from rollbook.train.ray import train_on_ray
@@ -74,7 +74,7 @@ def test_a_failing_builder_of_a_worker_ends_the_run(setting: Setting) -> None:
 def test_a_worker_does_not_wait_for_weights_of_a_version_that_was_rewound(tmp_path: Path) -> None:
     """Its claims are of version 3, whose weights died with their trainer; the next trainer continues at version 0."""
     config = small(tmp_path, "rewards=rollbook.train.recipes.letters:random_reward", "rollout.claim_seconds=1")
-    settings = {"prompts": load_prompts(config)[0].fingerprint}
+    settings = build_rollouts(config, load_prompts(config)[0]).settings
     with rollbook.open("memory:") as book:
         worker = build_worker(config, book, settings, "worker-0")
         book.checkpoint("begin")

@@ -36,11 +36,19 @@ from rollbook.book.rollouts import (
 from rollbook.cli import main
 from rollbook.rollout.environment import Reply
 from rollbook.rollout.weight_sync import StaleWeightsError
-from rollbook.train.builders import build_worker, load_prompts
+from rollbook.train.builders import build_rollouts, build_worker, load_prompts
 from rollbook.train.config import ConfigError, load_config
 from rollbook.train.recipes import letters
 from rollbook.train.trainer import AllSamplesFailedError
-from rollbook.train.worker import LocalWorkers, RolloutWorker, WorkersFailedError, unpack_weights
+from rollbook.train.worker import (
+    LocalWorkers,
+    RolloutConfig,
+    RolloutPacer,
+    RolloutWorker,
+    TrainerReplacedError,
+    WorkersFailedError,
+    unpack_weights,
+)
 from tests.book.postgres import Server
 from tests.book.trials import tables
 from tests.train import worker_trials
@@ -121,7 +129,7 @@ def test_sync_equals_a_run_without_workers(tmp_path: Path, monkeypatch: pytest.M
     for name in ("single", "sync"):
         with rollbook.open(tmp_path / name / "book", mode="r") as book:
             records.append({row.eid.uid: (row.tokens.tolist(), row.reward) for row in book.where(evaluation=0)})
-    assert records[0].items() <= records[1].items()  # workers have begun more by the end
+    assert records[0] == records[1]  # workers generate nothing for steps after the last
 
 
 def test_weights_change_between_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +276,9 @@ def test_adapters_only_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("changes", "message"),
     [
         (["rollout.mode=async"], "replay.max_staleness: missing, required by rollout.mode async"),
-        (["rollout.workers=1", "replay.max_staleness=2"], "replay.max_staleness: got 2 for rollout.mode sync"),
+        (["rollout.workers=1", "replay.max_staleness=2"], "replay.max_staleness: got 2 with rollout.mode sync; remove"),
+        (["rollout.workers=1", "book=memory:"], "book: got 'memory:' with rollout workers"),
+        (["rollout.workers=1", "engine={kind: openai, url: http://127.0.0.1:1}"], "engine.kind: got 'openai' with"),
         ([*MODES["async"], "replay.kind=replay"], "replay.kind: got 'replay' with rollout workers"),
         (["rollout.mode=later"], "rollout.mode: "),
         (["rollout.workers=-1"], "rollout.workers: "),
@@ -289,18 +299,42 @@ def finished_book(folder: Path, *changes: str) -> tuple[Path, Any]:
     """A book with the settings of a trainer, in which no group is to be generated."""
     config = configure(folder / "run", *changes)
     prompts, _ = load_prompts(config)
-    settings = {"config": config.to_dict(), "prompts": prompts.fingerprint, "folder": str(folder)}
+    settings = {**build_rollouts(config, prompts).settings, "folder": str(folder)}
     with rollbook.open(folder / "book") as book:
         open_rollouts(book, settings, next=0)
     return folder / "book", config
 
 
+def test_a_trainer_that_was_replaced_stops() -> None:
+    """Two trainers that were started on one new book at once."""
+    with rollbook.open("memory:") as book:
+        first, second = (RolloutPacer(book, RolloutConfig(), prompts_per_step=1) for _ in range(2))
+        book.consumer("train", create=True, change=True, max_staleness=2)
+        first.open(0)
+        first.pace()
+        second.open(0)
+        second.pace()
+        for call in (first.pace, first.close, lambda: first.lease(0, by="group", seconds=60)):
+            with pytest.raises(TrainerReplacedError, match="another trainer has begun or continued training"):
+                call()
+        assert read_rollouts(book).status == "open"  # type: ignore[union-attr]
+
+
 def test_the_command_of_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollout", "--book", str(tmp_path / "nowhere")]) != 0
     assert "nowhere" in capsys.readouterr().err
-    place, _ = finished_book(tmp_path)
-    assert main(["rollout", "--book", str(place), "--trust", "data.options.count=41"]) != 0
-    assert "the prompts differ from those of the trainer" in capsys.readouterr().err
+    place, config = finished_book(tmp_path)
+    for change, message in (
+        ("data.options.count=41", "the prompts differ from those of the trainer"),
+        ("sampling.temperature=0.3", "sampling.temperature: cannot differ from the trainer's"),
+        ("algorithm.group_size=7", "algorithm.group_size: cannot differ"),
+    ):
+        assert main(["rollout", "--book", str(place), "--trust", change]) != 0
+        assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="rollbook: the trainer has version 0.0.1, this worker"):
+        with rollbook.open(place) as book:
+            settings = read_rollouts(book).settings  # type: ignore[union-attr]
+            build_worker(config, book, {**settings, "rollbook": "0.0.1"})
     with rollbook.open(place) as book:
         close_rollouts(book)
     assert main(["rollout", "--book", str(place), "--trust"]) == 0
@@ -372,7 +406,7 @@ def test_a_group_that_was_generated_in_vain_is_discarded(tmp_path: Path, monkeyp
         settings = read_rollouts(book).settings  # type: ignore[union-attr]
         workers = [build_worker(config, opened, settings, name) for opened, name in ((book, "a"), (other, "b"))]
         for worker in workers:
-            worker.takes_weights = False
+            worker.engine.takes_weights = False
         set_limit(book, 2)
         paused, going_on = threading.Event(), threading.Event()
 
@@ -420,7 +454,7 @@ def test_a_group_whose_generation_the_book_interrupted_is_given_back(
     monkeypatch.setattr("rollbook.train.worker.groups_in_book", interrupted)
     with rollbook.open(place) as book:
         worker = build_worker(config, book, read_rollouts(book).settings, "a")  # type: ignore[union-attr]
-        worker.takes_weights = False
+        worker.engine.takes_weights = False
         set_limit(book, 2)
         thread = threading.Thread(target=worker.run)
         thread.start()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 import os
 import pickle
 import random
 import re
+import socket
 import sys
 import threading
 import time
@@ -42,7 +44,6 @@ from rollbook.book import book as books
 from rollbook.book.append import AppendResult, HeldBackError, append_records, find_limiter_reason, to_rows
 from rollbook.book.book import SEGMENT_BYTES, TRAIN, Book
 from rollbook.book.checkpoint import make_checkpoint
-from rollbook.book.consumer import get_consumer
 from rollbook.book.errors import (
     BookError,
     ConnectionLostError,
@@ -64,7 +65,6 @@ from rollbook.book.read import (
     parse_conditions,
     scan,
 )
-from rollbook.book.sampler import Proportional
 from rollbook.core import __version__
 from rollbook.core.addresses import POSTGRES, RAY, redacted
 from rollbook.core.checks import check_int
@@ -95,6 +95,7 @@ RESTART_SECONDS = 60.0
 """How long a client waits for an actor that crashed, or for room in the object store."""
 MAX_INLINE_BYTES = 64 << 10
 """Frames up to this size travel within the call, larger ones in the object store."""
+_CONNECT_SECONDS = 10.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -186,15 +187,13 @@ def _append(
 
 
 def _claim(book: Book, request: LeaseRequest, seconds: float, *, partial: bool, repeated: bool) -> Claim:
-    claim = _find_lost_claim(book, request) if repeated else None
-    return lease_records(book, request, seconds, partial=partial)._claim if claim is None else claim
+    if repeated:
+        _return_lost_claims(book, request)
+    return lease_records(book, request, seconds, partial=partial)._claim
 
 
-def _find_lost_claim(book: Book, request: LeaseRequest) -> Claim | None:
-    """Return the claim of an earlier attempt whose answer was lost.
-
-    If the ledger does not tell all of it (importance weights, partial groups), its records are given back.
-    """
+def _return_lost_claims(book: Book, request: LeaseRequest) -> None:
+    """Give back the records of an earlier attempt whose answer was lost."""
     with book.ledger.read() as tx:
         leases = tx.all(
             "SELECT leases.id, leases.expires, leases.seconds FROM leases JOIN consumers "
@@ -202,25 +201,16 @@ def _find_lost_claim(book: Book, request: LeaseRequest) -> Claim | None:
             "AND leases.holder = ? AND leases.expires > ?",
             (request.consumer, request.holder, tx.now),
         )
-        if not leases:
-            return None
-        fence, expires, seconds = leases[0]
-        # The events of a lease are in the sampler's order.
-        rows = tx.all(
-            "SELECT work.seq, records.uid, work.gid FROM work JOIN records ON records.seq = work.seq JOIN events "
-            "ON events.seq = work.seq AND events.kind = 'leased' AND events.lease = work.lease "
-            "WHERE work.lease = ? ORDER BY events.id",
-            (fence,),
-        )
-        settings = get_consumer(tx, request.consumer).settings
-    seqs, uids = [row[0] for row in rows], [row[1] for row in rows]
-    units = len({row[2] for row in rows}) if request.by == "group" else len(rows)
-    short = f"asked for {request.requested}, got {units}" if units < request.requested else ""
-    claim = Claim(fence, seqs, uids, None, expires, seconds, short, (), True)
-    if isinstance(settings.sampler, Proportional) or settings.partial_after is not None:
+        claims = []
+        for fence, expires, seconds in leases:
+            rows = tx.all(
+                "SELECT work.seq, records.uid FROM work JOIN records ON records.seq = work.seq WHERE work.lease = ?",
+                (fence,),
+            )
+            seqs, uids = [row[0] for row in rows], [row[1] for row in rows]
+            claims.append(Claim(fence, seqs, uids, None, expires, seconds, "", (), True))
+    for claim in claims:
         Lease(book, request, claim).nack("the answer to the lease was lost")
-        return None
-    return claim
 
 
 def _restore_lease(book: Book, request: LeaseRequest, claim: Claim, chosen: dict[str, int], ends: bool) -> Lease:
@@ -481,9 +471,7 @@ class BookServer:
                 self._books[0].close()
 
     def _set_weights(self, weights: PublishedWeights) -> None:
-        # Ids sort by time: a late message does not replace newer weights.
-        if self.weights is None or weights.id >= self.weights.id:
-            self.weights = weights
+        self.weights = weights
 
     def _get_weights(self) -> PublishedWeights | None:
         return self.weights
@@ -781,7 +769,7 @@ class RayBook(Book):
         They are there while this process lives, also if the actor is restarted.
 
         Args:
-            id: Identifies the weights; ids sort by time.
+            id: Identifies the weights.
             version: The policy version.
             files: Contents by file name.
             metadata: Small plain values.
@@ -993,13 +981,26 @@ def open_served(
     return book
 
 
+def check_cluster_address(address: str) -> None:
+    """Raise `ConnectionError` if nothing answers at HOST:PORT. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "//" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"{address}: {error}") from None
+
+
 def connect_cluster(url: str) -> None:
     """Connect this process to a Ray cluster: that of `RAY_ADDRESS`, or one that runs on this machine."""
     if ray.is_initialized():
         return
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False)
-    except ConnectionError as error:
+        check_cluster_address(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError) as error:
         raise BookError(
             f"{url}: there is no Ray cluster to connect to ({error}); start one with `ray start --head`, "
             "call ray.init() first, or set RAY_ADDRESS"

@@ -38,8 +38,6 @@ CLAIMED, RETURNED = "claimed", "returned"
 WEIGHTS_PART_BYTES = 16 << 20
 """Size of the parts in which a database stores weights."""
 _WEIGHTS_FOLDER = "weights"
-_WEIGHTS_KEPT = 2
-"""How many versions of the weights are kept: a worker may be reading the last one but one."""
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.02, 0.5
 
 
@@ -562,13 +560,11 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
     (3, {'weights': b'...'}, {'dtype': 'float32'})
     """
     check_writable(book, "publish_weights")
-    # Sorts after all earlier ones, so that the oldest can be found.
-    name = f"{time.time_ns():016x}-{os.urandom(4).hex()}"
+    name = os.urandom(8).hex()
     if book.weights_transport is not None:
         book.weights_transport.put_weights(name, check_int("version", version), files, metadata)
         return
     details = {"id": name, "version": check_int("version", version), "files": list(files), "metadata": dict(metadata)}
-    pointer = json.dumps(details)
     folder = _weights_folder(book)
     if folder is not None:
         make_folder(folder)
@@ -577,6 +573,9 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
             with open(folder / name / _check_file_name(file_name), "wb", opener=private_opener) as file:
                 file.write(data)
     with book.ledger.write(shared=True, durable=False) as tx:
+        pointer = _read_pointer(tx)
+        # A worker may be reading the weights before these.
+        kept = [name] if pointer is None else [name, pointer["id"]]
         if folder is None:
             part = 0
             for file_name, data in files.items():
@@ -586,16 +585,16 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
                         (name, part, _check_file_name(file_name), chunk),
                     )
                     part += 1
-            old = [row[0] for row in tx.all("SELECT DISTINCT id FROM weights ORDER BY id DESC")][_WEIGHTS_KEPT:]
-            tx.run(f"DELETE FROM weights WHERE id {tx.in_texts}", (tx.array(old),))
+            tx.run(f"DELETE FROM weights WHERE NOT (id {tx.in_texts})", (tx.array(kept),))
         tx.run(
             "INSERT INTO meta (key, value) VALUES ('weights', ?) "
             "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-            (pointer,),
+            (json.dumps(details),),
         )
     if folder is not None:
-        for path in sorted(folder.iterdir(), reverse=True)[_WEIGHTS_KEPT:]:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in folder.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _split(data: bytes) -> Iterator[bytes]:

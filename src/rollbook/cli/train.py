@@ -255,6 +255,7 @@ _POLL_SECONDS = 1.0
 def rollout(options: argparse.Namespace) -> int:
     """Generate rollouts for the trainer of a book until it has finished."""
     from rollbook.models.loading import transformers_module
+    from rollbook.rollout.engine import WeightSyncError
     from rollbook.train.builders import build_worker
     from rollbook.train.config.values import expand_variables
     from rollbook.train.user_code import check_trusted
@@ -280,8 +281,11 @@ def rollout(options: argparse.Namespace) -> int:
         if stop.is_set():
             return OK
         _say(f"{worker.name}: generating rollouts for {book.url}")
-        with worker.engine:
-            result = worker.run()
+        try:
+            with worker.engine:
+                result = worker.run()
+        except WeightSyncError as error:
+            raise ValueError(str(error)) from error
     if options.json:
         print_json(vars(result))
     else:
@@ -297,9 +301,15 @@ def _end_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+_WORKER_KEYS = ("data", "device", "engine", "model", "threads", "rollout.claim_seconds", "rollout.prompts_per_claim")
+"""Keys and sections that a worker may change: checks compare its prompts and its weights with the trainer's."""
+
+
 def _configure(settings: dict[str, Any], options: argparse.Namespace) -> Config:
     """Return the trainer's configuration with the changes of the command line."""
     from rollbook.train.config import load_config
+    from rollbook.train.config.schema import compare_configs
+    from rollbook.train.config.values import ConfigError
 
     changes = list(options.changes)
     if options.engine is not None:
@@ -309,7 +319,13 @@ def _configure(settings: dict[str, Any], options: argparse.Namespace) -> Config:
             changes.append(f"engine.kind={options.engine}")
     if options.prompts is not None:
         changes.append(f"data.path={os.path.abspath(options.prompts)}")
-    return load_config(settings["config"], changes)
+    config = load_config(settings["config"], changes)
+    for difference in compare_configs(load_config(settings["config"]), config):
+        if not any(difference.path == name or difference.path.startswith(f"{name}.") for name in _WORKER_KEYS):
+            raise ConfigError(
+                difference.path, f"cannot differ from the trainer's; a worker can change {', '.join(_WORKER_KEYS)}"
+            )
+    return config
 
 
 def _say(text: str) -> None:

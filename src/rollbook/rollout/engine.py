@@ -272,6 +272,26 @@ class BaseEngine(ABC):
         """
         raise WeightSyncError(f"{type(self).__name__} cannot take weights: its model is fixed")
 
+    def served_weights(self) -> dict[str, Any]:
+        """Describe the weights that this engine has sent to servers, for `follow_weights` in another process.
+
+        Raises:
+            WeightSyncError: The engine does not send weights to servers.
+        """
+        raise WeightSyncError(f"{type(self).__name__} does not send weights to servers")
+
+    def follow_weights(self, served: Mapping[str, Any], *, while_updated: bool = False) -> None:
+        """Sample from weights that an engine of another process has sent to the same servers.
+
+        Args:
+            served: What `served_weights` of that engine returned.
+            while_updated: Whether servers may be updated while responses are in flight.
+
+        Raises:
+            WeightSyncError: A server of this engine is not among those servers.
+        """
+        raise WeightSyncError(f"{type(self).__name__} has no servers whose weights it could follow")
+
     def release_memory(self) -> None:  # noqa: B027  most engines keep their memory
         """Free device memory until the next call, if the engine can. A trainer calls it before an update."""
 

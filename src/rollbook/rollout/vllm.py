@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, ge
 
 import torch
 
+from rollbook.core.addresses import redacted
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.media import load_image
 from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
@@ -207,6 +208,8 @@ class ServerReplica(OpenAIEngine, Replica):
         self._tokens = TokenDialect()
         self._chats = 0  # requests in flight whose tokens are not labeled
         self._updating = False
+        self.refuses_chats = False
+        """Whether another process may update the weights while a chat is in flight."""
         self._changed = asyncio.Condition()
 
     async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
@@ -220,6 +223,11 @@ class ServerReplica(OpenAIEngine, Replica):
         if ask.messages is None:
             work = super()._exchange(server, job, ks, self._with_adapter(ask), finished)
             return await self._until_cancelled(work, job, ks, f"generate-tokens-{ask.request_id}")
+        if self.refuses_chats:
+            raise WeightSyncError(
+                "vLLM servers do not report the weight version of chats with tools or images: use rollout.mode=sync, "
+                "or vLLM in the process of the worker"
+            )
         async with self._changed:
             await self._changed.wait_for(lambda: not self._updating)
             self._chats += 1
@@ -266,6 +274,11 @@ class ServerReplica(OpenAIEngine, Replica):
     async def label(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version)})
         self.version, self._tokens.labeled = version, True
+
+    async def follow(self, adapter: str | None, version: int, while_updated: bool) -> None:
+        """Sample with the adapter, or the labeled weights, that another process has sent."""
+        self.adapter, self.version, self.refuses_chats = adapter, version, while_updated
+        self._tokens.labeled = adapter is None
 
     async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
@@ -711,6 +724,31 @@ class VllmEngine(BaseEngine):
             except BaseException:
                 self.close()
                 raise
+
+    def served_weights(self) -> dict[str, Any]:
+        """See `BaseEngine.served_weights`."""
+        replicas = [replica for replica in self._replicas if isinstance(replica, ServerReplica)]
+        if not replicas:
+            return super().served_weights()
+        return {
+            "urls": [redacted(replica.url) for replica in replicas],
+            "adapter": replicas[0].adapter,
+            "version": self.version,
+        }
+
+    def follow_weights(self, served: Mapping[str, Any], *, while_updated: bool = False) -> None:
+        """See `BaseEngine.follow_weights`."""
+        replicas = [replica for replica in self._replicas if isinstance(replica, ServerReplica)]
+        if not replicas:
+            super().follow_weights(served)
+        urls = served.get("urls") or ()
+        for replica in replicas:
+            if redacted(replica.url) not in urls:
+                raise WeightSyncError(
+                    f"engine.url: got {redacted(replica.url)!r}, to which the trainer sends no weights, expected "
+                    + (f"some of {', '.join(urls)}" if urls else "engine.kind vllm with this URL in its configuration")
+                )
+        self._on_all(lambda replica: replica.follow(served["adapter"], served["version"], while_updated))  # type: ignore[attr-defined]
 
     def _transfer_of(self, device: torch.device, local: bool) -> Transfer:
         """Return how the weights of a model on `device` travel; `local`: to vLLM in this process."""

@@ -20,6 +20,7 @@ import torch
 
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
+from rollbook.core import __version__
 from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
@@ -694,7 +695,12 @@ def build_rollouts(config: Config, prompts: Prompts) -> RolloutConfig:
         mode=config.rollout.mode,
         max_staleness=config.replay.max_staleness or 0,
         late_seconds=config.rollout.late_seconds,
-        settings={"config": config.to_dict(), "prompts": prompts.fingerprint, "folder": os.getcwd()},
+        settings={
+            "config": config.to_dict(),
+            "prompts": prompts.fingerprint,
+            "folder": os.getcwd(),
+            "rollbook": __version__,
+        },
     )
 
 
@@ -708,8 +714,11 @@ def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: 
         name: Name of the worker; `None`: host and process.
 
     Raises:
-        ConfigError: The prompts are not those of the trainer, or a part cannot be built.
+        ConfigError: Prompts or version of Rollbook are not those of the trainer, or a part cannot be built.
     """
+    version = settings.get("rollbook", "unknown")
+    if version != __version__:
+        raise ConfigError("rollbook", f"the trainer has version {version}, this worker {__version__}")
     device = configure_torch(config)
     check_rewards(config)
     prompts, _ = load_prompts(config)

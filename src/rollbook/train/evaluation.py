@@ -251,7 +251,7 @@ def evaluate(
     for row in rows if fingerprint is not None else ():
         row.info["reward_source"] = fingerprint
     evaluation = evaluate_records(rows, success=success, confidence=confidence, answer=answer, step=step)
-    return evaluation if book is None else _append_to_book(evaluation, book)
+    return evaluation if book is None else append_evaluation(evaluation, book)
 
 
 def evaluate_records(
@@ -389,11 +389,18 @@ def _without_nan(row: Experience) -> Experience:
     return row
 
 
-def _append_to_book(evaluation: Evaluation, book: Book) -> Evaluation:
-    """Append the records to the book, marked as evaluation.
+def append_evaluation(evaluation: Evaluation, book: Book) -> Evaluation:
+    """Append the records of an evaluation to a book, marked as evaluation.
 
-    Appending is idempotent. Other records with the same ids, from an evaluation of the same step with other weights or
-    options, get a suffix, so that no samples are lost.
+    Appending is idempotent. If the book has other records with the same ids, from an evaluation of the same step with
+    other weights or options, these get a suffix, so that no samples are lost.
+
+    Args:
+        evaluation: The evaluation.
+        book: The book.
+
+    Returns:
+        The evaluation, with the ids that its records have in the book.
     """
     import dataclasses
 
@@ -796,6 +803,7 @@ __all__ = [
     "Interval",
     "Outcomes",
     "PromptResult",
+    "append_evaluation",
     "avg_at_k",
     "avg_at_k_interval",
     "compare_evaluations",

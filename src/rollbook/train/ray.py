@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import math
 import os
 import socket
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 10.0
-_CONNECT_SECONDS = 10.0
 LOCAL = "local"
 """The address of a new cluster on this machine."""
 MAX_FAILURES = 5
@@ -190,18 +190,21 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
         import ray
     except ImportError as error:
         raise ConfigError("--ray", "needs ray: install the extra 'ray' of Rollbook") from error
+    from rollbook.book.ray import check_cluster_address
+
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "namespace": "rollbook"}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rollbook"}
     is_new = address == LOCAL
     if not is_new:
-        _check_address(address or os.environ.get("RAY_ADDRESS") or "")
+        stated = address or os.environ.get("RAY_ADDRESS")
         try:
-            ray.init(address or os.environ.get("RAY_ADDRESS") or "auto", **options)
-        except ConnectionError as error:
-            if address is not None:
-                raise ConfigError("--ray", f"cannot connect to the cluster at {address}: {error}") from None
+            check_cluster_address(stated or "")
+            ray.init(stated or "auto", **options)
+        except (ConnectionError, ValueError) as error:
+            if stated is not None:
+                raise ConfigError("--ray", f"cannot connect to the cluster at {stated}: {error}") from None
             is_new = True
     if is_new:
         needed = sum(_cpus(resources, count) for resources, count in _demands(config, ranks))
@@ -211,17 +214,6 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
         yield
     finally:
         ray.shutdown()
-
-
-def _check_address(address: str) -> None:
-    """Raise `ConfigError` if nothing answers at HOST:PORT. Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if "//" in address or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError("--ray", f"cannot connect to the cluster at {address}: {error}") from None
 
 
 def _demands(config: Config, ranks: int) -> list[tuple[Mapping[str, Any], int]]:

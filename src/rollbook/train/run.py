@@ -423,6 +423,8 @@ class Run:
             # Not `book_address`: other users of this machine can read the arguments of a process.
             address = self.config.book or str(self.folder / BOOK_FOLDER)
             workers = LocalWorkers(address, self.config.rollout.workers, self.folder / WORKERS_FOLDER)
+        elif self._served_book is None:
+            self.say(f"workers   start some: rollbook rollout --book {shlex.quote(redacted(self._own_book))}")
         try:
             if workers is not None:
                 workers.start()
@@ -586,6 +588,7 @@ class Run:
             if eval_prompts is not None and config.evaluation.before:
                 self._evaluate(trainer, eval_prompts, reward)
             trainer.save()
+        trainer.last_step = config.steps
         while trainer.done < config.steps:
             report = trainer.advance()
             outcome.reports.append(report)

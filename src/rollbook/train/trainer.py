@@ -12,6 +12,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ from rollbook.batch.columns import mask_unpredicted
 from rollbook.book.book import Book
 from rollbook.book.checkpoint import forget_checkpoint
 from rollbook.book.disk import hit_failpoint
-from rollbook.book.errors import ConflictError, ConnectionLostError, OutcomeUnknownError
+from rollbook.book.errors import ConflictError
 from rollbook.book.lease import Lease
 from rollbook.book.sampler import OldestPolicy
 from rollbook.core.checks import check_float, check_int
@@ -53,7 +54,7 @@ from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
-from rollbook.train.worker import RolloutConfig, RolloutPacer, call_patiently, trained_weights
+from rollbook.train.worker import RolloutConfig, RolloutPacer, call_patiently, retry_outages, trained_weights
 
 if TYPE_CHECKING:
     from rollbook.models import Critic
@@ -301,6 +302,8 @@ class Trainer:
         self.success = check_float("success", success)
         self.done = 0
         """How many steps were done: the version of the policy."""
+        self.last_step: int | None = None
+        """Number of the last step of the run, if it is known: workers do not generate for steps after it."""
         self.resumed_from: int | None = None
         """The step of the checkpoint that training continues from; `None` for a new run."""
         self._check_parts()
@@ -381,7 +384,9 @@ class Trainer:
         appended = None
         with metrics.time("collect"):
             if self.pacer is not None:
-                lease = self.pacer.lease(self.done, by=self._lease_by, seconds=self.replay.lease_seconds)
+                lease = self.pacer.lease(
+                    self.done, by=self._lease_by, seconds=self.replay.lease_seconds, steps_left=self._steps_left
+                )
             else:
                 if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
                     self._sync_engine(metrics)
@@ -425,6 +430,10 @@ class Trainer:
         self.track(step, metrics.values())
         hit_failpoint("stepped")
         return StepReport(step, metrics.values(), uids)
+
+    @property
+    def _steps_left(self) -> int | None:
+        return None if self.last_step is None else max(self.last_step - self.done, 0)
 
     def _check_rollouts(self, leased: Experiences, step: int, metrics: StepMetrics) -> None:
         """Add the metrics of what workers generated; raise `AllSamplesFailedError` if none of it can be trained on."""
@@ -572,15 +581,7 @@ class Trainer:
             details = {uid: {**details[uid], "row": row} for row, uid in enumerate(uids)}
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
             details[uid] = {**details[uid], "importance": weight}
-        end = time.monotonic() + self.replay.lease_seconds
-        while True:
-            try:
-                lease.ack(step=step, details=details)
-                return
-            except (ConnectionLostError, OutcomeUnknownError) as error:
-                if time.monotonic() >= end:
-                    raise
-                warn_user(f"step {step} is not acknowledged yet: {error}")
+        retry_outages(partial(lease.ack, step=step, details=details), seconds=self.replay.lease_seconds)
 
     def _with_experts(
         self, leased: Experiences, weights: list[float] | None, step: int
@@ -645,7 +646,9 @@ class Trainer:
             self._own_engine.version = self.done
         if self.pacer is not None:
             self._sync_engine(StepMetrics() if metrics is None else metrics)
-            if not getattr(self.engine, "is_remote", False):
+            if getattr(self.engine, "is_remote", False):
+                self.pacer.publish_served(self.engine, self.done)
+            else:
                 self._publish(self.pacer)
             if rollouts is not None:
                 self.pacer.open(**rollouts)
@@ -653,7 +656,7 @@ class Trainer:
         if announced is None or announced < self.done:
             self._call(self.book.announce, self.done)
         if self.pacer is not None and rollouts is None:
-            self.pacer.pace()
+            self.pacer.pace(self._steps_left)
 
     def _publish(self, pacer: RolloutPacer) -> None:
         """Publish the weights for rollout workers."""
@@ -712,13 +715,14 @@ class Trainer:
             reward: Scores the samples; may be missing if there is an environment.
             options: Those of `rollbook.train.evaluate`.
         """
-        from rollbook.train.evaluation import evaluate
+        from rollbook.train.evaluation import append_evaluation, evaluate
 
         engine = self._own_engine or self.engine
         if engine is not self.engine:
             engine.version = self.done
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
-        evaluation = evaluate(engine, prompts, reward, step=self.done, book=self.book, **settings)
+        scored = evaluate(engine, prompts, reward, step=self.done, **settings)
+        evaluation: Evaluation = self._call(append_evaluation, scored, self.book)
         hit_failpoint("evaluated")
         self.track(self.done, evaluation.metrics())
         return evaluation
@@ -742,7 +746,7 @@ class Trainer:
         Returns:
             The reports of the steps.
         """
-        check_int("steps", steps)
+        self.last_step = check_int("steps", steps)
         reports: list[StepReport] = []
         saving = self.checkpoints
         if saving is not None and self.done == 0 < steps and not checkpoint.list_checkpoints(saving.folder):

@@ -15,6 +15,7 @@ takes longer than the trainer waits for it; then it is dropped as stale.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import socket
@@ -26,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,7 +70,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rewards.recipes import as_reward
-from rollbook.rollout.engine import BaseEngine, Cancel
+from rollbook.rollout.engine import BaseEngine, Cancel, WeightSyncError
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
 from rollbook.train.pipeline import add_greedy_baseline, generate, sample_rows, score
@@ -91,8 +93,13 @@ WEIGHTS_FILE_BYTES = 1 << 30
 WAIT_SHARE = 0.05
 """Share of a step that the trainer may wait for rollouts before they are begun earlier."""
 _BEAT_SECONDS = 2.0
+_MIN_POLL_SECONDS, _POLL_SHARE = 0.2, 0.02
+"""How often a worker looks for new weights while it generates: at least this many seconds apart, and this share of the
+time between two updates."""
 _POLL_SECONDS = 1.0
 _WARN_SECONDS = 60.0
+_START_SECONDS = 60.0
+"""How long a worker that starts waits for a book that does not answer."""
 _OUTAGE_SECONDS = 600.0
 """How long a trainer waits for a book that does not answer."""
 _LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError)
@@ -101,6 +108,10 @@ _LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError)
 
 class WorkersFailedError(RollbookError, RuntimeError):
     """Raised when rollout workers end with an error again and again."""
+
+
+class TrainerReplacedError(RollbookError, RuntimeError):
+    """Raised in a trainer when another one has opened the rollouts of its book."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +154,28 @@ def call_patiently(function: Callable[..., Result], *arguments: Any, **options: 
         arguments: Its arguments.
         options: Its keyword arguments.
     """
-    end = time.monotonic() + _OUTAGE_SECONDS
+    return retry_outages(partial(function, *arguments, **options))
+
+
+def retry_outages(
+    call: Callable[[], Result], *, seconds: float = _OUTAGE_SECONDS, stop: threading.Event | None = None
+) -> Result:
+    """Make a call of a book, again while its server does not answer.
+
+    Args:
+        call: The call.
+        seconds: How long; after that, the error is raised.
+        stop: Ends the attempts earlier.
+    """
+    end, stop = time.monotonic() + seconds, threading.Event() if stop is None else stop
     while True:
         try:
-            return function(*arguments, **options)
+            return call()
         except _LOST as error:
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or stop.is_set():
                 raise
             warn_user(f"the book does not answer, trying again: {error}")
-            time.sleep(_POLL_SECONDS)
+            stop.wait(_POLL_SECONDS)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -211,14 +235,21 @@ class RolloutPacer:
         self.name = f"{socket.gethostname()}/{os.getpid()}"
         self.on_wait: Callable[[], None] | None = None
         """Called before each step and about once a second while it waits for rollouts, such as to restart workers."""
+        self._trainer = os.urandom(8).hex()
+        """Identifies this trainer in the book, which has one."""
+        self._is_open = False
+        self._reported = -math.inf
         self._in_flight = 0
         self._open = 0
         self._lead = self._min_lead = min(1.0, float(config.bound))
         self._leased_at: float | None = None
 
+    def _settings(self) -> dict[str, Any]:
+        return {**self.config.settings, "trainer": self._trainer}
+
     def suspend(self) -> None:
         """Void the groups that workers are generating, and allow no new ones until `open`."""
-        call_patiently(open_rollouts, self.book, self.config.settings)
+        call_patiently(open_rollouts, self.book, self._settings())
 
     def open(self, next_group: int, returned: Sequence[int] = ()) -> None:
         """Begin, or begin again after a restart.
@@ -227,10 +258,12 @@ class RolloutPacer:
             next_group: Number of the first group that was not begun.
             returned: Numbers of groups before it that were not finished.
         """
-        call_patiently(open_rollouts, self.book, self.config.settings, next=next_group, returned=returned)
+        call_patiently(open_rollouts, self.book, self._settings(), next=next_group, returned=returned)
+        self._is_open = True
 
     def close(self) -> None:
         """Tell the workers that training has ended."""
+        self._read()
         call_patiently(close_rollouts, self.book)
         call_patiently(remove_worker, self.book, self.name)
 
@@ -242,8 +275,10 @@ class RolloutPacer:
 
     def _read(self) -> RolloutState:
         state = call_patiently(read_rollouts, self.book)
-        if state is None:
-            raise BookError(f"{self.book.url}: its rollouts were removed while the trainer was running")
+        if state is None or state.settings.get("trainer") != self._trainer:
+            raise TrainerReplacedError(
+                f"{self.book.url}: another trainer has begun or continued training with this book"
+            )
         return state
 
     def publish(self, actor: Actor, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -254,19 +289,40 @@ class RolloutPacer:
             weights: Those that training changes.
             version: Their version.
         """
-        files = pack_weights(weights)
-        call_patiently(publish_weights, self.book, version, files, {"probe": make_probe(actor)})
+        self._publish(version, pack_weights(weights), {"probe": make_probe(actor)})
 
-    def pace(self) -> None:
-        """Allow new groups, as far as the trainer needs them soon and the staleness bound permits."""
+    def publish_served(self, engine: BaseEngine, version: int) -> None:
+        """Publish which weights the servers of an engine have.
+
+        Args:
+            engine: The engine, which has sent weights to its servers.
+            version: The policy version.
+        """
+        self._publish(version, {}, {"served": engine.served_weights()})
+
+    def _publish(self, version: int, files: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
+        if self._is_open:
+            self._read()  # raises if another trainer has published its own
+        call_patiently(publish_weights, self.book, version, files, metadata)
+
+    def pace(self, steps_left: int | None = None) -> None:
+        """Allow new groups, as far as the trainer needs them soon and the staleness bound permits.
+
+        Args:
+            steps_left: Number of steps until the end of the run; `None`: not known.
+        """
         state = self._read()
         self._in_flight = len(state.in_flight)
         self._open = call_patiently(count_open_groups, self.book, self.consumer)
-        bound = round((1 + self._lead) * self.prompts_per_step)
+        bound = (1 + self._lead) * self.prompts_per_step
+        if steps_left is not None:
+            bound = min(bound, steps_left * self.prompts_per_step)
         begun = self._open + self._in_flight + len(state.returned)
-        call_patiently(set_limit, self.book, state.next + max(bound - begun, 0))
+        limit = state.next + max(round(bound) - begun, 0)
+        if limit != state.limit:
+            call_patiently(set_limit, self.book, limit)
 
-    def lease(self, version: int, *, by: str, seconds: float) -> Lease:
+    def lease(self, version: int, *, by: str, seconds: float, steps_left: int | None = None) -> Lease:
         """Lease the groups of a step, the oldest first, and wait until there are enough.
 
         Groups in flight that would be stale after this step are waited for, up to `late_seconds`.
@@ -275,13 +331,14 @@ class RolloutPacer:
             version: The current policy version.
             by: As of `Book.lease`.
             seconds: Lease duration.
+            steps_left: As of `pace`.
         """
         start = warned = time.monotonic()
         count = self.prompts_per_step
         while True:
             if self.on_wait is not None:
                 self.on_wait()
-            self.pace()
+            self.pace(steps_left)
             late = time.monotonic() - start > self.config.late_seconds
             if late or not self._is_waiting_for_stale(version):
                 # A timeout also limits the wait for other writers, which on a slow disk take seconds each.
@@ -302,7 +359,8 @@ class RolloutPacer:
                     time.sleep(0.05)
             else:
                 time.sleep(0.05)
-            self.report(state="waiting for rollouts", version=version)
+            if time.monotonic() - self._reported > _BEAT_SECONDS:
+                self.report(state="waiting for rollouts", version=version)
             if time.monotonic() - warned > _WARN_SECONDS:
                 warned = time.monotonic()
                 warn_user(
@@ -339,6 +397,7 @@ class RolloutPacer:
 
     def report(self, **details: Any) -> None:
         """Report what the trainer does, for `rollbook top`."""
+        self._reported = time.monotonic()
         with suppress(*_LOST):
             report_worker(self.book, self.name, role="trainer", host=socket.gethostname(), pid=os.getpid(), **details)
 
@@ -381,8 +440,9 @@ class RolloutWorker:
 
     Args:
         book: The book that the trainer uses.
-        engine: Generates responses. An engine of transformers or vLLM gets the weights that the trainer publishes;
-            others keep their own, or those that the trainer sends to their servers.
+        engine: Generates responses. An engine of transformers or vLLM gets the weights that the trainer publishes. The
+            servers of a `VllmEngine` get theirs from the trainer, so its URLs are among those of the trainer's engine.
+            Other engines keep their own weights.
         prompts: The training prompts, the same as the trainer's.
         algorithm: The trainer's algorithm.
         name: Name of this worker, unique in the book. A worker that is started again keeps its name.
@@ -395,7 +455,6 @@ class RolloutWorker:
         mode: As of `RolloutConfig`.
         consumer: Consumer group of the trainer.
         claim_seconds: Seconds without a heartbeat after which another worker gets the prompts of this one.
-        on_group: Called after each appended group with its records.
     """
 
     def __init__(
@@ -415,7 +474,6 @@ class RolloutWorker:
         mode: str = "async",
         consumer: str = "train",
         claim_seconds: float = 60.0,
-        on_group: Callable[[Experiences], None] | None = None,
     ) -> None:
         self.book, self.engine, self.prompts, self.algorithm = book, engine, prompts, algorithm
         self.name = f"{socket.gethostname()}/{os.getpid()}" if name is None else name
@@ -427,14 +485,14 @@ class RolloutWorker:
         self.mode = mode
         self.consumer = consumer
         self.claim_seconds = check_float("claim_seconds", claim_seconds, 0.1)
-        self.on_group = on_group
         self.result = WorkerResult()
-        self.takes_weights = engine.takes_weights and not engine.is_remote
-        """Whether this process loads the weights that the trainer publishes."""
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._weights_lock = threading.Lock()
         self._weights_id: str | None = None
+        self._weights_version = -1
+        self._updated = time.monotonic()
+        self._update_seconds = 0.0  # between the last two updates
         self._checked_id: str | None = None
         self._probe: dict[str, Any] | None = None
         self._groups: dict[int, _Group] = {}  # by fence: being generated, scored or appended
@@ -459,7 +517,7 @@ class RolloutWorker:
         Raises:
             StaleWeightsError: The model does not have the trainer's weights after it loaded them.
         """
-        return_worker_rollouts(self.book, self.name, "worker restarted")
+        self._retry(return_worker_rollouts, self.book, self.name, "worker restarted")
         threads = [threading.Thread(target=target, daemon=True) for target in (self._score_groups, self._beat)]
         for thread in threads:
             thread.start()
@@ -631,8 +689,6 @@ class RolloutWorker:
                 continue
             self.result.groups += 1
             self.result.records += len(rows)
-            if self.on_group is not None:
-                self.on_group(rows)
 
     def _finish(self, group: _Group) -> None:
         self._retry(finish_rollouts, self.book, [group.assignment])
@@ -641,14 +697,7 @@ class RolloutWorker:
 
     def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the book until it answers: what was generated is kept while a server is down."""
-        while True:
-            try:
-                return function(*arguments, **options)
-            except _LOST as error:
-                if self._stop.is_set():
-                    raise
-                warn_user(f"the book does not answer, trying again: {error}")
-                self._stop.wait(_POLL_SECONDS)
+        return retry_outages(partial(function, *arguments, **options), seconds=math.inf, stop=self._stop)
 
     def _give_back(self, reason: str) -> None:
         with self._lock:
@@ -671,20 +720,26 @@ class RolloutWorker:
         self._activity = "loading weights"
         version = max(group.assignment.version for group in groups)
         while not self._stop.is_set() and self._failure is None and any(map(self._has, groups)):
-            if not self.takes_weights:
+            if not self.engine.takes_weights:
                 self.engine.version = max(self.book.policy_version or 0, version)
                 return
             self._update_weights()
-            if self._weights_id is not None and self.engine.version >= version:
+            if self._weights_version >= version:
                 break
             self._stop.wait(0.05)  # the trainer publishes before it announces a version, so this is rare
-        if self._checked_id != self._weights_id and self.actor is not None:
-            if isinstance(self.engine, TransformersEngine):
-                if self._probe is not None:
-                    check_probe(self.actor, self._probe)
-            else:
-                check_sync(self.engine, self.actor, self.engine.version)
-            self._checked_id = self._weights_id
+        with self._weights_lock:
+            if self._checked_id != self._weights_id:
+                self._check_weights()
+                self._checked_id = self._weights_id
+
+    def _check_weights(self) -> None:
+        """Check that the model of this process has the trainer's weights. The trainer checks its servers."""
+        if self.actor is None or self.engine.is_remote:
+            return
+        if not isinstance(self.engine, TransformersEngine):
+            check_sync(self.engine, self.actor, self.engine.version)
+        elif self._probe is not None:
+            check_probe(self.actor, self._probe)
 
     def _update_weights(self) -> None:
         """Load the newest weights, unless the engine has them."""
@@ -696,31 +751,47 @@ class RolloutWorker:
                 source = fetch_weights(self.book)
             except NoWeightsError:
                 return  # their trainer has died; the next one publishes its own
-            weights = unpack_weights(source.files)
-            if isinstance(self.engine, TransformersEngine):
-                self.engine.update_weights(weights, source.version)
-            elif self.actor is not None:
-                targets = dict(self.actor.model.named_parameters())
-                with torch.no_grad():
-                    for name, weight in weights.items():
-                        targets[name].copy_(weight)
-                self.engine.update_weights(self.actor, source.version)
-            self._probe, self._weights_id = source.metadata.get("probe"), source.id
+            served = source.metadata.get("served")
+            if self.engine.is_remote:
+                self.engine.follow_weights(served or {}, while_updated=self.mode != "sync")
+            elif served is not None:
+                raise WeightSyncError(
+                    f"engine: got {self.engine!r}, but the trainer sends weights to its servers only, expected a "
+                    f"VllmEngine with some of {', '.join(served['urls'])}"
+                )
+            else:
+                self._load(unpack_weights(source.files), source.version)
+            self._probe = source.metadata.get("probe")
+            self._weights_id, self._weights_version = source.id, source.version
+            now = time.monotonic()
+            self._update_seconds, self._updated = now - self._updated, now
             self.result.updates += 1
+
+    def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        if isinstance(self.engine, TransformersEngine):
+            self.engine.update_weights(weights, version)
+        elif self.actor is not None:
+            targets = dict(self.actor.model.named_parameters())
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    targets[name].copy_(weight)
+            self.engine.update_weights(self.actor, version)
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Renew claims, report, and in mode `async` load new weights, until the worker stops."""
-        seconds = min(_BEAT_SECONDS, self.claim_seconds / 4)
-        if self.mode == "async":
-            seconds = min(seconds, 0.2)
+        beat = min(_BEAT_SECONDS, self.claim_seconds / 4)
         reported = 0.0
-        while not self._stop.wait(seconds):
+        while True:
+            # Many workers look for new weights, so seldom in relation to the duration of a step.
+            poll = min(max(_POLL_SHARE * self._update_seconds, _MIN_POLL_SECONDS), beat)
+            if self._stop.wait(poll if self.mode == "async" else beat):
+                return
             try:
-                if self.mode == "async" and self.takes_weights and self._activity == "generating":
+                if self.mode == "async" and self.engine.takes_weights and self._activity == "generating":
                     self._update_weights()
-                if time.monotonic() - reported >= min(_BEAT_SECONDS, self.claim_seconds / 4):
+                if time.monotonic() - reported >= beat:
                     self._renew()
                     self.report()
                     reported = time.monotonic()
@@ -794,8 +865,9 @@ def wait_for_trainer(
     book, state, is_told = None, None, False
     while state is None:
         try:
-            book = open_book(address, mode="r+") if book is None else book
-            state = read_rollouts(book)
+            if book is None:
+                book = retry_outages(partial(open_book, address, mode="r+"), seconds=_START_SECONDS, stop=stop)
+            state = retry_outages(partial(read_rollouts, book), seconds=math.inf, stop=stop)
         except MissingBookError:
             if "://" not in address:  # a trainer on this machine creates its folder before it starts workers
                 raise
@@ -898,6 +970,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutPacer",
     "RolloutWorker",
+    "TrainerReplacedError",
     "WorkerResult",
     "WorkersFailedError",
     "wait_for_trainer",

@@ -770,7 +770,20 @@ class Config:
         if mode == "async" and staleness is None:
             raise ConfigError("replay.max_staleness", "missing, required by rollout.mode async, such as 2")
         if mode != "async" and staleness is not None:
-            raise ConfigError("replay.max_staleness", f"got {staleness} for rollout.mode {mode}, expected it for async")
+            raise ConfigError(
+                "replay.max_staleness",
+                f"got {staleness} with rollout.mode {mode}; remove it, or set rollout.mode=async",
+            )
+        if self.engine.kind == "openai":
+            raise ConfigError(
+                "engine.kind",
+                "got 'openai' with rollout workers, whose weights would not follow the trainer's, "
+                "expected transformers or vllm",
+            )
+        if self.book == "memory:":
+            raise ConfigError(
+                "book", "got 'memory:' with rollout workers, expected a book that other processes can open"
+            )
 
     def fingerprint(self) -> str:
         """Return a hash of all keys that must not change when a run is resumed."""
