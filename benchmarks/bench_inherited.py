@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import harness
 from benchmarks import lightrft_technique as technique
@@ -47,7 +48,8 @@ views.
 
 Both sides call the same models once each, under `no_grad`, and set them to evaluation mode and back to training mode,
 as LightRFT does. The actor, the reference and the critic are modules that return ready tensors; the reward model is a
-callable that counts tokens.
+callable that counts tokens. The row "models of one layer" has three Llamas of one layer and 64 dimensions instead,
+smaller than any model that is trained: with models, what differs is lost in their passes.
 
 What is below or around 1, and why (minima of repeated calls):
 
@@ -120,6 +122,23 @@ class ReadyModel(torch.nn.Module):
         return self.answer
 
 
+class OneLayer(torch.nn.Module):
+    """A Llama of one layer, the smallest model that a maker may be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 4096}
+        heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+    def forward(self, sequences: torch.Tensor, num_actions: int, attention_mask: torch.Tensor) -> torch.Tensor:
+        """[B, A] Return the log-probs of the last tokens."""
+        tokens = sequences % 1024
+        logits = self.model(tokens, attention_mask=attention_mask, logits_to_keep=num_actions + 1).logits[:, :-1]
+        return logits.log_softmax(-1).gather(-1, tokens[:, -num_actions:, None])[..., 0]
+
+
 class TokenCount:
     """A reward model that counts tokens; a plain callable, which the maker calls with the tokens of the batch."""
 
@@ -131,19 +150,24 @@ class TokenCount:
         return attention_mask.sum(1).float()
 
 
-def their_maker(fields: dict[str, torch.Tensor]) -> technique.Maker:
-    """Build a maker of LightRFT's kind whose models return ready tensors."""
-    names = ("action_log_probs", "base_action_log_probs", "values")
-    return technique.Maker(*(ReadyModel(fields[name]) for name in names), TokenCount(), group=GROUP)
+def ready_models(fields: dict[str, torch.Tensor]) -> list[torch.nn.Module]:
+    """Return an actor, a reference and a critic that return ready tensors."""
+    return [ReadyModel(fields[name]) for name in ("action_log_probs", "base_action_log_probs", "values")]
 
 
-def our_maker(fields: dict[str, torch.Tensor], estimator: str = "rloo") -> NaiveExperienceMaker:
+def their_maker(models: Sequence[torch.nn.Module]) -> technique.Maker:
+    """Build a maker of LightRFT's kind with an actor, a reference and a critic."""
+    return technique.Maker(*models, TokenCount(), group=GROUP)
+
+
+def our_maker(models: Sequence[torch.nn.Module], estimator: str = "rloo") -> NaiveExperienceMaker:
     """Build Rollbook's maker with the same models."""
+    actor, reference, critic = models
     return NaiveExperienceMaker(
-        ReadyModel(fields["action_log_probs"]),
-        ReadyModel(fields["values"]),
+        actor,
+        critic,
         TokenCount(),
-        ReadyModel(fields["base_action_log_probs"]),
+        reference,
         SimpleNamespace(pad_token_id=0, eos_token_id=0),
         1024,
         0.01,
@@ -173,7 +197,7 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
     mask, rewards, values = fields["action_mask"], fields["returns"], fields["values"]
     rows = [row[: int(length)] for row, length in zip(values, info["response_length"], strict=True)]
     groups = torch.rand(max(size // GROUP, 1), GROUP)
-    makers = their_maker(fields), our_maker(fields)
+    makers = their_maker(ready_models(fields)), our_maker(ready_models(fields))
     samples = make_samples(rollout)
     scored = {"reward": torch.rand(size)}
     kept = {name: fields[name][0] for name in technique.TENSORS}
@@ -371,6 +395,16 @@ def pairs(rollout: Rollout, size: int) -> list[Pair]:
             lambda: samples,
             lambda: samples,
             few,
+        ),
+        *(
+            Pair(
+                "make_experience, models of one layer",
+                their_maker(layers).make_experience,
+                our_maker(layers).make_experience,
+                lambda: samples,
+                lambda: samples,
+            )
+            for layers in ([[OneLayer() for _ in range(3)]] if size <= 64 else [])
         ),
         Pair(
             "process_experiences",
