@@ -25,8 +25,10 @@ STAGES = {
     "score": lambda step: step["reward/seconds"],
     "log-probs before the update": lambda step: step["policy/seconds"],
     "advantages": lambda step: step["advantages/seconds"],
-    "records, append": lambda step: step["collect/seconds"]
-    - sum(step[f"{stage}/seconds"] for stage in ("rollout", "reward", "policy", "advantages")),
+    "records, append": lambda step: (
+        step["collect/seconds"]
+        - sum(step[f"{stage}/seconds"] for stage in ("rollout", "reward", "policy", "advantages"))
+    ),
     "lease": lambda step: step["lease/seconds"],
     "update": lambda step: step["update/seconds"],
     "acknowledge": lambda step: step["acknowledge/seconds"],
