@@ -129,6 +129,20 @@ def test_two_calls_at_once_share_the_cache() -> None:
     assert_same(inner, alone)
 
 
+def test_rows_that_do_not_fit_beside_another_call_are_decoded_token_by_token() -> None:
+    engine = paged_engine(make_model(), rows=2)
+    arguments: dict[str, Any] = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "batch": 1}
+    expected = engine.generate(make_prompts((300,)), **arguments)
+    engine._paged.release()  # type: ignore[union-attr]
+    stream = engine.stream(make_prompts((5,)), n=2, **arguments)
+    next(stream)
+    with pytest.warns(UserWarning, match="rows of up to 340 tokens do not fit into the key-value cache of another"):
+        samples = engine.generate(make_prompts((300,)), **arguments)
+    list(stream)
+    assert_same(samples, expected)
+    assert engine._not_paged is None
+
+
 def test_a_failing_prompt_fails_alone() -> None:
     model = make_model()
     with torch.no_grad():

@@ -61,3 +61,14 @@ def test_a_tolerance() -> None:
     training = trainer(TransformersEngine(copy.deepcopy(actor.model)), actor, sync_tolerance=1e-12)
     with pytest.raises(StaleWeightsError, match="at most 1e-12"):
         training.run(5)
+
+
+def test_memory_of_all_engines_is_released_before_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[Any] = []
+    monkeypatch.setattr(TransformersEngine, "release_memory", lambda engine: released.append(engine))
+    actor = Actor(tiny.llama())
+    engine = TransformersEngine(copy.deepcopy(actor.model))
+    training = trainer(engine, actor)
+    training.evaluate(Prompts([{"prompt": [5, 6]}]), training.reward)  # samples from an engine of its own
+    training.step()
+    assert {id(other) for other in released} == {id(engine), id(TransformersEngine(actor))}

@@ -524,6 +524,11 @@ class TransformersEngine(BaseEngine):
         longest = max(row.longest for row in rows)
         with self._model_lock:
             if not decoder.reserve(longest, min(self.max_batch_tokens, sum(row.longest for row in rows))):
+                warnings.warn(
+                    f"decoding token by token, without CUDA graphs: rows of up to {longest} tokens do not fit into the "
+                    "key-value cache of another call that is in progress, which cannot grow",
+                    stacklevel=3,
+                )
                 return rows
             decoder.calls += 1
         batch, waiting = PagedBatch(decoder), deque(rows)

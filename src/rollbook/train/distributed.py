@@ -595,7 +595,7 @@ class DistributedTrainer(Trainer):
             "evaluate": self._evaluate_share,
             "sync": self._sync_share,
             "publish": self._publish_share,
-            "update": lambda share: self.learner.update_share(share),
+            "update": self._update_share,
             "save": self._save_share,
             "load": self._load_share,
             "copy": self._copy_share,
@@ -796,6 +796,10 @@ class DistributedTrainer(Trainer):
                 super()._publish(self.pacer)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _update_share(self, share: Any) -> dict[str, Any] | None:
+        self._release_memory()
+        return self.learner.update_share(share)
 
     def _with_experts(
         self, leased: Experiences, weights: list[float] | None, step: int

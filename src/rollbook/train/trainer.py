@@ -410,8 +410,7 @@ class Trainer:
                 uids = [eid.uid for eid in leased.eids()]
                 self._check_rollouts(leased, step, metrics)
             with metrics.time("update"):
-                if isinstance(self.engine, BaseEngine):
-                    self.engine.release_memory()
+                self._release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
                 records = self.completed(records, expert)
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)
@@ -677,6 +676,12 @@ class Trainer:
             difference = self._send_weights(self.done)
         self._synced = self.done
         metrics.add({"sync/logprob_difference": difference})
+
+    def _release_memory(self) -> None:
+        """Free the memory of the engines before an update; evaluations may sample from one of their own."""
+        for engine in (self.engine, self._own_engine):
+            if isinstance(engine, BaseEngine):
+                engine.release_memory()
 
     def _send_weights(self, version: int) -> float:
         """Send the weights to the engine, check that it has them, and return the mean difference of log-probs."""
