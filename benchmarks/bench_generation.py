@@ -1,6 +1,6 @@
 """On a CUDA device: tokens per second of rollout engines on a model of 0.5B parameters, with a roofline.
 
-Run as `python -m benchmarks.bench_generation [--rounds 3] [--slow] [--results FOLDER]` from the project root, on a
+Run as `python -m benchmarks.bench_generation [--rounds 3] [--results FOLDER]` from the project root, on a
 machine with a CUDA device and transformers (`--cpu` tries the script out, small). The model has Qwen2-0.5B's shape with
 random weights in bfloat16. Workload: 32 prompts of U(64, 512) random tokens, eight samples each, 256 new tokens. Times
 include the prompts. "Captured" rows are not engines but bounds for comparison: one decode step of the plain
@@ -330,12 +330,19 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[No
         "ragged: generate, dynamic cache": plain_ragged,
         "ragged: TransformersEngine": lambda: sampled(engine.generate(prompts, **ragged)),
     }
-    slow: dict[str, Callable[[], int]] = {
-        "generate, static cache, compiled": lambda: (
-            run_generate(network, prompts, device, cache_implementation="static", **count).shape[0] * NEW_TOKENS
+
+    def run_static() -> int:
+        return run_generate(network, prompts, device, cache_implementation="static", **count).shape[0] * NEW_TOKENS
+
+    # Name, warm-up, and what is timed, once.
+    slow: list[tuple[str, Callable[[], Any], Callable[[], int]]] = [
+        ("generate, static cache, compiled", run_static, run_static),
+        (
+            "generate_batch, paged|sdpa",
+            lambda: run_generate_batch(network, prompts[:1]),
+            lambda: run_generate_batch(network, prompts),
         ),
-        "generate_batch, paged|sdpa": lambda: run_generate_batch(network, prompts),
-    }
+    ]
     rates: dict[str, list[float]] = {}
     steps: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -381,9 +388,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> Iterator[No
                 elapsed, samples = seconds(lambda own=own: own.generate(prompts, **fixed), device)
                 rates[f"TransformersEngine, {kind}"] = [sampled(samples) / elapsed]
     yield
-    for name, function in slow.items() if options.slow else ():
+    for name, warm_up, function in slow if device.type == "cuda" else ():
         try:
-            function()
+            warm_up()
             elapsed, tokens = seconds(function, device)
             rates[name] = [tokens / elapsed]
             print(name, round(tokens / elapsed), flush=True)
@@ -401,7 +408,8 @@ def report(results: dict[str, Any]) -> str:
         "",
         f"{results['device']}, torch {results['torch']}, transformers {results['transformers']}, {results['date']}; "
         f"`python -m benchmarks.bench_generation`: 0.5B parameters in bfloat16, 32 prompts of U(64, 512) tokens x 8 "
-        f"samples x 256 new tokens, medians of {results['rounds']} rounds in one process.",
+        f"samples x 256 new tokens, medians of {results['rounds']} rounds after a warm-up round, all in one "
+        "process; static cache, `generate_batch` and the models of other shapes: one call after a warm-up.",
         "",
         "| | tokens/s | ratio to `generate` |",
         "|---|---|---|",
@@ -441,7 +449,6 @@ def report(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slow", action="store_true", help="also transformers' static cache and continuous batching")
     parser.add_argument("--cpu", action="store_true", help="try the script out, small")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
