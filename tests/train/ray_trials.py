@@ -143,21 +143,25 @@ class Machines:
         self.ignored: set[int] = set()
         """Processes that an earlier trial left behind when it failed."""
 
-    def add_node(self) -> Any:
-        """Add a node; return it."""
-        resources = {"remote": 4}
-        return self.cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES, resources=resources)
-
-    def fill(self) -> None:
-        """Add nodes until there are three again."""
+    def add_node(self, resource: str = "remote", **environment: str) -> Any:
+        """Add a node with a resource, whose processes have these variables too; return it."""
         before = dict(os.environ)
-        os.environ.update(self.environment)
+        os.environ.update(self.environment | environment)
         try:
-            while len(self.cluster.list_all_nodes()) < 3:
-                self.add_node()
+            return self.cluster.add_node(num_cpus=3, object_store_memory=STORE_BYTES, resources={resource: 4})
         finally:
             os.environ.clear()
             os.environ.update(before)
+
+    def fill(self) -> None:
+        """Add nodes until there are three again."""
+        while len(self.cluster.list_all_nodes()) < 3:
+            self.add_node()
+
+    def out_of_disk(self) -> int:
+        """Count the objects that could not be created, by the logs of all raylets."""
+        logs = [path.read_text(errors="replace") for path in self.short.glob("**/logs/raylet*")]
+        return sum(log.count("Out-of-disk: Failed to create object") for log in logs)
 
     def _raylets(self) -> dict[int, Any]:
         nodes = {}
@@ -645,33 +649,59 @@ def lost_node(setting: Setting, *, with_trainer: bool, postgres: bool = False) -
             setting.machines.fill()
 
 
-def full_store(setting: Setting) -> None:
-    """The object store of the trainer's node is full of objects that others read."""
-    changes = ("model.options.hidden=128", "model.options.layers=4", "model.options.heads=2")
-    filler = (
-        "import sys, time, ray, numpy as np\n"
-        "ray.init(sys.argv[1], namespace='filler', log_to_driver=False)\n"
-        "refs = [ray.put(np.ones(8 << 20, np.uint8)) for _ in range(14)]\n"
-        "views = []\n"
-        "for ref in refs[:9]:\n"
-        "    views.append(ray.get(ref))\n"
-        "print('full', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    with setting.trial(*changes, steps=6) as trial:
-        process = subprocess.Popen(
-            [sys.executable, "-c", filler, setting.machines.address],
-            env=setting.machines.environment,
-            stdout=subprocess.PIPE,
-        )
+FILLER = """
+import sys, time, ray, numpy as np
+
+ray.init(sys.argv[1], namespace="filler", log_to_driver=False)
+
+@ray.remote(resources={"small": 0.1})
+class Filler:
+    def fill(self):
+        self.views = []
         try:
-            assert process.stdout is not None and process.stdout.readline() == b"full\n"
+            while True:
+                self.views.append(ray.get(ray.put(np.ones(4 << 20, np.uint8))))
+        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError):
+            return len(self.views)
+
+filler = Filler.remote()
+print("full", ray.get(filler.fill.remote()), flush=True)
+time.sleep(600)
+"""
+"""Fills the object store of the node that has the resource `small`, in use, so that nothing can be evicted."""
+
+
+def full_store(setting: Setting) -> None:
+    """The object store of the trainer's node fills up during the run, and objects cannot be spilled to its disk."""
+    machines = setting.machines
+    # A disk counts as full above this share of its size.
+    node = machines.add_node("small", RAY_local_fs_capacity_threshold="0.0001")
+    changes = ("model.options.hidden=256", "model.options.layers=4", "model.options.heads=2")
+    process = None
+    try:
+        with setting.trial(*changes, "rollout.trainer_resources={resources: {small: 1}}", steps=8) as trial:
             trial.start()
+            trial.wait_for_step(2)
+            process = subprocess.Popen(
+                [sys.executable, "-c", FILLER, machines.address], env=machines.environment, stdout=subprocess.PIPE
+            )
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            assert said.startswith(b"full") and int(said.split()[1]) > 5, said
+            full = machines.out_of_disk()
+            # The trainer cannot put new weights into the store, and waits.
+            wait_until(lambda: machines.out_of_disk() > full, trial.said)
+            step = trial.done()
+            time.sleep(2)
+            assert trial.done() <= step + 1
+            process.kill()
             trial.finish()
-        finally:
+            trial.check()
+    finally:
+        if process is not None:
             process.kill()
             process.wait(60)
-        trial.check()
+        machines.remove(node)
 
 
 def slow_disk(setting: Setting) -> None:
