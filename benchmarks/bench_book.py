@@ -440,9 +440,8 @@ def uid(i: int) -> str:
 
 def grow(book: Book, count: int) -> None:
     """Rows for records until there are `count`, as many appends would have left them, all at the place of the first."""
-    from rollbook.book import reports
     from rollbook.book.consumer import all_consumers, save_consumer
-    from rollbook.book.queue import Event, enter_rows, new_row, record_events
+    from rollbook.book.queue import Event, enter_rows, new_row, recount_all, record_events
 
     with book.ledger.write() as tx:
         have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")
@@ -470,7 +469,6 @@ def grow(book: Book, count: int) -> None:
                 rows.append(tuple(made.values()))
             tx.many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
             record_events(tx, [Event("admitted", row[0]) for row in rows])
-            reports.admitted(tx, False, len(rows))
             reward = columns.index("reward")
             for consumer in listening:
                 values = [None if consumer.settings.sampler.key is None else row[reward] for row in rows]
@@ -483,6 +481,7 @@ def grow(book: Book, count: int) -> None:
                         for row, value in zip(rows, values, strict=True)
                     ],
                 )
+        recount_all(tx)
         for consumer in listening:
             save_consumer(tx, consumer)
 

@@ -173,7 +173,7 @@ def report(count: int, rounds: int, seed: int, scratch: Path | None) -> dict[str
         idle = [timed(lambda: source.refresh(index)) for _ in range(rounds)]
         times["check for new records, none"] = idle
         for name, arguments in commands(answers, count // STEP).items():
-            command = [sys.executable, "-m", "rollbook.cli", "show", str(folder / "book"), *arguments]
+            command = [sys.executable, "-m", "rollbook", "show", str(folder / "book"), *arguments]
             times[name] = [
                 timed(lambda command=command: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
                 for _ in range(rounds)

@@ -262,11 +262,12 @@ import sys
 from rollbook.cli import main
 from rollbook.io import read_parquet
 from rollbook.train.prompts import read
-book, pipe, new = sys.argv[1:]
+book, pipe, new, run = sys.argv[1:]
 for command in (["import", new, pipe], ["import", new, pipe, "--format", "jsonl"],
                 ["export", book, pipe, "--overwrite"], ["show", pipe], ["ls", pipe],
                 ["doctor", pipe], ["diff", book, pipe], ["train", pipe],
-                ["export", book, pipe, "--overwrite", "--format", "html", "--where", "reward > 0"]):
+                ["export", book, pipe, "--overwrite", "--format", "html", "--where", "reward > 0"],
+                ["import", run, book], ["show", run]):
     assert main(command) == 2, command
 for opens in (read_parquet, lambda path: list(read(path))):
     try:
@@ -274,15 +275,17 @@ for opens in (read_parquet, lambda path: list(read(path))):
     except ValueError as error:
         print(error, file=sys.stderr)
 """
-    pipe, new = tmp_path / "in.jsonl", tmp_path / "new"
+    pipe, new, run = tmp_path / "in.jsonl", tmp_path / "new", tmp_path / "run"
     os.mkfifo(pipe)
-    command = [sys.executable, "-c", script, str(folder), str(pipe), str(new)]
+    run.mkdir()
+    (run / "config.yaml").symlink_to(pipe)
+    command = [sys.executable, "-c", script, str(folder), str(pipe), str(new), str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     said = done.stderr.splitlines()
-    assert (done.returncode, len(said)) == (0, 11), done.stderr
-    assert all(line.endswith(f"{pipe}: is a named pipe, expected a regular file or a folder") for line in said)
+    assert (done.returncode, len(said)) == (0, 13), done.stderr
+    assert all(line.endswith(": is a named pipe, expected a regular file or a folder") for line in said)
     assert pipe.is_fifo()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "runs"], "nothing was made"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.jsonl", "run", "runs"], "nothing was made"
 
 
 def test_an_import_that_fails_leaves_nothing(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

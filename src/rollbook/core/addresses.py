@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
+from rollbook.core.files import check_regular
+
 HIDDEN = "***"
 POSTGRES = ("postgresql://", "postgres://")
 RAY = "ray://"
@@ -55,8 +57,10 @@ def check_book_is_here(folder: str | os.PathLike[str]) -> None:
     Args:
         folder: The folder.
     """
+    path = os.path.join(folder, "config.yaml")
+    check_regular(path)
     try:
-        with open(os.path.join(folder, "config.yaml"), encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             match = _CONFIG_BOOK.search(file.read(1 << 20))
     except (OSError, UnicodeDecodeError):
         return

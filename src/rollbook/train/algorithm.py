@@ -151,6 +151,13 @@ class AlgorithmConfig:
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         least = 0 if self.kl_in == "reward" else -1e9
         put(self, "kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
+        if self.kl_coef and losses.data == "pairs":
+            raise ValueError(
+                f"algorithm.kl_coef: got {self.kl_coef:g}, expected 0: the loss {self.loss!r} compares pairs of answers "
+                "and has no KL term"
+            )
+        if self.kl_coef and self.kl_in == "reward" and self.estimator is None:
+            raise ValueError("algorithm.kl_in: got 'reward', expected 'loss': without an estimator there are no rewards")
         put(self, "entropy_coef", check_float("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
         for name in ("gamma", "lam", "high_entropy_ratio"):
             put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0, 1))
