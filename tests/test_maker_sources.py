@@ -477,7 +477,7 @@ def test_a_fake_tokenizer_that_only_decodes_batches() -> None:
             return ["".join(chr(token) for token in row) for row in rows]
 
     class Plain:
-        """No module, and masks of whole numbers."""
+        """No module, and masks of integers."""
 
         training = True
 
@@ -550,7 +550,7 @@ def test_remax_with_another_number_of_samples() -> None:
     [
         ({"kl_controller": "x"}, "kl_controller: got 'x', expected None, a finite number"),
         ({"kl_controller": object()}, "kl_controller: got <object"),
-        ({"prompt_max_len": 0}, "prompt_max_len: got 0, expected a whole number from 1 on"),
+        ({"prompt_max_len": 0}, "prompt_max_len: got 0, expected an integer >= 1"),
         ({"initial_model": "gpt2"}, r"initial_model: got str \('gpt2'\), expected a model to call, or None"),
         ({"critic": object()}, "critic: got object"),
         ({"initial_model": tiny.llama()}, "initial_model: got LlamaForCausalLM, a transformers model, expected"),

@@ -759,7 +759,7 @@ def check_text(name: str, text: str, min_length: int = 1, max_length: int = 1 <<
         size = " that is not empty" * min_length
         if isinstance(text, str) and text:
             size = f" of {min_length} to {max_length} characters"
-        raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
+        raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a string{size}")
     try:
         encoded = text.encode()
     except UnicodeEncodeError:

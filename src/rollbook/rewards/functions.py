@@ -693,7 +693,7 @@ class FunctionReward(Reward):
     >>> FunctionReward(lambda answer: 1.0)
     Traceback (most recent call last):
         ...
-    ValueError: <lambda>: parameter 'answer' is not a field of a sample; there are (prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info)
+    ValueError: <lambda>: parameter 'answer' is not a field of a sample; choose from prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info
     """  # noqa: E501
 
     def __init__(
