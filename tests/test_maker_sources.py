@@ -572,13 +572,13 @@ def test_what_calls_refuse() -> None:
         made.make_experience_list(["a"])
     with pytest.raises(ValueError, match="all_prompts: got None"):
         made.make_experience_list(None)
-    with pytest.raises(ValueError, match="all_prompts: got none"):
+    with pytest.raises(ValueError, match="all_prompts: empty"):
         made.make_experience_list([])
     with pytest.raises(ValueError, match="samples: got NoneType, expected Samples"):
         made.make_experience(None)
     with pytest.raises(ValueError, match=r"experiences\[0\]: got SimpleNamespace, expected an Experience"):
         made.process_experiences([SimpleNamespace(info={})])
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         NaiveExperienceMaker(None, None, None, None, None, 8, None).tokenize_fn(["a"], 4)
     with pytest.raises(ValueError, match="generate: unknown option 'max_tokenz'; did you mean 'max_tokens'"):
         maker(model=Seen()).make_experience_list(["ab"], max_tokenz=4)

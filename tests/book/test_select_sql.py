@@ -244,9 +244,9 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
                     monkeypatch.setattr(book.ledger, "read", read)
                 else:
                     gone.append(uids[len(gone)])
-        with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
+        with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
             read_trajectories(book, gone[:1])
-        with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
+        with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
             book.get([uids[-1], gone[0]])
 
 

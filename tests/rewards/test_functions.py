@@ -309,7 +309,7 @@ def test_a_busy_process_is_really_gone() -> None:
 
 
 def test_a_process_cannot_hold_a_local_function() -> None:
-    with pytest.raises(ValueError, match="expected one at the top level of a module"):
+    with pytest.raises(ValueError, match="define it at the top level of a module"):
         FunctionReward(lambda response: 1.0, pool="process")
 
 

@@ -133,7 +133,7 @@ class SamplesToInserts:
     Args:
         ratio: Leased records per appended record.
         slack: Allowed difference, in leased records.
-        min_size: Lease nothing before so many records were appended.
+        min_size: Number of appended records before which nothing is leased.
         lease_size: Size of the largest lease.
         append_size: Size of the largest append.
 

@@ -922,7 +922,7 @@ def lease_records(
     Args:
         book: The book.
         request: The arguments of the lease.
-        timeout: As of `Book.lease`.
+        timeout: See `Book.lease`.
         stop: Ends the wait with an empty lease when it is set.
         partial: Claim what is there at the timeout; otherwise the lease is empty then.
     """
@@ -957,7 +957,7 @@ def lease_records(
 
 
 async def alease_records(lease: Callable[[threading.Event], Lease]) -> Lease:
-    """Run `lease`, whose wait ends when the event is set, in a thread; a cancelled wait claims nothing."""
+    """Run `lease`, whose wait ends when the event is set, in a thread; a canceled wait claims nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Lease] = loop.create_future()
@@ -1062,7 +1062,7 @@ class MixedLease:
         """Restart the expiry time of every part.
 
         Args:
-            seconds: As of `Lease.renew`.
+            seconds: See `Lease.renew`.
         """
         for lease in self.leases:
             if lease:
@@ -1168,9 +1168,9 @@ class Mix:
 
         Args:
             n: Number of records or groups.
-            timeout: As of `Book.lease`, for all parts together.
-            max_staleness: As of `Book.lease`.
-            seconds: As of `Book.lease`.
+            timeout: See `Book.lease`; applies to all parts together.
+            max_staleness: See `Book.lease`.
+            seconds: See `Book.lease`.
 
         Returns:
             The lease, a context manager.
@@ -1216,7 +1216,7 @@ class Mix:
 
 @served(repeat=True)
 def read_balance(book: Book, name: str, parts: int) -> list[float]:
-    """Return the balance of a mix of so many parts; see `Mix.balance`."""
+    """Return the balance of a mix of `parts` parts; see `Mix.balance`."""
     with book.ledger.read() as tx:
         return _read_balance(tx, name, parts)
 

@@ -421,7 +421,7 @@ def run_query(
             The result is not part of it and may be as large again.
         seconds: Time limit. A query inside a single call of a function is stopped when the call returns.
         threads: Number of threads, by default up to 8.
-        max_rows: Stop after so many rows; `Result.more` is then true if there are more.
+        max_rows: Maximum number of rows; `Result.more` is true if there are more.
 
     Raises:
         QueryError: It is not one reading statement, or DuckDB rejects it.

@@ -192,7 +192,7 @@ def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]
         if where[seq][1] is None:
             with book.ledger.read() as tx:
                 (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
-            raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+            raise BookError(f"{uid}: data was removed ({where[seq][5] or 'never stored'})")
         locations.append(where[seq])
     return locations
 

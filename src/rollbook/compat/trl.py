@@ -132,7 +132,7 @@ def to_trl(
 
 def _advantages(advantages: torch.Tensor | None, out: PaddedColumns, per_token: bool) -> torch.Tensor:
     if advantages is None:
-        raise ValueError("advantages: got None, expected them: TRL's loss needs them")
+        raise ValueError("advantages: missing, required by TRL's loss")
     if per_token:
         return advantages
     chosen = out.action_mask

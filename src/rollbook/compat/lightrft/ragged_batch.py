@@ -317,7 +317,7 @@ class RaggedBatch:
         return None if row is None else row.clone(memory_format=torch.contiguous_format)
 
     def value(self, name: str, i: int) -> Any:
-        """What sample i has as an item's field."""
+        """Return the field of sample i."""
         if name in BATCH_FIELDS:
             return self.row(name, i)
         if name == "info":
@@ -433,7 +433,7 @@ class PaddedRaggedBatch(RaggedBatch):
     row = view
 
     def value(self, name: str, i: int) -> Any:
-        """What sample i has as an item's field."""
+        """Return the field of sample i."""
         if name == "action_start":
             return self.starts[i]
         if name == "implied":  # masks that exist only to separate padding from the rest

@@ -847,7 +847,7 @@ def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") ->
         raise PaddingSideError(f"side: got {side!r}, expected 'left' or 'right'")
     rows = list(sequences)
     if not rows:
-        raise ValueError("sequences: got none, expected at least one")
+        raise ValueError("sequences: empty, expected at least one")
     for i, row in enumerate(rows):
         if not isinstance(row, torch.Tensor) or row.dim() != 1:
             shown = f"shape {list(row.shape)}" if isinstance(row, torch.Tensor) else type(row).__name__
@@ -943,7 +943,7 @@ def make_experience_batch(
     """
     listed = list(items)
     if not listed:
-        raise ValueError("items: got none, expected at least one")
+        raise ValueError("items: empty, expected at least one")
     check_layout(layout)
     if packing_samples or layout == "left":
         batch = collate_untouched(listed, pad_token_id, packing_samples)

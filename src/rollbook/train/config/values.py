@@ -48,7 +48,7 @@ class ConfigError(RollbookError, ValueError):
     >>> error = ConfigError("lr", "got -1, expected a number > 0").under("optimizer")
     >>> str(error), str(error.at("my.yaml, line 3"))
     ('optimizer.lr: got -1, expected a number > 0', 'optimizer.lr: got -1, expected a number > 0 (my.yaml, line 3)')
-    """  # noqa: E501
+    """
 
     def __init__(self, path: str, message: str, source: str = "") -> None:
         super().__init__(f"{path}: {message}" + (f" ({source})" if source else ""))
