@@ -204,7 +204,12 @@ def plan(
 
 
 class PlanError(RollbookError, ValueError):
-    """Raised when a constraint cannot be met. Has the argument (`constraint`) and the sample (`sample`).
+    """Raised when a constraint cannot be met.
+
+    Args:
+        constraint: The argument that states the constraint.
+        message: What is wrong.
+        sample: Index of the sample that violates it, if it is a single one.
 
     >>> from rollbook.batch.plan import plan
     >>> plan([3, 9], token_cap=8)

@@ -202,6 +202,12 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
         pad_token_id: Token id of the new padding.
         layout: `prompt_left_response_right`, `left` or `packed`.
 
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: A required key is missing or not a tensor, or values do not match the rows.
+
     >>> batch = {
     ...     "prompt_ids": torch.tensor([[0, 1]]), "prompt_mask": torch.tensor([[0, 1]]),
     ...     "completion_ids": torch.tensor([[2, 3, 0]]), "completion_mask": torch.tensor([[1, 1, 0]]),

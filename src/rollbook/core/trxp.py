@@ -62,7 +62,12 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class UnpickleError(RollbookError, ValueError):
-    """Raised when bytes are not a supported pickle. `offset` is the byte of the error."""
+    """Raised when bytes are not a supported pickle.
+
+    Args:
+        message: What is wrong.
+        offset: Byte offset of the error.
+    """
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)

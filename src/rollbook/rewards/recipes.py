@@ -540,6 +540,12 @@ def lightrft_reward(
         tokenizer: Tokenizer of the policy, whose ids the models are given.
         options: Options of each model (`rows`, `tokens`, `device`, ...).
 
+    Returns:
+        The reward of the single model, or a `LightRFTReward` that combines the models.
+
+    Raises:
+        ValueError: There is neither a model nor a `reward_fn`, or there are several models without a `reward_fn`.
+
     >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
     ...     accuracy = [float(query == ref) for query, ref in zip(queries, refs)]
     ...     return accuracy, {"accuracy_reward": accuracy}
@@ -620,6 +626,12 @@ def as_reward(spec: RewardLike, **options: Any) -> Reward:
         options: Options of the class and, for a function, its own parameters that are not fields of a sample; in a list,
             each goes to the parts that take it. A `time_limit` that the function has itself (`math_match`, `code_match`)
             is the function's: the call then has 10 s more, and at least the usual 60.
+
+    Returns:
+        A callable that maps a list of `RewardInput` to a `RewardResult`.
+
+    Raises:
+        ValueError: The reward or an option is unknown, or options do not apply to it.
 
     >>> from rollbook.rewards import RewardInput
     >>> sample = RewardInput(prompt="2 + 2 =", response="It is 4.", reference="4")

@@ -275,8 +275,11 @@ def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides:
             `None`: the default recipe.
         overrides: Changes, as `section.key=value`.
 
+    Returns:
+        The configuration, complete with defaults.
+
     Raises:
-        ConfigError: A key or a value is not valid.
+        ConfigError: The file or recipe does not exist, or a key or a value is not valid.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
