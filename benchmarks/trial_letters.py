@@ -195,9 +195,9 @@ def main() -> int:
             (options.out / f"{what.file}.md").write_text(text)
             drawn = {
                 f"trained on {'the reward' if arm == 'reward' else 'random rewards'}": [
-                    Series(one["evaluations"], colour, arm == "random") for one in found if one["arm"] == arm
+                    Series(one["evaluations"], color, arm == "random") for one in found if one["arm"] == arm
                 ]
-                for arm, colour in ARMS.items()
+                for arm, color in ARMS.items()
             }
             (options.out / f"{what.file}.svg").write_text(lines("Held-out success", drawn, y="share right"))
             print(text, flush=True)

@@ -142,9 +142,9 @@ def main() -> None:
     text = report(found, options, device)
     (options.out / "smollm2.md").write_text(text)
     drawn = {}
-    for arm, colour in (("reward", "#1b6ca8"), ("random", "#b5541c")):
+    for arm, color in (("reward", "#1b6ca8"), ("random", "#b5541c")):
         drawn[f"trained on {'the reward' if arm == 'reward' else 'random rewards'}"] = [
-            Series(one["evaluations"], colour, arm == "random") for one in found if one["arm"] == arm
+            Series(one["evaluations"], color, arm == "random") for one in found if one["arm"] == arm
         ]
     (options.out / "smollm2.svg").write_text(lines("Held-out success", drawn, y="share right"))
     print(text[:3000])

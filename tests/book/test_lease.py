@@ -347,7 +347,7 @@ def test_async(url: str) -> None:
         check(book)
 
 
-def test_a_wait_that_is_cancelled_has_claimed_nothing(url: str) -> None:
+def test_a_wait_that_is_canceled_has_claimed_nothing(url: str) -> None:
     with rollbook.open(url) as book:
         book.append(records(1))
 

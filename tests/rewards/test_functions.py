@@ -345,7 +345,7 @@ async def slow_or_not(response: str) -> float:
     return float(response)
 
 
-def test_async_functions_overlap_and_are_cancelled() -> None:
+def test_async_functions_overlap_and_are_canceled() -> None:
     reward = FunctionReward(slow_or_not, time_limit=1.0)
     start = time.monotonic()
     scores = reward(samples("1", "hang", "raise", *["2"] * 60))
