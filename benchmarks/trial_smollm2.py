@@ -81,7 +81,7 @@ def report(found: list[dict[str, Any]], options: argparse.Namespace, device: str
         "",
         f"`python -m benchmarks.trial_smollm2 --steps {options.steps}` on one {device}. Success is the share of",
         f"samples that are exactly right, {found[0]['k']} at temperature 1 of each of {found[0]['prompts']} held-out",
-        "prompts, with the 95 % interval over prompts. The control is trained on random rewards.",
+        "prompts, with the 95% interval over prompts. The control is trained on random rewards.",
         "Several runs shared the device, which makes seconds unreliable.",
         "",
         "| rewards | seed | before | after | change, prompts paired | 2 words | 3 words | s per step |",
