@@ -934,7 +934,7 @@ def test_bad_input_is_refused() -> None:
     tokenizer = tiny.bytes_()
     with pytest.raises(ValueError, match="both or neither"):
         Episode(None, tokenizer)
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         Episode(None, None, messages=[USER])
     with pytest.raises(ValueError, match="on_fork: got 'drop'"):
         Episode(None, tokenizer, messages=[USER], on_fork="drop")  # type: ignore[arg-type]
