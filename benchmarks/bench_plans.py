@@ -116,7 +116,7 @@ def run_capped(
     met = verdict(len(our_parts) <= 1.005 * least)
     facts = {
         f"micro-batches of {n:,}:": f"{len(our_parts)}, none over {TOKEN_CAP:,} tokens (verl {len(their_parts)}; lower "
-        f"bound {least}; at most 0.5 % above it: {met})"
+        f"bound {least}; at most 0.5% above it: {met})"
     }
     return times, comparisons, facts
 
@@ -149,7 +149,7 @@ def run_large(
     met = verdict(len(our_parts) <= 1.005 * least)
     facts = {
         f"micro-batches of {n:,}:": f"{len(our_parts)}, none over {TOKEN_CAP:,} tokens (verl's one partition into "
-        f"{len(their_parts)} has {over} over; lower bound {least}; at most 0.5 % above it: {met})"
+        f"{len(their_parts)} has {over} over; lower bound {least}; at most 0.5% above it: {met})"
     }
     return times, [Comparison(one, one, once, target=100)], facts
 
@@ -170,9 +170,9 @@ def run_level(
             if {len(part) for part in parts} != {n // ranks}:
                 raise AssertionError("ranks have different numbers of samples")
         mine, other = level(lengths, our_parts), level(lengths, their_parts)
-        # Within 0.1 % of verl where that is all but perfect, better where it is not.
+        # Within 0.1% of verl where that is all but perfect, better where it is not.
         met = mine <= other * 1.001 if ranks == 64 else mine < other
-        wanted = "within 0.1 %" if ranks == 64 else "better"
+        wanted = "within 0.1%" if ranks == 64 else "better"
         facts[f"max/mean over {ranks} ranks"] = f"{mine:.5f} (verl {other:.5f}; {wanted}: {verdict(met)})"
         contenders += [
             Contender(theirs_name, lambda _, ranks=ranks: theirs.partition(tensor, ranks, True)),

@@ -13,7 +13,7 @@ class Series:
     """Points (x, y) and how they are drawn; `low` and `high` (x, y) make a band."""
 
     points: Sequence[tuple[float, float]]
-    colour: str
+    color: str
     dashed: bool = False
 
 
@@ -44,10 +44,10 @@ def lines(title: str, series: Mapping[str, Sequence[Series]], *, x: str = "step"
         for one in group:
             dashes = ' stroke-dasharray="5 4"' if one.dashed else ""
             path = " ".join(map(at, one.points))
-            made.append(f'<polyline points="{path}" fill="none" stroke="{one.colour}" stroke-width="1.8"{dashes}/>')
+            made.append(f'<polyline points="{path}" fill="none" stroke="{one.color}" stroke-width="1.8"{dashes}/>')
         if group:
             where = WIDTH - RIGHT - 190, TOP + 8 + 18 * k
             made.append(f'<line x1="{where[0]}" x2="{where[0] + 24}" y1="{where[1]}" y2="{where[1]}" '
-                        f'stroke="{group[0].colour}" stroke-width="2"/>')  # fmt: skip
+                        f'stroke="{group[0].color}" stroke-width="2"/>')  # fmt: skip
             made.append(f'<text x="{where[0] + 30}" y="{where[1] + 4}">{name}</text>')
     return "\n".join([*made, "</svg>"])

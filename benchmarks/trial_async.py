@@ -7,7 +7,7 @@ Each run is `rollbook train letters` with a seed: in a single process, and with 
 with a staleness of at most 2. A further run has words of 4 to 8 letters, to compare prompts of different lengths. All
 runs are evaluated on held-out prompts. Runs are kept in `--runs`; a second call continues after the last finished run.
 `--controls` adds workers in the modes `sync` and `one_step_off`, which separate the effect of staleness from that of
-the workers. Writes `results/async_letters.md`, and ends with 1 if the 95 % intervals of the two arms do not overlap.
+the workers. Writes `results/async_letters.md`, and ends with 1 if the 95% intervals of the two arms do not overlap.
 
 The intervals of three seeds are wide, and overlap also for clearly different arms. The page therefore also has the
 difference between arms paired by seed: runs of one seed begin with the same weights and prompts.
@@ -117,8 +117,8 @@ def report(runs: list[dict[str, Any]], steps: int) -> tuple[bool, str]:
         f"`python -m benchmarks.trial_async{flag}`: `rollbook train letters` for {steps} steps, {len(seeds)} seeds, on "
         f"{os.cpu_count()} cores, one run at a time, one thread per process: in a single process, and with `"
         f"{' '.join(WORKERS)}`. Held-out success is the share of right answers to {runs[0]['prompts']} prompts with a "
-        "95 % interval; the interval of the mean is over seeds (Student's t). Change: difference from the single "
-        "process, paired by seed, with its 95 % interval. Seconds per step are the median; wall is the whole command: "
+        "95% interval; the interval of the mean is over seeds (Student's t). Change: difference from the single "
+        "process, paired by seed, with its 95% interval. Seconds per step are the median; wall is the whole command: "
         f"imports, warm-up, training and evaluations. Other work {load}.",
         "",
         f"**{describe_verdict(by_arm, overlap)}**",
@@ -144,7 +144,7 @@ def report(runs: list[dict[str, Any]], steps: int) -> tuple[bool, str]:
 
 
 def paired_change(by_arm: dict[str, list[dict[str, Any]]], arm: str) -> tuple[float, float, float]:
-    """Return the mean difference of final success from the single process over seeds, with its 95 % interval."""
+    """Return the mean difference of final success from the single process over seeds, with its 95% interval."""
     pairs = zip(by_arm[SINGLE], by_arm[arm], strict=True)
     return mean_interval([other["after"][0] - single["after"][0] for single, other in pairs])
 
@@ -155,7 +155,7 @@ def describe_verdict(by_arm: dict[str, list[dict[str, Any]]], overlap: bool) -> 
     apart = sum(other["after"][2] < single["after"][1] for single, other in pairs)
     mean, low, high = paired_change(by_arm, ASYNC)
     text = (
-        f"The 95 % intervals of the mean final success {'overlap' if overlap else 'do NOT overlap'}. Paired by seed, "
+        f"The 95% intervals of the mean final success {'overlap' if overlap else 'do NOT overlap'}. Paired by seed, "
         f"asynchronous differs by {mean:+.3f} ({low:+.3f} to {high:+.3f}); its interval is below that of the single "
         f"process for {apart} of {len(pairs)} seeds: "
     )
@@ -197,7 +197,7 @@ def describe_waiting(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
         "## Waiting time by prompt length",
         "",
         "Seconds from the claim of a group until its records are in the book (events `begun` and `generated`: "
-        "generation and reward), and from then until it was trained on; median and 90 % quantile of all trained "
+        "generation and reward), and from then until it was trained on; median and 90% quantile of all trained "
         "groups. Staleness: mean of the oldest tokens of the responses. Prompts of the recipe have 7 tokens; the last "
         "rows are a run with words of 4 to 8 letters, which also have longer answers.",
         "",

@@ -131,7 +131,7 @@ def verdict(found: list[dict[str, Any]]) -> tuple[bool, str]:
     rises, fooled = (sum(one["change"][1] > 0 for one in group) for group in (mine, control))
     lowest, highest = min(one["change"][1] for one in mine), max(one["change"][2] for one in control)
     text = (
-        f"Success rises for {rises} of {len(mine)} seeds (the 95 % interval of the change is above 0), with random "
+        f"Success rises for {rises} of {len(mine)} seeds (the 95% interval of the change is above 0), with random "
         f"rewards (control) for {fooled} of {len(control)}. The lowest bound of a change is {lowest:+.3f}, the highest "
         f"of a control {highest:+.3f}: "
     )
@@ -148,7 +148,7 @@ def report(what: What, found: list[dict[str, Any]], options: argparse.Namespace,
         "",
         f"{len(options.seeds)} seeds of {one['steps']} steps, {options.at_once} runs at a time on {os.cpu_count()} "
         f"cores ({platform.machine()}), one thread each. Success is the share of samples that are right, {one['k']} at "
-        f"temperature 1 of each of {one['prompts']} held-out prompts, before and after RL, with the 95 % "
+        f"temperature 1 of each of {one['prompts']} held-out prompts, before and after RL, with the 95% "
         "interval. The control is trained on random rewards and evaluated in the same way. Seconds are of the whole "
         "command: imports, warm-up, RL and all evaluations.",
         "",
@@ -195,9 +195,9 @@ def main() -> int:
             (options.out / f"{what.file}.md").write_text(text)
             drawn = {
                 f"trained on {'the reward' if arm == 'reward' else 'random rewards'}": [
-                    Series(one["evaluations"], colour, arm == "random") for one in found if one["arm"] == arm
+                    Series(one["evaluations"], color, arm == "random") for one in found if one["arm"] == arm
                 ]
-                for arm, colour in ARMS.items()
+                for arm, color in ARMS.items()
             }
             (options.out / f"{what.file}.svg").write_text(lines("Held-out success", drawn, y="share right"))
             print(text, flush=True)

@@ -81,7 +81,7 @@ def report(found: list[dict[str, Any]], options: argparse.Namespace, device: str
         "",
         f"`python -m benchmarks.trial_smollm2 --steps {options.steps}` on one {device}. Success is the share of",
         f"samples that are exactly right, {found[0]['k']} at temperature 1 of each of {found[0]['prompts']} held-out",
-        "prompts, with the 95 % interval over prompts. The control is trained on random rewards.",
+        "prompts, with the 95% interval over prompts. The control is trained on random rewards.",
         "Several runs shared the device, which makes seconds unreliable.",
         "",
         "| rewards | seed | before | after | change, prompts paired | 2 words | 3 words | s per step |",
@@ -142,9 +142,9 @@ def main() -> None:
     text = report(found, options, device)
     (options.out / "smollm2.md").write_text(text)
     drawn = {}
-    for arm, colour in (("reward", "#1b6ca8"), ("random", "#b5541c")):
+    for arm, color in (("reward", "#1b6ca8"), ("random", "#b5541c")):
         drawn[f"trained on {'the reward' if arm == 'reward' else 'random rewards'}"] = [
-            Series(one["evaluations"], colour, arm == "random") for one in found if one["arm"] == arm
+            Series(one["evaluations"], color, arm == "random") for one in found if one["arm"] == arm
         ]
     (options.out / "smollm2.svg").write_text(lines("Held-out success", drawn, y="share right"))
     print(text[:3000])

@@ -5,7 +5,7 @@
 Runs under the Python of an environment with vLLM (`make test-vllm` makes `.vllm`). Each run is `rollbook train letters`
 with a seed and one of three engines: transformers, vLLM in process, and a `vllm serve` process. vLLM receives the
 weights before every step. All runs are evaluated alike, by transformers on held-out prompts. Writes
-`results/vllm_letters.md`, and ends with 1 if the 95 % intervals of the engines do not overlap.
+`results/vllm_letters.md`, and ends with 1 if the 95% intervals of the engines do not overlap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import rollbook
 from benchmarks.trial_letters import read
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""97.5 % quantile of Student's t distribution, by the number of seeds."""
+"""97.5% quantile of Student's t distribution, by the number of seeds."""
 ARGS = {"enforce_eager": True, "max_num_seqs": 256}
 
 
@@ -68,7 +68,7 @@ def serve(folder: Path) -> Iterator[str]:
 
 
 def mean_interval(values: list[float]) -> tuple[float, float, float]:
-    """Return the mean over seeds with its 95 % interval."""
+    """Return the mean over seeds with its 95% interval."""
     mean = statistics.mean(values)
     half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
@@ -85,11 +85,11 @@ def report(results: dict[str, list[dict[str, Any]]], steps: int) -> tuple[bool, 
         "",
         f"`PYTHONPATH=src .vllm/bin/python -m benchmarks.trial_vllm --steps {steps}`: `rollbook train letters` for "
         f"{steps} steps, {len(seeds)} seeds, vLLM 0.32 (CPU build), weights sent before every step. Held-out success "
-        f"is the share of right answers to {first['prompts']} prompts, sampled by transformers, with a 95 % interval; "
+        f"is the share of right answers to {first['prompts']} prompts, sampled by transformers, with a 95% interval; "
         "the interval of the mean is over seeds (Student's t). The difference is the largest mean difference of "
         "log-probs between engine and trainer after a sync. Other work ran on the two cores at the same time.",
         "",
-        f"**The 95 % intervals of final held-out success {'overlap' if overlap else 'do NOT overlap'}.**",
+        f"**The 95% intervals of final held-out success {'overlap' if overlap else 'do NOT overlap'}.**",
         "",
         f"| engine | {' | '.join(f'seed {seed}: before, after' for seed in seeds)} | mean after | s per step | syncs | "
         "largest difference |",

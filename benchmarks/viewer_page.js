@@ -37,7 +37,7 @@ function viewerPanes(trajectories, holder) {
         strips.push(strip);
       }
     },
-    colour(lens) {
+    color(lens) {
       for (const pane of panes) pane.setLens(lens, lensScale(lens));
       for (const strip of strips) strip.draw(lens, lensScale(lens));
     },
@@ -45,10 +45,10 @@ function viewerPanes(trajectories, holder) {
   };
 }
 
-// One element for each token with its colour as an inline style and its numbers as a title, as simple viewers do it.
+// One element for each token with its color as an inline style and its numbers as a title, as simple viewers do it.
 function elementPanes(trajectories, holder) {
   const panes = [];
-  const colourOf = (lens, trajectory) => {
+  const colorOf = (lens, trajectory) => {
     const style = getComputedStyle(document.documentElement);
     const name = lens.scale.kind === "diverging" ? "--div-" : "--seq-";
     const palette = Array.from({ length: 16 }, (_, i) => style.getPropertyValue(name + i));
@@ -56,13 +56,13 @@ function elementPanes(trajectories, holder) {
     return (i) => palette[Math.min(15, codes[i])] ?? "transparent";
   };
   const fill = (pane, trajectory, lens) => {
-    const colour = colourOf(lens, trajectory);
+    const color = colorOf(lens, trajectory);
     const values = trajectory.arrays[lens.id];
     const all = document.createDocumentFragment();
     for (let i = trajectory.prompt_tokens; i < trajectory.ends.length; i += 1) {
       const span = document.createElement("span");
       span.textContent = trajectory.text.slice(trajectory.ends[i - 1], trajectory.ends[i]);
-      span.style.backgroundColor = colour(i);
+      span.style.backgroundColor = color(i);
       span.title = `${i} ${lens.label} ${values[i].toFixed(3)}`;
       all.append(span);
     }
@@ -81,7 +81,7 @@ function elementPanes(trajectories, holder) {
         fill(pane, trajectory, LENSES[0]);
       }
     },
-    colour(lens) {
+    color(lens) {
       panes.forEach((pane, i) => fill(pane, trajectories[i], lens));
     },
     scrollers: () => panes,
@@ -100,7 +100,7 @@ export async function benchRound(way) {
   const paint = performance.now() - start;
   await new Promise((done) => setTimeout(done, 700));
   start = performance.now();
-  made.colour(LENSES[1]);
+  made.color(LENSES[1]);
   await painted();
   const recolor = performance.now() - start;
   await new Promise((done) => setTimeout(done, 300));

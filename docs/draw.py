@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rollbook.batch.plan import Plan
     from rollbook.compat.lightrft.batch import ExperienceBatch
 
-# Okabe and Ito's colours, which people with any colour vision tell apart; padding is hatched besides.
-COLOURS = {"padding": "#ececec", "prompt": "#56b4e9", "action": "#009e73", "masked": "#e69f00"}
+# Okabe and Ito's colors, which people with any color vision tell apart; padding is hatched besides.
+COLORS = {"padding": "#ececec", "prompt": "#56b4e9", "action": "#009e73", "masked": "#e69f00"}
 NAMES = {"padding": "padding", "prompt": "prompt", "action": "action", "masked": "response, not an action"}
 _SHADES = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#f0e442", "#999999")
 _STYLE = (
@@ -63,7 +63,7 @@ class _Canvas:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-label="{escape(about)}">\n<style>{_STYLE}</style>\n'
             '<defs><pattern id="pad" width="6" height="6" patternUnits="userSpaceOnUse">'
-            f'<rect width="6" height="6" fill="{COLOURS["padding"]}"/>'
+            f'<rect width="6" height="6" fill="{COLORS["padding"]}"/>'
             '<path d="M0 6L6 0" stroke="#cfcfcf"/></pattern></defs>\n'
             f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#fff"/>\n'
             + "\n".join(self.shapes)
@@ -115,7 +115,7 @@ def _batch(canvas: _Canvas, batch: ExperienceBatch, title: str, top: float) -> f
 
 def _row(canvas: _Canvas, x: float, y: float, cells: Iterable[tuple[int, str]]) -> None:
     for at, (token, kind) in enumerate(cells):
-        fill = "url(#pad)" if kind == "padding" else COLOURS[kind]
+        fill = "url(#pad)" if kind == "padding" else COLORS[kind]
         canvas.box(x + at * _CELL, y, _CELL, _ROW, fill, f"{NAMES[kind]}: token {token}")
         canvas.text(x + (at + 0.5) * _CELL, y + 14, str(token), "n")
 
@@ -162,13 +162,13 @@ def _cells(batch: ExperienceBatch) -> list[list[tuple[int, str]]]:
 def _legend(canvas: _Canvas, top: float) -> None:
     x: float = _EDGE
     for kind, name in NAMES.items():
-        canvas.box(x, top, 14, 14, "url(#pad)" if kind == "padding" else COLOURS[kind])
+        canvas.box(x, top, 14, 14, "url(#pad)" if kind == "padding" else COLORS[kind])
         canvas.text(x + 19, top + 11, name, "s")
         x += 40 + 6.2 * len(name)
 
 
 def draw_layouts(batches: Sequence[tuple[str, ExperienceBatch]]) -> str:
-    """An SVG of several batches, one below the other, each under its title, and what the colours mean."""
+    """An SVG of several batches, one below the other, each under its title, and what the colors mean."""
     canvas, top = _Canvas(), float(_EDGE)
     for title, batch in batches:
         top = _batch(canvas, batch, title, top)

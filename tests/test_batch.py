@@ -785,7 +785,7 @@ def test_items_that_do_not_go_together_are_refused(name: str) -> None:
 def test_what_is_no_batch_and_no_item() -> None:
     with pytest.raises(ValueError, match="experience: got BufferItem"):
         split_experience_batch(item())
-    with pytest.raises(ValueError, match="items: got none"):
+    with pytest.raises(ValueError, match="items: empty"):
         make_experience_batch([])
     for use in (make_experience_batch, remove_padding_in_sequences):
         with pytest.raises(ValueError, match=r"items\[1\]: got dict"):
@@ -838,7 +838,7 @@ def test_zero_pad_sequences_refuses() -> None:
     with pytest.raises(AssertionError, match="side: got 'middle'"):
         zero_pad_sequences([torch.ones(1)], "middle")
     for given, message in (
-        ([], "sequences: got none"),
+        ([], "sequences: empty"),
         ([torch.ones(1), torch.ones(1, 2)], r"sequences\[1\]: got shape \[1, 2\]"),
         ([torch.tensor(1.0)], r"sequences\[0\]: got shape \[\]"),
         ([[1, 2]], r"sequences\[0\]: got list"),

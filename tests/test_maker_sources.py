@@ -477,7 +477,7 @@ def test_a_fake_tokenizer_that_only_decodes_batches() -> None:
             return ["".join(chr(token) for token in row) for row in rows]
 
     class Plain:
-        """No module, and masks of whole numbers."""
+        """No module, and masks of integers."""
 
         training = True
 
@@ -550,7 +550,7 @@ def test_remax_with_another_number_of_samples() -> None:
     [
         ({"kl_controller": "x"}, "kl_controller: got 'x', expected None, a finite number"),
         ({"kl_controller": object()}, "kl_controller: got <object"),
-        ({"prompt_max_len": 0}, "prompt_max_len: got 0, expected a whole number from 1 on"),
+        ({"prompt_max_len": 0}, "prompt_max_len: got 0, expected an integer >= 1"),
         ({"initial_model": "gpt2"}, r"initial_model: got str \('gpt2'\), expected a model to call, or None"),
         ({"critic": object()}, "critic: got object"),
         ({"initial_model": tiny.llama()}, "initial_model: got LlamaForCausalLM, a transformers model, expected"),
@@ -572,13 +572,13 @@ def test_what_calls_refuse() -> None:
         made.make_experience_list(["a"])
     with pytest.raises(ValueError, match="all_prompts: got None"):
         made.make_experience_list(None)
-    with pytest.raises(ValueError, match="all_prompts: got none"):
+    with pytest.raises(ValueError, match="all_prompts: empty"):
         made.make_experience_list([])
     with pytest.raises(ValueError, match="samples: got NoneType, expected Samples"):
         made.make_experience(None)
     with pytest.raises(ValueError, match=r"experiences\[0\]: got SimpleNamespace, expected an Experience"):
         made.process_experiences([SimpleNamespace(info={})])
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         NaiveExperienceMaker(None, None, None, None, None, 8, None).tokenize_fn(["a"], 4)
     with pytest.raises(ValueError, match="generate: unknown option 'max_tokenz'; did you mean 'max_tokens'"):
         maker(model=Seen()).make_experience_list(["ab"], max_tokenz=4)

@@ -848,8 +848,8 @@ def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lengths": [3, -1]}, "lengths[1]: got -1, expected a whole number, 0 or more"),
-        ({"lengths": [3, 1.5]}, "lengths[1]: got 1.5, expected a whole number"),
+        ({"lengths": [3, -1]}, "lengths[1]: got -1, expected an integer in [0, 2**40)"),
+        ({"lengths": [3, 1.5]}, "lengths[1]: got 1.5, expected an integer"),
         ({"lengths": np.array([3.0, 4.0])}, "lengths[0]: got"),
         ({"lengths": [3, True]}, "lengths[1]: got True"),
         ({"lengths": [3, None]}, "lengths[1]: got None"),
@@ -859,10 +859,10 @@ def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
         ({"lengths": torch.tensor(3)}, "lengths: got shape [], expected one dimension"),
         ({"lengths": np.array(3)}, "lengths: got shape [], expected one dimension"),
         ({"lengths": np.int64(3)}, "lengths: got int64, expected a value for each sample"),
-        ({"lengths": "34"}, "lengths[0]: got '3', expected a whole number"),
+        ({"lengths": "34"}, "lengths[0]: got '3', expected an integer"),
         ({"lengths": 7}, "lengths: got int, expected a value for each sample"),
         ({"lengths": {"a": 1}}, "lengths: got dict"),
-        ({"token_cap": 0}, "token_cap: got 0, expected a whole number, 1 or more"),
+        ({"token_cap": 0}, "token_cap: got 0, expected an integer >= 1"),
         ({"token_cap": 8.0}, "token_cap: got 8.0"),
         ({"ranks": 0}, "ranks: got 0"),
         ({"ranks": True}, "ranks: got True"),
@@ -897,7 +897,7 @@ def test_experiences_are_lengths_and_their_masks_are_loss_tokens() -> None:
         ({"loss_tokens": [1, 2, 3]}, "loss_tokens: got 3 values, expected 2"),
         ({"loss_tokens": [3, 5]}, "loss_tokens[1]: got 5, expected at most 4, the sample's length"),
         ({"cost": [1.0]}, "cost: got 1 values, expected 2"),
-        ({"cost": [1.0, float("nan")]}, "cost[1]: got nan, expected a number, 0 or more and below 1e200"),
+        ({"cost": [1.0, float("nan")]}, "cost[1]: got nan, expected a number in [0, 1e200)"),
         ({"cost": [1.0, -1.0]}, "cost[1]: got -1.0"),
         ({"cost": [1.0, 1e300]}, "cost[1]: got 1e+300"),
         ({"cost": ["a", "b"]}, "cost: got ['a', 'b'], expected a Cost or a number for each sample"),
@@ -1137,13 +1137,13 @@ def test_cost_of_sliding_windows() -> None:
     ("config", "message"),
     [
         *(
-            ({k: v for k, v in LLAMA_7B.items() if k != key}, f"config: {key!r} is missing, expected a whole number")
+            ({k: v for k, v in LLAMA_7B.items() if k != key}, f"config: {key!r} is missing, expected an integer")
             for key in LLAMA_7B
             if key != "num_key_value_heads"
         ),
         ({k: v for k, v in MIXTRAL.items() if k != "num_experts_per_tok"}, "config: 'num_experts_per_tok' is missing"),
         ({k: v for k, v in DEEPSEEK_V3.items() if k != "v_head_dim"}, "config: 'v_head_dim' is missing"),
-        (LLAMA_7B | {"hidden_size": "4096"}, "config: 'hidden_size': got '4096', expected a whole number, 1 or more"),
+        (LLAMA_7B | {"hidden_size": "4096"}, "config: 'hidden_size': got '4096', expected an integer >= 1"),
         (LLAMA_7B | {"num_attention_heads": 0}, "config: 'num_attention_heads': got 0"),
         (
             LLAMA_7B | {"num_attention_heads": 48},
@@ -1167,12 +1167,12 @@ def test_configs_that_are_not_understood(config: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
-        ({"linear": -1}, "linear: got -1, expected a number, 0 or more and below 1e100"),
+        ({"linear": -1}, "linear: got -1, expected a number in [0, 1e100)"),
         ({"quadratic": float("inf")}, "quadratic: got inf"),
         ({"quadratic": float("nan")}, "quadratic: got nan"),
         ({"constant": "1"}, "constant: got '1'"),
         ({"linear": True}, "linear: got True"),
-        ({"windows": ((0, 1.0),)}, "windows[0][0]: got 0, expected a whole number of tokens, 1 or more"),
+        ({"windows": ((0, 1.0),)}, "windows[0][0]: got 0, expected an integer >= 1"),
         ({"windows": ((4, -1.0),)}, "windows[0][1]: got -1.0"),
         ({"linear": 0}, "linear, quadratic, constant, windows: got 0 in all of them"),
     ],

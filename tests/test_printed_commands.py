@@ -41,7 +41,16 @@ PLACEHOLDERS = {"RUN": "runs/letters", "RUN/config.yaml": "runs/letters/config.y
 """What a synopsis leaves open, such as `rollbook replay RUN --step N`; everything else is run as it stands."""
 FINDS = ("doctor", "check")
 """Commands whose status 1 is a finding, not a failure."""
-OTHERS = {"--peers", "--logprobs-mode", "--enable-lora", "--enable-auto-tool-choice", "--enable-scale-out"}
+OTHERS = {
+    "--peers",
+    "--logprobs-mode",
+    "--enable-lora",
+    "--enable-auto-tool-choice",
+    "--enable-scale-out",
+    "--enable-sleep-mode",
+    "--node-rank",
+    "--master-addr",
+}
 """Options of other programs."""
 ID = re.compile(r"\b(\d+)/(\d+)(?:/(\d+))?(?![\w/.])")
 """Step, task and run: those of the demo on the pages, some of the same step in the stand-in."""

@@ -668,8 +668,8 @@ def test_the_canaries_sing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_names(name: str, canaries: None) -> None:
     error = refused(HOSTILE[name])
-    assert f"refers to {name}, which is not read" in str(error)
-    refused(b"\x80\x04](" + HOSTILE[name][:-1] + b"e.", "which is not read")
+    assert f"refers to {name}, which is not supported" in str(error)
+    refused(b"\x80\x04](" + HOSTILE[name][:-1] + b"e.", "which is not supported")
 
 
 def test_a_name_is_refused_where_it_is_referenced(canaries: None) -> None:

@@ -149,7 +149,7 @@ def test_tiny_temperatures_give_the_likeliest_all(temperature: float, dtype: tor
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("vocabulary", [300, 900, 9000])
 def test_tiny_temperatures_of_a_head(temperature: float, dtype: torch.dtype, vocabulary: int) -> None:
-    # Small whole numbers: every way to add them up gives the same, so that the label's logit is the top to the bit.
+    # Small integers: every way to add them up gives the same, so that the label's logit is the top to the bit.
     hidden = torch.randint(-3, 4, (4, 64), device=DEVICE).to(dtype)
     weight = torch.randint(-3, 4, (vocabulary, 64), device=DEVICE).to(dtype)
     labels = torch.tensor([0, 70, vocabulary // 2, vocabulary - 1], device=DEVICE)

@@ -120,7 +120,7 @@ def test_a_batch_that_trl_made() -> None:
 
 
 def test_what_trl_cannot_take_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"advantages: got None, expected them"):
+    with pytest.raises(ValueError, match=r"advantages: missing, required"):
         to_trl(make_records(0), pad_token_id=0)
     video = {"pixel_values_videos": torch.zeros(4, 2), "video_grid_thw": torch.tensor([[1, 2, 2]])}
     row = Experience(tokens=[1, 2], advantages=[1.0], multi_modal_inputs=video)

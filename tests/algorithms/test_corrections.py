@@ -399,7 +399,7 @@ ONE = torch.zeros(1, 2)
         (lambda: importance_weights(ONE, ONE, level="row"), "level: got 'row', expected one of 'token', 'sequence'"),
         (lambda: importance_weights(ONE, ONE, truncate=0.0), "truncate: got 0.0, expected a positive number"),
         (lambda: importance_weights(ONE, ONE, low=3.0), "low: got 3.0, expected a number from 0 to 2"),
-        (lambda: importance_weights(ONE, ONE, veto=2.0), "veto: got 2.0, expected a ratio above 0 and up to 1"),
+        (lambda: importance_weights(ONE, ONE, veto=2.0), "veto: got 2.0, expected a ratio in (0, 1]"),
         (lambda: importance_weights(ONE, ONE, log_clamp=100.0), "log_clamp: got 100.0, expected a positive number up"),
         (lambda: importance_weights(ONE, ONE, normalize="no"), "normalize: got 'no', expected True or False"),
         (lambda: importance_weights(ONE, ONE, mask_outside=2.0), "mask_outside: got 2.0, expected a pair"),
@@ -434,7 +434,7 @@ ONE = torch.zeros(1, 2)
             "max_staleness: got None, expected a number of versions for kind='cut'",
         ),
         (lambda: staleness_weights([1], 1, ONE, kind="soft"), "kind: got 'soft', expected one of 'cut', 'exponential'"),
-        (lambda: staleness_weights([1], 1, ONE, max_staleness=-1), "max_staleness: got -1, expected a number from 0"),
+        (lambda: staleness_weights([1], 1, ONE, max_staleness=-1), "max_staleness: got -1, expected a number >= 0"),
         (
             lambda: staleness_weights([1], 1, ONE, kind="exponential", decay=2),
             "decay: got 2, expected a number from 0 to 1",

@@ -352,7 +352,7 @@ def test_bad_input_changes_nothing_in_refill() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: zero_variance([1.0], ["a"], threshold=-1.0), "threshold: got -1.0, expected a number from 0"),
+        (lambda: zero_variance([1.0], ["a"], threshold=-1.0), "threshold: got -1.0, expected a number >= 0"),
         (
             lambda: zero_variance([1.0], ["a"], std="robust"),
             "std: got 'robust', expected one of 'sample', 'population'",
@@ -371,10 +371,10 @@ def test_bad_input_changes_nothing_in_refill() -> None:
         (lambda: truncated(None, torch.ones(2, 2)), "finish: got None, expected 2 ids, one for each row"),
         (lambda: truncated("stop", torch.ones(4, 2)), "finish: got 'stop', expected 4 ids, one for each row"),
         (lambda: zero_variance([1.0], None), "groups: got None"),
-        (lambda: Refill(True), "groups: got True, expected a whole number from 1 on"),
-        (lambda: Refill(0), "groups: got 0, expected a whole number from 1 on"),
-        (lambda: Refill(1, group_size=0), "group_size: got 0, expected a whole number from 1 on"),
-        (lambda: Refill(1, max_rounds=2.5), "max_rounds: got 2.5, expected a whole number from 1 on"),
+        (lambda: Refill(True), "groups: got True, expected an integer >= 1"),
+        (lambda: Refill(0), "groups: got 0, expected an integer >= 1"),
+        (lambda: Refill(1, group_size=0), "group_size: got 0, expected an integer >= 1"),
+        (lambda: Refill(1, max_rounds=2.5), "max_rounds: got 2.5, expected an integer >= 1"),
     ],
 )
 def test_bad_input_is_named(call: Any, words: str) -> None:

@@ -58,7 +58,7 @@ def test_gradients(name):
 
 def test_aliases_and_unknown_names():
     assert KL["low-variance"].name == "low_var_kl" and KL["kl"].name == "k1" and KL["mse"].name == "k2"
-    with pytest.raises(ValueError, match=r"KL estimator: unknown name 'k4'; there are \(none, k1, kl, k2"):
+    with pytest.raises(ValueError, match=r"KL estimator: unknown name 'k4'; choose from none, k1, kl, k2"):
         kl("k4", [0.0], [0.0])
     with pytest.raises(ValueError, match=r"corrected_k3: unknown option 'cpa'; did you mean 'cap'"):
         kl("corrected_k3", [0.0], [0.0], cpa=3.0)
@@ -289,18 +289,21 @@ def test_penalize_rewards_of_tokens_and_none():
         (lambda: penalize([1.0], None, torch.ones(1, 2), coef=0.1), r"kl: got None, expected the KL of tokens"),
         (lambda: penalize([1.0, 2.0, 3.0], torch.ones(2, 2)), r"rewards: got shape \[3\], expected \[2\]"),
         (lambda: penalize([1.0], torch.ones(1, 2), coef=math.nan), r"coef: got nan"),
-        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(2, 1)), r"reward_clip: got 1, expected .* below 2"),
+        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(2, 1)), r"reward_clip: got 1, expected a number >= 2"),
         (
             lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(1, 2, 3)),
             r"reward_clip: got \(1, 2, 3\), expected a pair \(low, high\), one number, or None",
         ),
-        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip="x"), r"reward_clip: got 'x', expected a number of at"),
+        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip="x"), r"reward_clip: got 'x', expected a number >="),
         (
             lambda: penalize([1.0], torch.ones(1, 2), reward_clip=-1.0),
-            r"reward_clip: got -1.0, expected a number of at",
+            r"reward_clip: got -1.0, expected a number >=",
         ),
         (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=("x", 1)), r"reward_clip: got 'x', expected a number"),
-        (lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(0, "x")), r"reward_clip: got 'x', expected .* below 0"),
+        (
+            lambda: penalize([1.0], torch.ones(1, 2), reward_clip=(0, "x")),
+            r"reward_clip: got 'x', expected a number >= 0",
+        ),
         (
             lambda: penalize(torch.ones(2), torch.ones(2), Rows(torch.ones(2), [0, 2])),
             r"rewards: got 2 numbers for as many rows and as many tokens, expected Rows\(values, lengths\)",

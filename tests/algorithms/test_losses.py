@@ -676,23 +676,23 @@ X = torch.zeros(2, 3)
         (lambda: mix(X, X, None, [0, 1]), r"advantages: got None"),
         (lambda: ppo(X, X, X, X + 0.5), r"mask: got 0.5, expected 0 and 1 only"),
         (lambda: ppo(X, X, X, weights=X[:1]), r"weights: got shape \[1, 3\]"),
-        (lambda: ppo(X, X, X, clip_low=-0.1), r"clip_low: got -0.1, expected a number from 0"),
+        (lambda: ppo(X, X, X, clip_low=-0.1), r"clip_low: got -0.1, expected a number >= 0"),
         (lambda: ppo(X, X, X, clip_high=math.nan), r"clip_high: got nan"),
-        (lambda: ppo(X, X, X, dual_clip=1.0), r"dual_clip: got 1.0, expected a number above 1, or None"),
-        (lambda: ppo(X, X, X, sequence_delta="x"), r"sequence_delta: got 'x', expected a number, or None"),
+        (lambda: ppo(X, X, X, dual_clip=1.0), r"dual_clip: got 1.0, expected a number > 1 or None"),
+        (lambda: ppo(X, X, X, sequence_delta="x"), r"sequence_delta: got 'x', expected a number or None"),
         (lambda: ppo(X, X, X, log_ratio_clamp=-1), r"log_ratio_clamp: got -1"),
         (lambda: ppo(X, X, X, mode="mean"), r"mode: got 'mean', expected one of 'token-mean'"),
         (lambda: ppo(X, X, X, mode="seq-mean-token-sum-norm"), r"norm: got None"),
-        (lambda: cpg(X, X, X, clip_low=1.0), r"clip_low: got 1.0, expected a number from 0 to below 1"),
+        (lambda: cpg(X, X, X, clip_low=1.0), r"clip_low: got 1.0, expected a number in \[0, 1\)"),
         (lambda: sapo(X, X, X, tau_neg=0), r"tau_neg: got 0"),
         (lambda: topr(X, X, X, level="row"), r"level: got 'row', expected one of 'token', 'sequence'"),
         (lambda: rec(X, X, X, clip_mode="both"), r"clip_mode: got 'both', expected one of 'none'"),
         (lambda: rec(X, X, X, weight="x"), r"weight: got 'x'"),
         (lambda: rec(X, X, X, regularizer="k9"), r"regularizer: got 'k9'"),
         (lambda: rec(X, X, X, temperature=0), r"temperature: got 0, expected a positive number"),
-        (lambda: losses.sft_phi(X, cutoff=1.5), r"cutoff: got 1.5, expected a probability above 0, up to 1"),
+        (lambda: losses.sft_phi(X, cutoff=1.5), r"cutoff: got 1.5, expected a probability in \(0, 1\]"),
         (lambda: value_loss(X, X), r"old_values: got None, expected the values before the update, since clip is 0.2"),
-        (lambda: value_loss(X, X, clip=0), r"clip: got 0, expected a positive number, or None"),
+        (lambda: value_loss(X, X, clip=0), r"clip: got 0, expected a positive number or None"),
         (lambda: mix(X, X, X, [True]), r"expert_mask: got shape \[1\], expected \[2\], one for each row"),
         (lambda: mix(X, X, X, [0, 2]), r"expert_mask: got 2, expected 0 and 1 only"),
         (lambda: mix(X, X, X, [0, 1], mu=1.5), r"mu: got 1.5"),
@@ -703,9 +703,9 @@ X = torch.zeros(2, 3)
         (lambda: mix(X, X, X, [0, 1], denominators=5), r"denominators: got int, expected a pair of Denominators"),
         (lambda: mix_chord(X, X, X, [0, 1], 1, denominators={"tokens": 3}), r"denominators: got dict, expected a pair"),
         (lambda: mix_chord(X, X, X, [0, 1], [3, 4]), r"step: got \[3, 4\], expected one step"),
-        (lambda: mix_chord(X, X, X, [0, 1], 2.7), r"step: got 2.7\d*, expected a whole number"),
-        (lambda: mix_chord(X, X, X, [0, 1], True), r"step: got True, expected a whole number"),
-        (lambda: mix_chord(X, X, X, [0, 1], [math.inf] * 2), r"step: got inf, expected a whole number"),
+        (lambda: mix_chord(X, X, X, [0, 1], 2.7), r"step: got 2.7\d*, expected an integer"),
+        (lambda: mix_chord(X, X, X, [0, 1], True), r"step: got True, expected an integer"),
+        (lambda: mix_chord(X, X, X, [0, 1], [math.inf] * 2), r"step: got inf, expected an integer"),
         (lambda: mix_chord(X, X, X, [0, 1], torch.zeros(0)), r"step: got \[\], expected one step"),
         (lambda: mix_chord(X, X, X, [0, 1], None), r"step: expected an array of numbers"),
         (lambda: chord_mu(-1, 1, 1, 0.5, 0.1), r"step: got -1"),
@@ -768,7 +768,7 @@ def test_numbers_of_numpy_are_options():
     options = {"clip_low": np.float32(0.25), "dual_clip": np.float64(3.0), "sequence_delta": np.int64(1)}
     plain = {"clip_low": 0.25, "dual_clip": 3.0, "sequence_delta": 1}
     assert ppo(LP, OLD, ADV, **options).value == ppo(LP, OLD, ADV, **plain).value
-    with pytest.raises(ValueError, match="dual_clip: got True, expected a number above 1, or None"):
+    with pytest.raises(ValueError, match="dual_clip: got True, expected a number > 1 or None"):
         ppo(LP, OLD, ADV, dual_clip=True)
 
 

@@ -380,7 +380,7 @@ TOKENS = torch.zeros(2, 3)
         ("gae", {"token_rewards": TOKENS, "values": TOKENS}, {"gamma": 2.0}, "gamma: got 2.0, expected a number"),
         ("gae", {"token_rewards": TOKENS, "values": TOKENS}, {"observations": "no"}, "observations: got 'no'"),
         ("reinforce", {"token_rewards": TOKENS}, {"off_action_rewards": "keep"}, "off_action_rewards: got 'keep'"),
-        ("reinforce", {"token_rewards": TOKENS}, {"clip": 0.0}, "clip: got 0.0, expected a positive number, or None"),
+        ("reinforce", {"token_rewards": TOKENS}, {"clip": 0.0}, "clip: got 0.0, expected a positive number or None"),
         ("reinforce", {"token_rewards": TOKENS}, {"std": "half", "whiten": True}, "std: got 'half'"),
         ("reinforce", {}, {}, "tokens: got nothing without row lengths"),
         ("reinforce", {"token_rewards": TOKENS}, {"lam": 0.5}, "unknown option 'lam'"),

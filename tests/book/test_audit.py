@@ -1,4 +1,4 @@
-"""Promises of the book that were once not kept: odd texts, changed folders, clocks put back, cancelled waits, forks,
+"""Promises of the book that were once not kept: odd texts, changed folders, clocks put back, canceled waits, forks,
 quotas, redaction key by key, appends that bring old and new, and queries that grew with the book."""
 
 from __future__ import annotations

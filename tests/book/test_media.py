@@ -220,7 +220,7 @@ def test_small_media_stay() -> None:
 
 @pytest.mark.parametrize("least", [0, -1, 1.5, True, "1024"])
 def test_least_is_a_number_of_bytes(least: Any) -> None:
-    with pytest.raises(ValueError, match=r"min_bytes: got .*, expected a whole number"):
+    with pytest.raises(ValueError, match=r"min_bytes: got .*, expected an integer"):
         extract(Experiences([record()]), least)
 
 

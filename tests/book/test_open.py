@@ -408,7 +408,7 @@ def test_an_open_book_does_not_show_its_password(postgres_url: str, tmp_path: Pa
         with pytest.raises(BookError) as found:
             rollbook.open(secret, data=str(tmp_path))
         assert "hunter2" not in everything(found.value)
-        with pytest.raises(ValueError, match=r"data: got 's3://\*\*\*@bucket' with a secret in it.*storage_options"):
+        with pytest.raises(ValueError, match=r"data: 's3://\*\*\*@bucket' contains a secret.*storage_options"):
             rollbook.open(secret, data="s3://key:hunter2@bucket")
         with snapshot(book, secret.replace("schema=demo", "schema=copy")) as other:
             assert other.counts().admitted == 1 and ":***@" in other.url

@@ -250,9 +250,9 @@ def test_one_statement_and_no_less() -> None:
     with pytest.raises(QueryError, match="got 2 statements"):
         run_query("select 1; copy (select 1) to 'x'", {})
     assert run_query("select ';' -- ;", {}).rows() == [(";",)]
-    with pytest.raises(QueryError, match="expected text"):
+    with pytest.raises(QueryError, match="expected a string"):
         run_query("select '\ud800'", {})
-    with pytest.raises(QueryError, match="expected text"):
+    with pytest.raises(QueryError, match="expected a string"):
         run_query(b"select 1", {})  # type: ignore[arg-type]
 
 

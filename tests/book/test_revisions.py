@@ -288,7 +288,7 @@ def test_deletion(url: str) -> None:
         assert book.delete(made[:3], author="ana") == 0
         counts = book.counts()
         assert (counts.admitted, counts.dropped) == (4, {"deleted": 3})
-        with pytest.raises(BookError, match=r"//0/0/0000: its bytes are gone \(deleted\)"):
+        with pytest.raises(BookError, match=r"//0/0/0000: data was removed \(deleted\)"):
             book["//0/0/0000"]
         assert "//0/0/0000" in book  # Its id is kept, so that it is not admitted again.
         told = next(event for event in book.history("//0/0/0000") if event.kind == "deleted")

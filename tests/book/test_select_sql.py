@@ -114,8 +114,8 @@ def test_every_kind_of_book_means_the_same_by_a_condition(url: str) -> None:
         (("run", "in", [1, "two"]), "where: run: got 'two', expected a number"),
         (("task", "in", "even"), "task: got in 'even', expected several values"),
         (("task", "in", 3), "task: got in 3, expected several values"),
-        (("uid", "=", 3), "uid: got 3, expected a text"),
-        (("uid", "=", "a\0b"), "uid: got 'a\\\\x00b', expected a text without NUL"),
+        (("uid", "=", 3), "uid: got 3, expected a string"),
+        (("uid", "=", "a\0b"), "uid: got 'a\\\\x00b', expected a string without NUL"),
         (("uid", "in", map(str, range(10_001))), "got 10001 values, expected at most 10000"),
         (("tokens", "=", 3), "'tokens' is a tensor; conditions are on numbers and texts, book.sql on all"),
     ],
@@ -244,9 +244,9 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
                     monkeypatch.setattr(book.ledger, "read", read)
                 else:
                     gone.append(uids[len(gone)])
-        with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
+        with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
             read_trajectories(book, gone[:1])
-        with pytest.raises(BookError, match=r"its bytes are gone \(deleted\)"):
+        with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
             book.get([uids[-1], gone[0]])
 
 

@@ -158,7 +158,7 @@ def test_what_is_too_old_is_kept_if_asked(url: str) -> None:
             if keep:
                 assert book["//0/0/0"].info == {"i": 0}
             else:
-                with pytest.raises(BookError, match=r"//0/0/0: its bytes are gone \(stale\)"):
+                with pytest.raises(BookError, match=r"//0/0/0: data was removed \(stale\)"):
                     book["//0/0/0"]
             # The same record again is known, whether or not its bytes are kept.
             assert book.append(versioned(1)).existing == 1

@@ -45,7 +45,7 @@ def test_what_comes_later_wins() -> None:
         ("groups=2.5", "got '2.5', expected an integer"),
         ("zero_variance=1.5", "expected a number from 0 to 1"),
         ("zero_variance=nan", "expected a number from 0 to 1"),
-        ("kl=-1", "expected a number of at least 0"),
+        ("kl=-1", "expected a number >= 0"),
         ({"groups": True}, "got True, expected an integer"),
         ({"groups": 1.0}, "got 1.0, expected an integer"),
         ({"stale": None}, "got None, expected a number"),

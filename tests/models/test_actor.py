@@ -271,7 +271,7 @@ def test_a_failure_is_raised() -> None:
         actor.generate(torch.tensor([[5, 6]]), repetition_penalty=1.2)
     with pytest.raises(ValueError, match="unknown option 'max_new_token'; did you mean 'max_new_tokens'"):
         actor.generate(torch.tensor([[5, 6]]), max_new_token=2)
-    with pytest.raises(ValueError, match="max_length: got 2, expected a whole number from 3"):
+    with pytest.raises(ValueError, match="max_length: got 2, expected an integer >= 3"):
         actor.generate(torch.tensor([[5, 6]]), max_length=2)
     with pytest.raises(ValueError, match=r"input_ids: got shape \[2\]"):
         actor.generate(torch.tensor([5, 6]))

@@ -309,7 +309,7 @@ def test_a_busy_process_is_really_gone() -> None:
 
 
 def test_a_process_cannot_hold_a_local_function() -> None:
-    with pytest.raises(ValueError, match="expected one at the top level of a module"):
+    with pytest.raises(ValueError, match="define it at the top level of a module"):
         FunctionReward(lambda response: 1.0, pool="process")
 
 
@@ -345,7 +345,7 @@ async def slow_or_not(response: str) -> float:
     return float(response)
 
 
-def test_async_functions_overlap_and_are_cancelled() -> None:
+def test_async_functions_overlap_and_are_canceled() -> None:
     reward = FunctionReward(slow_or_not, time_limit=1.0)
     start = time.monotonic()
     scores = reward(samples("1", "hang", "raise", *["2"] * 60))

@@ -69,7 +69,7 @@ tried(lambda: scored("mine:twice", "4", pool="process"))
 def test_its_own_function_is_refused_in_one_line(tmp_path: Path) -> None:
     first, *rest = script(tmp_path, 'tried(lambda: scored(own, "1", "2", pool="process"))')
     assert first == "STARTS" and len(rest) == 1
-    assert rest[0].startswith("ValueError: function: got one of the main program, ")
+    assert rest[0].startswith("ValueError: function: defined in __main__; ")
     assert "move it into a module" in rest[0] and "pool='thread'" in rest[0]
 
 
@@ -84,7 +84,7 @@ tried(lambda: as_reward(mine.labelled, pool="process", workers=1)(inputs).reward
 """
     first, *rest = script(tmp_path, body)
     assert first == "STARTS" and len(rest) == 1
-    assert rest[0].startswith("PoolError: got Label of the main program") and "move it into a module" in rest[0]
+    assert rest[0].startswith("PoolError: Label: defined in __main__") and "move it into a module" in rest[0]
 
 
 @pytest.mark.parametrize("way", ["-c", "-"])
@@ -96,7 +96,7 @@ tried(lambda: scored(own, "1", pool="process"))
 """
     lines = ran("-c", HEAD + body, folder=tmp_path) if way == "-c" else ran(folder=tmp_path, stdin=HEAD + body)
     assert lines[:3] == ["STARTS", "([1.0], [])", "([1.0], [])"] and len(lines) == 4
-    assert "ValueError: function: got one of the main program, " in lines[3]
+    assert "ValueError: function: defined in __main__; " in lines[3]
 
 
 # --- processes that do not start, and those of processes --------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_names_and_weights_are_checked() -> None:
     for options, said in [
         ({"weights": [1.0, 2.0]}, "weights: got 2, expected 1"),
         ({"weights": {"b": 1.0}}, "unknown component 'b'"),
-        ({"weights": {}}, "got none for 'a'"),
+        ({"weights": {}}, "missing for 'a'"),
         ({"weights": [math.nan]}, "weight of 'a'"),
         ({"weights": [1.0], "combine": sum}, "beside combine"),
     ]:

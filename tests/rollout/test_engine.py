@@ -289,7 +289,7 @@ def test_scripts_answer_by_text_task_ids_function_and_turn():
         Line()
 
 
-def test_scripts_pause_go_on_and_stop_when_cancelled():
+def test_scripts_pause_go_on_and_stop_when_canceled():
     engine = ScriptedEngine({"a": [list(range(10, 20))]}, version=1)
     part = engine.generate("a", max_tokens=8, pause_after=3)[0]
     assert part.unfinished and part.response_ids == [10, 11, 12]

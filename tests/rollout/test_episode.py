@@ -423,7 +423,7 @@ def test_a_paused_turn_goes_on(whole: bool) -> None:
     assert record.messages[-1]["content"] == "a long answer" and record.metrics["turns"] == 1
 
 
-def test_a_cancelled_turn_may_be_left_as_it_is() -> None:
+def test_a_canceled_turn_may_be_left_as_it_is() -> None:
     tokenizer = tiny.bytes_()
     episode = chat(tokenizer, "never", "b")
     cancel = Cancel()
@@ -934,7 +934,7 @@ def test_bad_input_is_refused() -> None:
     tokenizer = tiny.bytes_()
     with pytest.raises(ValueError, match="both or neither"):
         Episode(None, tokenizer)
-    with pytest.raises(ValueError, match="tokenizer: got None"):
+    with pytest.raises(ValueError, match="tokenizer: missing"):
         Episode(None, None, messages=[USER])
     with pytest.raises(ValueError, match="on_fork: got 'drop'"):
         Episode(None, tokenizer, messages=[USER], on_fork="drop")  # type: ignore[arg-type]

@@ -428,7 +428,7 @@ def slowly(model: Any, after: int, then: Any) -> Iterator[None]:
         handle.remove()
 
 
-def test_cancelled_from_another_thread() -> None:
+def test_canceled_from_another_thread() -> None:
     model = llama()
     cancel = Cancel()
     with slowly(model, 6, lambda: threading.Thread(target=cancel.request).start()):
@@ -443,7 +443,7 @@ def test_cancelled_from_another_thread() -> None:
     assert outcome(engine().generate(samples)) == outcome(want)
 
 
-def test_cancelled_before_it_began() -> None:
+def test_canceled_before_it_began() -> None:
     cancel = Cancel()
     cancel.request()
     sampler = engine()
@@ -491,7 +491,7 @@ def test_async() -> None:
     assert [one.eid.rid for one in whole] == [one.eid.rid for one in want]
 
 
-def test_a_cancelled_task_cancels_the_call() -> None:
+def test_a_canceled_task_cancels_the_call() -> None:
     model = llama()
     model.train()
     sampler = engine(model)

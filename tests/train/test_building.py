@@ -763,11 +763,11 @@ def test_eval_scores_a_model_without_training(house: Path, tmp_path: Path, capsy
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "a file that is not there": (["FILE", "data=/no/such.jsonl"], "data: got '/no/such.jsonl'"),
-    "a configuration that is not there": (["/no/such.yaml"], "/no/such.yaml: there is no such file"),
+    "a configuration that is not there": (["/no/such.yaml"], "/no/such.yaml: no such file"),
     "a misspelt key": (["FILE", "optimiser.lr=1"], "optimiser: unknown key; did you mean 'optimizer'"),
     "a wrong type": (
         ["FILE", "batch.prompts_per_step=many"],
-        "batch.prompts_per_step: got 'many', expected a whole number from 1 to 1,000,000",
+        "batch.prompts_per_step: got 'many', expected an integer from 1 to 1,000,000",
     ),
     "a model that is not there": (
         ["FILE", "model=/no/model"],

@@ -240,18 +240,18 @@ BAD = {
     "optimizer.lr: got 'fast', expected a number": {"optimizer": {"lr": "fast"}},
     "optimizer.betas: got [0.9], expected a list of 2": {"optimizer": {"betas": [0.9]}},
     "critic_optimizer.betas[1]: got 2.0, expected a number from 0 to 1": {"critic_optimizer": {"betas": [0, 2]}},
-    "steps: got 1.5, expected a whole number from 0 to 1,000,000,000": {"steps": 1.5},
-    "steps: got 1e+18, expected a whole number from 0 to 1,000,000,000": {"steps": 1e18},
-    "algorithm.group_size: got 1000000, expected a whole number from 1 to 10,000": {"algorithm": {"group_size": 10**6}},
-    "steps: got true, expected a whole number from 0 to 1,000,000,000": {"steps": True},
-    "steps: got null, expected a whole number": {"steps": None},
+    "steps: got 1.5, expected an integer from 0 to 1,000,000,000": {"steps": 1.5},
+    "steps: got 1e+18, expected an integer from 0 to 1,000,000,000": {"steps": 1e18},
+    "algorithm.group_size: got 1000000, expected an integer from 1 to 10,000": {"algorithm": {"group_size": 10**6}},
+    "steps: got true, expected an integer from 0 to 1,000,000,000": {"steps": True},
+    "steps: got null, expected an integer": {"steps": None},
     "name: got 7, expected letters, digits": {"name": 7},
-    "data.system: got 7, expected text (in quotes it would be: \"7\")": {"data": {"system": 7}},
+    "data.system: got 7, expected a string (in quotes it would be: \"7\")": {"data": {"system": 7}},
     "checkpoint.save_final: got 'yes', expected true or false": {"checkpoint": {"save_final": "yes"}},
     "device: got 'gpu', expected auto, cpu, cuda, cuda:1 or mps": {"device": "gpu"},
-    "sampling.top_p: got 1.5, expected a number above 0, up to 1": {"sampling": {"top_p": 1.5}},
-    "sampling.stop.1: got 5, expected text": {"sampling": {"stop": ["a", 5]}},
-    "sampling.temperature: got inf, expected a number above 0": {"sampling": {"temperature": float("inf")}},
+    "sampling.top_p: got 1.5, expected a number in (0, 1]": {"sampling": {"top_p": 1.5}},
+    "sampling.stop.1: got 5, expected a string": {"sampling": {"stop": ["a", 5]}},
+    "sampling.temperature: got inf, expected a number in (0, 10000]": {"sampling": {"temperature": float("inf")}},
     "sampling.n: unknown key; did you mean 'algorithm.group_size'?": {"sampling": {"n": 8}},
     "learning_rate: unknown key": {"learning_rate": 1},
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
@@ -263,9 +263,9 @@ BAD = {
     "model.config.model_type: missing, expected a model type": {"model": {"config": {"hidden_size": 8}}},
     "model.options: got {'x': 1}, which requires builder": {"model": {"path": "a", "options": {"x": 1}}},
     "model: got 3, expected a mapping of its keys, or its path": {"model": 3},
-    "model.options.x.y: got nan, expected text, a number":
+    "model.options.x.y: got nan, expected a string, a number":
         {"model": {"builder": "b:c", "options": {"x": {"y": float("nan")}}}},
-    "data.held_out: got 1.5, expected a number from 0 on (below 1: a share; 1 or more: a count)":
+    "data.held_out: got 1.5, expected a number >= 0 (< 1: a fraction; >= 1: a count)":
         {"data": {"held_out": 1.5}},
     "data.columns.promt: unknown key; did you mean 'prompt'?": {"data": {"columns": {"promt": "q"}}},
     "data.overflow: got 'left', which requires max_prompt_tokens": {"data": {"overflow": "left"}},
@@ -290,7 +290,7 @@ BAD = {
     "engine.sync_every: got 2 for kind openai": {"engine": {"kind": "openai", "url": "http://x", "sync_every": 2}},
     "engine.sleep: got True for kind transformers": {"engine": {"sleep": True}},
     "evaluation.k: got 2 with greedy": {"evaluation": {"greedy": True, "k": 2}},
-    "evaluation.success: got true, expected a number or text": {"evaluation": {"success": True}},
+    "evaluation.success: got true, expected a number or a string": {"evaluation": {"success": True}},
     "tracking.wandb.projct: unknown key; did you mean 'project'?": {"tracking": {"wandb": {"projct": "x"}}},
 }  # fmt: skip
 
@@ -305,9 +305,7 @@ def test_what_is_wrong_is_named(said: str) -> None:
 def test_a_bad_value_of_a_dataclass_is_named_too() -> None:
     with pytest.raises(ConfigError, match="optimizer.lrr: unknown key; did you mean 'lr'?"):
         Config(optimizer={"lrr": 1})
-    with pytest.raises(
-        ConfigError, match="^batch.prompts_per_step: got 0, expected a whole number from 1 to 1,000,000"
-    ):
+    with pytest.raises(ConfigError, match="^batch.prompts_per_step: got 0, expected an integer from 1 to 1,000,000"):
         Config(batch={"prompts_per_step": 0})
 
 
@@ -394,7 +392,7 @@ REFUSED = {
     "a: !include other": "a: got the tag '!include', expected plain values (x, line 1)",
     "a: &a [*a]": "a.0: got a value that contains itself",
     "a: &a {b: *a}": "a.b: got a value that contains itself",
-    "1: 2": "x: got '1' as a key, expected text (in quotes: '1') (x, line 1)",
+    "1: 2": "x: got '1' as a key, expected a string (in quotes: '1') (x, line 1)",
     "[a]: 2": "x: got a list or a mapping as a key",
     "a: [": "x, line 1: invalid YAML",
     "a: b: c": "x, line 1: invalid YAML: mapping values are not allowed here",
@@ -436,10 +434,10 @@ def test_errors_name_the_file_and_the_line(tmp_path: Path) -> None:
         ("a.json", "{}", "expected .yaml, .yml or .toml"),
         ("a.yaml", "- 1", "got a list, expected sections and keys"),
         ("a.toml", "a = ", "invalid TOML"),
-        ("a.toml", "steps = 2026-11-16", "steps: got datetime.date(2026, 11, 16), expected a whole number"),
+        ("a.toml", "steps = 2026-11-16", "steps: got datetime.date(2026, 11, 16), expected an integer"),
         ("a.yaml", "base: 3", "base: got 3, expected a file"),
-        ("a.yaml", "base: no_such.yaml", "there is no such file"),
-        ("a.yaml", "base: no_such", "is neither a file nor a recipe"),
+        ("a.yaml", "base: no_such.yaml", "no such file"),
+        ("a.yaml", "base: no_such", "no such file or recipe"),
         ("a.yaml", "base: a.yaml", "base: files form a cycle: a.yaml <- a.yaml"),
     ],
 )
@@ -450,7 +448,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, text: st
 def test_a_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"name: \xff")
     assert "invalid UTF-8" in refused(tmp_path / "a.yaml")
-    assert "there is no such file" in refused(tmp_path / "b.yaml")
+    assert "no such file" in refused(tmp_path / "b.yaml")
 
 
 def test_yaml_and_toml_say_the_same(tmp_path: Path) -> None:
@@ -574,7 +572,7 @@ def test_recipes_are_bases_and_files_by_name(tmp_path: Path, monkeypatch: pytest
     assert load_config(None, []).steps == load_config("letters").steps == 7
     assert load_config("letters_ppo").algorithm.name == "ppo" and load_config("letters_ppo").steps == 7
     assert load_config(write(tmp_path, "mine.yaml", "base: letters_ppo\nseed: 4")).steps == 7
-    assert refused("lettres").startswith("lettres: is neither a file nor a recipe; did you mean 'letters'?")
+    assert refused("lettres").startswith("lettres: no such file or recipe; did you mean 'letters'?")
     write(tmp_path / "recipes", "bad.yaml", "\nsteps: x")
     assert refused("bad").endswith("(recipe bad, line 2)")
 
@@ -621,7 +619,7 @@ def test_arguments_change_any_key(base: Path) -> None:
         ("a..b=3", "a..b=3: expected section.key=value"),
         ("stepz=3", "stepz: unknown key; did you mean 'steps'?"),
         ("lr=3", "lr: unknown key; did you mean 'warmup.lr' or 'optimizer.lr'"),
-        ("steps=soon", "steps: got 'soon', expected a whole number from 0 to 1,000,000,000"),
+        ("steps=soon", "steps: got 'soon', expected an integer from 0 to 1,000,000,000"),
         ("optimizer.lr.x=3", "optimizer.lr: got {'x': 3}, expected a number"),
         ("optimizer=3", "optimizer: got 3, expected a mapping of its keys"),
         ("rewards.7.weight=3", "rewards.7: got item 7 of a list of 2, expected at most 2"),

@@ -93,7 +93,7 @@ def test_permutation_is_even() -> None:
 
 def test_order_never_changes() -> None:
     """Checkpoints outlive versions of this library, of numpy and of Python: the order is that of SplitMix64's numbers,
-    here by whole numbers alone, begun with a digest of seed and epoch."""
+    here by integers alone, begun with a digest of seed and epoch."""
 
     def numbers(state: int, count: int) -> list[int]:
         made = []

@@ -388,11 +388,11 @@ def _check_bounds(
     truncate: float | None, low: float | None, mask_outside: tuple[float, float] | None, veto: float | None
 ) -> None:
     if truncate is not None:
-        check_float("truncate", truncate, 1e-30, expected="a positive number, or None")
+        check_float("truncate", truncate, 1e-30, expected="a positive number or None")
     if low is not None:
         check_float("low", low, 0, float("inf") if truncate is None else truncate)
     if veto is not None:
-        check_float("veto", veto, 1e-300, 1, expected="a ratio above 0 and up to 1, or None")
+        check_float("veto", veto, 1e-300, 1, expected="a ratio in (0, 1] or None")
     if mask_outside is not None:
         if not isinstance(mask_outside, (tuple, list)) or len(mask_outside) != 2:
             raise ValueError(f"mask_outside: got {mask_outside!r}, expected a pair (low, high), or None")

@@ -512,12 +512,12 @@ def _place_on_last_action(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
 
 def _clip_bounds(clip: float | Sequence[float]) -> tuple[float, float]:
     if not isinstance(clip, (tuple, list)):
-        bound = check_float("reward_clip", clip, 0, expected="a number of at least 0, a pair (low, high), or None")
+        bound = check_float("reward_clip", clip, 0, expected="a number >= 0, a pair (low, high), or None")
         return -bound, bound
     if len(clip) != 2:
         raise ValueError(f"reward_clip: got {clip!r}, expected a pair (low, high), one number, or None")
     low = check_float("reward_clip", clip[0], expected="a number")
-    return low, check_float("reward_clip", clip[1], low, expected=f"a number not below {low:g}")
+    return low, check_float("reward_clip", clip[1], low, expected=f"a number >= {low:g}")
 
 
 def _coefficient(coef: float | FixedKL | AdaptiveKL) -> float:

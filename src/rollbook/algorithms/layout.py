@@ -424,13 +424,13 @@ def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tens
 def check_optional(name: str, value: float | None, low: float, expected: str) -> None:
     """Raise `ValueError` unless an option is `None` or a number above `low`.
 
-    >>> check_optional("dual_clip", 1.0, 1, "a number above 1")
+    >>> check_optional("dual_clip", 1.0, 1, "a number > 1")
     Traceback (most recent call last):
         ...
-    ValueError: dual_clip: got 1.0, expected a number above 1, or None
+    ValueError: dual_clip: got 1.0, expected a number > 1 or None
     """
-    if value is not None and check_float(name, value, low, expected=f"{expected}, or None") == low:
-        raise ValueError(f"{name}: got {value!r}, expected {expected}, or None")
+    if value is not None and check_float(name, value, low, expected=f"{expected} or None") == low:
+        raise ValueError(f"{name}: got {value!r}, expected {expected} or None")
 
 
 def check_state(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:

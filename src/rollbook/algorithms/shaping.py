@@ -58,7 +58,7 @@ def _compute_overlong_penalty(lengths: Floats, max_length: int, buffer: int, fac
     """[B] Compute `overlong_penalty` in float64."""
     check_float("max_length", max_length, 1)
     check_float("buffer", buffer, 1, max_length, expected=f"a number of tokens from 1 to max_length, {max_length}")
-    check_float("factor", factor, 0, expected="a number of at least 0, the largest penalty")
+    check_float("factor", factor, 0, expected="a number >= 0, the largest penalty")
     penalty = np.minimum((max_length - buffer - lengths) / buffer, 0.0) * factor
     return np.maximum(penalty, -factor) if check_bool("bounded", bounded) else penalty
 
@@ -883,15 +883,15 @@ class RunningNorm:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore a state."""
         check_state(state, _STATE)
-        count = check_float("state: count", state["count"], 0, 2**63, "a whole number from 0 on")
+        count = check_float("state: count", state["count"], 0, 2**63, "an integer >= 0")
         if not count.is_integer():
-            raise ValueError(f"state: count: got {count}, expected a whole number from 0 on")
+            raise ValueError(f"state: count: got {count}, expected an integer >= 0")
         most = float(np.finfo(np.float64).max)
         mean, low = (
             check_float(f"state: {name}", state[name], -most, most, "a finite number") for name in ("mean", "low")
         )
-        squares = check_float("state: squares", state["squares"], 0, most, "a finite number of at least 0")
-        high = check_float("state: high", state["high"], low, most, f"a finite number of at least low, {low:g}")
+        squares = check_float("state: squares", state["squares"], 0, most, "a finite number >= 0")
+        high = check_float("state: high", state["high"], low, most, f"a finite number >= {low:g}")
         self._state = (int(count), mean, squares, low, high)
 
 

@@ -204,7 +204,12 @@ def plan(
 
 
 class PlanError(RollbookError, ValueError):
-    """Raised when a constraint cannot be met. Has the argument (`constraint`) and the sample (`sample`).
+    """Raised when a constraint cannot be met.
+
+    Args:
+        constraint: The argument that states the constraint.
+        message: What is wrong.
+        sample: Index of the sample that violates it, if it is a single one.
 
     >>> from rollbook.batch.plan import plan
     >>> plan([3, 9], token_cap=8)
@@ -565,10 +570,10 @@ class Cost:
         for i, (window, coefficient) in enumerate(self.windows):
             parts[f"windows[{i}][1]"] = coefficient
             if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-                raise ValueError(f"windows[{i}][0]: got {window!r}, expected a whole number of tokens, 1 or more")
+                raise ValueError(f"windows[{i}][0]: got {window!r}, expected an integer >= 1")
         for name, value in parts.items():
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < 1e100:
-                raise ValueError(f"{name}: got {value!r}, expected a number, 0 or more and below 1e100")
+                raise ValueError(f"{name}: got {value!r}, expected a number in [0, 1e100)")
         if not any(parts.values()):
             raise ValueError("linear, quadratic, constant, windows: got 0 in all of them, expected a cost")
 
@@ -648,14 +653,14 @@ class _Config:
         return _find(self.config, name)
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number of the config, which is required if there is no default."""
+        """Return an integer of the config, which is required if there is no default."""
         value = self.get(name)
         if value is None:
             if default is None:
-                raise ValueError(f"config: {name!r} is missing, expected a whole number")
+                raise ValueError(f"config: {name!r} is missing, expected an integer")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"config: {name!r}: got {value!r}, expected a whole number, {least} or more")
+            raise ValueError(f"config: {name!r}: got {value!r}, expected an integer >= {least}")
         return value
 
     def names(self) -> list[str]:
@@ -786,7 +791,7 @@ class Request:
 
 def _positive(name: str, value: int, most: int | None = None) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, expected a whole number, 1 or more")
+        raise ValueError(f"{name}: got {value!r}, expected an integer >= 1")
     number = int(value)
     if most is not None and number > most:
         raise ValueError(
@@ -815,11 +820,11 @@ def _integers(name: str, values: Iterable[Any], count: int | None = None) -> Int
     if not isinstance(entries, np.ndarray) or entries.dtype.kind not in "iu":
         for i, entry in enumerate(entries):
             if isinstance(entry, (bool, np.bool_)) or not isinstance(entry, Integral):
-                raise ValueError(f"{name}[{i}]: got {entry!r}, expected a whole number, 0 or more")
+                raise ValueError(f"{name}[{i}]: got {entry!r}, expected an integer >= 0")
     numbers: Ints = np.array([min(int(n), 2**62) for n in entries] if isinstance(entries, list) else entries, np.int64)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= 2**40):
         i = int(np.flatnonzero((numbers < 0) | (numbers >= 2**40))[0])
-        raise ValueError(f"{name}[{i}]: got {entries[i]}, expected a whole number, 0 or more and below 2**40")
+        raise ValueError(f"{name}[{i}]: got {entries[i]}, expected an integer in [0, 2**40)")
     return numbers
 
 
@@ -835,7 +840,7 @@ def _costs(cost: Cost | Iterable[float], lengths: Ints) -> Floats:
         raise ValueError(f"cost: got {values!r}, expected a Cost or a number for each sample") from None
     wrong = np.flatnonzero(~((numbers >= 0) & (numbers < 1e200)))  # so that sums and products stay finite
     if len(wrong):
-        raise ValueError(f"cost[{wrong[0]}]: got {values[wrong[0]]!r}, expected a number, 0 or more and below 1e200")
+        raise ValueError(f"cost[{wrong[0]}]: got {values[wrong[0]]!r}, expected a number in [0, 1e200)")
     return numbers
 
 

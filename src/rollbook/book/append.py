@@ -800,7 +800,7 @@ class Receipt(Future[AppendResult]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Waiting can be cancelled, but not the append.
+        # Waiting can be canceled, but not the append.
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> AppendResult:

@@ -328,7 +328,7 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """Call `lease`, with its arguments, without blocking the event loop. A cancelled wait claims nothing."""
+        """Call `lease`, with its arguments, without blocking the event loop. A canceled wait claims nothing."""
         check_writable(self, "lease")
         request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
         return await alease_records(lambda stop: self._lease(request, timeout, stop))
@@ -920,7 +920,7 @@ def open_postgres(
     address = PostgresAddress.parse(url)
     if data is not None and url_secrets(data):
         # The URL of the data is stored in the book, where every user of the book can read it.
-        raise ValueError(f"data: got {redacted(data)!r} with a secret in it, expected that in storage_options")
+        raise ValueError(f"data: {redacted(data)!r} contains a secret; pass it in storage_options")
     ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
     try:
         ledger.check_privilege()

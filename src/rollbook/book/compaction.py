@@ -143,10 +143,10 @@ def evict_finished(book: Book, min_bytes: int, max_bytes: int) -> int:
     Args:
         book: The book.
         min_bytes: Do nothing if fewer bytes could be freed.
-        max_bytes: Stop after so many bytes.
+        max_bytes: Stop when this many bytes are freed.
 
     Returns:
-        How many records lost their bytes.
+        Number of records whose bytes were detached.
     """
     book.store.seal()
     busy = {

@@ -82,7 +82,7 @@ class MaxAge:
 
     def __post_init__(self) -> None:
         if not check_float("MaxAge.seconds", self.seconds, 0.0) > 0:
-            raise ValueError(f"MaxAge.seconds: got {self.seconds!r}, expected a number above 0")
+            raise ValueError(f"MaxAge.seconds: got {self.seconds!r}, expected a number > 0")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class SamplesToInserts:
     Args:
         ratio: Leased records per appended record.
         slack: Allowed difference, in leased records.
-        min_size: Lease nothing before so many records were appended.
+        min_size: Number of appended records before which nothing is leased.
         lease_size: Size of the largest lease.
         append_size: Size of the largest append.
 
@@ -160,7 +160,7 @@ expected a slack of at least 36
             number = check_float(f"SamplesToInserts.{name}", getattr(self, name), 0.0, 1e15)
             object.__setattr__(self, name, number)
         if not self.ratio >= 1e-9:
-            raise ValueError(f"SamplesToInserts.ratio: got {self.ratio!r}, expected a number above 0")
+            raise ValueError(f"SamplesToInserts.ratio: got {self.ratio!r}, expected a number > 0")
         check_int("SamplesToInserts.min_size", self.min_size)
         check_int("SamplesToInserts.lease_size", self.lease_size, 1)
         check_int("SamplesToInserts.append_size", self.append_size, 1)
@@ -326,11 +326,11 @@ class ConsumerConfig:
         if self.partial_after is not None:
             check_float("partial_after", self.partial_after, 0.0)
         if not check_float("lease_seconds", self.lease_seconds, 0.0, 1e9) > 0:
-            raise ValueError(f"lease_seconds: got {self.lease_seconds!r}, expected a number above 0")
+            raise ValueError(f"lease_seconds: got {self.lease_seconds!r}, expected a number > 0")
         if self.max_attempts is not None:
             check_int("max_attempts", self.max_attempts, 1)
         if check_int("seed", self.seed, -(1 << 63)) >= 1 << 63:
-            raise ValueError(f"seed: got {self.seed}, expected a whole number of 64 bits")
+            raise ValueError(f"seed: got {self.seed}, expected a 64-bit integer")
         key = self.sampler.key
         if key is not None and key not in NUMERIC_COLUMNS and not str(key).startswith(("info.", "metrics.")):
             raise ValueError(
@@ -520,7 +520,7 @@ def parse_consumers(rows: Iterable[Sequence[Any]]) -> list[Consumer]:
     for row in rows:
         number, name, settings, state, grouped, inserts, samples, floor, generation, waiting = row
         if {*map(type, (number, grouped, inserts, samples, generation, 0 if floor is None else floor))} != {int}:
-            raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected whole numbers")
+            raise CorruptBookError(f"consumer {name!r}: got {row[4:]!r}, expected integers")
         consumer = Consumer(
             number,
             name,
@@ -590,7 +590,7 @@ def _last_number(tx: Transaction) -> int:
 def _parse_number(key: str, text: LedgerValue) -> int:
     """Parse a consumer's number from a ledger, which is not trusted."""
     if not isinstance(text, str) or not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected a whole number")
+        raise CorruptBookError(f"meta: {key[:40]}: got {str(text)[:40]!r}, expected an integer")
     return int(text)
 
 

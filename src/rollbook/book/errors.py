@@ -86,7 +86,12 @@ class WriterStoppedError(RollbookError, RuntimeError):
 
 
 class CorruptBookError(BookError, WireError):
-    """Bytes of the book do not match the ledger."""
+    """Bytes of the book do not match the ledger.
+
+    Args:
+        message: What is wrong.
+        offset: Byte offset of the error in its file, if known.
+    """
 
     def __init__(self, message: str, offset: int | None = None) -> None:
         WireError.__init__(self, message, offset)

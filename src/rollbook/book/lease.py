@@ -194,7 +194,7 @@ class Lease:
         """
         duration = self._seconds if seconds is None else check_float("seconds", seconds, 0.0, 1e9)
         if not duration > 0 and self._claim.id:
-            raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
+            raise ValueError(f"seconds: got {seconds!r}, expected a number > 0")
         if not self._claim.id:
             return self.expires
         self.expires = self._renew(duration)
@@ -241,7 +241,7 @@ class Lease:
         if step is not None:
             step = check_int("step", step)
             if step >= 1 << 63:
-                raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
+                raise ValueError(f"step: got {step}, expected a 64-bit integer")
         chosen = self._select(uids, step)
         priorities_by_seq = {}
         if priorities is not None and not isinstance(priorities, Mapping):
@@ -779,7 +779,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
         members: dict[str, list[queue.Row]] = {}
         for gid, _, _, size, runs in ready:
             if type(runs) is not int or not isinstance(size, (int, type(None))):
-                raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected whole numbers")
+                raise CorruptBookError(f"groups: got {str(ready)[:100]}, expected integers")
             members[gid] = []
             if size is not None and runs < size:
                 partial.append(gid)
@@ -868,7 +868,7 @@ def check_request(
     if max_staleness is not None:
         check_int("max_staleness", max_staleness)
     if seconds is not None and not check_float("seconds", seconds, 0.0, 1e9) > 0:
-        raise ValueError(f"seconds: got {seconds!r}, expected a number above 0")
+        raise ValueError(f"seconds: got {seconds!r}, expected a number > 0")
     if timeout is not None:
         check_float("timeout", timeout, 0.0)
     holder = f"{socket.gethostname()}/{os.getpid()}/{os.urandom(6).hex()}"
@@ -922,7 +922,7 @@ def lease_records(
     Args:
         book: The book.
         request: The arguments of the lease.
-        timeout: As of `Book.lease`.
+        timeout: See `Book.lease`.
         stop: Ends the wait with an empty lease when it is set.
         partial: Claim what is there at the timeout; otherwise the lease is empty then.
     """
@@ -957,7 +957,7 @@ def lease_records(
 
 
 async def alease_records(lease: Callable[[threading.Event], Lease]) -> Lease:
-    """Run `lease`, whose wait ends when the event is set, in a thread; a cancelled wait claims nothing."""
+    """Run `lease`, whose wait ends when the event is set, in a thread; a canceled wait claims nothing."""
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Lease] = loop.create_future()
@@ -1062,7 +1062,7 @@ class MixedLease:
         """Restart the expiry time of every part.
 
         Args:
-            seconds: As of `Lease.renew`.
+            seconds: See `Lease.renew`.
         """
         for lease in self.leases:
             if lease:
@@ -1151,7 +1151,7 @@ class Mix:
             if not isinstance(part, Part):
                 raise ValueError(f"parts[{i}]: got {type(part).__name__}, expected a Part(book, share)")
             if not check_float(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
-                raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number above 0")
+                raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number > 0")
         self._total = sum(part.share for part in self.parts)
 
     @property
@@ -1168,9 +1168,9 @@ class Mix:
 
         Args:
             n: Number of records or groups.
-            timeout: As of `Book.lease`, for all parts together.
-            max_staleness: As of `Book.lease`.
-            seconds: As of `Book.lease`.
+            timeout: See `Book.lease`; applies to all parts together.
+            max_staleness: See `Book.lease`.
+            seconds: See `Book.lease`.
 
         Returns:
             The lease, a context manager.
@@ -1216,7 +1216,7 @@ class Mix:
 
 @served(repeat=True)
 def read_balance(book: Book, name: str, parts: int) -> list[float]:
-    """Return the balance of a mix of so many parts; see `Mix.balance`."""
+    """Return the balance of a mix of `parts` parts; see `Mix.balance`."""
     with book.ledger.read() as tx:
         return _read_balance(tx, name, parts)
 
@@ -1253,7 +1253,7 @@ def _write_balance(tx: Transaction, name: str, balance: Sequence[float]) -> None
 
 
 def _round_to_sum(shares: Sequence[float], total: int) -> list[int]:
-    """Round shares to whole numbers of at least 0 that sum up to `total`.
+    """Round shares to integers >= 0 that sum up to `total`.
 
     >>> _round_to_sum([7.5, 2.5], 10), _round_to_sum([-1.0, 5.0], 4)
     ([8, 2], [0, 4])

@@ -146,7 +146,7 @@ class Waiter(Protocol):
         """Make changes from now on end the next `wait`."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until the book has changed since `mark`, for at most so many seconds."""
+        """Wait until the book has changed since `mark`, for up to `seconds` seconds."""
 
 
 class Ledger(Protocol):
@@ -192,7 +192,7 @@ class Ledger(Protocol):
     ) -> AbstractContextManager[Waiter | None]:
         """Wait in line with callers of all processes; one at a time gets a `Waiter` as the context's value.
 
-        The value is `None` if the turn does not come within so many seconds, or `stop` is set.
+        The value is `None` if the turn does not come within `seconds`, or `stop` is set.
         """
 
     def bounds(self) -> tuple[int, int]:
@@ -759,7 +759,7 @@ def check_text(name: str, text: str, min_length: int = 1, max_length: int = 1 <<
         size = " that is not empty" * min_length
         if isinstance(text, str) and text:
             size = f" of {min_length} to {max_length} characters"
-        raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a text{size}")
+        raise ValueError(f"{name}: got {str(text)[:100]!r}, expected a string{size}")
     try:
         encoded = text.encode()
     except UnicodeEncodeError:

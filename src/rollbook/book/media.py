@@ -302,7 +302,7 @@ def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation:
     [('bfloat16', (4, 1176))]
     """
     if type(min_bytes) is not int or min_bytes < 1:
-        raise ValueError(f"min_bytes: got {min_bytes!r}, expected a whole number of bytes, at least 1")
+        raise ValueError(f"min_bytes: got {min_bytes!r}, expected an integer >= 1")
     columns = records.columns
     gathered = _BlobCollector()
     listed: dict[int, list[dict[str, Any]]] = {}

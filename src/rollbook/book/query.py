@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = {pa.from_numpy_dtype(np.dtype(name)): name for name in COLUMNAR if DTYPES[name].storage == name}
 _NUMBERS[pa.bool_()] = "bool"
-# Every 64-bit whole number, signed or not.
+# Every 64-bit integer, signed or not.
 _INT_128 = pa.decimal128(20, 0)
 _TIME_UNITS = ("s", "ms", "us", "ns")
 
@@ -421,7 +421,7 @@ def run_query(
             The result is not part of it and may be as large again.
         seconds: Time limit. A query inside a single call of a function is stopped when the call returns.
         threads: Number of threads, by default up to 8.
-        max_rows: Stop after so many rows; `Result.more` is then true if there are more.
+        max_rows: Maximum number of rows; `Result.more` is true if there are more.
 
     Raises:
         QueryError: It is not one reading statement, or DuckDB rejects it.
@@ -447,7 +447,7 @@ def run_query(
     """
     duckdb = _duckdb()
     if not isinstance(query, str) or any("\ud800" <= letter <= "\udfff" for letter in query):
-        raise QueryError(f"query: got {query!r}, expected text")
+        raise QueryError(f"query: got {query!r}, expected a string")
     if isinstance(parameters, (str, bytes)):
         raise QueryError(f"parameters: got {parameters!r}, expected a list of values or a dict")
     limit = _parse_memory(memory)

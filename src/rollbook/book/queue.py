@@ -429,7 +429,7 @@ def parse_lineage(values: dict[str, str]) -> Lineage:
             )
         numbers += [number for entry in entries for number in entry]
     if any(type(number) is not int for number in numbers):
-        raise CorruptBookError(f"meta: lineage: got {values['lineage'][:100]!r}, expected whole numbers")
+        raise CorruptBookError(f"meta: lineage: got {values['lineage'][:100]!r}, expected integers")
     return Lineage(announced, top=state["top"], seen=state["seen"], **lists)
 
 

@@ -192,7 +192,7 @@ def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]
         if where[seq][1] is None:
             with book.ledger.read() as tx:
                 (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
-            raise BookError(f"{uid}: its bytes are gone ({where[seq][5] or 'never stored'})")
+            raise BookError(f"{uid}: data was removed ({where[seq][5] or 'never stored'})")
         locations.append(where[seq])
     return locations
 
@@ -713,7 +713,7 @@ def _coerce_operand(name: str, value: Scalar) -> str | float:
     kind = LEDGER_TYPES[name]
     if kind == pa.large_string():
         if not isinstance(value, str) or "\0" in value or value.encode("utf-8", "replace").decode() != value:
-            raise ValueError(f"where: {name}: got {value!r}, expected a text without NUL and lone surrogates")
+            raise ValueError(f"where: {name}: got {value!r}, expected a string without NUL and lone surrogates")
         return value
     # Databases accept neither integers beyond 64 bits nor numpy numbers.
     number = check_float(f"where: {name}", int(value) if isinstance(value, (bool, np.bool_)) else value)

@@ -866,6 +866,11 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     Returns:
         A report of what was repaired, lost and is still wrong; `report.ok` if there is no error left.
 
+    Raises:
+        NotABookError: There is no book at the address.
+        BookError: Other processes write to the book.
+        ValueError: The address is neither a folder nor a PostgreSQL URL.
+
     >>> import rollbook, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with rollbook.open(f"{folder}/demo") as book:

@@ -282,7 +282,7 @@ def decode_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
 def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
     """Implement `Book.log`."""
     if check_int("step", step) >= _INT64_END:
-        raise ValueError(f"step: got {step}, expected a whole number of 64 bits")
+        raise ValueError(f"step: got {step}, expected a 64-bit integer")
     event = queue.Event(METRICS_KIND, step=int(step), detail=encode_metrics(metrics))
     with book.ledger.write() as tx:
         queue.record_events(tx, [event])
@@ -300,7 +300,7 @@ def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:
         metrics = parse_object(detail, f"event {event}")
         if kind == METRICS_KIND:
             if type(step) is not int:
-                raise CorruptBookError(f"event {event}: step: got {step!r}, expected a whole number")
+                raise CorruptBookError(f"event {event}: step: got {step!r}, expected an integer")
             entries.append((event, step, decode_metrics(metrics, f"event {event}")))
         else:
             # A rewind voids the metrics after its checkpoint.

@@ -233,7 +233,7 @@ class Proportional(_Random):
             check_float(f"Proportional.{name}", getattr(self, name), 0.0, 100.0)
         check_float("Proportional.default", self.default, 0.0)
         if not check_float("Proportional.least", self.least, 0.0) > 0:
-            raise ValueError(f"Proportional.least: got {self.least!r}, expected a number above 0")
+            raise ValueError(f"Proportional.least: got {self.least!r}, expected a number > 0")
 
     def weight(self, item: Item) -> float:
         """Return `p ** alpha`, bounded."""
@@ -351,7 +351,7 @@ class Balanced(_Ordered):
         bands = len(self.edges) + 1
         has_value = item.value is not None and not math.isnan(item.value)
         band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
-        # Rounds are whole numbers; within a round the bands come in order. Groups and records have separate rounds.
+        # Rounds are integers; within a round the bands come in order. Groups and records have separate rounds.
         turns = state.setdefault("group_rounds" if item.group else "rounds", {})
         turn = max(int(turns.get(str(band), 0)), int(state.get("round", 0))) + 1
         turns[str(band)] = turn

@@ -229,7 +229,7 @@ def _copy_to_folder(book: Book, address: str, name: str | None, options: Mapping
     disk: Disk = options.get("disk") or Disk()
     target = os.path.abspath(os.path.expanduser(address))
     if os.path.lexists(target) and (os.path.islink(target) or not os.path.isdir(target) or os.listdir(target)):
-        raise BookError(f"{address}: something is there already, expected a new or an empty folder")
+        raise BookError(f"{address}: not empty; expected a new or empty folder")
     above, last = os.path.split(target)
     aside = os.path.join(above, f".{last}.{os.urandom(8).hex()}.copying")
     try:
@@ -256,7 +256,7 @@ def _copy_to_postgres(book: Book, address: str, name: str | None, options: Mappi
     aside = f"copying_{os.urandom(8).hex()}"
     with connect(target.plain, schema) as connection:
         if connection.execute("SELECT 1 FROM pg_tables WHERE schemaname = %s LIMIT 1", (schema,)).fetchone():
-            raise BookError(f"schema {schema!r}: something is there already, expected a new or an empty one")
+            raise BookError(f"schema {schema!r}: not empty; expected a new or empty schema")
         try:
             with open(target.with_schema(aside), **options) as copy:
                 if copy.store.segments():

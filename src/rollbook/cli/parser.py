@@ -179,7 +179,7 @@ COMMANDS: dict[str, str] = {
     "show": "Show a run, a step, a group or a trajectory with colored tokens.",
     "view": "Open the web viewer on a run.",
     "top": "Show live who generates, leases and trains: rates, queue depth, staleness, drops by reason.",
-    "doctor": "Check a run for common RL failure modes; exit status 0: no findings, 1: findings, 2: unreadable.",
+    "doctor": "Check a run for common RL failure modes; exit status 1: findings of severity medium or high.",
     "diff": "Compare two step ranges, two runs or two trajectories: distributions, phrases, solved prompts.",
     "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
     "history": "Show the history of a record.",

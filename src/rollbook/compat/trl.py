@@ -132,7 +132,7 @@ def to_trl(
 
 def _advantages(advantages: torch.Tensor | None, out: PaddedColumns, per_token: bool) -> torch.Tensor:
     if advantages is None:
-        raise ValueError("advantages: got None, expected them: TRL's loss needs them")
+        raise ValueError("advantages: missing, required by TRL's loss")
     if per_token:
         return advantages
     chosen = out.action_mask
@@ -201,6 +201,12 @@ def from_trl(batch: Mapping[str, Any], *, pad_token_id: int = 0, layout: str = L
         batch: The dict.
         pad_token_id: Token id of the new padding.
         layout: `prompt_left_response_right`, `left` or `packed`.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: A required key is missing or not a tensor, or values do not match the rows.
 
     >>> batch = {
     ...     "prompt_ids": torch.tensor([[0, 1]]), "prompt_mask": torch.tensor([[0, 1]]),

@@ -23,7 +23,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
         The text, to be appended to the message.
 
     >>> suggest("epsilon", ["eps", "gamma"]), suggest("beta", ["eps", "gamma"])
-    ("; did you mean 'eps'? (eps, gamma)", '; there are (eps, gamma)')
+    ("; did you mean 'eps'? (eps, gamma)", '; choose from eps, gamma')
     >>> suggest("refrence", ["ref", "reference"]), suggest("learning_rate", ["lr", "eps"])
     ("; did you mean 'reference'? (ref, reference)", "; did you mean 'lr'? (lr, eps)")
     """
@@ -41,8 +41,53 @@ def suggest(name: str, names: Iterable[str]) -> str:
         or (len(candidate) > 1 and candidate == "".join(word[:1] for word in words))
     ]
     guesses += [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1)]
-    guess = f"; did you mean {guesses[0]!r}?" if guesses else "; there are"
-    return f"{guess} ({', '.join(names) or 'none'})"
+    if guesses:
+        return f"; did you mean {guesses[0]!r}? ({', '.join(names)})"
+    return f"; choose from {', '.join(names)}" if names else "; none exist"
+
+
+def describe_range(
+    kind: str,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> str:
+    """Describe the allowed values of a number, for errors and documentation.
+
+    Args:
+        kind: `a number` or `an integer`.
+        low: Lower bound.
+        high: Upper bound.
+        above: Lower bound, itself excluded.
+        below: Upper bound, itself excluded.
+
+    Returns:
+        The description.
+
+    >>> describe_range("an integer", low=1), describe_range("an integer", low=0, high=10**6)
+    ('an integer >= 1', 'an integer from 0 to 1,000,000')
+    >>> describe_range("a number", above=0), describe_range("a number", above=0, high=1)
+    ('a number > 0', 'a number in (0, 1]')
+    """
+    # Infinite bounds are none.
+    low, high = (None if bound in (float("-inf"), float("inf")) else bound for bound in (low, high))
+    least, most = low if above is None else above, high if below is None else below
+    if least is None or most is None:
+        limits = [
+            *([f"{'>=' if above is None else '>'} {_format_bound(least)}"] if least is not None else []),
+            *([f"{'<=' if below is None else '<'} {_format_bound(most)}"] if most is not None else []),
+        ]
+        return " ".join([kind, *limits])
+    if above is None and below is None:
+        return f"{kind} from {_format_bound(least)} to {_format_bound(most)}"
+    # No thousands separators next to the comma of the interval.
+    bounds = ", ".join(_format_bound(bound).replace(",", "") for bound in (least, most))
+    return f"{kind} in {'[' if above is None else '('}{bounds}{']' if below is None else ')'}"
+
+
+def _format_bound(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def check_choice(name: str, value: T, choices: tuple[T, ...]) -> None:
@@ -83,7 +128,7 @@ def check_float(
     except OverflowError:
         number = nan
     if not low <= number <= high:
-        raise ValueError(f"{name}: got {value!r}, expected {expected or f'a number from {low:g} to {high:g}'}")
+        raise ValueError(f"{name}: got {value!r}, expected {expected or describe_range('a number', low, high)}")
     return number
 
 
@@ -101,7 +146,7 @@ def check_bool(name: str, value: bool) -> bool:
 
 
 def check_int(name: str, value: Any, low: int = 0, high: int | None = None) -> int:
-    """Check a whole number.
+    """Check an integer.
 
     Args:
         name: Name of the argument.
@@ -118,13 +163,12 @@ def check_int(name: str, value: Any, low: int = 0, high: int | None = None) -> i
     >>> check_int("group_size", 0, 1)
     Traceback (most recent call last):
         ...
-    ValueError: group_size: got 0, expected a whole number from 1 on
+    ValueError: group_size: got 0, expected an integer >= 1
     """
     try:
         number = low - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = low - 1
     if number < low or (high is not None and number > high):
-        limit = "on" if high is None else f"to {high:,}"
-        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} {limit}")
+        raise ValueError(f"{name}: got {value!r}, expected {describe_range('an integer', low, high)}")
     return number

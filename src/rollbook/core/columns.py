@@ -384,7 +384,7 @@ def _unbox(side: str, box: freeform.Json, field: Field) -> Any:
         except UnicodeDecodeError as error:
             raise WireError(f"{field.name}__raw: {error}") from None
     if field.accepts == "integer" and box["dtype"] not in INTEGERS:
-        raise WireError(f"{field.name}__other: got {box['dtype']}, expected whole numbers")
+        raise WireError(f"{field.name}__other: got {box['dtype']}, expected integers")
     return _tensor(box, field.name)
 
 
@@ -726,7 +726,7 @@ def _row_codes(
         raise WireError(f"column '{field.name}__dtype': code {unknown[0]} is unknown")
     names = [BY_CODE[code].name for code in kinds]
     if field.accepts == "integer" and not INTEGERS.issuperset(names):
-        raise WireError(f"column '{field.name}__dtype': {', '.join(names)}, expected whole numbers")
+        raise WireError(f"column '{field.name}__dtype': {', '.join(names)}, expected integers")
     if not names:
         return implied(storage, field), None
     if len(names) == 1 and DTYPES[names[0]].storage == storage:

@@ -21,7 +21,11 @@ def _restore_error(kind: type[RollbookError], args: tuple[Any, ...], state: dict
 
 
 class WireError(RollbookError, ValueError):
-    """Raised when bytes are not a valid frame. Says what is wrong and, if known, at which byte.
+    """Raised when bytes are not a valid frame.
+
+    Args:
+        message: What is wrong.
+        offset: Byte offset of the error, if known.
 
     >>> from rollbook.core.wire import decode
     >>> decode(b"not a frame, and too short to be one")  # doctest: +ELLIPSIS

@@ -120,13 +120,13 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
     >>> as_tensor(FIELDS["tokens"], [1.7])
     Traceback (most recent call last):
         ...
-    ValueError: tokens: got values of float64, expected whole numbers
+    ValueError: tokens: got values of float64, expected integers
     """
     name = field.name
     if isinstance(value, torch.Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         if field.accepts == "integer" and kind not in INTEGERS:
-            raise ValueError(f"{name}: got a tensor of {kind}, expected whole numbers")
+            raise ValueError(f"{name}: got a tensor of {kind}, expected integers")
         if value.is_complex():
             raise ValueError(f"{name}: got a tensor of {kind}, expected real numbers")
         return value
@@ -140,7 +140,7 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)
     if array.dtype.kind not in ("iu" if field.accepts == "integer" else "biuf"):
-        expected = "whole numbers" if field.accepts == "integer" else "real numbers"
+        expected = "integers" if field.accepts == "integer" else "real numbers"
         if array.dtype.kind in "OUSM" and isinstance(value, (list, tuple)):
             wrong = next((i for i, entry in enumerate(value) if not isinstance(entry, (int, float))), 0)
             raise ValueError(f"{name}[{wrong}]: got {shown(value[wrong])}, expected {expected}")
@@ -221,7 +221,7 @@ def convert(field: Field, value: FieldValue) -> Any:
     if kind == "tensor":
         if field.broadcast and isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             if not -(2**31) <= value < 2**31:
-                raise ValueError(f"{name}: got {value}, expected a number of 32 bits")
+                raise ValueError(f"{name}: got {value}, expected a 32-bit integer")
             return int(value)
         if field.broadcast and isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
             return convert(field, value.item())
@@ -856,7 +856,7 @@ def result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
     if joined == "bool" and fill not in (0, 1):
         raise ValueError(f"pad_value: got {fill}, expected 0 or 1, since {name} is bool")
     if joined in INTEGERS and (not math.isfinite(fill) or fill != int(fill)):
-        raise ValueError(f"pad_value: got {fill}, expected a whole number, since {name} is {joined}")
+        raise ValueError(f"pad_value: got {fill}, expected an integer, since {name} is {joined}")
     return joined
 
 

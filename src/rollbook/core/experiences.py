@@ -274,7 +274,7 @@ class Experiences(Sequence["Experience"]):
             chosen = chosen.astype(np.int64)
         if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer):
             raise IndexError(
-                f"indices of type {chosen.dtype}, shape {chosen.shape}: expected whole numbers or bools "
+                f"indices of type {chosen.dtype}, shape {chosen.shape}: expected integers or bools "
                 "(a field of all records is .values(name), a column .column(name))"
             )
         chosen = np.where(chosen < 0, chosen + self._count, chosen).astype(np.int64)
@@ -606,7 +606,7 @@ def _encode_column(field: Field, entries: ColumnValues) -> Columns:
         if field.kind != "tensor":
             raise ValueError(f"{field.name}: got a Ragged, expected a sequence of values")
         if field.accepts == "integer" and not INTEGERS.issuperset({entries.dtype, *entries.row_dtypes()}):
-            raise ValueError(f"{field.name}: got values of {entries.dtype}, expected whole numbers")
+            raise ValueError(f"{field.name}: got values of {entries.dtype}, expected integers")
         if len(entries.trailing) != field.trailing:
             raise ValueError(
                 f"{field.name}: got {1 + len(entries.trailing)} dimension(s), expected {1 + field.trailing}"

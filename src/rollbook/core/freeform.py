@@ -10,7 +10,7 @@ begins with `$`, a *tag*:
 |---|---|
 | `{"$float": "nan"}` | NaN, `"inf"`, `"-inf"` |
 | `{"$int": "-0x1f"}` | an integer outside -2**63 .. 2**64-1, in hexadecimal |
-| `{"$text": "ed a0 80"}` | text with lone surrogates, as the hexadecimal of its generalised UTF-8 |
+| `{"$text": "ed a0 80"}` | text with lone surrogates, as the hexadecimal of its generalized UTF-8 |
 | `{"$bytes": "AAEC"}` | bytes, in base64 |
 | `{"$tuple": [...]}` | a tuple |
 | `{"$map": [[key, value], ...]}` | a dict with a key that is not text, or is text with lone surrogates |
@@ -64,8 +64,8 @@ _STR = {str}
 _FLAT = {str, int, float, bool, type(None)}
 
 
-class _CannotKeep(Exception):
-    """Raised at the value that cannot be kept; callers add its path."""
+class _UnsupportedValueError(Exception):
+    """Raised for a value that cannot be encoded; callers add its path."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -110,7 +110,7 @@ def dump_bytes(value: Json, max_depth: int = MAX_DEPTH) -> tuple[bytes, bool]:
             return text, True
     try:
         return orjson.dumps(_tag(value, max_depth)), False
-    except _CannotKeep as error:
+    except _UnsupportedValueError as error:
         raise ValueError(f"${''.join(reversed(error.path))}: {error.message}") from None
 
 
@@ -133,14 +133,14 @@ def _tag(value: Json, depth: int) -> Any:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is dict or kind is list or kind is tuple:
         if depth <= 0:
-            raise _CannotKeep("nested too deeply to be kept (or contains itself)")
+            raise _UnsupportedValueError("nested too deeply to be kept (or contains itself)")
         return _tag_dict(value, depth - 1) if kind is dict else _tag_items(value, depth - 1)
     if kind is bytes:
         return {"$bytes": _base64(value)}
     if kind is np.ndarray or isinstance(value, np.generic):
         array = np.asarray(value)
         if array.shape == () and array[()] != value and value == value:
-            raise _CannotKeep(f"numpy drops the zeros at the end of {value!r}, which cannot be kept")
+            raise _UnsupportedValueError(f"numpy drops the zeros at the end of {value!r}, which cannot be kept")
         if array.dtype.names is None and _NUMPY_DTYPE.fullmatch(array.dtype.str):
             described = {"dtype": array.dtype.str, "data": _base64(array.tobytes())}
             return (
@@ -153,11 +153,11 @@ def _tag(value: Json, depth: int) -> Any:
             encoded = _base64(tensor_bytes(value).tobytes())
             check_shape(dtype, list(value.shape), len(encoded) // 4 * 3 - encoded[-2:].count("="), "tensor")
         except (RuntimeError, TypeError, WireError):
-            raise _CannotKeep(
+            raise _UnsupportedValueError(
                 f"a tensor of dtype {dtype}, layout {value.layout}, on {value.device} cannot be kept"
             ) from None
         return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "data": encoded}}
-    raise _CannotKeep(f"a value of type {kind.__qualname__} cannot be kept")
+    raise _UnsupportedValueError(f"a value of type {kind.__qualname__} cannot be kept")
 
 
 def _tag_dict(mapping: dict[Any, Any], depth: int) -> Any:
@@ -173,7 +173,7 @@ def _tag_dict(mapping: dict[Any, Any], depth: int) -> Any:
             continue
         try:
             tagged[key] = new = _tag(entry, depth)
-        except _CannotKeep as error:
+        except _UnsupportedValueError as error:
             error.path.append(f".{key}" if isinstance(key, str) else f"[{key!r}]")
             raise
         changed = changed or new is not entry
@@ -182,7 +182,7 @@ def _tag_dict(mapping: dict[Any, Any], depth: int) -> Any:
         for key, entry in tagged.items():
             try:
                 pairs.append([_tag(key, depth), entry])
-            except _CannotKeep as error:
+            except _UnsupportedValueError as error:
                 error.path.append(f"[{key!r}]")
                 raise
         return {"$map": pairs}
@@ -197,7 +197,7 @@ def _tag_items(sequence: list[Any] | tuple[Any, ...], depth: int) -> Any:
     for index, entry in enumerate(sequence):
         try:
             tagged.append(new := _tag(entry, depth))
-        except _CannotKeep as error:
+        except _UnsupportedValueError as error:
             error.path.append(f"[{index}]")
             raise
         changed = changed or new is not entry

@@ -233,7 +233,7 @@ class Sampling:
     >>> Sampling(top_p=1.5)
     Traceback (most recent call last):
         ...
-    ValueError: top_p: got 1.5, expected a number above 0, up to 1
+    ValueError: top_p: got 1.5, expected a number in (0, 1]
     >>> Sampling.of(temprature=1.0)
     Traceback (most recent call last):
         ...
@@ -268,10 +268,10 @@ class Sampling:
             raise ValueError(f"min_tokens: got {self.min_tokens}, expected at most max_tokens ({self.max_tokens})")
         for name in ("temperature", "first_temperature"):
             if getattr(self, name) is not None:
-                put(self, name, check_float(name, getattr(self, name), 0, 1e4, "a number from 0 on"))
+                put(self, name, check_float(name, getattr(self, name), 0, 1e4, "a number >= 0"))
         if self.temperature is None:
-            raise ValueError("temperature: got None, expected a number from 0 on")
-        put(self, "top_p", check_float("top_p", self.top_p, 1e-12, 1, "a number above 0, up to 1"))
+            raise ValueError("temperature: got None, expected a number >= 0")
+        put(self, "top_p", check_float("top_p", self.top_p, 1e-12, 1, "a number in (0, 1]"))
         put(self, "min_p", check_float("min_p", self.min_p, 0, 1))
         top_k = check_int("top_k", self.top_k, -1)
         put(self, "top_k", -1 if top_k == 0 else top_k)
@@ -280,7 +280,7 @@ class Sampling:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for i, text in enumerate(stop):
             if not isinstance(text, str) or not text:
-                raise ValueError(f"stop[{i}]: got {text!r}, expected a text that is not empty")
+                raise ValueError(f"stop[{i}]: got {text!r}, expected a string that is not empty")
         put(self, "stop", stop)
         for name in ("stop_token_ids", "suppress"):
             ids = getattr(self, name)

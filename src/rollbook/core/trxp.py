@@ -62,7 +62,12 @@ _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class UnpickleError(RollbookError, ValueError):
-    """Raised when bytes are not a supported pickle. `offset` is the byte of the error."""
+    """Raised when bytes are not a supported pickle.
+
+    Args:
+        message: What is wrong.
+        offset: Byte offset of the error.
+    """
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
@@ -173,13 +178,13 @@ class _Machine:
         return value
 
     def charge_work(self, cost: int) -> None:
-        """Charge work that repeats parts of the payload, and the memory of its result."""
+        """Deduct work that repeats parts of the payload from the budget, and the memory of its result."""
         self.budget.work -= cost
         self.need(self.budget.work >= 0, "the payload needs far more work than its size justifies")
         self.charge_memory(cost)
 
     def charge_memory(self, cost: int) -> None:
-        """Charge memory."""
+        """Deduct bytes from the memory budget."""
         self.budget.memory -= cost
         self.need(self.budget.memory >= 0, "the payload needs far more memory than its size justifies")
 
@@ -300,7 +305,7 @@ class _Machine:
             return _Internal("name", pair)
         if module == "torch" and name in _WIDTHS and not self.nested:
             return self.torch_dtype(name)
-        return self.fail(f"the payload refers to {_escape(module)}.{_escape(name)}, which is not read")
+        return self.fail(f"the payload refers to {_escape(module)}.{_escape(name)}, which is not supported")
 
     def call(self, function: Pickled, *args: Pickled) -> Any:
         pair = self.internal(function, "name").value
@@ -419,7 +424,7 @@ class _Machine:
         return getattr(torch, name)
 
     def persistent(self, pid: Pickled) -> _Internal:
-        self.need(self.nested, "a persistent id, which is not read")
+        self.need(self.nested, "a persistent id, which is not supported")
         kind, cls, key, _location, count, view = self.exact(pid, tuple)
         self.need(self.exact(kind, str) == "storage" and view is None, "a persistent id of no plain storage")
         dtype = _STORAGES[self.internal(cls, "name").value]
@@ -428,7 +433,7 @@ class _Machine:
     def storage(self, stream: Pickled) -> Any:
         """Read torch's legacy stream; a pickled tensor has exactly one storage in it."""
         zipped = self.exact(stream, bytes, bytearray)[:2] == b"PK"
-        self.need(not zipped, "a torch storage in zip format, which is not read")
+        self.need(not zipped, "a torch storage in zip format, which is not supported")
         self.charge_work(_TENSOR_COST + 2 * len(stream))
         stream, pos, parts = bytes(stream), 0, []
         for _ in range(5):
@@ -616,7 +621,7 @@ for _code, _action in _BY_CODE.items():
     _OPS[_code[0]] = _action
 for _codes, _words in _REJECTED_OPCODES.items():
     for _number in _codes:
-        _OPS[_number] = partial(_Machine.fail, message=f"{_words}, which is not read")
+        _OPS[_number] = partial(_Machine.fail, message=f"{_words}, which is not supported")
 
 
 def _load_prefix(

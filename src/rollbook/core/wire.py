@@ -623,11 +623,11 @@ def check_stream(path: str) -> None:
             root = flat.number("<I", 0)
             kind, table = flat.field(root, 1, "<B"), flat.follow(flat.slot(root, 2))
             if kind == _DICTIONARY:
-                raise WireError(f"{path}: columns of dictionaries are not read")
+                raise WireError(f"{path}: dictionary columns are not supported")
             if kind != _RECORD_BATCH:
                 continue
             if flat.slot(table, 3):
-                raise WireError(f"{path}: compressed Arrow bodies are not read")
+                raise WireError(f"{path}: compressed Arrow bodies are not supported")
             values += flat.field(table, 0, "<q") + int(flat.pairs(table, 1)[:, 0].sum())
             if values > allowed:
                 raise WireError(f"{path}: over {allowed} values, 16 for each byte of the file")
@@ -638,7 +638,7 @@ def check_stream(path: str) -> None:
 
 def _check_plain(path: str, name: str, kind: pa.DataType) -> None:
     if "_view" in str(kind) or pa.types.is_run_end_encoded(kind) or pa.types.is_dictionary(kind):
-        raise WireError(f"{path}: column {name!r} of type {kind} is not read")
+        raise WireError(f"{path}: column {name!r} of type {kind} is not supported")
     for i in range(kind.num_fields):
         _check_plain(path, name, kind.field(i).type)
 

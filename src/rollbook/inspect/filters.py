@@ -180,7 +180,7 @@ def parse(text: str, parts: Sequence[str] = ()) -> Condition:
     ValueError: filter, character 1: got 'rewrd', expected a column or a flag such as truncated; did you mean 'reward'?
     """
     if not isinstance(text, str) or len(text) > MAX_LENGTH:
-        raise ValueError(f"filter: got {str(text)[:40]!r}, expected a text of at most {MAX_LENGTH} characters")
+        raise ValueError(f"filter: got {str(text)[:40]!r}, expected a string of at most {MAX_LENGTH} characters")
     if not text.strip():
         return Condition("1", ())
     parser = _Parser(text, parts)

@@ -31,6 +31,9 @@ def to_table(records: Experiences, portable: bool = False, typed: bool = True) -
         portable: Add a column for every field, as Parquet files and HF datasets have them.
         typed: With `portable`, give the column of a field that no record has the field's type, else the null type.
 
+    Returns:
+        A table with one row per record, and one column per field and side column.
+
     >>> table = to_table(Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]}))
     >>> table["tokens"].to_pylist(), from_table(table).values("reward")
     ([[1, 2, 3], [4, 5]], [1.0, 0.0])

@@ -359,23 +359,28 @@ def read(
 ) -> Reading:
     """Read records in batches.
 
-    Options of formats:
-
-    - `max_row_bytes` (jsonl, parquet, trinity-sqlite, verl, trl, openrlhf): the largest row that is read.
-    - `limits` (frames, trxp): a `rollbook.core.wire.Limits`.
-    - `split` (hf): which of several splits. `table` (trinity-sqlite): which of several tables (see `list_tables`).
-    - `tokenizer` (verl, trl, openrlhf): a transformers tokenizer or its path, for rows without token ids.
-    - `rewards` (trl): the reward columns, or a dict with their weights.
-
     Args:
         path: A file, a folder or a `datasets.Dataset`.
         format: A key of `FORMATS`; detected by default.
         batch_rows: Records per batch.
         on_error: `"skip"` leaves out rows (lines, database rows, frames, payloads) that cannot be read and lists them
             in the `report` of the result. A file that is damaged as a whole raises either way.
+        options: Options of the format:
+
+            - `max_row_bytes` (jsonl, parquet, trinity-sqlite, verl, trl, openrlhf): the largest row that is read;
+            - `limits` (frames, trxp): a `rollbook.core.wire.Limits`;
+            - `split` (hf): which of several splits;
+            - `table` (trinity-sqlite): which of several tables (see `list_tables`);
+            - `tokenizer` (verl, trl, openrlhf): a transformers tokenizer or its path, for rows without token ids;
+            - `rewards` (trl): the reward columns, or a dict with their weights.
 
     Returns:
         An iterator over `Experiences`.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: The format or an option is unknown, or the format cannot be detected.
+        WireError: Raised during iteration if the data is damaged or exceeds the limits.
     """
     name = guess(path) if format is None else check_format(format)
     where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
@@ -407,17 +412,21 @@ def write(
 ) -> int:
     """Write records to a file, which appears when it is complete.
 
-    Options of formats: `compression` (parquet: "zstd"; frames: None), `max_shard_size` (hf).
-
     Args:
         batches: The records.
         path: The file, or for `hf` the folder.
         format: A key of `FORMATS`; by default given by the extension (.parquet, .jsonl, .frames, .trxp, .hf).
         batch_rows: Records per row group, frame or payload.
         overwrite: Replace an existing file.
+        options: Options of the format: `compression` (parquet, by default "zstd"; frames, by default `None`),
+            `max_shard_size` (hf).
 
     Returns:
         The number of records.
+
+    Raises:
+        FileExistsError: The file exists and `overwrite` is false, or the path is a folder that is not a saved dataset.
+        ValueError: The format or an option is unknown.
     """
     final = os.fspath(path).rstrip("/")
     name = format_from_name(final) if format is None else check_format(format, writing=True)

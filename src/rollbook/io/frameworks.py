@@ -470,7 +470,7 @@ class _SampleTokenizer:
             return list(self._require_tokenizer()(value, add_special_tokens=False)["input_ids"])
         if _is_messages(value):
             return self._render(value, add_generation_prompt=True)
-        raise WireError(f"got a {type(value).__name__}, expected a text, messages or token ids")
+        raise WireError(f"got a {type(value).__name__}, expected a string, messages or token ids")
 
     def encode_response(
         self, prompt: Json, prompt_ids: list[int], response: Json

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
-"""Rows that any file may have; larger files may have so many per byte."""
+"""Rows that any file may have, and rows per byte that a larger file may have."""
 ROW_BYTES = 1024
 """Bytes that a row may decode to in any file: repeated values take almost no space."""
 BATCH_BYTES = 256 << 20
@@ -177,7 +177,7 @@ class _Page:
         if self.codec == "UNCOMPRESSED" or not compressed:
             return memoryview(bytes(stored))
         if self.codec not in _CODECS:
-            raise WireError(f"pages compressed by {self.codec} are not read where their dictionaries are this large")
+            raise WireError(f"pages compressed by {self.codec} are not supported if their dictionaries are this large")
         size = self.header[2] - skipped
         return memoryview(pa.Codec(_CODECS[self.codec]).decompress(bytes(stored), decompressed_size=size)).cast("B")
 

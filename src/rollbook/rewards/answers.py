@@ -651,7 +651,7 @@ def _split_units(responses: Sequence[str], ids: Sequence[Sequence[int]], unit: U
     if unit == "tokens":
         for i, (text, row) in enumerate(zip(responses, ids, strict=True)):
             if text and not len(row):
-                raise ValueError(f"response_ids: got none for sample {i}, expected them, or unit='words'")
+                raise ValueError(f"response_ids: missing for sample {i}; pass them or unit='words'")
         return [list(row) for row in ids]
     if unit == "characters":
         return [[ord(mark) for mark in text] for text in responses]

@@ -208,11 +208,11 @@ class ProcessPool:
             self._function = pickle.dumps(function)
         except Exception as error:
             raise ValueError(
-                f"function: got one that cannot be sent to another process ({describe_error(error)}), expected one at "
-                "the top level of a module, or pool='thread'"
+                f"function: cannot be sent to another process ({describe_error(error)}); define it at the top level "
+                "of a module, or use pool='thread'"
             ) from None
         if any(argument in _MAIN_MODULES for _, argument, _ in pickletools.genops(self._function)):
-            raise ValueError(f"function: got one of the main program, {_ALTERNATIVES}")
+            raise ValueError(f"function: defined in __main__; {_ALTERNATIVES}")
         self.workers = workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         self._alive: set[_Worker] = set()
@@ -262,7 +262,7 @@ START_TIMEOUT = 180.0
 """Seconds in which a process must load its function, which may import torch."""
 
 _MAIN_MODULES = ("__main__", "__mp_main__")
-_ALTERNATIVES = "expected one of a module; move it into a module, or use pool='thread'"
+_ALTERNATIVES = "move it into a module, or use pool='thread'"
 _inside_pool = False
 """Whether this process belongs to a pool."""
 
@@ -348,7 +348,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _MAIN_MODULES:
-            raise PoolError(f"got {name} of the main program, {_ALTERNATIVES}")
+            raise PoolError(f"{name}: defined in __main__; {_ALTERNATIVES}")
         return super().find_class(module, name)
 
 
@@ -675,7 +675,7 @@ class FunctionReward(Reward):
             parameter such as `responses`.
         batch_size: Largest number of samples per call of a batched function.
         pool: `thread`, or `process` for functions that compute much, hang or crash: only a process can be stopped. A
-            thread that exceeds its limit is left behind and reported; an async function is cancelled.
+            thread that exceeds its limit is left behind and reported; an async function is canceled.
         workers: Number of concurrent calls; by default twice the cores for threads, the cores for processes, 64 for
             async functions.
         time_limit: Seconds per call, or `None`.
@@ -693,7 +693,7 @@ class FunctionReward(Reward):
     >>> FunctionReward(lambda answer: 1.0)
     Traceback (most recent call last):
         ...
-    ValueError: <lambda>: parameter 'answer' is not a field of a sample; there are (prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info)
+    ValueError: <lambda>: parameter 'answer' is not a field of a sample; choose from prompt, response, reference, label, query, messages, images, prompt_ids, response_ids, eid, finish_reason, info, completion, solution_str, ground_truth, truth, ref, data_source, extra_info
     """  # noqa: E501
 
     def __init__(

@@ -159,7 +159,7 @@ class CombinedReward(Reward):
         combine: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         if not rewards:
-            raise ValueError("rewards: got none, expected at least one")
+            raise ValueError("rewards: missing")
         self.rewards = dict(rewards)
         self.weights = check_weights(list(self.rewards), weights)
         if combine is not None and weights is not None:
@@ -225,7 +225,7 @@ def check_weights(names: Sequence[str], weights: Mapping[str, float] | Sequence[
             raise ValueError(f"weights: unknown component {unknown!r}{suggest(unknown, list(names))}")
         missing = [name for name in names if name not in weights]
         if missing:
-            raise ValueError(f"weights: got none for {missing[0]!r}, expected one for each of {', '.join(names)}")
+            raise ValueError(f"weights: missing for {missing[0]!r}, expected one for each of {', '.join(names)}")
         return {name: _check_weight(name, weights[name]) for name in names}
     if len(weights) != len(names):
         raise ValueError(f"weights: got {len(weights)}, expected {len(names)}, one for each of {', '.join(names)}")
@@ -440,9 +440,7 @@ class LightRFTReward(Reward):
         keys = {index: key for key, index in self.label_map.items()}
         self._keys = [keys.get(index) for index in range(len(self.models))]
         if self.recipe and None in self._keys:
-            raise ValueError(
-                f"label_map: got no key for model {self._keys.index(None)}, expected one: there is a recipe"
-            )
+            raise ValueError(f"label_map: missing a key for model {self._keys.index(None)}, required by the recipe")
         # The models that each label needs. A recipe may list labels that no sample has, so a missing model is an
         # error only when a sample needs it.
         self._needs: dict[str, set[str]] = {}
@@ -542,6 +540,12 @@ def lightrft_reward(
         tokenizer: Tokenizer of the policy, whose ids the models are given.
         options: Options of each model (`rows`, `tokens`, `device`, ...).
 
+    Returns:
+        The reward of the single model, or a `LightRFTReward` that combines the models.
+
+    Raises:
+        ValueError: There is neither a model nor a `reward_fn`, or there are several models without a `reward_fn`.
+
     >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
     ...     accuracy = [float(query == ref) for query, ref in zip(queries, refs)]
     ...     return accuracy, {"accuracy_reward": accuracy}
@@ -622,6 +626,12 @@ def as_reward(spec: RewardLike, **options: Any) -> Reward:
         options: Options of the class and, for a function, its own parameters that are not fields of a sample; in a list,
             each goes to the parts that take it. A `time_limit` that the function has itself (`math_match`, `code_match`)
             is the function's: the call then has 10 s more, and at least the usual 60.
+
+    Returns:
+        A callable that maps a list of `RewardInput` to a `RewardResult`.
+
+    Raises:
+        ValueError: The reward or an option is unknown, or options do not apply to it.
 
     >>> from rollbook.rewards import RewardInput
     >>> sample = RewardInput(prompt="2 + 2 =", response="It is 4.", reference="4")

@@ -175,7 +175,7 @@ class RemoteReward(Reward):
     ) -> None:
         urls = [url] if isinstance(url, str) else list(url)
         if not urls:
-            raise ValueError("url: got none, expected at least one")
+            raise ValueError("url: missing")
         for address in urls:
             if not isinstance(address, str) or not address.startswith(("http://", "https://")):
                 shown = redacted(address) if isinstance(address, str) else address

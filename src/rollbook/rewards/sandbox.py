@@ -124,7 +124,7 @@ def run_sandboxed(
     - `system calls`: they are not filtered (not Linux, or neither x86-64 nor ARM64).
 
     Limits on memory and CPU apply to each process. The sandbox relies on the kernel and does not protect from kernel
-    exploits: run programs of attackers in a virtual machine.
+    exploits: run untrusted programs in a virtual machine.
 
     Args:
         files: Contents of files in the folder, by name.
@@ -133,6 +133,9 @@ def run_sandboxed(
         limits: Limits of the program.
         python: Another interpreter, with its packages; `None`: this one, without packages.
         side: Whether the program gets a pipe to write to, whose descriptor is its last argument.
+
+    Returns:
+        Exit code, output and errors of the program, and the protections that were missing.
 
     Raises:
         ValueError: This is not a POSIX system.

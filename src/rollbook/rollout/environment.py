@@ -679,7 +679,7 @@ class Episode:
     def act(self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: SamplingOption) -> Sample:
         """Sample the next turn and append it.
 
-        A turn that was paused or cancelled (`abort`) is continued, if nothing was observed since. A failed turn is
+        A turn that was paused or canceled (`abort`) is continued, if nothing was observed since. A failed turn is
         recorded in `errors` and can be repeated.
 
         Args:

@@ -940,7 +940,7 @@ async def _watch_cancel(cancel: Cancel, tasks: Sequence[asyncio.Task[None]]) -> 
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines concurrently. If this is cancelled, all of them are, and end before this ends."""
+    """Run coroutines concurrently. If this is canceled, all of them are, and end before this ends."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
@@ -958,6 +958,6 @@ async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 async def _run_guarded(job: PromptJob, ks: list[int], work: Callable[[], Awaitable[None]]) -> None:
     """Run work on samples `ks`, and fail only these."""
     try:
-        await work()  # created here: a coroutine that is cancelled before it starts would never be awaited
+        await work()  # created here: a coroutine that is canceled before it starts would never be awaited
     except (ServerError, ValueError) as error:
         job.fail(error, ks)

@@ -119,7 +119,7 @@ class LoopThread:
     """An event loop in a thread of its own.
 
     The thread starts with the first coroutine. It ends with `close`, with the last reference to the object or with the
-    program; coroutines that still run are cancelled.
+    program; coroutines that still run are canceled.
 
     Args:
         name: Name of the thread.

@@ -662,7 +662,7 @@ def make_renderer(tokenizer: Tokenizer | None, prompt: Prompt, options: Mapping[
     """Return the renderer of a prompt; `None` for token ids without a tokenizer."""
     if tokenizer is None:
         if prompt.token_ids is None:
-            raise ValueError("tokenizer: got None, expected one for a prompt that is not token ids")
+            raise ValueError("tokenizer: missing, required for a prompt that is not token ids")
         return None
     return Renderer(tokenizer, chat=prompt.messages is not None, tools=prompt.tools, options=options)
 

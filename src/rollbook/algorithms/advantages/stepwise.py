@@ -33,7 +33,7 @@ class _Episodes:
         numbers = as_ids("steps", steps, rows)
         for i, step in enumerate(numbers):
             if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
-                raise ValueError(f"steps: row {i} has {step!r}, expected a whole number")
+                raise ValueError(f"steps: row {i} has {step!r}, expected an integer")
         hashes = as_ids("states", states, rows) if states is not None else [None] * rows
         parts = check_process_group(process_group).gather([self.own_rewards, names, labels, numbers, hashes])
         first = sum(len(part[0]) for part in parts[: process_group.rank])

@@ -103,7 +103,7 @@ class _PlacedRewards:
             )
         metrics = dict(self.metrics)
         if clip is not None:
-            check_float("clip", clip, 1e-30, expected="a positive number, or None")
+            check_float("clip", clip, 1e-30, expected="a positive number or None")
             over = int((advantages.abs() > clip).sum())
             metrics["clip_fraction"] = over / max(int(self.layout.mask.sum()), 1)
             advantages = advantages.clamp(-clip, clip)

@@ -283,5 +283,5 @@ def _step(step: int | PerRow, rows: int) -> int:
         raise ValueError(f"step: got {sorted(set(steps.tolist()))}, expected one step, the same in every row")
     first = steps[0].item()
     if steps.dtype == torch.bool or not float(first).is_integer():
-        raise ValueError(f"step: got {first}, expected a whole number")
+        raise ValueError(f"step: got {first}, expected an integer")
     return int(first)

@@ -98,7 +98,7 @@ def ppo_terms(
     """Compute the PPO loss of each token."""
     check_float("clip_low", clip_low, 0)
     check_float("clip_high", clip_high, 0)
-    check_optional("dual_clip", dual_clip, 1, "a number above 1")
+    check_optional("dual_clip", dual_clip, 1, "a number > 1")
     check_optional("sequence_delta", sequence_delta, -math.inf, "a number")
     layout, advantages = batch.layout, batch.advantages
     log_ratio = batch.clamp_log_ratio(log_ratio_clamp)
@@ -334,7 +334,7 @@ def cpg(
     """
     check_float("clip_high", clip_high, 0)
     if not 0 <= check_float("clip_low", clip_low) < 1:
-        raise ValueError(f"clip_low: got {clip_low!r}, expected a number from 0 to below 1")
+        raise ValueError(f"clip_low: got {clip_low!r}, expected a number in [0, 1)")
     batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
     ours, positive = batch.new_logprobs, batch.advantages > 0
     old = ours.detach() - batch.log_ratio.detach()

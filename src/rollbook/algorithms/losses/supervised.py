@@ -140,7 +140,7 @@ def sft_phi(
 
 def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> LossTerms:
     """Compute the `sft_phi` loss of each token."""
-    check_float("cutoff", cutoff, 1e-30, 1, expected="a probability above 0, up to 1")
+    check_float("cutoff", cutoff, 1e-30, 1, expected="a probability in (0, 1]")
     new_logprobs = ours.detach()
     weight = new_logprobs.exp() * -torch.expm1(new_logprobs)  # 1 - p, without cancellation where p is nearly 1
     return LossTerms(-weight * ours.clamp(max=math.log(cutoff)))

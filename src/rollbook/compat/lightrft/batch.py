@@ -863,7 +863,7 @@ class ExperienceBatch(Movable):
             return predictions[0, torch.maximum(slot + shift - 1, first)]
         actions = next((value for _, value in token_fields(self, "response") if value is not None), None)
         if actions is None:
-            raise ValueError("at_actions: got no response-axis field, expected one, which gives the response slots")
+            raise ValueError("at_actions: missing a response-axis field, which gives the response slots")
         self._check_predictions(predictions, tuple(self.sequences.shape))
         begin = predictions.shape[1] - actions.shape[1]
         if begin:

@@ -673,7 +673,7 @@ class NaiveExperienceMaker:
         self.initial_model = self.models["reference"] = model
 
     def _actor_engine(self) -> BaseEngine | None:
-        """The actor as an engine, if it is one or has one; others are called by LightRFT's `generate`."""
+        """Return the actor as an engine, or `None` if it has none and is called by LightRFT's `generate`."""
         if isinstance(self.actor, BaseEngine):
             return self.actor
         if not isinstance(self.actor, Actor):
@@ -699,7 +699,7 @@ class NaiveExperienceMaker:
             With `padding`, a dict of tensors (B, S); without, the tokenizer's mapping of lists.
         """
         if self.tokenizer is None:
-            raise ValueError("tokenizer: got None, expected one, to read prompts with")
+            raise ValueError("tokenizer: missing, required to read prompts")
         options: dict[str, Any] = {"add_special_tokens": False, "max_length": max_length, "truncation": True}
         if not padding:
             return self.tokenizer(texts, **options)
@@ -737,7 +737,7 @@ class NaiveExperienceMaker:
                 raise ValueError(f"{name}: unknown column{suggest(name, [f'all_{column}' for column in columns])}")
         prompts = make_prompts(all_prompts, **columns)
         if not prompts:
-            raise ValueError("all_prompts: got none, expected at least one prompt")
+            raise ValueError("all_prompts: empty, expected at least one prompt")
         self.scorer.check(prompts)
         return prompts, options
 
@@ -923,7 +923,7 @@ class NaiveExperienceMaker:
         rollout = RolloutBatches(batches)
         mask = rollout.column("action_mask")
         if mask is None:
-            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+            raise ValueError("action_mask: missing, and no other response-axis field gives the response slots")
         has_records = all(part.rollouts is not None for part in parts)
         records: Experiences | None = None
         if has_records or any(map(is_native, self.models.values())):
@@ -1076,8 +1076,8 @@ class NaiveExperienceMaker:
         """Make finished experience: generate, score, compare within groups, estimate advantages.
 
         Args:
-            all_prompts: As of `generate_samples`.
-            generate_kwargs: As of `generate_samples`; `gamma` and `lambd` are the estimator's.
+            all_prompts: See `generate_samples`.
+            generate_kwargs: See `generate_samples`; `gamma` and `lambd` are options of the estimator.
 
         Returns:
             Batches of `micro_rollout_batch_size` samples. `info` has `return` (B,), the sum of a row's token rewards,
@@ -1159,7 +1159,7 @@ class NaiveExperienceMaker:
         entry = ESTIMATORS[config.advantage_estimator]
         mask = rollout.rows("action_mask")
         if mask is None:
-            raise ValueError("action_mask: got none, and no other response-axis field, expected one")
+            raise ValueError("action_mask: missing, and no other response-axis field gives the response slots")
         metrics = {} if self._row_scores is None else self._row_scores.metrics
         bounds = self.algorithm.reward_clip if entry.clips_rewards else None
         rewards, clip_metrics = clip_scores(row_rewards, bounds)
@@ -1340,8 +1340,8 @@ class NaiveExperienceMaker:
         `ref_logprobs`, `values` and `entropy`.
 
         Args:
-            all_prompts: As of `make_experience_list`.
-            generate_kwargs: As of `make_experience_list`.
+            all_prompts: See `make_experience_list`.
+            generate_kwargs: See `make_experience_list`.
 
         Returns:
             The records that `process_experiences` did not filter out.
@@ -1357,7 +1357,7 @@ class NaiveExperienceMaker:
         ([1.0, 0.0], [[0.5, 0.5], [-0.5, -0.5]])
         """
         if self.engine is None:
-            raise ValueError("engine: got None, expected one: an actor with LightRFT's generate keeps no records")
+            raise ValueError("engine: missing; an actor with LightRFT's generate keeps no records")
         batches = RolloutBatches(self.make_experience_list(all_prompts, **generate_kwargs))
         rollout, self._rollout = self._rollout, None
         parts = [] if rollout is None else rollout.samples

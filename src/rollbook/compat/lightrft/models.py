@@ -350,10 +350,10 @@ def forward_batch(
     Args:
         model: An actor, its reference, or a critic.
         batch: The batch, which is not changed.
-        outputs: As of `rollbook.models.forward.forward`.
+        outputs: See `rollbook.models.forward.forward`.
         token_budget: Tokens of a micro-batch.
         device: Where results go. `None`: where the batch is.
-        stats: A dict to be filled, as of `rollbook.models.forward.forward`.
+        stats: A dict to be filled; see `rollbook.models.forward.forward`.
 
     Returns:
         By name, (B, A) of a padded batch, `Rows` of a packed one.
@@ -441,7 +441,7 @@ def select_model_fields(batch: ExperienceBatch) -> ExperienceBatch:
     """Return a batch with only the fields that a model reads, on the same memory."""
     slots = next((column for _, column in token_fields(batch, "response") if column is not None), None)
     if slots is None:
-        raise ValueError("batch: got no response-axis field, expected one, which gives the response slots")
+        raise ValueError("batch: missing a response-axis field, which gives the response slots")
     if batch.layout == "packed":
         lengths = [len(row) for row in slots]
         device = batch.sequences[0].device if len(batch.sequences) else "cpu"

@@ -91,7 +91,7 @@ def _counts(batch: ExperienceBatch, number: str) -> list[int] | None:
     counts = entry.tolist() if isinstance(entry, (torch.Tensor, np.ndarray)) else entry
     good = isinstance(counts, (list, tuple)) and len(counts) == len(batch)
     if not good or not all(isinstance(c, (int, float)) and float(c).is_integer() and c >= 0 for c in counts):
-        raise ValueError(f"info[{number!r}]: got {counts!r}, expected {len(batch)} whole numbers")
+        raise ValueError(f"info[{number!r}]: got {counts!r}, expected {len(batch)} integers")
     return [int(c) for c in counts]
 
 
@@ -317,7 +317,7 @@ class RaggedBatch:
         return None if row is None else row.clone(memory_format=torch.contiguous_format)
 
     def value(self, name: str, i: int) -> Any:
-        """What sample i has as an item's field."""
+        """Return the field of sample i."""
         if name in BATCH_FIELDS:
             return self.row(name, i)
         if name == "info":
@@ -433,7 +433,7 @@ class PaddedRaggedBatch(RaggedBatch):
     row = view
 
     def value(self, name: str, i: int) -> Any:
-        """What sample i has as an item's field."""
+        """Return the field of sample i."""
         if name == "action_start":
             return self.starts[i]
         if name == "implied":  # masks that exist only to separate padding from the rest
@@ -660,7 +660,7 @@ def action_starts(batch: ExperienceBatch, slots: int) -> Lengths:
         return np.zeros(count, dtype=np.int64)
     starts = np.asarray(slots_before.cpu() if isinstance(slots_before, torch.Tensor) else slots_before)
     if starts.dtype.kind not in "iu" or starts.shape != (count,) or (starts < 0).any() or (starts > slots).any():
-        raise ValueError(f"action_starts: got {starts.tolist()}, expected {count} whole numbers from 0 to {slots}")
+        raise ValueError(f"action_starts: got {starts.tolist()}, expected {count} integers from 0 to {slots}")
     return starts.astype(np.int64)
 
 

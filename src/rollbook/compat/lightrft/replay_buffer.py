@@ -116,7 +116,7 @@ def check_item(i: int, item: BufferItem) -> None:
             raise ValueError(f"items[{i}].{name}: got {type(state[name]).__name__}, expected a dict")
     start = state.get("action_start", 0)
     if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-        raise ValueError(f"items[{i}].action_start: got {start!r}, expected a whole number")
+        raise ValueError(f"items[{i}].action_start: got {start!r}, expected an integer")
 
 
 def _none_if_empty(values: list[Any]) -> list[Any] | None:
@@ -847,7 +847,7 @@ def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") ->
         raise PaddingSideError(f"side: got {side!r}, expected 'left' or 'right'")
     rows = list(sequences)
     if not rows:
-        raise ValueError("sequences: got none, expected at least one")
+        raise ValueError("sequences: empty, expected at least one")
     for i, row in enumerate(rows):
         if not isinstance(row, torch.Tensor) or row.dim() != 1:
             shown = f"shape {list(row.shape)}" if isinstance(row, torch.Tensor) else type(row).__name__
@@ -943,7 +943,7 @@ def make_experience_batch(
     """
     listed = list(items)
     if not listed:
-        raise ValueError("items: got none, expected at least one")
+        raise ValueError("items: empty, expected at least one")
     check_layout(layout)
     if packing_samples or layout == "left":
         batch = collate_untouched(listed, pad_token_id, packing_samples)
@@ -1013,9 +1013,9 @@ class NaiveReplayBuffer:
         device: Device = None,
     ) -> None:
         if isinstance(sample_batch_size, bool) or not isinstance(sample_batch_size, int) or sample_batch_size < 1:
-            raise ValueError(f"sample_batch_size: got {sample_batch_size!r}, expected a whole number of at least 1")
+            raise ValueError(f"sample_batch_size: got {sample_batch_size!r}, expected an integer >= 1")
         if isinstance(limit, bool) or not isinstance(limit, int):
-            raise ValueError(f"limit: got {limit!r}, expected a whole number; 0 or less for none")
+            raise ValueError(f"limit: got {limit!r}, expected an integer (<= 0: no limit)")
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self.cpu_offload = cpu_offload

@@ -121,7 +121,7 @@ def make_samples(
     ([[57, 58, 20, 2, 57, 58, 21, 21, 2]], [[1, 1, 1, 1, 2, 2, 2, 2, 2]], [2, 3])
     """
     if not rollouts:
-        raise ValueError("rollouts: got none, expected at least one sample")
+        raise ValueError("rollouts: empty, expected at least one sample")
     # At least one slot: models and losses need a response axis, even if it is padding.
     tokens, spans, begin = concatenate_samples(rollouts, slots=1)
     lengths, responses = torch.from_numpy(spans.lengths), [len(sample.response_ids) for sample in rollouts]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rollbook.core.checks import check_choice
+from rollbook.core.checks import check_choice, describe_range
 from rollbook.inspect.statistics import Floats, Ints, Mask, Series, by_step
 
 Severity = Literal["high", "medium", "low"]
@@ -340,8 +340,8 @@ class Thresholds:
                 expected = "an integer" if is_int else "a number"
                 raise ValueError(f"threshold {field.name!r}: got {value!r}, expected {expected}")
             if not low <= value <= high:
-                limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-                raise ValueError(f"threshold {field.name!r}: got {value!r}, expected a number {limit}")
+                expected = describe_range("a number", low, high)
+                raise ValueError(f"threshold {field.name!r}: got {value!r}, expected {expected}")
 
     @classmethod
     def of(cls, *sources: Thresholds | Mapping[str, Any] | str | None, **named: float) -> Thresholds:

@@ -180,11 +180,11 @@ def _convert_node(
     for key_node, value_node in node.value:
         line = f"{name}, line {key_node.start_mark.line + 1}"
         if key_node.id != "scalar":
-            raise ConfigError(where, "got a list or a mapping as a key, expected text", line)
+            raise ConfigError(where, "got a list or a mapping as a key, expected a string", line)
         key = _convert_node(key_node, path, name, origins, parents, budget)
         if not isinstance(key, str):
             text = key_node.value
-            raise ConfigError(where, f"got {text!r} as a key, expected text (in quotes: '{text}')", line)
+            raise ConfigError(where, f"got {text!r} as a key, expected a string (in quotes: '{text}')", line)
         if key in mapping:
             raise ConfigError(".".join((*path, key)), "duplicate key", line)
         origins[*path, key] = line
@@ -275,8 +275,11 @@ def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides:
             `None`: the default recipe.
         overrides: Changes, as `section.key=value`.
 
+    Returns:
+        The configuration, complete with defaults.
+
     Raises:
-        ConfigError: A key or a value is not valid.
+        ConfigError: The file or recipe does not exist, or a key or a value is not valid.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -303,11 +306,11 @@ def _find_file(name: str | Path, folder: Path | None) -> Path:
     check_regular(path)
     if path.suffix in _SUFFIXES or path.is_file():
         if not path.is_file():
-            raise ConfigError(str(path), "there is no such file")
+            raise ConfigError(str(path), "no such file")
         return path
     names = list_recipes()
     if str(name) not in names:
-        raise ConfigError(str(name), f"is neither a file nor a recipe{suggest(str(name), list(names))}")
+        raise ConfigError(str(name), f"no such file or recipe{suggest(str(name), list(names))}")
     return names[str(name)]
 
 
@@ -327,7 +330,7 @@ def _read_with_bases(path: Path, files: list[Path]) -> Document:
     try:
         base_path = _find_file(base, path.parent)
     except ConfigError as error:
-        raise ConfigError("base", f"{error.path} {error.message}", source) from None
+        raise ConfigError("base", f"{error.path}: {error.message}", source) from None
     return merge_layers(_read_with_bases(base_path, [*files, path.resolve()]), document)
 
 

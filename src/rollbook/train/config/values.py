@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 from urllib.parse import quote
 
 from rollbook.core.addresses import is_secret_name, redacted, url_secrets
-from rollbook.core.checks import suggest
+from rollbook.core.checks import describe_range, suggest
 from rollbook.core.errors import RollbookError
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class ConfigError(RollbookError, ValueError):
         message: What is wrong.
         source: File and line, or argument, that set the key.
 
-    >>> error = ConfigError("lr", "got -1, expected a number above 0").under("optimizer")
+    >>> error = ConfigError("lr", "got -1, expected a number > 0").under("optimizer")
     >>> str(error), str(error.at("my.yaml, line 3"))
-    ('optimizer.lr: got -1, expected a number above 0', 'optimizer.lr: got -1, expected a number above 0 (my.yaml, line 3)')
-    """  # noqa: E501
+    ('optimizer.lr: got -1, expected a number > 0', 'optimizer.lr: got -1, expected a number > 0 (my.yaml, line 3)')
+    """
 
     def __init__(self, path: str, message: str, source: str = "") -> None:
         super().__init__(f"{path}: {message}" + (f" ({source})" if source else ""))
@@ -103,10 +103,10 @@ class Number:
         high: Upper bound.
         above: Lower bound, itself excluded.
         below: Upper bound, itself excluded.
-        whole_from: Value from which only integers are allowed, for keys that are a share (0.1) or a count (100).
+        whole_from: Value from which only integers are allowed, for keys that are a fraction (0.1) or a count (100).
 
     >>> Number(integer=True, low=1).read(1e3), Number(above=0, high=1).expected
-    (1000, 'a number above 0, up to 1')
+    (1000, 'a number in (0, 1]')
     """
 
     integer: bool = False
@@ -118,20 +118,10 @@ class Number:
 
     @property
     def expected(self) -> str:
-        text = "a whole number" if self.integer else "a number"
-        bounds = [
-            *([f"from {_format_bound(self.low)}"] if self.low is not None else []),
-            *([f"above {_format_bound(self.above)}"] if self.above is not None else []),
-            *([f"to {_format_bound(self.high)}"] if self.high is not None and self.low is not None else []),
-            *([f"up to {_format_bound(self.high)}"] if self.high is not None and self.low is None else []),
-            *([f"below {_format_bound(self.below)}"] if self.below is not None else []),
-        ]
-        open_end = self.low is not None and self.high is None and self.below is None
-        text = " ".join([text, ", ".join(bounds) if self.above is not None else " ".join(bounds)]).strip()
-        text += " on" if open_end else ""
+        kind = "an integer" if self.integer else "a number"
+        text = describe_range(kind, self.low, self.high, self.above, self.below)
         if self.whole_from:
-            bound = _format_bound(self.whole_from)
-            text += f" (below {bound}: a share; {bound} or more: a count)"
+            text += f" (< {self.whole_from:g}: a fraction; >= {self.whole_from:g}: a count)"
         return text
 
     def read(self, value: RawValue) -> float | int:
@@ -156,10 +146,6 @@ class Number:
             raise _value_error(value, self.expected) from None
 
 
-def _format_bound(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
-
-
 @dataclass(frozen=True)
 class Text:
     """A text.
@@ -176,7 +162,7 @@ class Text:
 
     @property
     def expected(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else self.description or "text"
+        return f"one of {', '.join(self.choices)}" if self.choices else self.description or "a string"
 
     def read(self, value: RawValue) -> str:
         if not isinstance(value, str):
@@ -199,14 +185,17 @@ class Nullable:
 
     @property
     def expected(self) -> str:
-        return f"{self.inner.expected}, or null"
+        text = self.inner.expected
+        return f"null or {text}" if " each " in text else f"{text} or null"
 
     def read(self, value: RawValue) -> Any:
         try:
             return None if value is None else self.inner.read(value)
         except ConfigError as error:
-            is_of_value = not error.path and error.message.endswith(f"expected {self.inner.expected}")
-            raise ConfigError("", f"{error.message}, or null") if is_of_value else error from None
+            if error.path or not error.message.endswith(f"expected {self.inner.expected}"):
+                raise
+            message = error.message.removesuffix(self.inner.expected) + self.expected
+            raise ConfigError("", message) from None
 
 
 @dataclass(frozen=True)
@@ -263,7 +252,7 @@ class ListOf:
 class PlainValue:
     """Any plain value, such as an option that is passed on."""
 
-    expected: str = "text, a number, true, false, null, a list or a mapping"
+    expected: str = "a string, a number, true, false, null, a list or a mapping"
 
     def read(self, value: RawValue, depth: int = 0) -> Any:
         if depth > 50:
@@ -302,7 +291,7 @@ def _read_mapping(value: Mapping[Any, Any], read: Callable[[Any], Any]) -> dict[
     entries = {}
     for name, entry in value.items():
         if not isinstance(name, str):
-            raise ConfigError("", f"got {name!r} as a name, expected text (in quotes: '{name}')")
+            raise ConfigError("", f"got {name!r} as a name, expected a string (in quotes: '{name}')")
         try:
             entries[name] = read(entry)
         except ConfigError as error:
@@ -429,7 +418,7 @@ def parse_annotation(hint: Any, limits: Mapping[str, Any]) -> Kind:
         TypeError: Keys cannot have this annotation.
 
     >>> parse_annotation(float | None, {"above": 0}).expected
-    'a number above 0, or null'
+    'a number > 0 or null'
     >>> parse_annotation(tuple[str, ...], {}).read("stop")
     ('stop',)
     """
