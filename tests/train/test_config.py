@@ -257,7 +257,8 @@ BAD = {
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it together with path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},
-    "algorithm.kl_coef: got 5, expected 0: the loss 'dpo' compares pairs": {"algorithm": {"preset": "dpo", "kl_coef": 5}},
+    "algorithm.kl_coef: got 5, expected 0: the loss 'dpo' compares pairs":
+        {"algorithm": {"preset": "dpo", "kl_coef": 5}},
     "algorithm.kl_in: got 'reward', expected 'loss': without an estimator":
         {"algorithm": {"preset": "sft", "kl_coef": 0.5, "kl_in": "reward"}},
     "model.config.model_type: missing, expected a model type": {"model": {"config": {"hidden_size": 8}}},

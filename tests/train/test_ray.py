@@ -101,3 +101,11 @@ def test_a_worker_does_not_wait_for_weights_of_a_version_that_was_rewound(tmp_pa
 
 def test_faults_of_two_ranks_over_postgresql(setting: Setting) -> None:
     ray_trials.killed_driver_and_database(setting)
+
+
+def test_killed_and_paused_actors_a_slow_disk_and_a_lost_node(setting: Setting) -> None:
+    ray_trials.several_faults(setting)
+
+
+def test_a_full_object_store(setting: Setting) -> None:
+    ray_trials.full_store(setting)
