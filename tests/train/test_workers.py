@@ -209,7 +209,7 @@ def test_groups_that_are_too_late_are_dropped_with_a_reason(tmp_path: Path, monk
 
 
 def test_constant_groups_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = ("algorithm.preset=dapo", "algorithm.group_size=3", "rollout.workers=2")
+    changes = ("algorithm.preset=dapo", "algorithm.refill=0", "algorithm.group_size=3", "rollout.workers=2")
     config = configure(tmp_path / "run", *MODES["async"], *changes)
     with thread_workers(monkeypatch):
         train(config)
@@ -225,7 +225,7 @@ def test_constant_groups_are_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("preset", ["grpo", "dapo"])
 def test_a_reward_that_always_fails_ends_the_run(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = (f"algorithm.preset={preset}", "algorithm.group_size=3", "rollout.workers=1")
+    changes = (f"algorithm.preset={preset}", "algorithm.refill=0", "algorithm.group_size=3", "rollout.workers=1")
     config = configure(tmp_path / "run", *changes, "rewards=tests.train.test_workers:failing_reward", "warmup.steps=0")
     with thread_workers(monkeypatch), pytest.raises(AllSamplesFailedError, match="no reward today"):
         train(config)
@@ -280,6 +280,7 @@ def test_adapters_only_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["rollout.workers=1", "book=memory:"], "book: got 'memory:' with rollout workers"),
         (["rollout.workers=1", "engine={kind: openai, url: http://127.0.0.1:1}"], "engine.kind: got 'openai' with"),
         ([*MODES["async"], "replay.kind=replay"], "replay.kind: got 'replay' with rollout workers"),
+        (["rollout.workers=1", "algorithm.preset=dapo"], "algorithm.refill: got 3 with rollout workers, which replace"),
         (["rollout.mode=later"], "rollout.mode: "),
         (["rollout.workers=-1"], "rollout.workers: "),
     ],

@@ -342,6 +342,11 @@ class Trainer:
                 raise ValueError(f"rollouts: got workers, but {algorithm.name} has no prompts to generate rollouts for")
             if self.replay.kind != "on_policy":
                 raise ValueError(f"rollouts: got workers with replay.kind {self.replay.kind!r}, expected 'on_policy'")
+            if algorithm.refill:
+                raise ValueError(
+                    f"algorithm.refill: got {algorithm.refill} with rollout workers, which replace dropped groups until "
+                    "a step is full, expected 0"
+                )
         if self.prompts is None:
             if self.reward is not None:
                 raise ValueError("prompts: missing; without prompts there are no rollouts for the reward to score")

@@ -767,6 +767,12 @@ class Config:
             raise ConfigError("rollout", f"got workers, but {self.algorithm.name} trains on given answers")
         if self.replay.kind != "on_policy":
             raise ConfigError("replay.kind", f"got {self.replay.kind!r} with rollout workers, expected on_policy")
+        if self.algorithm.refill:
+            raise ConfigError(
+                "algorithm.refill",
+                f"got {self.algorithm.refill} with rollout workers, which replace dropped groups until a step is full, "
+                "expected 0",
+            )
         if mode == "async" and staleness is None:
             raise ConfigError("replay.max_staleness", "missing, required by rollout.mode async, such as 2")
         if mode != "async" and staleness is not None:
