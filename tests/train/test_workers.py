@@ -34,6 +34,7 @@ from rollbook.book.rollouts import (
     set_limit,
 )
 from rollbook.cli import main
+from rollbook.rewards import as_reward
 from rollbook.rollout.environment import Reply
 from rollbook.rollout.weight_sync import StaleWeightsError
 from rollbook.train.builders import build_rollouts, build_worker, load_prompts
@@ -300,7 +301,7 @@ def finished_book(folder: Path, *changes: str) -> tuple[Path, Any]:
     """A book with the settings of a trainer, in which no group is to be generated."""
     config = configure(folder / "run", *changes)
     prompts, _ = load_prompts(config)
-    settings = {**build_rollouts(config, prompts).settings, "folder": str(folder)}
+    settings = {**build_rollouts(config, prompts).settings, "folder": str(folder), "consumer": "train"}
     with rollbook.open(folder / "book") as book:
         open_rollouts(book, settings, next=0)
     return folder / "book", config
@@ -309,7 +310,7 @@ def finished_book(folder: Path, *changes: str) -> tuple[Path, Any]:
 def test_a_trainer_that_was_replaced_stops() -> None:
     """Two trainers that were started on one new book at once."""
     with rollbook.open("memory:") as book:
-        first, second = (RolloutPacer(book, RolloutConfig(), prompts_per_step=1) for _ in range(2))
+        first, second = (RolloutPacer(book, RolloutConfig(), prompts_per_step=1, consumer="train") for _ in range(2))
         book.consumer("train", create=True, change=True, max_staleness=2)
         first.open(0)
         first.pace()
@@ -319,6 +320,27 @@ def test_a_trainer_that_was_replaced_stops() -> None:
             with pytest.raises(TrainerReplacedError, match="another trainer has begun or continued training"):
                 call()
         assert read_rollouts(book).status == "open"  # type: ignore[union-attr]
+
+
+def test_a_worker_drops_groups_for_the_consumer_of_its_trainer(tmp_path: Path) -> None:
+    config = configure(tmp_path / "run", "algorithm.drop_constant_groups=true", "data.options.count=40")
+    prompts, _ = load_prompts(config)
+    with rollbook.open("memory:") as book:
+        book.consumer("x", create=True, max_staleness=2)
+        pacer = RolloutPacer(book, build_rollouts(config, prompts), prompts_per_step=4, consumer="x")
+        pacer.open(0)
+        worker = build_worker(config, book, read_rollouts(book).settings)  # type: ignore[union-attr]
+        worker.engine.takes_weights = False
+        worker.reward = as_reward(lambda response: 1.0)
+        set_limit(book, 1)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        while len(book) < 3:
+            time.sleep(0.02)
+        close_rollouts(book)
+        thread.join(60)
+        assert book.counts("x").dropped == {"constant group": 3}
+        assert not book.counts("train").dropped
 
 
 def test_the_command_of_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,6 +460,32 @@ def test_a_group_that_was_generated_in_vain_is_discarded(tmp_path: Path, monkeyp
         assert len(book) == 6 and book.check().ok
         assert claim_rollouts(book, "c", 1, seconds=1) == []
     check(tmp_path, config, bound=0)
+
+
+def test_a_claim_that_is_lost_while_it_is_scored_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat notices the loss before the append does."""
+    place, config = finished_book(tmp_path)
+    with rollbook.open(place) as book:
+        settings = read_rollouts(book).settings  # type: ignore[union-attr]
+        worker = build_worker(config, book, settings, "a")
+        worker.engine.takes_weights = False
+
+        def lose(*arguments: Any, **options: Any) -> Any:
+            open_rollouts(book, settings, next=2)  # voids the claim
+            worker._renew()
+            return append_rollouts(*arguments, **options)
+
+        monkeypatch.setattr("rollbook.train.worker.append_rollouts", lose)
+        set_limit(book, 1)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        while worker.result.discarded < 1:
+            time.sleep(0.02)
+        close_rollouts(book)
+        thread.join(60)
+        assert vars(worker.result) == {"groups": 0, "records": 0, "discarded": 1, "updates": 0}
 
 
 def test_a_group_whose_generation_the_book_interrupted_is_given_back(

@@ -741,6 +741,7 @@ def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: 
         prompts_per_step=config.batch.prompts_per_step,
         prompts_per_claim=config.rollout.prompts_per_claim or min(per_worker, 32),
         mode=config.rollout.mode,
+        consumer=settings["consumer"],
         claim_seconds=config.rollout.claim_seconds,
     )
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages import reinforce
 from rollbook.algorithms.advantages.temporal import place_rewards
+from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import Inputs, group_inputs, read_inputs, row_rewards
 from rollbook.algorithms.kl import kl_penalty
 from rollbook.algorithms.layout import Layout
@@ -254,6 +255,33 @@ def add_greedy_baseline(records: Experiences, greedy: Experiences) -> Experience
     for eid, info in zip(records.eids(), infos, strict=True):
         info["reward_baseline"] = baselines[eid.tid]
     return records.assign(info=infos)
+
+
+def sample_errors(records: Experiences) -> list[str | None]:
+    """Return the error of each record that failed or could not be scored, and `None` for the others."""
+    return [info.get("error") or info.get("reward_error") for info in records.values("info")]
+
+
+def find_constant_groups(records: Experiences) -> list[int]:
+    """Return the positions of the records of groups whose rewards are all equal, for `drop_constant_groups`.
+
+    Records without a finite reward are left out of the comparison. A group of which every sample failed is not
+    constant: it stays in the step, where failures are counted.
+
+    Args:
+        records: The scored records of complete groups.
+
+    >>> rewards = [1.0, 1.0, 0.0, 1.0]
+    >>> find_constant_groups(Experiences([
+    ...     Experience(tokens=[1, 2], reward=reward, eid={"task": i // 2, "run": i}) for i, reward in enumerate(rewards)
+    ... ]))
+    [0, 1]
+    """
+    ids = records.eids()
+    tasks = [eid.tid for eid in ids]
+    is_kept = zero_variance(row_rewards(records), tasks, [eid.rid for eid in ids]).keep.tolist()
+    usable = {task for task, error in zip(tasks, sample_errors(records), strict=True) if not error}
+    return [row for row, task in enumerate(tasks) if not is_kept[row] and task in usable]
 
 
 # --- annotate ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.shaping import RunningNorm
@@ -51,7 +50,16 @@ from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.evaluation import AllSamplesFailedError
 from rollbook.train.learner import Learner, MinibatchConfig, UpdateResult
 from rollbook.train.optimizer import OptimizerConfig
-from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
+from rollbook.train.pipeline import (
+    Models,
+    add_greedy_baseline,
+    annotate,
+    estimate,
+    find_constant_groups,
+    generate,
+    sample_errors,
+    score,
+)
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
 from rollbook.train.worker import RolloutConfig, RolloutPacer, call_patiently, retry_outages, trained_weights
@@ -445,7 +453,7 @@ class Trainer:
             return
         self.pacer.report(state="training", version=self.done, step=step, records=len(leased))
         metrics.add(rollout_metrics(leased), self.pacer.metrics())
-        errors = [info.get("error") or info.get("reward_error") for info in leased.values("info")]
+        errors = sample_errors(leased)
         if all(errors):
             raise AllSamplesFailedError(
                 f"step {step}: all {len(errors)} samples failed, or have no reward; the first: {errors[0]}"
@@ -526,14 +534,15 @@ class Trainer:
                 ) from error
             hit_failpoint("appended")
             collected += len(records)
-            errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
+            errors = sample_errors(records)
             failures.append(str(errors[0]) if errors and all(errors) else None)
             if not self.algorithm.drop_constant_groups:
                 break
-            constant = _constant_groups(records)
+            ids = records.eids()
+            constant = [ids[row] for row in find_constant_groups(records)]
             if constant:
-                self.book.drop(constant, "constant group", consumer=self.replay.consumer)
-            missing = len({uid.rsplit("/", 3)[0] for uid in constant})
+                self.book.drop([eid.uid for eid in constant], "constant group", consumer=self.replay.consumer)
+            missing = len({eid.tid for eid in constant})
             dropped += missing
             if not missing:
                 break
@@ -932,10 +941,3 @@ def _sort_rollouts(records: Experiences) -> Experiences:
     """Sort records of rollout workers by group, so that an update does not depend on which was generated first."""
     numbers = [info.get("rollout", {}).get("number", 0) for info in records.values("info")]
     return records.take(sorted(range(len(records)), key=numbers.__getitem__))
-
-
-def _constant_groups(records: Experiences) -> list[str]:
-    """Return the ids of records in groups whose rewards are all equal."""
-    ids = records.eids()
-    keep_flags = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
-    return [eid.uid for eid, keep in zip(ids, keep_flags.tolist(), strict=True) if not keep]

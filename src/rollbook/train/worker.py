@@ -73,7 +73,7 @@ from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import BaseEngine, Cancel, WeightSyncError
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
-from rollbook.train.pipeline import add_greedy_baseline, generate, sample_rows, score
+from rollbook.train.pipeline import add_greedy_baseline, find_constant_groups, generate, sample_rows, score
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -229,7 +229,7 @@ class RolloutPacer:
         consumer: Consumer group of the trainer.
     """
 
-    def __init__(self, book: Book, config: RolloutConfig, *, prompts_per_step: int, consumer: str = "train") -> None:
+    def __init__(self, book: Book, config: RolloutConfig, *, prompts_per_step: int, consumer: str) -> None:
         self.book, self.config = book, config
         self.prompts_per_step, self.consumer = prompts_per_step, consumer
         self.name = f"{socket.gethostname()}/{os.getpid()}"
@@ -245,7 +245,7 @@ class RolloutPacer:
         self._leased_at: float | None = None
 
     def _settings(self) -> dict[str, Any]:
-        return {**self.config.settings, "trainer": self._trainer}
+        return {**self.config.settings, "consumer": self.consumer, "trainer": self._trainer}
 
     def suspend(self) -> None:
         """Void the groups that workers are generating, and allow no new ones until `open`."""
@@ -413,6 +413,8 @@ class _Group:
     prompt: Prompt
     claimed: float
     records: Experiences | None = None
+    is_scored: bool = False
+    """Whether the scoring thread has it, which counts it if it is discarded."""
 
 
 @dataclass
@@ -422,7 +424,7 @@ class WorkerResult:
     Args:
         groups: Groups that it appended.
         records: Their records.
-        discarded: Groups that it generated in vain, because they had been given to another worker.
+        discarded: Groups generated but not appended: the claim was lost, or the group was already in the book.
         updates: How often it loaded weights.
     """
 
@@ -446,7 +448,7 @@ class RolloutWorker:
         prompts: The training prompts, the same as the trainer's.
         algorithm: The trainer's algorithm.
         name: Name of this worker, unique in the book. A worker that is started again keeps its name.
-        actor: The policy that the engine samples from; needed to load weights.
+        actor: The policy that the engine samples from.
         sampling: Sampling options.
         reward: Scores the samples.
         environment: For multi-turn episodes.
@@ -465,15 +467,15 @@ class RolloutWorker:
         algorithm: AlgorithmConfig,
         *,
         name: str | None = None,
-        actor: Actor | None = None,
+        actor: Actor,
         sampling: Sampling,
         reward: RewardLike | None = None,
         environment: EnvironmentConfig | None = None,
         prompts_per_step: int,
-        prompts_per_claim: int = 8,
-        mode: str = "async",
-        consumer: str = "train",
-        claim_seconds: float = 60.0,
+        prompts_per_claim: int,
+        mode: str,
+        consumer: str,
+        claim_seconds: float,
     ) -> None:
         self.book, self.engine, self.prompts, self.algorithm = book, engine, prompts, algorithm
         self.name = f"{socket.gethostname()}/{os.getpid()}" if name is None else name
@@ -648,7 +650,10 @@ class RolloutWorker:
                 while True:
                     batch.append(self._scoring.get_nowait())
             ended = None in batch
-            groups = [group for group in batch if group is not None and group.assignment.fence in self._groups]
+            with self._lock:
+                groups = [group for group in batch if group is not None and group.assignment.fence in self._groups]
+                for group in groups:
+                    group.is_scored = True
             if not groups or self._failure is not None:
                 continue
             try:
@@ -672,7 +677,7 @@ class RolloutWorker:
                 "seconds": round(time.monotonic() - group.claimed, 3),
             }
             rows = rows.assign(info=[{**info, "rollout": details} for info in rows.values("info")])
-            is_dropped = self.algorithm.drop_constant_groups and _is_constant(rows)
+            is_dropped = self.algorithm.drop_constant_groups and bool(find_constant_groups(rows))
             appended = self._retry(
                 append_rollouts,
                 self.book,
@@ -684,11 +689,10 @@ class RolloutWorker:
             )
             with self._lock:
                 self._groups.pop(assignment.fence, None)
-            if not appended:
-                self.result.discarded += 1
-                continue
-            self.result.groups += 1
-            self.result.records += len(rows)
+                self.result.discarded += not appended
+            if appended:
+                self.result.groups += 1
+                self.result.records += len(rows)
 
     def _finish(self, group: _Group) -> None:
         self._retry(finish_rollouts, self.book, [group.assignment])
@@ -734,7 +738,7 @@ class RolloutWorker:
 
     def _check_weights(self) -> None:
         """Check that the model of this process has the trainer's weights. The trainer checks its servers."""
-        if self.actor is None or self.engine.is_remote:
+        if self.engine.is_remote:
             return
         if not isinstance(self.engine, TransformersEngine):
             check_sync(self.engine, self.actor, self.engine.version)
@@ -770,7 +774,7 @@ class RolloutWorker:
     def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         if isinstance(self.engine, TransformersEngine):
             self.engine.update_weights(weights, version)
-        elif self.actor is not None:
+        else:
             targets = dict(self.actor.model.named_parameters())
             with torch.no_grad():
                 for name, weight in weights.items():
@@ -811,7 +815,8 @@ class RolloutWorker:
         lost = groups.keys() - {assignment.fence for assignment in renewed}
         with self._lock:
             for fence in lost:
-                if self._groups.pop(fence, None) is not None:
+                group = self._groups.pop(fence, None)
+                if group is not None and not group.is_scored:
                     self.result.discarded += 1
             if lost and not self._groups:
                 self._cancel.request()  # nothing of what is being sampled is needed
@@ -831,15 +836,6 @@ class RolloutWorker:
             records=self.result.records,
             discarded=self.result.discarded,
         )
-
-
-def _is_constant(records: Experiences) -> bool:
-    """Return whether all rewards of a group are equal. A group of which all samples failed is not: the trainer counts
-    failures.
-    """
-    rewards = {reward for reward in records.values("reward") if reward is not None and reward == reward}
-    errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
-    return len(rewards) <= 1 and not all(errors)
 
 
 def _task_id(group: _Group) -> str:
