@@ -304,7 +304,7 @@ class _Cluster:
                 failures, last = (failures + 1 if step == last else 1), step
                 if failures >= MAX_FAILURES:
                     raise TrainerDiedError(
-                        f"the trainer died {failures} times in a row after step {step}: {error}"
+                        f"the trainer died {failures} times in a row after step {max(step, 0)}: {error}"
                     ) from error
                 warn_user(f"{error}; the trainer is started again from step {max(step, 0)}")
 

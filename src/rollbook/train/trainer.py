@@ -352,8 +352,8 @@ class Trainer:
                 raise ValueError(f"rollouts: got workers with replay.kind {self.replay.kind!r}, expected 'on_policy'")
             if algorithm.refill:
                 raise ValueError(
-                    f"algorithm.refill: got {algorithm.refill} with rollout workers, which replace dropped groups until "
-                    "a step is full, expected 0"
+                    f"algorithm.refill: got {algorithm.refill} with rollout workers, which replace dropped groups "
+                    "until a step is full, expected 0"
                 )
         if self.prompts is None:
             if self.reward is not None:

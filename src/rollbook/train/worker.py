@@ -98,6 +98,8 @@ _MIN_POLL_SECONDS, _POLL_SHARE = 0.2, 0.02
 time between two updates."""
 _POLL_SECONDS = 1.0
 _WARN_SECONDS = 60.0
+_EARLY_FAILURE_SECONDS = 60.0
+"""A worker that fails within this time of its start counts as failing repeatedly."""
 _START_SECONDS = 60.0
 """How long a worker that starts waits for a book that does not answer."""
 _OUTAGE_SECONDS = 600.0
@@ -892,7 +894,7 @@ class LocalWorkers:
         book: Address of the book.
         count: Number of workers.
         folder: Folder for their logs.
-        max_failures: Number of consecutive failures of a worker after which the run stops.
+        max_failures: Failures in a row, each within 60 s of a start, after which the run stops.
     """
 
     def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = 5) -> None:
@@ -936,7 +938,7 @@ class LocalWorkers:
                 warn_user(f"worker-{number} was stopped and is started again")
                 self._start(number)
                 continue
-            is_early = time.monotonic() - self._started[number] < _WARN_SECONDS
+            is_early = time.monotonic() - self._started[number] < _EARLY_FAILURE_SECONDS
             self._failures[number] = self._failures[number] + 1 if is_early else 1
             lines = self._log(number).read_text(errors="replace").strip().splitlines()
             reason = lines[-1] if lines and status > 0 else f"status {status}"
