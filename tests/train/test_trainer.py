@@ -195,7 +195,7 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
         return count
 
     monkeypatch.setattr(Lease, "ack", ack)
-    with pytest.warns(UserWarning, match="the book does not answer, trying again: no"):
+    with pytest.warns(UserWarning, match="book not responding, retrying: no"):
         assert run.step().step == 1
     assert not failures and trained_steps(book) == {"0/0/0/0/": [1], "0/0/1/0/": [1]}
 

@@ -528,15 +528,6 @@ def remove_worker(book: Book, worker: str) -> None:
         tx.run("DELETE FROM workers WHERE name = ?", (worker,))
 
 
-@served(repeat=True)
-def read_workers(book: Book) -> list[WorkerReport]:
-    """Return the last report of each worker and trainer, by name."""
-    with book.ledger.read() as tx:
-        rows = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
-        now = tx.now
-    return [WorkerReport(name, max(now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
-
-
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -676,7 +667,6 @@ __all__ = [
     "open_rollouts",
     "publish_weights",
     "read_rollouts",
-    "read_workers",
     "remove_worker",
     "renew_rollouts",
     "report_worker",

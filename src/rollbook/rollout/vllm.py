@@ -31,9 +31,10 @@ from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.actor import Actor
 from rollbook.models.head import get_device, unwrap
+from rollbook.models.loading import hide_progress_bars
 from rollbook.models.lora import has_adapters, save_base
 from rollbook.rollout.chat import has_media_parts
-from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError, get_module
 from rollbook.rollout.openai import Emit, JobEngine, OpenAIEngine, PromptForm, PromptJob, Server, acollect, collect
 from rollbook.rollout.server import (
     VLLM,
@@ -709,7 +710,7 @@ class VllmEngine(BaseEngine):
         If that fails, some replicas may have a part of the weights, so the engine is closed.
         """
         check_int("version", version, 0)
-        model: Any = source.model if isinstance(source, Actor) else source
+        model = get_module(source)
         with self._sync_lock:
             try:
                 self._wake()
@@ -879,8 +880,8 @@ def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> Non
         source: An `Actor`, or a transformers model.
         folder: Where to write it.
     """
-    model: Any = source.model if isinstance(source, Actor) else source
-    with _without_progress_bars():
+    model = get_module(source)
+    with hide_progress_bars():
         if has_adapters(model):
             save_base(model, str(folder))
             return
@@ -900,19 +901,6 @@ def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> Non
         finally:
             for config, tie in zip(configs, was, strict=True):
                 config.tie_word_embeddings = tie
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def require_vllm() -> None:

@@ -102,10 +102,6 @@ class TrainerRank:
         """Return what was printed since the last call."""
         return self._output.take()
 
-    def pid(self) -> int:
-        """Return the process of this actor."""
-        return os.getpid()
-
 
 class RolloutActor:
     """A rollout worker, as an actor with two threads: one generates, one answers."""
@@ -139,10 +135,6 @@ class RolloutActor:
         self._stop.set()
         if self._worker is not None:
             self._worker.stop()
-
-    def pid(self) -> int:
-        """Return the process of this actor."""
-        return os.getpid()
 
 
 # --- the driver -------------------------------------------------------------------------------------------------------

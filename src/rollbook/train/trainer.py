@@ -8,11 +8,9 @@ on is acknowledged once.
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +60,7 @@ from rollbook.train.pipeline import (
 )
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
-from rollbook.train.worker import RolloutConfig, RolloutPacer, call_patiently, retry_outages, trained_weights
+from rollbook.train.worker import RolloutConfig, RolloutPacer, retry_outages, trained_weights
 
 if TYPE_CHECKING:
     from rollbook.models import Critic
@@ -302,8 +300,6 @@ class Trainer:
             "engine" if self.algorithm.correction is None and not is_current else "recompute"
         )
         """Where the policy log-probs of leased records without any come from."""
-        self._call: Callable[..., Any] = operator.call if self.pacer is None else call_patiently
-        """Calls the book; with rollout workers, again while its server is down."""
         self.expert, self._expert_uids = expert, list[str]()
         self.trackers = list(trackers)
         self.checkpoints = CheckpointConfig(Path(checkpoints)) if isinstance(checkpoints, (str, Path)) else checkpoints
@@ -383,6 +379,12 @@ class Trainer:
             sampling, n=self.algorithm.group_size, seed=self.seed if sampling.seed is None else sampling.seed
         )
 
+    def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the book; with rollout workers, repeat the call while the book's server does not respond."""
+        if self.pacer is None:
+            return function(*arguments, **options)
+        return retry_outages(function, *arguments, **options)
+
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepReport:
@@ -413,15 +415,15 @@ class Trainer:
                 )
         with lease:
             with metrics.time("lease"):
-                leased = self._call(getattr, lease, "experiences") if len(lease) else None
+                leased = self._retry(lambda: lease.experiences) if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
-                return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
+                return StepReport(step, metrics.values(records=0.0), [])
             uids = lease.uids
             if self.pacer is not None:
                 leased = _sort_rollouts(leased)
                 uids = [eid.uid for eid in leased.eids()]
-                self._check_rollouts(leased, step, metrics)
+                self._check_rollouts(self.pacer, leased, step, metrics)
             with metrics.time("update"):
                 self._release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
@@ -447,12 +449,10 @@ class Trainer:
     def _steps_left(self) -> int | None:
         return None if self.last_step is None else max(self.last_step - self.done, 0)
 
-    def _check_rollouts(self, leased: Experiences, step: int, metrics: StepMetrics) -> None:
+    def _check_rollouts(self, pacer: RolloutPacer, leased: Experiences, step: int, metrics: StepMetrics) -> None:
         """Add the metrics of what workers generated; raise `AllSamplesFailedError` if none of it can be trained on."""
-        if self.pacer is None:
-            return
-        self.pacer.report(state="training", version=self.done, step=step, records=len(leased))
-        metrics.add(rollout_metrics(leased), self.pacer.metrics())
+        pacer.report(state="training", version=self.done, step=step, records=len(leased))
+        metrics.add(rollout_metrics(leased), pacer.metrics())
         errors = sample_errors(leased)
         if all(errors):
             raise AllSamplesFailedError(
@@ -594,7 +594,7 @@ class Trainer:
             details = {uid: {**details[uid], "row": row} for row, uid in enumerate(uids)}
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
             details[uid] = {**details[uid], "importance": weight}
-        retry_outages(partial(lease.ack, step=step, details=details), seconds=self.replay.lease_seconds)
+        retry_outages(lease.ack, step=step, details=details, outage_seconds=self.replay.lease_seconds)
 
     def _with_experts(
         self, leased: Experiences, weights: list[float] | None, step: int
@@ -665,9 +665,9 @@ class Trainer:
                 self._publish(self.pacer)
             if rollouts is not None:
                 self.pacer.open(**rollouts)
-        announced = self._call(getattr, self.book, "policy_version")
+        announced = self._retry(lambda: self.book.policy_version)
         if announced is None or announced < self.done:
-            self._call(self.book.announce, self.done)
+            self._retry(self.book.announce, self.done)
         if self.pacer is not None and rollouts is None:
             self.pacer.pace(self._steps_left)
 
@@ -722,7 +722,7 @@ class Trainer:
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to the book and to all trackers."""
-        self._call(self.book.log, step, metrics)
+        self._retry(self.book.log, step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
@@ -741,7 +741,7 @@ class Trainer:
             engine.version = self.done
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
         scored = evaluate(engine, prompts, reward, step=self.done, **settings)
-        evaluation: Evaluation = self._call(append_evaluation, scored, self.book)
+        evaluation: Evaluation = self._retry(append_evaluation, scored, self.book)
         hit_failpoint("evaluated")
         self.track(self.done, evaluation.metrics())
         return evaluation
@@ -814,8 +814,8 @@ class Trainer:
         name = f"{name}+" if name in replaced else name
         # Read before the book's checkpoint: groups that are finished in between are found in the book.
         rollouts = None if self.pacer is None else self.pacer.state()
-        self._call(self._forget_checkpoint, name)
-        self._call(self.book.checkpoint, name)
+        self._retry(self._forget_checkpoint, name)
+        self._retry(self.book.checkpoint, name)
         hit_failpoint("book's checkpoint")
         trainer_state: dict[str, Any] = {
             "seed": self.seed,
@@ -860,11 +860,11 @@ class Trainer:
         checkpoint.prune(folder, keep)
         hit_failpoint("before forgetting")
         existing = {checkpoint.checkpoint_name(entry.step) for entry in checkpoint.list_checkpoints(folder)}
-        for point in self._call(self.book.checkpoints):
+        for point in self._retry(self.book.checkpoints):
             # Includes those of a process that was killed before it removed them.
             base_name = point.name.removesuffix("+")
             if checkpoint.is_checkpoint_name(base_name) and (base_name not in existing or point.name in replaced):
-                self._call(self._forget_checkpoint, point.name)
+                self._retry(self._forget_checkpoint, point.name)
 
     def _forget_checkpoint(self, name: str) -> None:
         """Forget a checkpoint of the book, if it has it."""

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -148,35 +147,30 @@ class RolloutConfig:
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
 
-def call_patiently(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Call a function of a book, again while its server does not answer, for up to `_OUTAGE_SECONDS`.
+def retry_outages(
+    function: Callable[..., Result],
+    *arguments: Any,
+    outage_seconds: float = _OUTAGE_SECONDS,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> Result:
+    """Call a function of a book, and repeat the call while the book's server does not respond.
 
     Args:
         function: The function; a second call after one whose outcome is unknown must do no harm.
         arguments: Its arguments.
+        outage_seconds: Seconds after which the error is raised.
+        stop: Ends the attempts earlier.
         options: Its keyword arguments.
     """
-    return retry_outages(partial(function, *arguments, **options))
-
-
-def retry_outages(
-    call: Callable[[], Result], *, seconds: float = _OUTAGE_SECONDS, stop: threading.Event | None = None
-) -> Result:
-    """Make a call of a book, again while its server does not answer.
-
-    Args:
-        call: The call.
-        seconds: How long; after that, the error is raised.
-        stop: Ends the attempts earlier.
-    """
-    end, stop = time.monotonic() + seconds, threading.Event() if stop is None else stop
+    end, stop = time.monotonic() + outage_seconds, threading.Event() if stop is None else stop
     while True:
         try:
-            return call()
+            return function(*arguments, **options)
         except _LOST as error:
             if time.monotonic() >= end or stop.is_set():
                 raise
-            warn_user(f"the book does not answer, trying again: {error}")
+            warn_user(f"book not responding, retrying: {error}")
             stop.wait(_POLL_SECONDS)
 
 
@@ -251,7 +245,7 @@ class RolloutPacer:
 
     def suspend(self) -> None:
         """Void the groups that workers are generating, and allow no new ones until `open`."""
-        call_patiently(open_rollouts, self.book, self._settings())
+        retry_outages(open_rollouts, self.book, self._settings())
 
     def open(self, next_group: int, returned: Sequence[int] = ()) -> None:
         """Begin, or begin again after a restart.
@@ -260,14 +254,14 @@ class RolloutPacer:
             next_group: Number of the first group that was not begun.
             returned: Numbers of groups before it that were not finished.
         """
-        call_patiently(open_rollouts, self.book, self._settings(), next=next_group, returned=returned)
+        retry_outages(open_rollouts, self.book, self._settings(), next=next_group, returned=returned)
         self._is_open = True
 
     def close(self) -> None:
         """Tell the workers that training has ended."""
         self._read()
-        call_patiently(close_rollouts, self.book)
-        call_patiently(remove_worker, self.book, self.name)
+        retry_outages(close_rollouts, self.book)
+        retry_outages(remove_worker, self.book, self.name)
 
     def state(self) -> dict[str, Any]:
         """Return the arguments of `open` that continue from here."""
@@ -276,7 +270,7 @@ class RolloutPacer:
         return {"next_group": state.next, "returned": unfinished}
 
     def _read(self) -> RolloutState:
-        state = call_patiently(read_rollouts, self.book)
+        state = retry_outages(read_rollouts, self.book)
         if state is None or state.settings.get("trainer") != self._trainer:
             raise TrainerReplacedError(
                 f"{self.book.url}: another trainer has begun or continued training with this book"
@@ -305,7 +299,7 @@ class RolloutPacer:
     def _publish(self, version: int, files: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
         if self._is_open:
             self._read()  # raises if another trainer has published its own
-        call_patiently(publish_weights, self.book, version, files, metadata)
+        retry_outages(publish_weights, self.book, version, files, metadata)
 
     def pace(self, steps_left: int | None = None) -> None:
         """Allow new groups, as far as the trainer needs them soon and the staleness bound permits.
@@ -315,14 +309,14 @@ class RolloutPacer:
         """
         state = self._read()
         self._in_flight = len(state.in_flight)
-        self._open = call_patiently(count_open_groups, self.book, self.consumer)
+        self._open = retry_outages(count_open_groups, self.book, self.consumer)
         bound = (1 + self._lead) * self.prompts_per_step
         if steps_left is not None:
             bound = min(bound, steps_left * self.prompts_per_step)
         begun = self._open + self._in_flight + len(state.returned)
         limit = state.next + max(round(bound) - begun, 0)
         if limit != state.limit:
-            call_patiently(set_limit, self.book, limit)
+            retry_outages(set_limit, self.book, limit)
 
     def lease(self, version: int, *, by: str, seconds: float, steps_left: int | None = None) -> Lease:
         """Lease the groups of a step, the oldest first, and wait until there are enough.
@@ -345,7 +339,7 @@ class RolloutPacer:
             if late or not self._is_waiting_for_stale(version):
                 # A timeout also limits the wait for other writers, which on a slow disk take seconds each.
                 ready = self._open >= count
-                lease = call_patiently(
+                lease = retry_outages(
                     self.book.lease,
                     count,
                     by=by,
@@ -531,7 +525,7 @@ class RolloutWorker:
                     if not self._generate_groups():
                         break
                 except _LOST as error:
-                    warn_user(f"the book does not answer, trying again: {error}")
+                    warn_user(f"book not responding, retrying: {error}")
                     self._claim_lost = True
                     self._stop.wait(_POLL_SECONDS)
         finally:
@@ -702,8 +696,8 @@ class RolloutWorker:
             self._groups.pop(group.assignment.fence, None)
 
     def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the book until it answers: what was generated is kept while a server is down."""
-        return retry_outages(partial(function, *arguments, **options), seconds=math.inf, stop=self._stop)
+        """Call the book, for as long as its server is down: generated groups are not lost."""
+        return retry_outages(function, *arguments, outage_seconds=math.inf, stop=self._stop, **options)
 
     def _give_back(self, reason: str) -> None:
         with self._lock:
@@ -864,8 +858,8 @@ def wait_for_trainer(
     while state is None:
         try:
             if book is None:
-                book = retry_outages(partial(open_book, address, mode="r+"), seconds=_START_SECONDS, stop=stop)
-            state = retry_outages(partial(read_rollouts, book), seconds=math.inf, stop=stop)
+                book = retry_outages(open_book, address, mode="r+", outage_seconds=_START_SECONDS, stop=stop)
+            state = retry_outages(read_rollouts, book, outage_seconds=math.inf, stop=stop)
         except MissingBookError:
             if "://" not in address:  # a trainer on this machine creates its folder before it starts workers
                 raise
