@@ -599,10 +599,10 @@ class RayBook(Book):
             except (RayError, _NoActorError) as error:
                 self._actor = None
                 sent = sent or reference is not None
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-                if "creation task" in lines[0]:
-                    raise ConnectionLostError(f"{self.url}: the actor cannot start: {lines[-1]}") from None
-                reason = lines[0]
+                text = describe_ray_error(error)
+                if text.is_creation:
+                    raise ConnectionLostError(f"{self.url}: the actor cannot start: {text.last}") from None
+                reason = text.first
                 failure = ConnectionLostError(f"{self.url}: {name}: the actor cannot be reached: {reason}")
                 if sent and not reads:
                     failure = OutcomeUnknownError(
@@ -822,8 +822,27 @@ class _NoActorError(Exception):
     """There is no actor to call."""
 
 
+class RayErrorText(NamedTuple):
+    """Lines of the text of an error of Ray."""
+
+    first: str
+    last: str
+    is_creation: bool
+    """Whether the actor could not be created."""
+
+
+def describe_ray_error(error: BaseException) -> RayErrorText:
+    """Return the first and the last line of an error of Ray, or the name of its class if it has no text.
+
+    >>> describe_ray_error(RayError("The actor died.  \\n\\nTraceback\\n  KeyError: 1"))
+    RayErrorText(first='The actor died.', last='KeyError: 1', is_creation=False)
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return RayErrorText(lines[0], lines[-1], "creation task" in lines[0])
+
+
 def _store_full_error(url: str, error: Exception) -> BookError:
-    reason = str(error).strip().partition("\n")[0]
+    reason = describe_ray_error(error).first
     return BookError(f"{url}: the object store of Ray is full, nothing was lost: {reason}")
 
 

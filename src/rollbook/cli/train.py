@@ -83,10 +83,7 @@ def train(options: argparse.Namespace) -> int:
             return UNREADABLE  # rank 0 prints it
         raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
     if options.json and is_main:
-        summary = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
-        for when, evaluation in (("before", outcome.before), ("after", outcome.after)):
-            summary[when] = None if evaluation is None else evaluation.metrics()
-        print(json.dumps(summary))
+        print(json.dumps(outcome.to_dict()))
     return OK
 
 

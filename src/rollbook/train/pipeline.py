@@ -243,6 +243,37 @@ def with_reward(row: Experience, reward: float) -> Experience:
     return row.replace(reward=reward, token_level_reward=token_rewards)
 
 
+def generate_greedy(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    algorithm: AlgorithmConfig,
+    *,
+    environment: EnvironmentConfig | None = None,
+    reward: RewardLike | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Experiences | None:
+    """Generate and score a greedy response, or episode, for each prompt if the estimator compares with it.
+
+    Args:
+        engine: What samples.
+        prompts: The prompts.
+        sampling: Sampling options of the rollout.
+        algorithm: The algorithm.
+        environment: For multi-turn episodes.
+        reward: Scores the responses.
+        tokenizer: Decodes responses that have no text.
+
+    Returns:
+        The records, for `add_greedy_baseline`; `None` if the estimator has no greedy baseline.
+    """
+    entry = algorithm.estimator_entry
+    if entry is None or not entry.greedy_baseline:
+        return None
+    records = generate(engine, prompts, Sampling.of(sampling, n=1, temperature=0.0), environment)
+    return records if reward is None else score(records, reward, tokenizer, prompts=prompts)
+
+
 def add_greedy_baseline(records: Experiences, greedy: Experiences) -> Experiences:
     """Add `info["reward_baseline"]`: the reward of the greedy response to the same prompt.
 

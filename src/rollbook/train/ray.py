@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 10.0
-LOCAL = "local"
+_LOCAL = "local"
 """The address of a new cluster on this machine."""
-MAX_FAILURES = 5
+_MAX_FAILURES = 5
 """How often ranks may die, one time after another without a new checkpoint, before the run stops."""
 
 
@@ -90,13 +90,7 @@ class TrainerRank:
         """Train, and return a summary."""
         os.environ.update(environment)
         result = Run(Config.from_dict(config), stream=self._output, book=book).train()  # type: ignore[arg-type]
-        evaluations = {"before": result.before, "after": result.after}
-        return {
-            "folder": str(result.folder),
-            "steps": result.steps,
-            "seconds": result.seconds,
-            **{name: None if scores is None else scores.metrics() for name, scores in evaluations.items()},
-        }
+        return result.to_dict()
 
     def take_output(self) -> str:
         """Return what was printed since the last call."""
@@ -182,13 +176,13 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
         import ray
     except ImportError as error:
         raise ConfigError("--ray", "needs ray: install the extra 'ray' of Rollbook") from error
-    from rollbook.book.ray import check_cluster_address
+    from rollbook.book.ray import NAMESPACE, check_cluster_address
 
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rollbook"}
-    is_new = address == LOCAL
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
+    is_new = address == _LOCAL
     if not is_new:
         stated = address or os.environ.get("RAY_ADDRESS")
         try:
@@ -201,7 +195,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     if is_new:
         needed = sum(_cpus(resources, count) for resources, count in _demands(config, ranks))
         cpus = max(os.cpu_count() or 1, math.ceil(needed))
-        ray.init(LOCAL, num_cpus=cpus, include_dashboard=False, **options)
+        ray.init(_LOCAL, num_cpus=cpus, include_dashboard=False, **options)
     try:
         yield
     finally:
@@ -294,7 +288,7 @@ class _Cluster:
                 saved = checkpoint.list_checkpoints(self.config.folder)
                 step = saved[-1].step if saved else -1
                 failures, last = (failures + 1 if step == last else 1), step
-                if failures >= MAX_FAILURES:
+                if failures >= _MAX_FAILURES:
                     raise TrainerDiedError(
                         f"the trainer died {failures} times in a row after step {max(step, 0)}: {error}"
                     ) from error
@@ -340,8 +334,7 @@ class _Cluster:
             self._print_output()
             raise self._explain(error, "trainer") from None
         except ray.exceptions.RayActorError as error:
-            _check_creation(error)
-            raise _RankDiedError(f"a rank of the trainer died ({_first_line(error)})") from error
+            raise _RankDiedError(f"a rank of the trainer died ({_check_creation(error)})") from error
         finally:
             for rank in self.trainer:
                 ray.kill(rank)
@@ -402,12 +395,13 @@ class _Cluster:
             except ray.exceptions.RayTaskError as error:
                 raise self._explain(error, f"worker-{number}") from None
             except ray.exceptions.RayActorError as error:
-                _check_creation(error)
-                warn_user(f"worker-{number} died ({_first_line(error)}), and is started again")
+                warn_user(f"worker-{number} exited ({_check_creation(error)}); restarting")
                 self._start_worker(number)
 
     def _explain(self, error: Any, name: str) -> Exception:
         """Return the exception that an actor raised; one of other code than Rollbook's with its traceback in a file."""
+        from rollbook.book.ray import describe_ray_error
+
         cause = error.cause
         if isinstance(cause, (RollbookError, ValueError, OSError)):
             return cause
@@ -415,28 +409,25 @@ class _Cluster:
         make_folder(path.parent)
         with open(path, "a", encoding="utf-8", opener=private_opener) as file:
             file.write(f"{error}\n")
-        return WorkersFailedError(f"{name} failed: {_last_line(error)} (log: {path})")
+        return WorkersFailedError(f"{name} failed: {describe_ray_error(error).last} (log: {path})")
 
 
 class _RankDiedError(Exception):
     """A rank of the trainer died."""
 
 
-def _check_creation(error: BaseException) -> None:
-    """Raise an error if an actor could not be created, which would fail again."""
-    text = str(error).strip()
-    if "creation task" in text.partition("\n")[0]:
-        raise TrainerDiedError(f"an actor could not be created: {_last_line(error)}") from error
+def _check_creation(error: BaseException) -> str:
+    """Return the first line of the error of an actor that died.
+
+    Raises:
+        TrainerDiedError: The actor could not be created, which would fail again.
+    """
+    from rollbook.book.ray import describe_ray_error
+
+    text = describe_ray_error(error)
+    if text.is_creation:
+        raise TrainerDiedError(f"an actor could not be created: {text.last}") from error
+    return text.first
 
 
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Sequence[str] = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-__all__ = ["LOCAL", "MAX_FAILURES", "TrainerDiedError", "train_on_ray"]
+__all__ = ["TrainerDiedError", "train_on_ray"]

@@ -212,6 +212,16 @@ class RunResult:
     reports: list[StepReport] = field(default_factory=list)
     warmed: WarmupResult | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return folder, steps, seconds and the metrics of the evaluations as plain values, for `--json`."""
+        evaluations = {"before": self.before, "after": self.after}
+        return {
+            "folder": str(self.folder),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            **{name: None if scores is None else scores.metrics() for name, scores in evaluations.items()},
+        }
+
 
 class Run:
     """A run in progress.
@@ -540,7 +550,7 @@ class Run:
         def report(step: int, loss: float, success: float | None) -> None:
             hit_failpoint("warming up")
             if success is not None or step == warmup.steps:
-                rate = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
+                rate = "" if success is None else f", {success:.0%} of samples right"
                 self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{rate}")
 
         cursor = prompts.state_dict()
@@ -717,7 +727,9 @@ def _format_headline(
     size = sum(weight.numel() for weight in actor.parameters())
     trainable = sum(weight.numel() for weight in actor.parameters() if weight.requires_grad)
     part = "" if trainable == size else f", {_format_count(trainable)} of them trained"
-    model = f"{type(actor.model).__name__}, {_format_count(size)} weights{part}, {config.model.precision} on {device}"
+    model = (
+        f"{type(actor.model).__name__}, {_format_count(size)} parameters{part}, {config.model.precision} on {device}"
+    )
     rows = f"{len(prompts):,} to train on" + ("" if held_out is None else f", {len(held_out):,} held out")
     algorithm = config.algorithm
     recipe = (
@@ -731,9 +743,9 @@ def _format_headline(
 
 
 def _format_count(number: int) -> str:
-    for size, name in ((1e9, "billion"), (1e6, "million")):
+    for size, name in ((1e9, "B"), (1e6, "M")):
         if number >= size / 10:
-            return f"{number / size:.2f} {name}"
+            return f"{number / size:.2f}{name}"
     return f"{number:,}"
 
 

@@ -55,6 +55,7 @@ from rollbook.train.pipeline import (
     estimate,
     find_constant_groups,
     generate,
+    generate_greedy,
     sample_errors,
     score,
 )
@@ -485,14 +486,16 @@ class Trainer:
         tokenizer = self.models.tokenizer or getattr(self.engine, "tokenizer", None)
         if self.reward is not None:
             records = score(records, self.reward, tokenizer, prompts=prompts, metrics=metrics)
-        entry = self.algorithm.estimator_entry
-        if entry is not None and entry.greedy_baseline:
-            sampling = Sampling.of(self.sampling, n=1, temperature=0.0)
-            greedy = generate(self.engine, prompts, sampling, self.environment)
-            if self.reward is not None:
-                greedy = score(greedy, self.reward, tokenizer, prompts=prompts)
-            records = add_greedy_baseline(records, greedy)
-        return records
+        greedy = generate_greedy(
+            self.engine,
+            prompts,
+            self.sampling,
+            self.algorithm,
+            environment=self.environment,
+            reward=self.reward,
+            tokenizer=tokenizer,
+        )
+        return records if greedy is None else add_greedy_baseline(records, greedy)
 
     def _estimate(self, records: Experiences, metrics: StepMetrics) -> Experiences:
         return estimate(

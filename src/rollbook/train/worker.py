@@ -72,7 +72,14 @@ from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import BaseEngine, Cancel, WeightSyncError
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
-from rollbook.train.pipeline import add_greedy_baseline, find_constant_groups, generate, sample_rows, score
+from rollbook.train.pipeline import (
+    add_greedy_baseline,
+    find_constant_groups,
+    generate,
+    generate_greedy,
+    sample_rows,
+    score,
+)
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -605,7 +612,15 @@ class RolloutWorker:
         """Yield groups as soon as their records are generated."""
         by_task = {_task_id(group): group for group in groups}
         prompts = [group.prompt for group in groups]
-        greedy = self._greedy(prompts)
+        greedy = generate_greedy(
+            self.engine,
+            prompts,
+            self.sampling,
+            self.algorithm,
+            environment=self.environment,
+            reward=self.reward,
+            tokenizer=self._tokenizer,
+        )
         if self.environment is not None:
             records = generate(self.engine, prompts, self.sampling, self.environment)
             tasks = [eid.tid for eid in records.eids()]
@@ -625,15 +640,6 @@ class RolloutWorker:
                 rows = Experiences(sample_rows(finished))
                 by_task[task].records = rows if greedy is None else add_greedy_baseline(rows, greedy)
                 yield by_task[task]
-
-    def _greedy(self, prompts: Sequence[Prompt]) -> Experiences | None:
-        """Return scored greedy responses, if the estimator compares with them."""
-        entry = self.algorithm.estimator_entry
-        if entry is None or not entry.greedy_baseline:
-            return None
-        sampling = Sampling.of(self.sampling, n=1, temperature=0.0)
-        greedy = generate(self.engine, prompts, sampling, self.environment)
-        return greedy if self.reward is None else score(greedy, self.reward, self._tokenizer, prompts=prompts)
 
     # --- scores and the book ------------------------------------------------------------------------------------------
 
