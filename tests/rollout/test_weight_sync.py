@@ -145,7 +145,7 @@ def test_an_engine_follows_the_servers_that_another_one_updates() -> None:
 
 
 def test_vllm_is_missing() -> None:
-    with pytest.raises(ImportError, match=r"install the extra 'vllm' of Rollbook"):
+    with pytest.raises(ImportError, match=r"pip install 'rollbook\[vllm\]'"):
         VllmEngine(Actor(tiny.llama(), tokenizer=tiny.bytes_()))
 
 

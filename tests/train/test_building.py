@@ -573,7 +573,7 @@ def test_a_replay_by_every_sampler(sampler: str, go: Go) -> None:
 
 def test_staleness_and_options_of_a_sampler(go: Go) -> None:
     replay = ["replay.kind=replay", "replay.reuse=null", "replay.rollout_interval=2", "steps=3"]
-    with pytest.warns(UserWarning, match="step 2 trained on nothing: no records are waiting"):
+    with pytest.warns(UserWarning, match="step 2: no records to train on: no records are waiting"):
         ran = go(*replay, "replay.max_staleness=0")
     assert [report["records"] for report in ran.reports] == [12, 0, 12]
     assert ran.outcome.steps == 3 and [step for step, _ in ran.metrics] == [1, 2, 3]

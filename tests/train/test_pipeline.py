@@ -144,7 +144,7 @@ def test_only_what_is_missing_is_computed() -> None:
     assert annotate(whole, algorithm, Models()) is whole, "nothing is missing: no model is needed"
     engine = annotate(partly, algorithm, Models(), old_logprobs="engine")
     assert [row.old_logprobs.tolist()[0] for row in engine] == [-1.0, -9.0, -1.0, -9.0]
-    with pytest.raises(ValueError, match="policy: missing, and records lack old_logprobs"):
+    with pytest.raises(ValueError, match="policy: missing, required to compute 'old_logprobs'"):
         annotate(partly, algorithm, Models())
     entropy = AlgorithmConfig.preset(algorithm, high_entropy_ratio=0.5)
     assert not len(annotate(partly, entropy, models).missing("entropy")), "asked for where the algorithm reads it"

@@ -49,7 +49,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["rollout.workers=0"], 1, "rollout.workers: got 0, expected the number of rollout workers"),
         ([], 2, "distributed: got 'none' with 2 ranks"),
-        ([], 1, "--ray: needs ray: install the extra 'ray' of Rollbook"),
+        ([], 1, "--ray: needs ray: install it with `pip install 'rollbook[ray]'`"),
     ],
 )
 def test_wrong_configurations_end_before_actors_start(

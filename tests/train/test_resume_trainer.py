@@ -273,12 +273,12 @@ def test_a_step_without_records_says_why(tmp_path: Path) -> None:
     first.step()
     again = trainer(tmp_path / "two", {})
     again.book = first.book
-    with pytest.warns(UserWarning, match=r"step 1 trained on nothing: the 24 records .* are in the book already"):
+    with pytest.warns(UserWarning, match=r"step 1: no records to train on: the 24 records .* are in the book already"):
         report = again.step()
     with pytest.raises(KeyError, match="loss: step 1 trained on no records"):
         report["loss"]
     again.prompts = None
-    nothing = "step 1 trained on nothing: "
+    nothing = "step 1: no records to train on: "
     with pytest.warns(UserWarning, match=nothing + "no records are waiting for consumer 'train'; 24 trained"):
         again.step()
     again.book.append([Experience(tokens=[1, 2], eid={"batch": "new", "task": 0}, group_size=2)])

@@ -317,7 +317,7 @@ def test_a_trainer_that_was_replaced_stops() -> None:
         second.open(0)
         second.pace()
         for call in (first.pace, first.close, lambda: first.lease(0, by="group", seconds=60)):
-            with pytest.raises(TrainerReplacedError, match="another trainer has begun or continued training"):
+            with pytest.raises(TrainerReplacedError, match="another trainer is now using this book"):
                 call()
         assert read_rollouts(book).status == "open"  # type: ignore[union-attr]
 
@@ -348,7 +348,7 @@ def test_the_command_of_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nowhere" in capsys.readouterr().err
     place, config = finished_book(tmp_path)
     for change, message in (
-        ("data.options.count=41", "the prompts differ from those of the trainer"),
+        ("data.options.count=41", "prompts differ from those of the trainer"),
         ("sampling.temperature=0.3", "sampling.temperature: cannot differ from the trainer's"),
         ("algorithm.group_size=7", "algorithm.group_size: cannot differ"),
     ):
@@ -395,7 +395,7 @@ def test_a_worker_that_ends_is_started_again_a_few_times(tmp_path: Path, monkeyp
     workers = LocalWorkers("book", 1, tmp_path / "logs", max_failures=3)
     workers.start()
     with (
-        pytest.warns(UserWarning, match=r"worker-0 ended \(no such model\) and is started again"),
+        pytest.warns(UserWarning, match=r"worker-0 exited \(no such model\); restarting"),
         pytest.raises(WorkersFailedError, match=r"worker-0 failed 3 times in a row; the last error: no such model"),
     ):
         poll_forever(workers)
@@ -403,7 +403,7 @@ def test_a_worker_that_ends_is_started_again_a_few_times(tmp_path: Path, monkeyp
     workers.start()
     first = workers.processes[0]
     assert first is not None and first.wait(30) == 0
-    with pytest.warns(UserWarning, match="worker-0 was stopped and is started again"):
+    with pytest.warns(UserWarning, match="worker-0 was stopped; restarting"):
         workers.poll()
     assert workers.processes[0] is not first
     workers.stop()

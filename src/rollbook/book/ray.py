@@ -574,7 +574,7 @@ class RayBook(Book):
         if self.closed:
             raise BookError(f"{self.url}: the book was closed")
         if not repeat:
-            self.call_actor("ping", group="control", reads=True)  # so that a restart that is going on is over
+            self.call_actor("ping", group="control", reads=True)  # wait for a restart in progress
         packed = [pack(content) for content in args], {key: pack(content) for key, content in options.items()}
         sent = False
         end = math.inf
@@ -591,7 +591,7 @@ class RayBook(Book):
                 raise
             except (ObjectStoreFullError, OutOfDiskError) as error:
                 failure: Exception = _store_full_error(self.url, error)
-                sent = sent or reference is not None  # the result may not have fitted
+                sent = sent or reference is not None  # the result may not have fit
             except RayTaskError as error:
                 if not isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
                     raise BookError(f"{self.url}: {name}: {error}") from error
@@ -955,7 +955,7 @@ def open_served(
 
     Args:
         url: `ray://NAME`.
-        mode: As of `rollbook.open`.
+        mode: See `rollbook.open`.
         over: Address of the book to serve; `None` connects to an actor that serves one.
         arguments: Arguments of `rollbook.open`, with the tokenizer's fingerprint.
         settings: Settings of the consumer group "train".
@@ -979,7 +979,7 @@ def open_served(
     if find_actor(name) is None:
         if over is None:
             raise MissingBookError(
-                f"{url}: no actor of this name serves a book; open it once with the book to serve: "
+                f"{url}: no actor of this name serves a book; pass the book to serve: "
                 f"rollbook.open({url!r}, over='postgresql://...'), or over a folder"
             )
         vocabulary = None if tokenizer is None else Vocabulary.from_tokenizer(tokenizer).to_bytes()
@@ -1047,7 +1047,7 @@ def _create_actor(
     options: dict[str, Any] = {}
     if arguments["node"] is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(arguments["node"], soft=False)
-    remote: Any = ray.remote  # whose type lacks `concurrency_groups`
+    remote: Any = ray.remote  # its type stub lacks `concurrency_groups`
     actor = remote(max_concurrency=READ_THREADS, concurrency_groups=THREADS)(BookServer).options(
         name=name,
         namespace=NAMESPACE,

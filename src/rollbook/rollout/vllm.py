@@ -912,7 +912,7 @@ def require_vllm() -> None:
     try:
         import vllm  # noqa: F401
     except ImportError:
-        raise ImportError("vLLM in this process needs vllm: install the extra 'vllm' of Rollbook") from None
+        raise ImportError("vLLM in this process needs vllm: install it with `pip install 'rollbook[vllm]'`") from None
 
 
 def _urls(source: Source) -> list[str]:

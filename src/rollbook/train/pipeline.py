@@ -58,7 +58,7 @@ class Models:
     >>> Models().require("critic", "values")
     Traceback (most recent call last):
         ...
-    ValueError: critic: missing, and records lack values, which it computes
+    ValueError: critic: missing, required to compute 'values'
     """
 
     policy: Any = None
@@ -70,7 +70,7 @@ class Models:
         """Return the model `name`, which computes `column`, or raise `ValueError` if there is none."""
         model = getattr(self, name)
         if model is None:
-            raise ValueError(f"{name}: missing, and records lack {column}, which it computes")
+            raise ValueError(f"{name}: missing, required to compute {column!r}")
         return model
 
     @property
@@ -143,8 +143,8 @@ def score(
 ) -> Experiences:
     """Add `reward`, its parts (in `metrics`) and errors (in `info`).
 
-    The records of one run are one conversation: its last record is scored, and all get the score. A reward that
-    records have already, from an environment, is added to: `metrics` then has `environment` and `source`.
+    The records of one run are one conversation: its last record is scored, and all get the score. An existing
+    environment reward is added to the score: `metrics` then has `environment` and `source`.
 
     Args:
         records: What `generate` returned.
@@ -334,8 +334,7 @@ def annotate(
         records: Rollouts. Given answers and preference pairs are returned unchanged.
         algorithm: Its `passes` are run.
         models: The models of the passes.
-        old_logprobs: Of records without log-probs of the policy before the update: `recompute` them, or take those of
-            the `engine` that sampled them, where it recorded some.
+        old_logprobs: Source of missing `old_logprobs`: `recompute`, or copy `logprobs` from the `engine`.
         token_budget: Tokens of a forward pass.
         metrics: Collects timings.
         process_group: The ranks over which the models are sharded, each of which annotates its own records. All of
@@ -388,7 +387,7 @@ def estimate(
         algorithm: The estimator and its settings.
         max_tokens: The longest response, for the overlong penalty.
         reward_norm: Running statistics of rewards, which take these in.
-        process_group: The processes whose records are compared; `None`: all of a distributed run.
+        process_group: The processes over which statistics are computed; `None`: all of a distributed run.
         recompute: Estimate also for records that have advantages.
         expert: Which records an expert made; these need no reward.
         metrics: Collects timings and numbers.
@@ -475,7 +474,7 @@ def _kl_penalty(inputs: Inputs, algorithm: AlgorithmConfig, entry: Estimator, me
         return None
     for name in ("old_logprobs", "ref_logprobs"):
         if inputs[name] is None:
-            raise ValueError(f"{name}: missing, and algorithm.kl_coef is {algorithm.kl_coef:g} in the reward")
+            raise ValueError(f"{name}: missing, required because algorithm.kl_in is 'reward'")
     penalty, report = kl_penalty(
         inputs["old_logprobs"],
         inputs["ref_logprobs"],
@@ -499,7 +498,7 @@ def _row_scores(
     groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
     group_of_row = groups["groups"]
     if process_group is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
-        warn_user(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
+        warn_user(f"{entry.name}: every group has a single sample, so there is nothing to compare")
     arguments = {"rewards": rewards, **groups}
     arguments |= {name: inputs[name] for name in ("ids", "steps") if name in entry.inputs}
     arguments = {name: column for name, column in arguments.items() if name in entry.inputs}
@@ -577,7 +576,6 @@ def _mark_missing_rewards(
         return records
     names = ", ".join(records[row].eid.uid for row in missing[:3]) + (", ..." if len(missing) > 3 else "")
     warn_user(
-        f"reward: {len(missing)} of {len(records)} records have none ({names}): their advantages are 0, and they are "
-        "not trained on"
+        f"reward: missing for {len(missing)} of {len(records)} records ({names}); they are excluded from training"
     )
     return records.fill(missing, reward=[math.nan] * len(missing))

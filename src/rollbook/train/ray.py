@@ -2,8 +2,7 @@
 
 The book is served by an actor (`ray://NAME`), over the folder of the run or the `book` of the configuration. Records
 and weights cross in the object store. The driver starts the other actors and watches them: a rollout worker that dies
-is started again by Ray; if a rank of the trainer dies, all ranks are started again and continue from the last
-checkpoint.
+is restarted by Ray; if a rank of the trainer dies, all ranks are restarted and continue from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _MAX_FAILURES = 5
 
 
 class TrainerDiedError(WorkersFailedError):
-    """Raised when ranks of the trainer die again and again, or cannot be started."""
+    """Raised when ranks of the trainer die repeatedly, or cannot be started."""
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
@@ -153,7 +152,8 @@ def train_on_ray(
 
     Raises:
         ConfigError: The configuration is not valid, or does not fit the run in the folder.
-        TrainerDiedError: Ranks of the trainer died again and again.
+        TrainerDiedError: Ranks of the trainer died repeatedly, or an actor could not be created.
+        WorkersFailedError: Code of an actor raised an exception that is not Rollbook's.
     """
     config.require()
     if not config.rollout.workers:
@@ -175,7 +175,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--ray", "needs ray: install the extra 'ray' of Rollbook") from error
+        raise ConfigError("--ray", "needs ray: install it with `pip install 'rollbook[ray]'`") from error
     from rollbook.book.ray import NAMESPACE, check_cluster_address
 
     if ray.is_initialized():
@@ -274,7 +274,7 @@ class _Cluster:
             print(text, file=self.stream, flush=True)
 
     def train(self) -> dict[str, Any]:
-        """Train to the end, and start ranks again that died."""
+        """Train to the end, and restart ranks that died."""
         self._say(f"ray       rollout workers: {self.config.rollout.workers}, ranks of the trainer: {self.ranks}")
         self._say(f"book      {self.book_address}")
         self._warn_about_resources()
@@ -292,7 +292,7 @@ class _Cluster:
                     raise TrainerDiedError(
                         f"the trainer died {failures} times in a row after step {max(step, 0)}: {error}"
                     ) from error
-                warn_user(f"{error}; the trainer is started again from step {max(step, 0)}")
+                warn_user(f"{error}; restarting the trainer from step {max(step, 0)}")
 
     def _warn_about_resources(self) -> None:
         import ray
@@ -310,7 +310,7 @@ class _Cluster:
         import ray
 
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.config.rollout.worker_resources}
-        # Ray starts the actor again if its process or node dies, and then repeats `run`.
+        # Ray restarts the actor if its process or node dies, and then repeats `run`.
         actor: Any = ray.remote(RolloutActor).options(
             max_concurrency=2, max_restarts=-1, max_task_retries=-1, **options
         )
@@ -381,7 +381,7 @@ class _Cluster:
             print(text, end="", file=self.stream, flush=True)
 
     def _check_workers(self) -> None:
-        """Raise the exception of a worker that failed; one whose process died is started again by Ray."""
+        """Raise the exception of a worker that failed; one whose process died is restarted by Ray."""
         import ray
 
         done, _ = ray.wait(list(self._results), num_returns=len(self._results), timeout=0)

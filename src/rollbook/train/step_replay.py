@@ -738,24 +738,24 @@ def split_changes(config: Config, other: Config) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: A key cannot be changed in a replay, or nothing changes.
 
-    >>> split_changes(Config(), Config.from_dict({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}}))
+    >>> other = Config.from_dict({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}})
+    >>> split_changes(Config(), other)
     (['algorithm.estimator: "rloo", was "grpo"'], ['algorithm.group_size'])
     >>> split_changes(Config(), Config(seed=1))
     Traceback (most recent call last):
         ...
-    ValueError: seed: got another value, and the records are what they are, expected changes of algorithm, rewards, batch or optimizer
-    """  # noqa: E501
+    ValueError: seed: cannot change in a replay; expected changes of algorithm, rewards, batch or optimizer
+    """
     changes = compare_configs(to_cpu(config), to_cpu(other))
     for change in changes:
         if not change.path.startswith(_REPLAYED_KEYS) or change.path == "batch.prompts_per_step":
             raise ValueError(
-                f"{change.path}: got another value, and the records are what they are, expected changes of algorithm, "
-                "rewards, batch or optimizer"
+                f"{change.path}: cannot change in a replay; expected changes of algorithm, rewards, batch or optimizer"
             )
     effective_changes = [str(change) for change in changes if change.path not in (*_ROLLOUT_KEYS, *_NAME_KEYS)]
     if not effective_changes:
         listed = ", ".join(change.path for change in changes) or "the run's own values"
-        raise ValueError(f"changes: got {listed}, which changes nothing of a step whose records are there")
+        raise ValueError(f"changes: got {listed}, which changes nothing in a replay")
     return effective_changes, [change.path for change in changes if change.path in _ROLLOUT_KEYS]
 
 
@@ -902,6 +902,9 @@ def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), 
         changes: Other settings, such as `algorithm.estimator=rloo`, to see what they would have changed.
         trust: Whether code outside Rollbook that the run's configuration names may run: reward functions and a
             teacher's builder. Models come from the checkpoints; `model.builder` is never called.
+
+    Returns:
+        The recorded and the recomputed values, and with `changes`, what these change.
 
     Raises:
         ValueError: The configuration names such code and `trust` is false, or the step cannot be replayed.

@@ -110,7 +110,7 @@ def record_metrics(
     Args:
         records: The records.
         version: The policy's version when the step began, for `staleness`.
-        success: The least reward that counts as a success.
+        success: Minimum reward of a success.
         pairs: Whether they are pairs of answers, which have no response length.
     """
     rewards = row_rewards(records)
@@ -195,8 +195,8 @@ class Trainer:
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
         reward: Scores rollouts: anything that `rollbook.rewards.as_reward` accepts.
         engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
-        sync_every: Send the weights to the engine every N steps, if it does not share them and takes some
-            (`engine.takes_weights`). After each update `check_sync` compares log-probs. `None`: never.
+        sync_every: Send weights every N steps to engines with their own copy (`engine.takes_weights`). After each
+            update `check_sync` compares log-probs. `None`: never.
         sync_tolerance: Tolerance of that check; by default by the dtype of the weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
         rollouts: Rollout workers in other processes generate and score (`RolloutWorker`); `None`: this trainer does.
@@ -213,7 +213,7 @@ class Trainer:
         checkpoints: Where and when to write checkpoints: a `CheckpointConfig`, or a folder for checkpoints before the
             first step and after the last. Training continues from the newest one in the folder, with the book rewound
             to it.
-        success: The least reward that counts as a success.
+        success: Minimum reward of a success.
 
     >>> from rollbook import open
     >>> from rollbook.models import Actor
@@ -233,7 +233,7 @@ class Trainer:
     """
 
     process_group: ProcessGroup | None = None
-    """The processes whose records are compared with each other; `None`: all that `torch.distributed` has."""
+    """The processes over which statistics are computed; `None`: all that `torch.distributed` has."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class Trainer:
         """Raise `ValueError` if the parts do not fit together."""
         algorithm = self.algorithm
         if algorithm.needs_teacher and self.models.teacher is None:
-            raise ValueError(f"teacher: got None, and {algorithm.name} ({algorithm.estimator}) needs one")
+            raise ValueError(f"teacher: missing, required by {algorithm.name} ({algorithm.estimator})")
         if self.pacer is not None:
             if self.prompts is None or not algorithm.needs_rollouts:
                 raise ValueError(f"rollouts: got workers, but {algorithm.name} has no prompts to generate rollouts for")
@@ -354,12 +354,14 @@ class Trainer:
                 )
         if self.prompts is None:
             if self.reward is not None:
-                raise ValueError("prompts: missing; without prompts there are no rollouts for the reward to score")
+                raise ValueError("prompts: missing, required by the reward, which scores rollouts")
             return
         if algorithm.needs_rollouts and self.engine is None:
-            raise ValueError(f"engine: missing, and {type(self.actor).__name__} has none")
+            raise ValueError(f"engine: missing, required by {algorithm.name} with a {type(self.actor).__name__}")
         if algorithm.needs_rollouts and algorithm.takes_rewards and self.reward is None and self.environment is None:
-            raise ValueError(f"reward: missing; {algorithm.name} ({algorithm.estimator}) needs one, or an environment")
+            raise ValueError(
+                f"reward: missing, required by {algorithm.name} ({algorithm.estimator}), unless there is an environment"
+            )
 
     def _sampling(self, options: Sampling | Mapping[str, Any] | None) -> Sampling:
         """Sampling options with the algorithm's number of responses, and by default the actor's temperature."""
@@ -578,7 +580,7 @@ class Trainer:
             reason = "in every group all rewards were equal, and such groups are dropped"
         else:
             reason = f"the book offers none of the {appended} new records; see book.counts()"
-        warn_user(f"step {step} trained on nothing: {reason}")
+        warn_user(f"step {step}: no records to train on: {reason}")
 
     def _acknowledge(self, lease: Lease, uids: Sequence[str], step: int, result: UpdateResult) -> None:
         """Acknowledge the records of a step, with their places in the update and their sampling weights.

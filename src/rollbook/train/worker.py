@@ -4,13 +4,11 @@
 trainer's side: it publishes weights, allows new groups, and leases finished ones. Neither knows where the other runs: a
 worker is a process on this machine, `rollbook rollout` on another one, or a Ray actor.
 
-Invariant: the records of a group are in the book once. A worker that was paused or cut off may generate a group that
-another one was given meanwhile, or that the trainer's restart made obsolete. The append checks the claim in its own
-transaction, so that such a group is discarded.
+Invariant: each group is stored once. The append checks the claim in the same transaction, so a worker that lost its
+claim cannot append.
 
-Invariant: at most `(1 + max_staleness) * prompts_per_step` groups are being generated, waiting or being trained on, and
-the oldest are trained on first. So a group is trained on at most `max_staleness` versions after it was begun, unless it
-takes longer than the trainer waits for it; then it is dropped as stale.
+Invariant: at most `(1 + max_staleness) * prompts_per_step` groups are in flight or queued, and the oldest are trained
+on first. Staleness exceeds the bound only for groups later than `late_seconds`, which are dropped.
 """
 
 from __future__ import annotations
@@ -97,25 +95,25 @@ MODES = ("sync", "one_step_off", "async")
 WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
 WAIT_SHARE = 0.05
-"""Share of a step that the trainer may wait for rollouts before they are begun earlier."""
+"""Share of a step spent waiting above which generation runs further ahead."""
 _BEAT_SECONDS = 2.0
 _MIN_POLL_SECONDS, _POLL_SHARE = 0.2, 0.02
-"""How often a worker looks for new weights while it generates: at least this many seconds apart, and this share of the
-time between two updates."""
+"""Interval at which a worker polls for new weights while it generates: a share of the time between two updates, and at
+least some seconds. Many workers share the book."""
 _POLL_SECONDS = 1.0
 _WARN_SECONDS = 60.0
 _EARLY_FAILURE_SECONDS = 60.0
 """A worker that fails within this time of its start counts as failing repeatedly."""
 _START_SECONDS = 60.0
-"""How long a worker that starts waits for a book that does not answer."""
+"""Seconds for which a starting worker retries calls of a book that does not respond."""
 _OUTAGE_SECONDS = 600.0
-"""How long a trainer waits for a book that does not answer."""
+"""Seconds for which a trainer retries calls of a book that does not respond."""
 _LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError)
 """Errors of a book that another process or server will end; the same call may succeed later."""
 
 
 class WorkersFailedError(RollbookError, RuntimeError):
-    """Raised when rollout workers end with an error again and again."""
+    """Raised when rollout workers fail repeatedly."""
 
 
 class TrainerReplacedError(RollbookError, RuntimeError):
@@ -279,9 +277,7 @@ class RolloutPacer:
     def _read(self) -> RolloutState:
         state = retry_outages(read_rollouts, self.book)
         if state is None or state.settings.get("trainer") != self._trainer:
-            raise TrainerReplacedError(
-                f"{self.book.url}: another trainer has begun or continued training with this book"
-            )
+            raise TrainerReplacedError(f"{self.book.url}: another trainer is now using this book")
         return state
 
     def publish(self, actor: Actor, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -332,9 +328,9 @@ class RolloutPacer:
 
         Args:
             version: The current policy version.
-            by: As of `Book.lease`.
+            by: See `Book.lease`.
             seconds: Lease duration.
-            steps_left: As of `pace`.
+            steps_left: See `pace`.
         """
         start = warned = time.monotonic()
         count = self.prompts_per_step
@@ -367,8 +363,8 @@ class RolloutPacer:
             if time.monotonic() - warned > _WARN_SECONDS:
                 warned = time.monotonic()
                 warn_user(
-                    f"waiting for rollouts since {warned - start:.0f} s: {self._open} of {count} groups are there, "
-                    f"{self._in_flight} are being generated; `rollbook top {self.book.url}` shows the workers"
+                    f"waited {warned - start:.0f} s for rollouts: {self._open} of {count} groups ready, "
+                    f"{self._in_flight} in flight; `rollbook top {self.book.url}` shows the workers"
                 )
 
     def _adapt(self, start: float) -> None:
@@ -457,7 +453,7 @@ class RolloutWorker:
         environment: For multi-turn episodes.
         prompts_per_step: Prompts of a step of the trainer.
         prompts_per_claim: Prompts that are generated together.
-        mode: As of `RolloutConfig`.
+        mode: See `RolloutConfig`.
         consumer: Consumer group of the trainer.
         claim_seconds: Seconds without a heartbeat after which another worker gets the prompts of this one.
     """
@@ -790,7 +786,7 @@ class RolloutWorker:
         beat = min(_BEAT_SECONDS, self.claim_seconds / 4)
         reported = 0.0
         while True:
-            # Many workers look for new weights, so seldom in relation to the duration of a step.
+            # Poll rarely: many workers share the book.
             poll = min(max(_POLL_SHARE * self._update_seconds, _MIN_POLL_SECONDS), beat)
             if self._stop.wait(poll if self.mode == "async" else beat):
                 return
@@ -888,7 +884,7 @@ def wait_for_trainer(
 
 
 class LocalWorkers:
-    """Rollout workers as processes of this machine, started again if they end. They end with this process.
+    """Rollout workers as processes of this machine, restarted if they end. They end with this process.
 
     Args:
         book: Address of the book.
@@ -925,7 +921,7 @@ class LocalWorkers:
         return self.folder / f"worker-{number}.log"
 
     def poll(self) -> None:
-        """Start workers again that have ended.
+        """Restart workers that have ended.
 
         Raises:
             WorkersFailedError: A worker failed too often.
@@ -935,7 +931,7 @@ class LocalWorkers:
             if status is None:
                 continue
             if status == 0:  # ended by SIGTERM
-                warn_user(f"worker-{number} was stopped and is started again")
+                warn_user(f"worker-{number} was stopped; restarting")
                 self._start(number)
                 continue
             is_early = time.monotonic() - self._started[number] < _EARLY_FAILURE_SECONDS
@@ -947,7 +943,7 @@ class LocalWorkers:
                     f"worker-{number} failed {self._failures[number]} times in a row; the last error: {reason} "
                     f"(log: {self._log(number)})"
                 )
-            warn_user(f"worker-{number} ended ({reason}) and is started again")
+            warn_user(f"worker-{number} exited ({reason}); restarting")
             self._start(number)
 
     def stop(self) -> None:
