@@ -19,7 +19,7 @@ from rollbook.book import repair, rollouts, snapshot
 from rollbook.book.book import Book
 from rollbook.book.errors import BookError
 from rollbook.book.rollouts import (
-    Assignment,
+    RolloutClaim,
     append_rollouts,
     claim_rollouts,
     close_rollouts,
@@ -54,11 +54,11 @@ def begin(book: Book, limit: int = 8, **options: Any) -> None:
     set_limit(book, limit)
 
 
-def claim(book: Book, count: int = 1, worker: str = "a", seconds: float = 60.0) -> list[Assignment]:
+def claim(book: Book, count: int = 1, worker: str = "a", seconds: float = 60.0) -> list[RolloutClaim]:
     return claim_rollouts(book, worker, count, seconds=seconds)
 
 
-def numbers(claims: list[Assignment]) -> list[int]:
+def numbers(claims: list[RolloutClaim]) -> list[int]:
     return [assignment.number for assignment in claims]
 
 

@@ -91,8 +91,8 @@ class RolloutStatus:
 
     Attributes:
         status: `open`, `suspended` or `finished`.
-        next: Number of the first group that was not begun.
-        limit: Number of the first group that may not be begun yet.
+        next: Number of the first group that was not started.
+        limit: Number of the first group that may not be started yet.
         in_flight: How many groups workers have claimed.
         expired: How many of them have expired, and wait for another worker.
         returned: How many groups were given back, and wait for another worker.

@@ -41,7 +41,7 @@ from rollbook.book.errors import (
 )
 from rollbook.book.rollouts import (
     FINISHED,
-    Assignment,
+    RolloutClaim,
     append_rollouts,
     claim_rollouts,
     close_rollouts,
@@ -241,7 +241,7 @@ class RolloutPacer:
         self._is_open = False
         self._reported = -math.inf
         self._in_flight = 0
-        self._open = 0
+        self._queued_groups = 0
         self._lead = self._min_lead = min(1.0, float(config.bound))
         self._leased_at: float | None = None
 
@@ -253,10 +253,10 @@ class RolloutPacer:
         retry_outages(open_rollouts, self.book, self._settings())
 
     def open(self, next_group: int, returned: Sequence[int] = ()) -> None:
-        """Begin, or begin again after a restart.
+        """Start, or continue after a restart.
 
         Args:
-            next_group: Number of the first group that was not begun.
+            next_group: Number of the first group that was not started.
             returned: Numbers of groups before it that were not finished.
         """
         retry_outages(open_rollouts, self.book, self._settings(), next=next_group, returned=returned)
@@ -312,12 +312,12 @@ class RolloutPacer:
         """
         state = self._read()
         self._in_flight = len(state.in_flight)
-        self._open = retry_outages(count_open_groups, self.book, self.consumer)
+        self._queued_groups = retry_outages(count_open_groups, self.book, self.consumer)
         bound = (1 + self._lead) * self.prompts_per_step
         if steps_left is not None:
             bound = min(bound, steps_left * self.prompts_per_step)
-        begun = self._open + self._in_flight + len(state.returned)
-        limit = state.next + max(round(bound) - begun, 0)
+        started_groups = self._queued_groups + self._in_flight + len(state.returned)
+        limit = state.next + max(round(bound) - started_groups, 0)
         if limit != state.limit:
             retry_outages(set_limit, self.book, limit)
 
@@ -341,7 +341,7 @@ class RolloutPacer:
             late = time.monotonic() - start > self.config.late_seconds
             if late or not self._is_waiting_for_stale(version):
                 # A timeout also limits the wait for other writers, which on a slow disk take seconds each.
-                ready = self._open >= count
+                ready = self._queued_groups >= count
                 lease = retry_outages(
                     self.book.lease,
                     count,
@@ -363,7 +363,7 @@ class RolloutPacer:
             if time.monotonic() - warned > _WARN_SECONDS:
                 warned = time.monotonic()
                 warn_user(
-                    f"waited {warned - start:.0f} s for rollouts: {self._open} of {count} groups ready, "
+                    f"waited {warned - start:.0f} s for rollouts: {self._queued_groups} of {count} groups ready, "
                     f"{self._in_flight} in flight; `rollbook top {self.book.url}` shows the workers"
                 )
 
@@ -386,11 +386,11 @@ class RolloutPacer:
         return self.config.bound > 0 and any(group.version == due for group in self._read().in_flight)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of groups in flight and of those that wait or are trained on, at the last `pace`, and how
-        many steps generation runs ahead."""
+        """Return the numbers of groups in flight and of queued or leased ones at the last `pace`, and how many steps
+        generation runs ahead."""
         return {
             "rollout/groups_in_flight": float(self._in_flight),
-            "rollout/groups_waiting": float(self._open),
+            "rollout/groups_queued": float(self._queued_groups),
             "rollout/lead": self._lead,
         }
 
@@ -408,7 +408,7 @@ class RolloutPacer:
 class _Group:
     """A group that this worker generates."""
 
-    assignment: Assignment
+    claim: RolloutClaim
     prompt: Prompt
     claimed: float
     records: Experiences | None = None
@@ -554,19 +554,18 @@ class RolloutWorker:
         if self._claim_lost:
             self._return_unknown()
             self._claim_lost = False
-        claimed = claim_rollouts(
+        claims = claim_rollouts(
             self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=_POLL_SECONDS
         )
-        if not claimed:
+        if not claims:
             state = read_rollouts(self.book)
             return state is None or state.status != FINISHED or bool(self._groups)
         groups = [
-            _Group(assignment, self.prompts.at(assignment.number, self.prompts_per_step), time.monotonic())
-            for assignment in claimed
+            _Group(claim, self.prompts.at(claim.number, self.prompts_per_step), time.monotonic()) for claim in claims
         ]
         with self._lock:
             self._cancel = Cancel()
-            self._groups |= {group.assignment.fence: group for group in groups}
+            self._groups |= {group.claim.fence: group for group in groups}
         scoring: set[int] = set()
         try:
             self._generate(groups, scoring)
@@ -574,8 +573,8 @@ class RolloutWorker:
             # Forgotten, so that they are not renewed: `_return_unknown` gives them back.
             with self._lock:
                 for group in groups:
-                    if group.assignment.fence not in scoring:
-                        self._groups.pop(group.assignment.fence, None)
+                    if group.claim.fence not in scoring:
+                        self._groups.pop(group.claim.fence, None)
             raise
         return True
 
@@ -593,7 +592,7 @@ class RolloutWorker:
         if groups:
             self._activity = "generating"
             for group in self._sample(groups):
-                scoring.add(group.assignment.fence)
+                scoring.add(group.claim.fence)
                 self._scoring.put(group)
 
     def _return_unknown(self) -> None:
@@ -649,7 +648,7 @@ class RolloutWorker:
                     batch.append(self._scoring.get_nowait())
             ended = None in batch
             with self._lock:
-                groups = [group for group in batch if group is not None and group.assignment.fence in self._groups]
+                groups = [group for group in batch if group is not None and group.claim.fence in self._groups]
                 for group in groups:
                     group.is_scored = True
             if not groups or self._failure is not None:
@@ -668,10 +667,10 @@ class RolloutWorker:
         tasks = [eid.tid for eid in records.eids()]
         for group in groups:
             rows = records.take([row for row, task in enumerate(tasks) if task == _task_id(group)])
-            assignment = group.assignment
+            claim = group.claim
             details = {
                 "worker": self.name,
-                "number": assignment.number,
+                "number": claim.number,
                 "seconds": round(time.monotonic() - group.claimed, 3),
             }
             rows = rows.assign(info=[{**info, "rollout": details} for info in rows.values("info")])
@@ -679,23 +678,23 @@ class RolloutWorker:
             appended = self._retry(
                 append_rollouts,
                 self.book,
-                assignment,
+                claim,
                 rows,
                 detail=details,
                 dropped_for=self.consumer if is_dropped else None,
                 reason="constant group",
             )
             with self._lock:
-                self._groups.pop(assignment.fence, None)
+                self._groups.pop(claim.fence, None)
                 self.result.discarded += not appended
             if appended:
                 self.result.groups += 1
                 self.result.records += len(rows)
 
     def _finish(self, group: _Group) -> None:
-        self._retry(finish_rollouts, self.book, [group.assignment])
+        self._retry(finish_rollouts, self.book, [group.claim])
         with self._lock:
-            self._groups.pop(group.assignment.fence, None)
+            self._groups.pop(group.claim.fence, None)
 
     def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the book, for as long as its server is down: generated groups are not lost."""
@@ -705,14 +704,14 @@ class RolloutWorker:
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         if groups:
-            return_rollouts(self.book, [group.assignment for group in groups], reason[:200])
+            return_rollouts(self.book, [group.claim for group in groups], reason[:200])
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has(self, group: _Group) -> bool:
         """Return whether the claim of a group was not lost."""
         with self._lock:
-            return group.assignment.fence in self._groups
+            return group.claim.fence in self._groups
 
     def _load_weights(self, groups: Sequence[_Group]) -> None:
         """Wait until the engine has weights of at least the version of these groups, or their claims are lost.
@@ -720,7 +719,7 @@ class RolloutWorker:
         A trainer that dies takes its weights along, and the next one may continue from an earlier version.
         """
         self._activity = "loading weights"
-        version = max(group.assignment.version for group in groups)
+        version = max(group.claim.version for group in groups)
         while not self._stop.is_set() and self._failure is None and any(map(self._has, groups)):
             if not self.engine.takes_weights:
                 self.engine.version = max(self.book.policy_version or 0, version)
@@ -809,8 +808,8 @@ class RolloutWorker:
             groups = dict(self._groups)
         if not groups:
             return
-        renewed = renew_rollouts(self.book, [group.assignment for group in groups.values()], self.claim_seconds)
-        lost = groups.keys() - {assignment.fence for assignment in renewed}
+        renewed = renew_rollouts(self.book, [group.claim for group in groups.values()], self.claim_seconds)
+        lost = groups.keys() - {claim.fence for claim in renewed}
         with self._lock:
             for fence in lost:
                 group = self._groups.pop(fence, None)
@@ -841,14 +840,14 @@ def _task_id(group: _Group) -> str:
 
 
 def wait_for_trainer(
-    address: str, stop: threading.Event, say: Callable[[str], None] | None = None
+    address: str, stop: threading.Event, log: Callable[[str], None] | None = None
 ) -> tuple[Book, dict[str, Any]] | None:
     """Wait until a trainer has created a book and opened rollouts in it.
 
     Args:
         address: Address of the book.
         stop: Ends the wait.
-        say: Called with a line of text if there is something to tell.
+        log: Called with a line of text, such as that it waits.
 
     Returns:
         The book and the settings of the trainer; `None` if there is nothing to do.
@@ -856,7 +855,7 @@ def wait_for_trainer(
     Raises:
         MissingBookError: There is no book in this folder.
     """
-    book, state, is_told = None, None, False
+    book, state, has_logged = None, None, False
     while state is None:
         try:
             if book is None:
@@ -866,15 +865,15 @@ def wait_for_trainer(
             if "://" not in address:  # a trainer on this machine creates its folder before it starts workers
                 raise
         if state is None:
-            if not is_told and say is not None:
-                say(f"waiting for a trainer with rollout workers on {redacted(address)}")
-            is_told = True
+            if not has_logged and log is not None:
+                log(f"waiting for a trainer with rollout workers on {redacted(address)}")
+            has_logged = True
             if stop.wait(_POLL_SECONDS):
                 break
     if book is not None and state is not None and state.status != FINISHED:
         return book, state.settings
-    if state is not None and say is not None:
-        say(f"{redacted(address)}: its training has finished")
+    if state is not None and log is not None:
+        log(f"{redacted(address)}: its training has finished")
     if book is not None:
         book.close()
     return None
@@ -906,12 +905,21 @@ class LocalWorkers:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        words = ["rollout", "--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
+        arguments = [
+            "rollout",
+            "--book",
+            self.book,
+            "--name",
+            f"worker-{number}",
+            "--trust",
+            "--parent",
+            str(os.getpid()),
+        ]
         self._started[number] = time.monotonic()
         # The trainer and the workers share the processors.
         threads = str(max(1, (os.cpu_count() or 1) // (len(self.processes) + 1)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
-        command = [sys.executable, "-m", "rollbook", *words]
+        command = [sys.executable, "-m", "rollbook", *arguments]
         with open(self._log(number), "ab") as log:
             self.processes[number] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
