@@ -636,7 +636,7 @@ class DistributedTrainer(Trainer):
             yield results
             if self._leading == 1:
                 self._finish_saving()
-                self.distributed.release((results[0] if results else None, self.done, self.resumed_from))
+                self.distributed.release((results[0] if results else None, self.global_step, self.resumed_from))
         except BaseException as error:
             if self._leading == 1:
                 self.distributed.fail(error)
@@ -646,7 +646,7 @@ class DistributedTrainer(Trainer):
 
     def follow(self) -> Any:
         """Do what rank 0 says, on another rank, until it has finished; return the result of its method."""
-        result, self.done, self.resumed_from = self.distributed.follow()
+        result, self.global_step, self.resumed_from = self.distributed.follow()
         return result
 
     def _together(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -667,7 +667,7 @@ class DistributedTrainer(Trainer):
     def _step_now(self) -> StepReport:
         # Without its first checkpoint, a run whose book has records cannot start over. Later ones are complete when
         # their shards are written.
-        if self.done == 0 or (self._future is not None and self._future.done()):
+        if self.global_step == 0 or (self._future is not None and self._future.done()):
             self._finish_saving()
         return super().step()
 
@@ -700,7 +700,7 @@ class DistributedTrainer(Trainer):
         metrics = StepMetrics() if metrics is None else metrics
         if not self.algorithm.needs_rollouts:
             return super().collect(prompts, metrics)
-        shares = [(self.done, part) for part in self.distributed.split(prompts)]
+        shares = [(self.global_step, part) for part in self.distributed.split(prompts)]
         replies = self.distributed.call("collect", shares)
         metrics.merge(timing for _, timing in replies)
         records = Experiences.concat([part for part, _ in replies if len(part)])
@@ -734,7 +734,7 @@ class DistributedTrainer(Trainer):
         with self.distributed.gathered(self.actor):
             yield
 
-    def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+    def compute_missing_columns(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
         passes = self.algorithm.passes if self.algorithm.needs_rollouts else ()
         missing = [records.missing(entry.column) for entry in passes]
         rows = np.unique(np.concatenate(missing)) if missing else np.zeros(0, dtype=np.int64)
@@ -748,7 +748,7 @@ class DistributedTrainer(Trainer):
             for part, columns in zip(parts, replies, strict=True):
                 if len(part):
                     records = records.fill(rows[part], **columns)
-        return super().completed(records, expert)
+        return super().compute_missing_columns(records, expert)
 
     def _annotate_share(self, message: Any) -> dict[str, list[Any]]:
         records = annotate(
@@ -762,7 +762,7 @@ class DistributedTrainer(Trainer):
         return {name: records.values(name) for entry in self.algorithm.passes for name in entry.outputs}
 
     def _collect_evaluation(self, prompts: Sequence[Prompt], sampling: Sampling) -> Experiences:
-        shares = [(self.done, part, sampling) for part in self.distributed.split(prompts)]
+        shares = [(self.global_step, part, sampling) for part in self.distributed.split(prompts)]
         return Experiences.concat([part for part in self.distributed.call("evaluate", shares) if len(part)])
 
     def _evaluate_share(self, share: tuple[int, Sequence[Prompt], Sampling]) -> Experiences:
@@ -862,13 +862,12 @@ class DistributedTrainer(Trainer):
         self, folder: Path, state: Mapping[str, Any], trainer_state: Mapping[str, Any], replaced: set[str]
     ) -> Path:
         """Write the Hugging Face folders and begin to write the shards. `_finish_saving` completes the checkpoint."""
-        partial = checkpoint.begin(folder, self.done)
+        partial = checkpoint.begin(folder, self.global_step)
         random_states = self.distributed.call("save", [str(partial)] * self.distributed.size)
-        checkpoint.write_states(
-            partial, self.done, {**state, "random": random_states[0], "random_by_rank": random_states}, trainer_state
-        )
-        self._pending = (folder, self.done, replaced)
-        return folder / checkpoint.CHECKPOINT_FOLDER / checkpoint.checkpoint_name(self.done)
+        all_states = {**state, "random": random_states[0], "random_by_rank": random_states}
+        checkpoint.write_states(partial, self.global_step, all_states, trainer_state)
+        self._pending = (folder, self.global_step, replaced)
+        return folder / checkpoint.CHECKPOINT_FOLDER / checkpoint.checkpoint_name(self.global_step)
 
     def _finish_saving(self) -> None:
         """Wait until the shards of the last checkpoint are written by all ranks, then commit it."""
@@ -961,7 +960,7 @@ class DistributedTrainer(Trainer):
 
     def _set_random_state(self, state: Mapping[str, Any] | None) -> None:
         if state is None:  # this rank is new
-            torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}/{self.done}"))
+            torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}/{self.global_step}"))
         else:
             checkpoint.set_random_state(state)
 

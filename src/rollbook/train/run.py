@@ -289,9 +289,9 @@ class Run:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
             before = load_config(config_path)
             checkpoint.remove_partial(folder)
-            begun = bool(checkpoint.list_checkpoints(folder))
+            has_checkpoints = bool(checkpoint.list_checkpoints(folder))
             changed = any(not change.changeable for change in compare_configs(before, self.config))
-            if changed and not begun and self._never_trained():
+            if changed and not has_checkpoints and self._never_trained():
                 # The first attempt failed before it trained, so that its settings may still change.
                 if "://" not in self._own_book:
                     shutil.rmtree(self._own_book, ignore_errors=True)
@@ -299,7 +299,7 @@ class Run:
                 self._check_same_settings(before)
             if compare_configs(before, self.config):
                 self._keep_config()
-            return begun
+            return has_checkpoints
         self._keep_config()
         return False
 
@@ -370,7 +370,9 @@ class Run:
             except KeyboardInterrupt:
                 checkpoints = checkpoint.list_checkpoints(self.folder)
                 start = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
-                lost = 0 if self._trainer is None or not checkpoints else self._trainer.done - checkpoints[-1].step
+                lost = (
+                    0 if self._trainer is None or not checkpoints else self._trainer.global_step - checkpoints[-1].step
+                )
                 interval = self.config.checkpoint.interval
                 repeated = f", and repeats {lost} steps (checkpoint.interval is {interval})" if lost else ""
                 self.say(f"\ninterrupted; the same command continues {start}{repeated}")
@@ -501,7 +503,7 @@ class Run:
                 leader.evaluation_reward = eval_reward
                 if not ranks.is_main:
                     leader.follow()
-                    return RunResult(self.folder, trainer.done, time.monotonic() - self.start_time)
+                    return RunResult(self.folder, trainer.global_step, time.monotonic() - self.start_time)
                 stack.enter_context(leader.leading())
             if trainer.resumed_from is not None:
                 if (
@@ -516,13 +518,12 @@ class Run:
                             f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}",
                         )
                     trainer.load_weights(models.reference, first.model)
-                self.say(
-                    f"continuing after step {trainer.done}, from {checkpoint.list_checkpoints(self.folder)[-1].path}"
-                )
+                last = checkpoint.list_checkpoints(self.folder)[-1]
+                self.say(f"continuing after step {trainer.global_step}, from {last.path}")
             with self._tracked(trainer, resumed), self._working(trainer):
                 self._train(trainer, held_out, eval_reward, outcome)
-            outcome.before, outcome.after = self._evaluations(trainer.book, trainer.done)
-        outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.start_time
+            outcome.before, outcome.after = self._evaluations(trainer.book, trainer.global_step)
+        outcome.steps, outcome.seconds = trainer.global_step, time.monotonic() - self.start_time
         return outcome
 
     def _check_sources(self, rewards: Mapping[str, Reward | None], resumed: bool) -> None:
@@ -573,7 +574,7 @@ class Run:
             # Left by a process that was killed before the first checkpoint.
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
         names = [*(name for name in ("jsonl", "tensorboard") if getattr(tracking, name)), *tracking.trackers]
-        after, settings = trainer.done if resumed else None, self.config.to_dict()
+        after, settings = trainer.global_step if resumed else None, self.config.to_dict()
         trackers: list[Any] = list(
             build_trackers(names, self.folder, steps=self.config.steps, after=after, config=settings)
         )
@@ -592,15 +593,15 @@ class Run:
     def _train(self, trainer: Trainer, held_out: Prompts | None, reward: Reward | None, outcome: RunResult) -> None:
         config = self.config
         eval_prompts = held_out if reward is not None or config.environment.function is not None else None
-        if trainer.done == 0 and not checkpoint.list_checkpoints(self.folder):
+        if trainer.global_step == 0 and not checkpoint.list_checkpoints(self.folder):
             if eval_prompts is not None and config.evaluation.before:
                 self._evaluate(trainer, eval_prompts, reward)
             trainer.save()
         trainer.last_step = config.steps
-        while trainer.done < config.steps:
+        while trainer.global_step < config.steps:
             report = trainer.advance()
             outcome.reports.append(report)
-            step = trainer.done
+            step = trainer.global_step
             is_last = step == config.steps
             evaluation = config.evaluation
             if eval_prompts is not None and ((is_last and evaluation.after) or _is_due(step, evaluation.every)):

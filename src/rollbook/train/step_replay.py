@@ -531,10 +531,10 @@ class RestoredStep:
             nonfinite_limit=1 << 30,  # report a non-finite update of changed settings, do not stop
         )
 
-    def completed(
+    def compute_missing_columns(
         self, records: Experiences, algorithm: AlgorithmConfig, *, expert: Sequence[bool] | None = None
     ) -> Experiences:
-        """Return the records with all columns that an algorithm reads, as `Trainer.completed` does."""
+        """Return the records with all columns that an algorithm reads, as `Trainer.compute_missing_columns` does."""
         records = self._annotate(records, algorithm)
         return estimate(records, algorithm, max_tokens=self._max_response_tokens, expert=expert)
 
@@ -565,7 +565,7 @@ class RestoredStep:
             if not traced.uids:
                 continue
             records, flags = self.with_experts(self.records(traced), step, self.config.algorithm)
-            records = self.completed(records, self.config.algorithm, expert=flags)
+            records = self.compute_missing_columns(records, self.config.algorithm, expert=flags)
             weights = self.sampling_weights(traced, records)
             loss = self.learner.update(records, step=step, expert=flags, weights=weights).metrics.get("loss")
             recorded = self.metrics.get(step, {}).get("loss")
@@ -793,7 +793,7 @@ def compute_counterfactual(
         names = ("reward", "advantages", "returns")
         leased = leased.assign(**{name: [estimates[uid][name] for uid in run.traced.uids] for name in names})
     records, flags = run.with_experts(leased, run.step, other.algorithm)
-    records = run.completed(records, other.algorithm, expert=flags)
+    records = run.compute_missing_columns(records, other.algorithm, expert=flags)
     learner = run.build_learner(other)
     if other.optimizer.name == run.config.optimizer.name:
         load_learner_state(learner, state)
@@ -977,7 +977,7 @@ class _Replay:
         self._compare_advantages()
         algorithm = run.config.algorithm
         records, flags = run.with_experts(run.leased, run.step, algorithm)
-        records = run.completed(records, algorithm, expert=flags)
+        records = run.compute_missing_columns(records, algorithm, expert=flags)
         importance = run.sampling_weights(run.traced, records)
         learned = run.learner.update(records, step=run.step, expert=flags, weights=importance)
         update = weight_difference(run.weights()["policy"], weights["policy"])

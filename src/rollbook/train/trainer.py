@@ -305,13 +305,13 @@ class Trainer:
         self.trackers = list(trackers)
         self.checkpoints = CheckpointConfig(Path(checkpoints)) if isinstance(checkpoints, (str, Path)) else checkpoints
         self.success = check_float("success", success)
-        self.done = 0
-        """How many steps were done: the version of the policy."""
+        self.global_step = 0
+        """Number of finished steps, which is the version of the policy."""
         self.last_step: int | None = None
         """Number of the last step of the run, if it is known: workers do not generate for steps after it."""
         self.resumed_from: int | None = None
         """The step of the checkpoint that training continues from; `None` for a new run."""
-        self._check_parts()
+        self._check_arguments()
         self.learner = self._build_learner(
             critic=critic,
             reference=self.models.reference,
@@ -337,8 +337,8 @@ class Trainer:
         if not self.resume():
             self._announce(rollouts={"next_group": 0})
 
-    def _check_parts(self) -> None:
-        """Raise `ValueError` if the parts do not fit together."""
+    def _check_arguments(self) -> None:
+        """Raise `ValueError` if the arguments do not fit together."""
         algorithm = self.algorithm
         if algorithm.needs_teacher and self.models.teacher is None:
             raise ValueError(f"teacher: missing, required by {algorithm.name} ({algorithm.estimator})")
@@ -397,13 +397,13 @@ class Trainer:
             The metrics of the step. If there is nothing to lease, the weights stay as they are, no step is counted,
             `report["records"]` is 0, and a warning gives the reason.
         """
-        step, metrics = self.done + 1, StepMetrics()
-        begun = time.perf_counter()
+        step, metrics = self.global_step + 1, StepMetrics()
+        start_time = time.perf_counter()
         appended = None
         with metrics.time("collect"):
             if self.pacer is not None:
                 lease = self.pacer.lease(
-                    self.done, by=self._lease_by, seconds=self.replay.lease_seconds, steps_left=self._steps_left
+                    self.global_step, by=self._lease_by, seconds=self.replay.lease_seconds, steps_left=self._steps_left
                 )
             else:
                 if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
@@ -430,31 +430,31 @@ class Trainer:
             with metrics.time("update"):
                 self._release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
-                records = self.completed(records, expert)
+                records = self.compute_missing_columns(records, expert)
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)
             hit_failpoint("learned")
             with metrics.time("acknowledge"):
                 self._acknowledge(lease, uids, step, result)
                 hit_failpoint("acknowledged")
-                self.done = step
+                self.global_step = step
                 self._announce(metrics)
-        described = leased if self.pacer is None else records[: len(leased)]
+        metric_records = leased if self.pacer is None else records[: len(leased)]
         metrics.add(
-            record_metrics(described, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
+            record_metrics(metric_records, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
             result.metrics,
         )
-        self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - begun)
+        self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - start_time)
         self.track(step, metrics.values())
         hit_failpoint("stepped")
         return StepReport(step, metrics.values(), uids)
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self.last_step is None else max(self.last_step - self.done, 0)
+        return None if self.last_step is None else max(self.last_step - self.global_step, 0)
 
     def _check_rollouts(self, pacer: RolloutPacer, leased: Experiences, step: int, metrics: StepMetrics) -> None:
         """Add the metrics of what workers generated; raise `AllSamplesFailedError` if none of it can be trained on."""
-        pacer.report(state="training", version=self.done, step=step, records=len(leased))
+        pacer.report(state="training", version=self.global_step, step=step, records=len(leased))
         metrics.add(rollout_metrics(leased), pacer.metrics())
         errors = sample_errors(leased)
         if all(errors):
@@ -624,8 +624,8 @@ class Trainer:
             weights = weights + [1.0] * (len(records) - len(leased))
         return records, flags, weights
 
-    def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
-        """Return the records with all columns that the algorithm reads.
+    def compute_missing_columns(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+        """Add the columns that the algorithm reads and the records lack.
 
         Args:
             records: Leased records; those made by `collect` have all columns.
@@ -661,24 +661,24 @@ class Trainer:
                 records and can begin again.
         """
         if self._own_engine is not None and self.engine is self._own_engine:
-            self._own_engine.version = self.done
+            self._own_engine.version = self.global_step
         if self.pacer is not None:
             self._sync_engine(StepMetrics() if metrics is None else metrics)
             if getattr(self.engine, "is_remote", False):
-                self.pacer.publish_served(self.engine, self.done)
+                self.pacer.publish_served(self.engine, self.global_step)
             else:
                 self._publish(self.pacer)
             if rollouts is not None:
                 self.pacer.open(**rollouts)
         announced = self._retry(lambda: self.book.policy_version)
-        if announced is None or announced < self.done:
-            self._retry(self.book.announce, self.done)
+        if announced is None or announced < self.global_step:
+            self._retry(self.book.announce, self.global_step)
         if self.pacer is not None and rollouts is None:
             self.pacer.pace(self._steps_left)
 
     def _publish(self, pacer: RolloutPacer) -> None:
         """Publish the weights for rollout workers."""
-        pacer.publish(self.actor, trained_weights(self.actor), self.done)
+        pacer.publish(self.actor, trained_weights(self.actor), self.global_step)
 
     def _sync_engine(self, metrics: StepMetrics) -> None:
         """Send the weights to an engine that does not share them, every `sync_every` steps, and check that it has them.
@@ -689,11 +689,11 @@ class Trainer:
         engine, every = self.engine, self.sync_every
         if engine is self._own_engine or every is None or not getattr(engine, "takes_weights", False):
             return
-        if self._synced is not None and self.done - self._synced < every:
+        if self._synced is not None and self.global_step - self._synced < every:
             return
         with metrics.time("sync"):
-            difference = self._send_weights(self.done)
-        self._synced = self.done
+            difference = self._send_weights(self.global_step)
+        self._synced = self.global_step
         metrics.add({"sync/logprob_difference": difference})
 
     def _release_memory(self) -> None:
@@ -743,12 +743,12 @@ class Trainer:
 
         engine = self._own_engine or self.engine
         if engine is not self.engine:
-            engine.version = self.done
+            engine.version = self.global_step
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
-        scored = evaluate(engine, prompts, reward, step=self.done, **settings)
+        scored = evaluate(engine, prompts, reward, step=self.global_step, **settings)
         evaluation: Evaluation = self._retry(append_evaluation, scored, self.book)
         hit_failpoint("evaluated")
-        self.track(self.done, evaluation.metrics())
+        self.track(self.global_step, evaluation.metrics())
         return evaluation
 
     # --- a run ----------------------------------------------------------------------------------------------------
@@ -773,14 +773,15 @@ class Trainer:
         self.last_step = check_int("steps", steps)
         reports: list[StepReport] = []
         saving = self.checkpoints
-        if saving is not None and self.done == 0 < steps and not checkpoint.list_checkpoints(saving.folder):
+        if saving is not None and self.global_step == 0 < steps and not checkpoint.list_checkpoints(saving.folder):
             self.save()
-        while self.done < steps:
+        while self.global_step < steps:
             report = self.advance()
             reports.append(report)
             if on_step is not None:
                 on_step(report)
-            if saving is not None and saving.interval and self.done % saving.interval == 0 and self.done < steps:
+            is_due = saving is not None and saving.interval and self.global_step % saving.interval == 0
+            if is_due and self.global_step < steps:
                 self.save()
         if saving is not None and saving.save_final and reports:
             self.save()
@@ -796,7 +797,7 @@ class Trainer:
         if not report["records"]:
             if self.prompts is None:
                 raise OutOfDataError(f"step {report.step}: {self.book.url} has nothing more to lease")
-            self.done = report.step
+            self.global_step = report.step
             self._announce()
             self.track(report.step, report.metrics)
         return report
@@ -808,14 +809,14 @@ class Trainer:
         folder = self.checkpoints.folder
         checkpoint.remove_partial(folder)
         saved = checkpoint.list_checkpoints(folder)
-        if saved and saved[-1].step > self.done:
+        if saved and saved[-1].step > self.global_step:
             raise ValueError(
                 f"checkpoints.folder: got {folder}, which has a checkpoint of the later step {saved[-1].step}, at step "
-                f"{self.done}, expected another folder, or resume() first"
+                f"{self.global_step}, expected another folder, or resume() first"
             )
-        name = checkpoint.checkpoint_name(self.done)
+        name = checkpoint.checkpoint_name(self.global_step)
         # The book's checkpoint that a folder refers to is kept until the folder is replaced.
-        replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.done}
+        replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.global_step}
         name = f"{name}+" if name in replaced else name
         # Read before the book's checkpoint: groups that are finished in between are found in the book.
         rollouts = None if self.pacer is None else self.pacer.state()
@@ -850,7 +851,7 @@ class Trainer:
         """
         written = checkpoint.save(
             folder,
-            self.done,
+            self.global_step,
             actor=self.actor,
             critic=self.models.critic,
             state=state,
@@ -919,7 +920,7 @@ class Trainer:
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
         self.book.rewind(trainer_state["book"], later="keep" if self.prompts is None else "drop")
-        self.done = last.step
+        self.global_step = last.step
         self._announce(rollouts=rollouts)
         self.resumed_from = last.step
         self._set_random_states(state)
