@@ -44,14 +44,14 @@ _MAX_FAILURES = 5
 """How often ranks may die, one time after another without a new checkpoint, before the run stops."""
 
 
-class TrainerDiedError(WorkersFailedError):
+class TrainerDiedError(RollbookError, RuntimeError):
     """Raised when ranks of the trainer die repeatedly, or cannot be started."""
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
 
 
-class _Output(io.TextIOBase):
+class _OutputBuffer(io.TextIOBase):
     """Collects text until it is taken."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class TrainerRank:
 
     def __init__(self, folder: str) -> None:
         os.chdir(folder)
-        self._output = _Output()
+        self._output = _OutputBuffer()
 
     def address(self) -> tuple[str, int]:
         """Return the address of this machine and a free port, for rank 0."""
@@ -214,7 +214,7 @@ class _Cluster:
     """The actors of a run."""
 
     def __init__(self, config: Config, ranks: int, stream: TextIO | None) -> None:
-        self.config, self.ranks = config, ranks
+        self.config, self.rank_count = config, ranks
         self.stream = sys.stderr if stream is None else stream
         self.folder = os.getcwd()
         over = config.book or str(config.folder / BOOK_FOLDER)
@@ -222,9 +222,10 @@ class _Cluster:
         # The same command finds the book again, and commands in other folders do not.
         self.book_address = f"ray://{config.name}-{xxhash.xxh3_64_hexdigest(place.encode())[:8]}"
         self.config = self._prepare()
-        self.workers: dict[int, Any] = {}
-        self.trainer: list[Any] = []
-        self._results: dict[Any, int] = {}  # number of the worker by the reference to its result
+        self.worker_actors: dict[int, Any] = {}
+        self.rank_actors: list[Any] = []
+        self._worker_of_result: dict[Any, int] = {}
+        """Number of the worker by the reference to the result of its `run`."""
 
     def _prepare(self) -> Config:
         """Prepare the folder of the run before its book is opened; return the configuration that continues with it."""
@@ -244,12 +245,12 @@ class _Cluster:
         if kind is KeyboardInterrupt:
             checkpoints = checkpoint.list_checkpoints(self.config.folder)
             start = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
-            self._say(f"\ninterrupted; the same command continues {start}")
+            self._log(f"\ninterrupted; the same command continues {start}")
         with suppress(ray.exceptions.RayError):
-            for worker in self.workers.values():
+            for worker in self.worker_actors.values():
                 worker.stop.remote()
-            ray.wait(list(self._results), num_returns=len(self._results), timeout=_STOP_SECONDS)
-        for actor in (*self.workers.values(), *self.trainer):
+            ray.wait(list(self._worker_of_result), num_returns=len(self._worker_of_result), timeout=_STOP_SECONDS)
+        for actor in (*self.worker_actors.values(), *self.rank_actors):
             ray.kill(actor)
         self._stop_book()
 
@@ -269,14 +270,14 @@ class _Cluster:
             if actor is not None:
                 ray.kill(actor, no_restart=True)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self.config.tracking.display:
             print(text, file=self.stream, flush=True)
 
     def train(self) -> dict[str, Any]:
         """Train to the end, and restart ranks that died."""
-        self._say(f"ray       rollout workers: {self.config.rollout.workers}, ranks of the trainer: {self.ranks}")
-        self._say(f"book      {self.book_address}")
+        self._log(f"ray       rollout workers: {self.config.rollout.workers}, ranks of the trainer: {self.rank_count}")
+        self._log(f"book      {self.book_address}")
         self._warn_about_resources()
         for number in range(self.config.rollout.workers):
             self._start_worker(number)
@@ -299,7 +300,7 @@ class _Cluster:
 
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         available = resources.get("CPU", 0.0)
-        needed = sum(_cpus(demand, count) for demand, count in _demands(self.config, self.ranks))
+        needed = sum(_cpus(demand, count) for demand, count in _demands(self.config, self.rank_count))
         if needed > available:
             warn_user(
                 f"the run needs {needed:g} CPUs and the cluster has {available:g}: it waits until there are more; "
@@ -315,8 +316,8 @@ class _Cluster:
             max_concurrency=2, max_restarts=-1, max_task_retries=-1, **options
         )
         worker = actor.remote(self.folder)
-        self.workers[number] = worker
-        self._results[worker.run.remote(self.book_address, f"worker-{number}")] = number
+        self.worker_actors[number] = worker
+        self._worker_of_result[worker.run.remote(self.book_address, f"worker-{number}")] = number
 
     def _train_once(self) -> dict[str, Any]:
         import ray
@@ -336,9 +337,9 @@ class _Cluster:
         except ray.exceptions.RayActorError as error:
             raise _RankDiedError(f"a rank of the trainer died ({_check_creation(error)})") from error
         finally:
-            for rank in self.trainer:
+            for rank in self.rank_actors:
                 ray.kill(rank)
-            self.trainer = []
+            self.rank_actors = []
 
     def _check_ranks(self, done: list[Any], waiting: list[Any]) -> None:
         """Raise the exception of a rank that failed; if another one died, which is the reason, raise that."""
@@ -359,39 +360,46 @@ class _Cluster:
 
         options = {"num_cpus": 1, **self.config.rollout.trainer_resources}
         here = ray.get_runtime_context().get_node_id()
-        for rank in range(self.ranks):
+        for rank in range(self.rank_count):
             # Rank 0 writes the folder of the run: on the machine of this command, if that has the resources.
-            place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)} if rank == 0 else {}
-            actor: Any = ray.remote(TrainerRank).options(max_concurrency=2, max_restarts=0, **{**place, **options})
-            self.trainer.append(actor.remote(self.folder))
+            default_node = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)} if rank == 0 else {}
+            actor: Any = ray.remote(TrainerRank).options(
+                max_concurrency=2, max_restarts=0, **{**default_node, **options}
+            )
+            self.rank_actors.append(actor.remote(self.folder))
         environments: list[dict[str, str]] = [{}]
-        if self.ranks > 1:
-            host, port = ray.get(self.trainer[0].address.remote())
-            shared = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": "0"}
-            environments = [{**shared, "RANK": str(rank)} for rank in range(self.ranks)]
+        if self.rank_count > 1:
+            host, port = ray.get(self.rank_actors[0].address.remote())
+            shared = {
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(self.rank_count),
+                "LOCAL_RANK": "0",
+            }
+            environments = [{**shared, "RANK": str(rank)} for rank in range(self.rank_count)]
         config = self.config.to_dict()
-        pairs = zip(self.trainer, environments, strict=True)
+        pairs = zip(self.rank_actors, environments, strict=True)
         return [rank.run.remote(config, self.book_address, environment) for rank, environment in pairs]
 
     def _print_output(self) -> None:
         import ray
 
         with suppress(ray.exceptions.RayError):
-            text = ray.get(self.trainer[0].take_output.remote(), timeout=5.0)
+            text = ray.get(self.rank_actors[0].take_output.remote(), timeout=5.0)
             print(text, end="", file=self.stream, flush=True)
 
     def _check_workers(self) -> None:
         """Raise the exception of a worker that failed; one whose process died is restarted by Ray."""
         import ray
 
-        done, _ = ray.wait(list(self._results), num_returns=len(self._results), timeout=0)
+        done, _ = ray.wait(list(self._worker_of_result), num_returns=len(self._worker_of_result), timeout=0)
         for result in done:
-            number = self._results.pop(result)
+            number = self._worker_of_result.pop(result)
             try:
                 ray.get(result)
                 # It is needed again if the trainer dies before it has saved the last checkpoint.
-                again = self.workers[number].run.remote(self.book_address, f"worker-{number}")
-                self._results[again] = number
+                repeated = self.worker_actors[number].run.remote(self.book_address, f"worker-{number}")
+                self._worker_of_result[repeated] = number
             except ray.exceptions.RayTaskError as error:
                 raise self._explain(error, f"worker-{number}") from None
             except ray.exceptions.RayActorError as error:

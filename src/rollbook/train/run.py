@@ -504,7 +504,7 @@ class Run:
                 if not ranks.is_main:
                     leader.follow()
                     return RunResult(self.folder, trainer.global_step, time.monotonic() - self.start_time)
-                stack.enter_context(leader.leading())
+                stack.enter_context(leader.lead())
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None

@@ -905,21 +905,12 @@ class LocalWorkers:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        arguments = [
-            "rollout",
-            "--book",
-            self.book,
-            "--name",
-            f"worker-{number}",
-            "--trust",
-            "--parent",
-            str(os.getpid()),
-        ]
+        arguments = ["--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
         self._started[number] = time.monotonic()
         # The trainer and the workers share the processors.
         threads = str(max(1, (os.cpu_count() or 1) // (len(self.processes) + 1)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
-        command = [sys.executable, "-m", "rollbook", *arguments]
+        command = [sys.executable, "-m", "rollbook", "rollout", *arguments]
         with open(self._log(number), "ab") as log:
             self.processes[number] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
