@@ -169,8 +169,8 @@ def score(
         scores = source(inputs) if inputs else RewardResult(rewards=[])
     if len(scores) != len(inputs):
         raise ValueError(f"reward: got {len(scores)} scores back, expected {len(inputs)}, one for each sample")
-    places = dict(zip(last_of_run, range(len(inputs)), strict=True))
-    return _with_scores(records, rows, scores, [places.get(row.eid.rid) for row in rows])
+    score_of_run = dict(zip(last_of_run, range(len(inputs)), strict=True))
+    return _with_scores(records, rows, scores, [score_of_run.get(row.eid.rid) for row in rows])
 
 
 def _reward_input(row: Experience, tokenizer: Tokenizer | None, prompt: Prompt | None) -> RewardInput:
@@ -188,11 +188,11 @@ def _reward_input(row: Experience, tokenizer: Tokenizer | None, prompt: Prompt |
 
 
 def _with_scores(
-    records: Experiences, rows: Sequence[Experience], scores: RewardResult, places: Sequence[int | None]
+    records: Experiences, rows: Sequence[Experience], scores: RewardResult, score_of_row: Sequence[int | None]
 ) -> Experiences:
-    """Add scores to records; `places` has the place of each row's score, `None` for failed samples."""
-    has_score = np.array([place is not None for place in places], dtype=bool)
-    scored = np.array([place for place in places if place is not None], dtype=np.int64)
+    """Add scores to records; `score_of_row` has the index of each row's score, `None` for failed samples."""
+    has_score = np.array([index is not None for index in score_of_row], dtype=bool)
+    scored = np.array([index for index in score_of_row if index is not None], dtype=np.int64)
 
     def by_row(column: Sequence[float]) -> NDArray[np.float64]:
         numbers = np.full(len(rows), math.nan)
@@ -209,8 +209,8 @@ def _with_scores(
         rescored = [with_reward(row, reward) for row, reward in zip(rows, rewards.tolist(), strict=True)]
         if any(row.token_level_reward is not None for row in rescored):
             columns["token_level_reward"] = [row.token_level_reward for row in rescored]
-    for row, place in zip(rows, places, strict=True):
-        error = scores.errors[place] if place is not None else f"no response: {row.info.get('error')}"
+    for row, index in zip(rows, score_of_row, strict=True):
+        error = scores.errors[index] if index is not None else f"no response: {row.info.get('error')}"
         if error is not None:
             row.info.setdefault("reward_error", error)
         if parts:
@@ -353,11 +353,15 @@ def annotate(
             if model_pass.model == "reference":
                 model = without_adapters(model)
             with metrics.time(model_pass.model) as stage:
-                chosen = records.take(missing)
+                incomplete_records = records.take(missing)
                 outputs = forward(
-                    model, chosen, model_pass.outputs, token_budget=token_budget, process_group=process_group
+                    model,
+                    incomplete_records,
+                    model_pass.outputs,
+                    token_budget=token_budget,
+                    process_group=process_group,
                 )
-                stage["tokens"] = int(chosen.token_lengths().sum())
+                stage["tokens"] = int(incomplete_records.token_lengths().sum())
             if len(missing):
                 records = records.fill(missing, **outputs)  # type: ignore[arg-type]
     return records
@@ -408,7 +412,7 @@ def estimate(
     absent = np.union1d(records.missing("advantages"), records.missing("returns"))
     if not recompute and not len(absent):
         return records
-    chosen = np.arange(len(records)) if recompute else absent
+    estimated_rows = np.arange(len(records)) if recompute else absent
     process_group = current_process_group() if process_group is None else process_group
     with metrics.time("advantages"):
         inputs: Inputs = read_inputs(records)  # type: ignore[assignment]
@@ -440,21 +444,23 @@ def estimate(
                 scale = 1.0 if reward_norm is None else 1 / reward_norm.scale
                 token_rewards, rewards = _token_rewards(inputs, entry, rewards, scale * raw_rewards, scale, penalty)
             result = _token_advantages(records, inputs, entry, rewards, token_rewards, options, process_group, metrics)
-        narrowed = mask if result.mask is None else result.mask
-        whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
+        action_mask = mask if result.mask is None else result.mask
+        is_whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
         advantages, bounds = normalize_advantages(
             result.advantages,
-            narrowed,
+            action_mask,
             has_reward,
-            normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
+            normalize=None if is_whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
             process_group=process_group,
         )
         metrics.add(clipping, shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
     if entry.takes_rewards and len(records.missing("reward")):
-        records = _mark_missing_rewards(records, raw_rewards, chosen, expert)
-    if narrowed is not mask:
-        records = records.fill(chosen, overwrite=True, action_mask=[narrowed[i] for i in chosen.tolist()])
+        records = _mark_missing_rewards(records, raw_rewards, estimated_rows, expert)
+    if action_mask is not mask:
+        records = records.fill(
+            estimated_rows, overwrite=True, action_mask=[action_mask[i] for i in estimated_rows.tolist()]
+        )
     return records.fill(overwrite=recompute, advantages=advantages, returns=result.returns)
 
 
@@ -565,12 +571,14 @@ def _token_rewards(
 
 
 def _mark_missing_rewards(
-    records: Experiences, rewards: torch.Tensor, chosen: Any, expert: Sequence[bool] | None
+    records: Experiences, rewards: torch.Tensor, estimated_rows: Any, expert: Sequence[bool] | None
 ) -> Experiences:
     """Set the reward of records that were not scored to NaN, and list them in a warning."""
     scores = records.values("reward")
     missing = [
-        row for row in chosen.tolist() if scores[row] is None and rewards[row].isnan() and not (expert and expert[row])
+        row
+        for row in estimated_rows.tolist()
+        if scores[row] is None and rewards[row].isnan() and not (expert and expert[row])
     ]
     if not missing:
         return records
