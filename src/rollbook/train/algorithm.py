@@ -99,7 +99,8 @@ class AlgorithmConfig:
     drop_constant_groups: bool = False
     """Drop groups whose rewards are all equal; the ledger records them as dropped."""
     refill: int = 0
-    """Maximum number of further rounds of prompts that replace dropped groups."""
+    """Maximum number of further rounds of prompts that replace dropped groups. 0 with rollout workers, which replace
+    dropped groups until a step is full."""
     overlong_buffer: int = 0
     """Length of DAPO's soft overlong penalty: the last N tokens before the maximum response length; 0: none."""
     overlong_penalty: float = 1.0
