@@ -447,10 +447,10 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
         assert "pip install wandb" in refused(go, "tracking.wandb", "tracking.wandb={}", out="f")
         assert "pip install tensorboard" in refused(go, "tracking.tensorboard", "tracking.tensorboard=true", out="g")
         missing.setitem(sys.modules, "httpx", None)
-        assert "extra 'remote'" in refused(go, "engine.kind", "engine.kind=vllm", f"engine.url={url}", out="l")
+        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=vllm", f"engine.url={url}", out="l")
         missing.setitem(sys.modules, "vllm", None)
-        assert "extra 'vllm'" in refused(go, "engine.kind", "engine.kind=vllm", out="m")
-        assert "extra 'remote'" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
+        assert "rollbook[vllm]" in refused(go, "engine.kind", "engine.kind=vllm", out="m")
+        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
         assert "extra 'remote'" in refused(go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i")
     small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
     assert "expected at most the 8 of the model" in refused(go, "model.tokenizer", small, out="j")

@@ -335,7 +335,7 @@ class BaseEngine(ABC):
         """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         samples: dict[int, Sample] = dict(self._run_all(requests, cancel or Cancel(shared=False)))
-        return [samples[place] for place in sorted(samples)]
+        return list(map(samples.__getitem__, sorted(samples)))
 
     def stream(
         self,

@@ -123,10 +123,12 @@ def generate(
 
 def sample_rows(samples: Sequence[Sample]) -> list[Experience]:
     """Return the records of samples; those of failed samples have a reward of NaN."""
-    rows = [sample.to_experience() for sample in samples]
-    for row, sample in zip(rows, samples, strict=True):
+    rows: list[Experience] = []
+    for sample in samples:
+        row = sample.to_experience()
         if sample.failed:
             row.reward = math.nan
+        rows.append(row)
     return rows
 
 
@@ -348,7 +350,7 @@ def annotate(
     for model_pass in algorithm.passes:
         missing = records.missing(model_pass.column)
         counts = [[len(missing)]] if process_group is None else process_group.gather([len(missing)])
-        if any(count for (count,) in counts):
+        if np.any(counts):
             model = models.require(model_pass.model, model_pass.column)
             if model_pass.model == "reference":
                 model = without_adapters(model)

@@ -112,12 +112,16 @@ def _check_engine(config: Config) -> None:
         return
     if engine.kind == "vllm" and engine.url is None:
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError("engine.kind", "'vllm' without a URL needs vllm: `pip install 'rollbook[vllm]'`")
+            raise ConfigError(
+                "engine.kind", "'vllm' without a URL needs vllm: install it with `pip install 'rollbook[vllm]'`"
+            )
         return
     if engine.api_key_env is not None and os.environ.get(engine.api_key_env) is None:
         raise ConfigError("engine.api_key_env", f"got {engine.api_key_env!r}, which is not set in the environment")
     if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("engine.kind", f"got {engine.kind!r}, which needs httpx: `pip install 'rollbook[remote]'`")
+        raise ConfigError(
+            "engine.kind", f"got {engine.kind!r}, which needs httpx: install it with `pip install 'rollbook[remote]'`"
+        )
     for url in engine.url or ():
         _check_server(url)
 

@@ -8,9 +8,11 @@ on is acknowledged once.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -301,6 +303,8 @@ class Trainer:
             "engine" if self.algorithm.correction is None and not is_current else "recompute"
         )
         """Where the policy log-probs of leased records without any come from."""
+        self._retry: Callable[..., Any] = operator.call if self.pacer is None else retry_outages
+        """Calls the book; with rollout workers, repeats the call while the book's server does not respond."""
         self.expert, self._expert_uids = expert, list[str]()
         self.trackers = list(trackers)
         self.checkpoints = CheckpointConfig(Path(checkpoints)) if isinstance(checkpoints, (str, Path)) else checkpoints
@@ -382,12 +386,6 @@ class Trainer:
             sampling, n=self.algorithm.group_size, seed=self.seed if sampling.seed is None else sampling.seed
         )
 
-    def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the book; with rollout workers, repeat the call while the book's server does not respond."""
-        if self.pacer is None:
-            return function(*arguments, **options)
-        return retry_outages(function, *arguments, **options)
-
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepReport:
@@ -418,7 +416,7 @@ class Trainer:
                 )
         with lease:
             with metrics.time("lease"):
-                leased = self._retry(lambda: lease.experiences) if len(lease) else None
+                leased = self._retry(attrgetter("experiences"), lease) if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
                 return StepReport(step, metrics.values(records=0.0), [])
@@ -670,7 +668,7 @@ class Trainer:
                 self._publish(self.pacer)
             if rollouts is not None:
                 self.pacer.open(**rollouts)
-        announced = self._retry(lambda: self.book.policy_version)
+        announced = self._retry(attrgetter("policy_version"), self.book)
         if announced is None or announced < self.global_step:
             self._retry(self.book.announce, self.global_step)
         if self.pacer is not None and rollouts is None:
