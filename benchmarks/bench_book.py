@@ -441,7 +441,7 @@ def uid(i: int) -> str:
 def grow(book: Book, count: int) -> None:
     """Rows for records until there are `count`, as many appends would have left them, all at the place of the first."""
     from rollbook.book.consumer import all_consumers, save_consumer
-    from rollbook.book.queue import Event, enter_rows, new_row, recount_all, record_events
+    from rollbook.book.queue import Event, enter_rows, new_row, record_events, recount_all
 
     with book.ledger.write() as tx:
         have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")

@@ -4,7 +4,7 @@
     rollbook view runs/calculator
 
 An episode is `mul 41 85>`, the model's call `41*85`, the calculator's `=3485>`, and the model's answer `3485`. The
-model has 0.19 million weights and cannot multiply, so it has to use the tool. An SFT warm-up teaches the tool, and
+model has 0.19M parameters and cannot multiply, so it has to use the tool. An SFT warm-up teaches the tool, and
 then, with bad demonstrations, guessing, until the model mostly fails. GRPO does the rest: half of the reward is for the
 call, half for the answer. `--random-reward` is the control. Takes about 90 seconds on two cores.
 """

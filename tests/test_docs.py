@@ -35,11 +35,11 @@ def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     trainer = scope["trainer"]
     rewards = dict(trainer.book.metrics())
     assert rewards[1]["reward"] < 0.6 and rewards[12]["reward"] > 0.9
-    assert trainer.done == 12 and trainer.book.counts().trained == 12 * 64 * 8
+    assert trainer.global_step == 12 and trainer.book.counts().trained == 12 * 64 * 8
     trainer.book.close()
     exec(code.replace("run(12,", "run(13,"), scope)  # a second run continues
     trainer = scope["trainer"]
-    assert trainer.resumed_from == 12 and trainer.done == 13
+    assert trainer.resumed_from == 12 and trainer.global_step == 13
     assert dict(trainer.book.metrics())[13]["reward"] > 0.9
     trainer.book.close()
 

@@ -44,12 +44,12 @@ def test_samples(engine, actor):
 
 
 def test_tasks_stay_on_a_replica(engine):
-    before = list(engine._loads)
+    before = list(engine._in_flight)
     engine.generate([[20], [30], [40], [50]], n=2, max_tokens=2, batch="sticky")
-    homes = {task: home for task, home in engine._homes.items() if "sticky" in task}
-    assert sorted(homes.values()) == [0, 0, 1, 1] and engine._loads == before == [0, 0]
+    replicas = {task: index for task, index in engine._replica_by_task.items() if "sticky" in task}
+    assert sorted(replicas.values()) == [0, 0, 1, 1] and engine._in_flight == before == [0, 0]
     engine.generate([[20], [30], [40], [50]], n=2, max_tokens=2, batch="sticky")
-    assert {task: home for task, home in engine._homes.items() if "sticky" in task} == homes
+    assert {task: index for task, index in engine._replica_by_task.items() if "sticky" in task} == replicas
 
 
 def test_stops(engine):

@@ -19,7 +19,7 @@ from rollbook.book import repair, rollouts, snapshot
 from rollbook.book.book import Book
 from rollbook.book.errors import BookError
 from rollbook.book.rollouts import (
-    Assignment,
+    RolloutClaim,
     append_rollouts,
     claim_rollouts,
     close_rollouts,
@@ -30,7 +30,6 @@ from rollbook.book.rollouts import (
     open_rollouts,
     publish_weights,
     read_rollouts,
-    read_workers,
     remove_worker,
     renew_rollouts,
     report_worker,
@@ -40,6 +39,7 @@ from rollbook.book.rollouts import (
     weights_version,
 )
 from rollbook.book.sampler import OldestPolicy
+from rollbook.book.status import read_status
 from rollbook.core.experiences import Experiences
 
 
@@ -54,11 +54,11 @@ def begin(book: Book, limit: int = 8, **options: Any) -> None:
     set_limit(book, limit)
 
 
-def claim(book: Book, count: int = 1, worker: str = "a", seconds: float = 60.0) -> list[Assignment]:
+def claim(book: Book, count: int = 1, worker: str = "a", seconds: float = 60.0) -> list[RolloutClaim]:
     return claim_rollouts(book, worker, count, seconds=seconds)
 
 
-def numbers(claims: list[Assignment]) -> list[int]:
+def numbers(claims: list[RolloutClaim]) -> list[int]:
     return [assignment.number for assignment in claims]
 
 
@@ -303,12 +303,12 @@ def test_reports(book: Book) -> None:
     report_worker(book, "b", state="generating", version=1)
     report_worker(book, "a", state="waiting")
     report_worker(book, "b", state="generating", version=2)
-    reports = read_workers(book)
+    reports = read_status(book).workers
     assert [(report.name, report.details.get("version")) for report in reports] == [("a", None), ("b", 2)]
     assert all(0 <= report.age < 60 for report in reports)
     remove_worker(book, "a")
     remove_worker(book, "nobody")
-    assert [report.name for report in read_workers(book)] == ["b"]
+    assert [report.name for report in read_status(book).workers] == ["b"]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -381,11 +381,11 @@ def test_copies_and_repairs_have_no_rollouts_in_progress(tmp_path: Path) -> None
         publish_weights(book, 1, {"a": b"1"}, {})
         snapshot(book, copy).close()
     with rollbook.open(copy) as book:
-        assert len(book) == 2 and read_rollouts(book) is None and read_workers(book) == []
+        assert len(book) == 2 and read_rollouts(book) is None and read_status(book).workers == []
         assert weights_version(book) is None
         begin(book)
         assert numbers(claim(book)) == [0] and book.check().ok
     (source / "ledger.sqlite").write_bytes(b"damaged")
     repair(source)
     with rollbook.open(source) as book:
-        assert len(book) == 2 and read_rollouts(book) is None and read_workers(book) == []
+        assert len(book) == 2 and read_rollouts(book) is None and read_status(book).workers == []

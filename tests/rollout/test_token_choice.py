@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollbook.rollout.decoding import (
     NUCLEUS_SIZE,
+    BatchRules,
     Blocks,
-    Rule,
-    Rules,
+    TokenRule,
     choose_tokens,
     sample_by_inverse_cdf,
     uniform_numbers,
@@ -35,10 +35,10 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
-def reference(logits: np.ndarray, rule: Rule) -> np.ndarray:
+def reference(logits: np.ndarray, rule: TokenRule) -> np.ndarray:
     """The distribution of one row, in float64, from the words of the module's docstring."""
     scores = logits.astype(np.float64)
-    scores[[*rule.forbidden, *rule.early]] = -np.inf
+    scores[[*rule.forbidden, *rule.forbidden_until_min_tokens]] = -np.inf
     if rule.greedy:
         return (np.arange(len(scores)) == scores.argmax()).astype(np.float64)
     scores = (scores - scores.max()) / rule.temperature
@@ -57,9 +57,9 @@ def reference(logits: np.ndarray, rule: Rule) -> np.ndarray:
     return shares / shares.sum()
 
 
-def chosen(logits: np.ndarray | torch.Tensor, rules: list[Rule], numbers: Any) -> Any:
+def chosen(logits: np.ndarray | torch.Tensor, rules: list[TokenRule], numbers: Any) -> Any:
     rows = torch.as_tensor(logits)
-    made = Rules(rules, rows.shape[1], "cpu")
+    made = BatchRules(rules, rows.shape[1], "cpu")
     return choose_tokens(rows, made, torch.as_tensor(np.asarray(numbers, np.float64)))
 
 
@@ -89,23 +89,23 @@ def test_streams_are_uniform_and_independent() -> None:
 # --- the distribution -----------------------------------------------------------------------------------------------
 
 RULES = [
-    Rule(),
-    Rule(temperature=0.3),
-    Rule(temperature=5.0),
-    Rule(top_k=3),
-    Rule(top_p=0.7),
-    Rule(min_p=0.2),
-    Rule(temperature=1.7, top_k=12, top_p=0.8, min_p=0.05),
-    Rule(forbidden=(0, 7, 36)),
-    Rule(temperature=2.0, top_p=0.5, forbidden=(3,)),
+    TokenRule(),
+    TokenRule(temperature=0.3),
+    TokenRule(temperature=5.0),
+    TokenRule(top_k=3),
+    TokenRule(top_p=0.7),
+    TokenRule(min_p=0.2),
+    TokenRule(temperature=1.7, top_k=12, top_p=0.8, min_p=0.05),
+    TokenRule(forbidden=(0, 7, 36)),
+    TokenRule(temperature=2.0, top_p=0.5, forbidden=(3,)),
 ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_exactly_distributed(rule: Rule) -> None:
+def test_exactly_distributed(rule: TokenRule) -> None:
     logits = np.random.default_rng(5).normal(0, 1.5, 37).astype(np.float32)
     rows, times = 1000, 60
-    made = Rules([rule] * rows, 37, "cpu")
+    made = BatchRules([rule] * rows, 37, "cpu")
     batch = torch.from_numpy(logits).expand(rows, -1)
     numbers = torch.from_numpy(uniform_numbers(range(rows), [0] * rows, times))
     ids = torch.cat([choose_tokens(batch, made, numbers[:, j]).ids for j in range(times)])
@@ -114,19 +114,19 @@ def test_exactly_distributed(rule: Rule) -> None:
 
 
 rule_strategy = st.builds(
-    Rule,
+    TokenRule,
     temperature=st.sampled_from([0.0, 1e-35, 1e-3, 0.4, 1.0, 3.0, 1e4]),
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.6, 0.1, 1e-9]),
     top_k=st.sampled_from([-1, -1, 1, 2, 5, 1000]),
     min_p=st.sampled_from([0.0, 0.0, 1e-4, 0.3, 1.0]),
     forbidden=st.sampled_from([(), (1,), (0, 4)]),
-    early=st.sampled_from([(), (), (2,), (3, 5)]),
-    kind=st.sampled_from(["processed", "tempered", "raw"]),
+    forbidden_until_min_tokens=st.sampled_from([(), (), (2,), (3, 5)]),
+    logprobs_kind=st.sampled_from(["processed", "tempered", "raw"]),
 )
 
 
 @given(st.integers(0, 2**32), st.lists(rule_strategy, min_size=1, max_size=6), st.integers(6, 70), st.booleans())
-def test_every_row_by_its_own_rule(seed: int, rules: list[Rule], vocabulary: int, coarse: bool) -> None:
+def test_every_row_by_its_own_rule(seed: int, rules: list[TokenRule], vocabulary: int, coarse: bool) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (len(rules), vocabulary)).astype(np.float32)
     if coarse:
@@ -148,7 +148,7 @@ def test_every_row_by_its_own_rule(seed: int, rules: list[Rule], vocabulary: int
             allowed[list(rule.forbidden)] = -np.inf  # never there, as in training; what is early is
             cool = (allowed - own.max()) / rule.temperature
             tempered = cool[token] - np.log(np.exp(cool - cool.max()).sum()) - cool.max()
-        want = {"processed": math.log(shares[token]), "tempered": tempered, "raw": raw}[rule.kind]
+        want = {"processed": math.log(shares[token]), "tempered": tempered, "raw": raw}[rule.logprobs_kind]
         assert found.logprobs[i].item() == pytest.approx(want, abs=2e-5, rel=1e-6)
         # Alone, and in another place, it gets the same.
         alone = chosen(logits[i : i + 1], [rule], numbers[i : i + 1])
@@ -174,8 +174,8 @@ def test_a_nucleus_wider_than_what_is_sorted(dtype: torch.dtype) -> None:
     vocabulary = 3 * NUCLEUS_SIZE + 7
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, vocabulary))).to(dtype)
     logits[2, 5] = 12.0  # this one's is narrow
-    rules = [Rule(top_p=0.9), Rule(top_k=4 * NUCLEUS_SIZE, top_p=0.95), Rule(top_p=0.9)]
-    made = Rules(rules, vocabulary, "cpu")
+    rules = [TokenRule(top_p=0.9), TokenRule(top_k=4 * NUCLEUS_SIZE, top_p=0.95), TokenRule(top_p=0.9)]
+    made = BatchRules(rules, vocabulary, "cpu")
     for number in (0.0, 0.3, 0.999999):
         found = choose_tokens(logits, made, torch.full((3,), number, dtype=torch.float64))
         for i, rule in enumerate(rules):
@@ -189,8 +189,8 @@ def test_a_nucleus_wider_than_what_is_sorted(dtype: torch.dtype) -> None:
 def test_equal_logits_are_kept_together() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(100, -1)
     numbers = torch.arange(100, dtype=torch.float64) / 100
-    for rule in (Rule(top_k=2), Rule(top_p=0.6)):
-        found = choose_tokens(logits, Rules([rule] * 100, 5, "cpu"), numbers)
+    for rule in (TokenRule(top_k=2), TokenRule(top_p=0.6)):
+        found = choose_tokens(logits, BatchRules([rule] * 100, 5, "cpu"), numbers)
         assert set(found.ids.tolist()) == {0, 1, 2, 3}
 
 
@@ -198,22 +198,27 @@ def test_nothing_to_choose_from_has_no_log_prob() -> None:
     logits = torch.zeros(6, 4)
     logits[0, 1] = torch.nan
     logits[1, 1] = torch.inf
-    rules = [Rule(), Rule(), Rule(forbidden=(0, 1, 2, 3)), Rule(temperature=0.0, forbidden=(0, 1, 2, 3), kind="raw")]
-    rules += [Rule(), Rule(temperature=0.0, kind="raw")]
+    rules = [
+        TokenRule(),
+        TokenRule(),
+        TokenRule(forbidden=(0, 1, 2, 3)),
+        TokenRule(temperature=0.0, forbidden=(0, 1, 2, 3), logprobs_kind="raw"),
+    ]
+    rules += [TokenRule(), TokenRule(temperature=0.0, logprobs_kind="raw")]
     found = chosen(logits, rules, [0.5] * 6)
     assert found.logprobs.isnan().tolist() == [True, True, True, True, False, False]
-    greedy = [Rule(temperature=0.0)] * 2
-    assert choose_tokens(logits[:2], Rules(greedy, 4, "cpu")).logprobs.isnan().tolist() == [True, True]
+    greedy = [TokenRule(temperature=0.0)] * 2
+    assert choose_tokens(logits[:2], BatchRules(greedy, 4, "cpu")).logprobs.isnan().tolist() == [True, True]
 
 
 def test_logits_and_rules_are_of_the_same_rows() -> None:
     with pytest.raises(ValueError, match=r"logits: got \(2, 4\), expected \(1, 4\)"):
-        choose_tokens(torch.zeros(2, 4), Rules([Rule(temperature=0.0)], 4, "cpu"))
+        choose_tokens(torch.zeros(2, 4), BatchRules([TokenRule(temperature=0.0)], 4, "cpu"))
 
 
 def test_numbers_are_needed_unless_all_are_greedy() -> None:
-    with pytest.raises(ValueError, match="numbers: got None"):
-        choose_tokens(torch.zeros(1, 4), Rules([Rule()], 4, "cpu"))
+    with pytest.raises(ValueError, match="uniforms: missing"):
+        choose_tokens(torch.zeros(1, 4), BatchRules([TokenRule()], 4, "cpu"))
 
 
 class Operations(TorchDispatchMode):
@@ -228,8 +233,8 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(rules: list[Rule]) -> list[str]:
-    made = Rules(rules, 512, "cpu")
+def operations(rules: list[TokenRule]) -> list[str]:
+    made = BatchRules(rules, 512, "cpu")
     logits, numbers = torch.randn(len(rules), 512), torch.rand(len(rules), dtype=torch.float64)
     with Operations() as seen:
         choose_tokens(logits, made, numbers)
@@ -240,11 +245,11 @@ WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
 
 
 def test_few_operations_no_waiting_and_no_sort_unless_asked() -> None:
-    plain = operations([Rule(), Rule(temperature=0.5), Rule(forbidden=(3,))])
+    plain = operations([TokenRule(), TokenRule(temperature=0.5), TokenRule(forbidden=(3,))])
     views = ("slice", "view", "unsqueeze", "select", "expand", "detach", "alias")
     heavy = [name for name in plain if not any(f"aten.{view}." in name for view in views)]
     assert len(heavy) <= 26, heavy
-    cut = operations([Rule(top_k=5), Rule(min_p=0.1), Rule(top_k=9, top_p=0.9)])
+    cut = operations([TokenRule(top_k=5), TokenRule(min_p=0.1), TokenRule(top_k=9, top_p=0.9)])
     for names in (plain, cut):
         assert not [name for name in names if any(wait in name for wait in WAITS)], names
     assert not [name for name in plain if "aten.sort" in name or "topk" in name]

@@ -131,7 +131,7 @@ def test_an_engine_follows_the_servers_that_another_one_updates() -> None:
         worker.follow_weights(trainer.served_weights(), while_updated=True)
         (replica,) = worker._replicas
         assert isinstance(replica, ServerReplica)
-        assert (replica.adapter, replica.version, replica.refuses_chats) == ("rollbook-4", 7, True)
+        assert (replica.adapter, replica.version, replica.updated_by_other_process) == ("rollbook-4", 7, True)
         with pytest.raises(
             WeightSyncError, match=f"engine.url: got '{unknown}', to which the trainer sends no weights"
         ):
@@ -145,7 +145,7 @@ def test_an_engine_follows_the_servers_that_another_one_updates() -> None:
 
 
 def test_vllm_is_missing() -> None:
-    with pytest.raises(ImportError, match=r"install the extra 'vllm' of Rollbook"):
+    with pytest.raises(ImportError, match=r"pip install 'rollbook\[vllm\]'"):
         VllmEngine(Actor(tiny.llama(), tokenizer=tiny.bytes_()))
 
 

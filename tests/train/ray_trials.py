@@ -539,7 +539,7 @@ def killed_actors(setting: Setting, *, postgres: bool = False, steps: int = 24) 
         trial.kill(TRAINER)
         trial.finish()
         trial.check()
-        assert "the trainer is started again" in trial.said()
+        assert "restarting the trainer" in trial.said()
 
 
 def several_faults(setting: Setting) -> None:
@@ -565,7 +565,7 @@ def several_faults(setting: Setting) -> None:
             trial.check()
         finally:
             setting.machines.fill()
-        assert "the trainer is started again" in trial.said()
+        assert "restarting the trainer" in trial.said()
 
 
 def killed_rank(setting: Setting) -> None:
@@ -577,7 +577,7 @@ def killed_rank(setting: Setting) -> None:
         os.kill(ranks[1].pid, signal.SIGKILL)
         trial.finish()
         trial.check()
-        assert "the trainer is started again" in trial.said(), trial.said()[-3000:]
+        assert "restarting the trainer" in trial.said(), trial.said()[-3000:]
 
 
 def continued(setting: Setting) -> None:

@@ -447,10 +447,10 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
         assert "pip install wandb" in refused(go, "tracking.wandb", "tracking.wandb={}", out="f")
         assert "pip install tensorboard" in refused(go, "tracking.tensorboard", "tracking.tensorboard=true", out="g")
         missing.setitem(sys.modules, "httpx", None)
-        assert "extra 'remote'" in refused(go, "engine.kind", "engine.kind=vllm", f"engine.url={url}", out="l")
+        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=vllm", f"engine.url={url}", out="l")
         missing.setitem(sys.modules, "vllm", None)
-        assert "extra 'vllm'" in refused(go, "engine.kind", "engine.kind=vllm", out="m")
-        assert "extra 'remote'" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
+        assert "rollbook[vllm]" in refused(go, "engine.kind", "engine.kind=vllm", out="m")
+        assert "rollbook[remote]" in refused(go, "engine.kind", "engine.kind=openai", f"engine.url={url}", out="h")
         assert "extra 'remote'" in refused(go, "rewards.0.remote", "rewards=[{remote: [http://localhost:1]}]", out="i")
     small = f"model={{config: {LLAMA}vocab_size: 8, eos_token_id: 5}}, tokenizer: {house}/words}}"
     assert "expected at most the 8 of the model" in refused(go, "model.tokenizer", small, out="j")
@@ -573,7 +573,7 @@ def test_a_replay_by_every_sampler(sampler: str, go: Go) -> None:
 
 def test_staleness_and_options_of_a_sampler(go: Go) -> None:
     replay = ["replay.kind=replay", "replay.reuse=null", "replay.rollout_interval=2", "steps=3"]
-    with pytest.warns(UserWarning, match="step 2 trained on nothing: no records are waiting"):
+    with pytest.warns(UserWarning, match="step 2: no records to train on: no records are waiting"):
         ran = go(*replay, "replay.max_staleness=0")
     assert [report["records"] for report in ran.reports] == [12, 0, 12]
     assert ran.outcome.steps == 3 and [step for step, _ in ran.metrics] == [1, 2, 3]

@@ -259,7 +259,7 @@ BAD = {
         {"model": {"path": "a", "builder": "b:c"}},
     "algorithm.kl_coef: got 5, expected 0: the loss 'dpo' compares pairs":
         {"algorithm": {"preset": "dpo", "kl_coef": 5}},
-    "algorithm.kl_in: got 'reward', expected 'loss': without an estimator":
+    "algorithm.kl_in: got 'reward', expected 'loss'; no estimator":
         {"algorithm": {"preset": "sft", "kl_coef": 0.5, "kl_in": "reward"}},
     "model.config.model_type: missing, expected a model type": {"model": {"config": {"hidden_size": 8}}},
     "model.options: got {'x': 1}, which requires builder": {"model": {"path": "a", "options": {"x": 1}}},

@@ -632,7 +632,7 @@ def test_answers_that_are_wrong() -> None:
         records_from_answers(SFT, None)
     with pytest.raises(ValueError, match="1/0: chosen: missing, .* the row has response"):
         records_from_answers(Prompts(SFT[:1]).take(1, 1), words(), "pairs")
-    with pytest.raises(ValueError, match="prompts: got none"):
+    with pytest.raises(ValueError, match="prompts: missing"):
         records_from_answers([], words())
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
     with pytest.raises(ValueError, match="expected text: the prompt is not a chat"):

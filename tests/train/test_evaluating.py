@@ -173,7 +173,7 @@ def test_an_engine_that_breaks_off_loses_only_what_it_owed() -> None:
         ({"success": ""}, "success: got ''"),
         ({"confidence": 95}, "confidence: got 95"),
         ({"sampling": {"temprature": 1.0}}, "did you mean 'temperature'"),
-        ({"prompts": []}, "prompts: got none"),
+        ({"prompts": []}, "prompts: missing"),
         ({"prompts": "1+1="}, "prompts: got str, expected a list"),
         ({"prompts": [Prompt(text="1+1=", eid=EID(task=1))] * 2}, "both give run eval-0/1/0"),
         ({"reward": 3}, "reward: got int"),
@@ -269,5 +269,5 @@ def test_records_that_others_made_are_evaluated_by_run() -> None:
     assert found.metrics()["eval/length"] == 1.0  # what the model wrote
     with pytest.raises(ValueError, match="records: got 1 to 2 runs per task"):
         evaluate_records(rows[:4])
-    with pytest.raises(ValueError, match="records: got none"):
+    with pytest.raises(ValueError, match="records: missing"):
         evaluate_records([])

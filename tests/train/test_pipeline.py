@@ -17,7 +17,7 @@ from rollbook.rewards import RewardInput
 from rollbook.rewards.types import Reward, RewardResult
 from rollbook.rollout import Line, Prompt, Sampling, ScriptedEngine
 from rollbook.train.algorithm import AlgorithmConfig
-from rollbook.train.pipeline import Models, annotate, estimate, generate, score
+from rollbook.train.pipeline import Models, annotate, estimate, find_constant_groups, generate, score
 from rollbook.train.trainer import Trainer
 from tests import tiny
 
@@ -45,6 +45,22 @@ def prompts(folder: Path) -> list[Prompt]:
         Prompt(text="ab", images=(folder / "dot.png",)),
     ]
     return [prompt.replace(eid=EID(batch=1, task=i, suffix="")) for i, prompt in enumerate(given)]
+
+
+def test_a_group_that_failed_is_not_constant() -> None:
+    error = {"reward_error": "no answer"}
+    groups = [
+        [(1.0, {}), (1.0, {})],
+        [(1.0, {}), (math.nan, error)],
+        [(math.nan, error), (math.nan, {"error": "timeout"})],
+        [(1.0, {}), (0.0, {}), (math.nan, error)],
+    ]
+    records = [
+        Experience(tokens=[1, 2], reward=reward, info=dict(info), eid=EID(batch=1, task=task, run=run))
+        for task, rows in enumerate(groups)
+        for run, (reward, info) in enumerate(rows)
+    ]
+    assert find_constant_groups(Experiences(records)) == [0, 1, 2, 3]
 
 
 def test_a_reward_is_given_of_a_record_what_it_is_given_of_a_sample(tmp_path: Path) -> None:
@@ -128,7 +144,7 @@ def test_only_what_is_missing_is_computed() -> None:
     assert annotate(whole, algorithm, Models()) is whole, "nothing is missing: no model is needed"
     engine = annotate(partly, algorithm, Models(), old_logprobs="engine")
     assert [row.old_logprobs.tolist()[0] for row in engine] == [-1.0, -9.0, -1.0, -9.0]
-    with pytest.raises(ValueError, match="policy: missing, and records lack old_logprobs"):
+    with pytest.raises(ValueError, match="policy: missing, required to compute 'old_logprobs'"):
         annotate(partly, algorithm, Models())
     entropy = AlgorithmConfig.preset(algorithm, high_entropy_ratio=0.5)
     assert not len(annotate(partly, entropy, models).missing("entropy")), "asked for where the algorithm reads it"

@@ -49,7 +49,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["rollout.workers=0"], 1, "rollout.workers: got 0, expected the number of rollout workers"),
         ([], 2, "distributed: got 'none' with 2 ranks"),
-        ([], 1, "--ray: needs ray: install the extra 'ray' of Rollbook"),
+        ([], 1, r"--ray: needs ray: install it with `pip install 'rollbook\[ray\]'`"),
     ],
 )
 def test_wrong_configurations_end_before_actors_start(
@@ -74,7 +74,7 @@ def test_a_failing_builder_of_a_worker_ends_the_run(setting: Setting) -> None:
 def test_a_worker_does_not_wait_for_weights_of_a_version_that_was_rewound(tmp_path: Path) -> None:
     """Its claims are of version 3, whose weights died with their trainer; the next trainer continues at version 0."""
     config = small(tmp_path, "rewards=rollbook.train.recipes.letters:random_reward", "rollout.claim_seconds=1")
-    settings = build_rollouts(config, load_prompts(config)[0]).settings
+    settings = {**build_rollouts(config, load_prompts(config)[0]).settings, "consumer": "train"}
     with rollbook.open("memory:") as book:
         worker = build_worker(config, book, settings, "worker-0")
         book.checkpoint("begin")

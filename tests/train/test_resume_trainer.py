@@ -148,7 +148,7 @@ def state(made: Trainer) -> dict[str, Any]:
         "weights": dict(made.actor.state_dict()),
         "learner": made.learner.state_dict(),
         "prompts": None if made.prompts is None else made.prompts.state_dict(),
-        "done": made.done,
+        "global_step": made.global_step,
         "random": checkpoint.random_state(),
         **ledger(made.book),
     }
@@ -201,13 +201,13 @@ def test_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     disk.watch_failpoints(None)
     second = trainer(folder, setting, weights=1)
     assert second.resume()
-    assert second.done == 2 and second.book.policy_version == 2
+    assert second.global_step == 2 and second.book.policy_version == 2
     disk.watch_failpoints(dying("before rename", 1))
     with pytest.raises(Died):
         second.run(5)
     disk.watch_failpoints(None)
     third = trainer(folder, setting, weights=1)
-    assert third.resume() and third.done == 2
+    assert third.resume() and third.global_step == 2
     again = third.run(5)
     assert [timeless(one.metrics) for one in again] == losses[2:]
     assert [one.uids for one in again] == [one.uids for one in reports[2:]]
@@ -260,7 +260,7 @@ def test_where_others_bring_the_records_they_are_kept(tmp_path: Path) -> None:
         first.run(9)
     expected = state(first)
     second = opened()
-    assert second.resume() and second.done == 1
+    assert second.resume() and second.global_step == 1
     assert second.book.counts().waiting == 8
     second.run(5)
     got = state(second)
@@ -273,12 +273,12 @@ def test_a_step_without_records_says_why(tmp_path: Path) -> None:
     first.step()
     again = trainer(tmp_path / "two", {})
     again.book = first.book
-    with pytest.warns(UserWarning, match=r"step 1 trained on nothing: the 24 records .* are in the book already"):
+    with pytest.warns(UserWarning, match=r"step 1: no records to train on: the 24 records .* are in the book already"):
         report = again.step()
     with pytest.raises(KeyError, match="loss: step 1 trained on no records"):
         report["loss"]
     again.prompts = None
-    nothing = "step 1 trained on nothing: "
+    nothing = "step 1: no records to train on: "
     with pytest.warns(UserWarning, match=nothing + "no records are waiting for consumer 'train'; 24 trained"):
         again.step()
     again.book.append([Experience(tokens=[1, 2], eid={"batch": "new", "task": 0}, group_size=2)])

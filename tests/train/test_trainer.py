@@ -97,16 +97,16 @@ def test_a_reference_that_is_needed_is_the_actor_as_it_is() -> None:
 
 def test_a_penalty_without_a_reference_is_not_silent() -> None:
     records = Experiences(scored([1.0, 0.0]))
-    with pytest.raises(ValueError, match="reference: missing, and records lack ref_logprobs"):
+    with pytest.raises(ValueError, match="reference: missing, required to compute 'ref_logprobs'"):
         pipeline.annotate(records, KL, pipeline.Models(models()[0]))
-    with pytest.raises(ValueError, match="ref_logprobs: missing, and algorithm.kl_coef is 2 in the reward"):
+    with pytest.raises(ValueError, match="ref_logprobs: missing, required because algorithm.kl_in is 'reward'"):
         pipeline.estimate(records, KL)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     actor, _ = models()
     for options, message in (
-        ({"reward": None}, r"reward: missing; grpo \(grpo\) needs one, or an environment"),
+        ({"reward": None}, r"reward: missing, required by grpo \(grpo\), unless there is an environment"),
         ({"prompts": None}, "prompts: missing"),
         ({"sampling": {"n": 3}}, "sampling.n: got 3, expected algorithm.group_size, 4"),
         ({"sampling": {"gamma": 0.5}}, "unknown option 'gamma'"),
@@ -195,7 +195,7 @@ def test_a_step_is_acknowledged_again_while_the_server_cannot_be_reached(monkeyp
         return count
 
     monkeypatch.setattr(Lease, "ack", ack)
-    with pytest.warns(UserWarning, match="the book does not answer, trying again: no"):
+    with pytest.warns(UserWarning, match="book not responding, retrying: no"):
         assert run.step().step == 1
     assert not failures and trained_steps(book) == {"0/0/0/0/": [1], "0/0/1/0/": [1]}
 
@@ -211,7 +211,7 @@ def test_a_record_without_a_reward_is_as_if_it_were_not_there(missing: float | N
     book.append(scored([1.0, 0.0, missing]))
     run = Trainer(actor, algorithm, book, prompts_per_step=1, reference=reference)
     if missing is None:
-        with pytest.warns(UserWarning, match=r"reward: 1 of 3 records have none \(0/0/2/0/\)"):
+        with pytest.warns(UserWarning, match=r"reward: missing for 1 of 3 records \(0/0/2/0/\)"):
             report = run.step()
     else:
         report = run.step()

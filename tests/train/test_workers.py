@@ -34,6 +34,7 @@ from rollbook.book.rollouts import (
     set_limit,
 )
 from rollbook.cli import main
+from rollbook.rewards import as_reward
 from rollbook.rollout.environment import Reply
 from rollbook.rollout.weight_sync import StaleWeightsError
 from rollbook.train.builders import build_rollouts, build_worker, load_prompts
@@ -299,7 +300,7 @@ def finished_book(folder: Path, *changes: str) -> tuple[Path, Any]:
     """A book with the settings of a trainer, in which no group is to be generated."""
     config = configure(folder / "run", *changes)
     prompts, _ = load_prompts(config)
-    settings = {**build_rollouts(config, prompts).settings, "folder": str(folder)}
+    settings = {**build_rollouts(config, prompts).settings, "folder": str(folder), "consumer": "train"}
     with rollbook.open(folder / "book") as book:
         open_rollouts(book, settings, next=0)
     return folder / "book", config
@@ -308,16 +309,37 @@ def finished_book(folder: Path, *changes: str) -> tuple[Path, Any]:
 def test_a_trainer_that_was_replaced_stops() -> None:
     """Two trainers that were started on one new book at once."""
     with rollbook.open("memory:") as book:
-        first, second = (RolloutPacer(book, RolloutConfig(), prompts_per_step=1) for _ in range(2))
+        first, second = (RolloutPacer(book, RolloutConfig(), prompts_per_step=1, consumer="train") for _ in range(2))
         book.consumer("train", create=True, change=True, max_staleness=2)
         first.open(0)
         first.pace()
         second.open(0)
         second.pace()
         for call in (first.pace, first.close, lambda: first.lease(0, by="group", seconds=60)):
-            with pytest.raises(TrainerReplacedError, match="another trainer has begun or continued training"):
+            with pytest.raises(TrainerReplacedError, match="another trainer is now using this book"):
                 call()
         assert read_rollouts(book).status == "open"  # type: ignore[union-attr]
+
+
+def test_a_worker_drops_groups_for_the_consumer_of_its_trainer(tmp_path: Path) -> None:
+    config = configure(tmp_path / "run", "algorithm.drop_constant_groups=true", "data.options.count=40")
+    prompts, _ = load_prompts(config)
+    with rollbook.open("memory:") as book:
+        book.consumer("x", create=True, max_staleness=2)
+        pacer = RolloutPacer(book, build_rollouts(config, prompts), prompts_per_step=4, consumer="x")
+        pacer.open(0)
+        worker = build_worker(config, book, read_rollouts(book).settings)  # type: ignore[union-attr]
+        worker.engine.takes_weights = False
+        worker.reward = as_reward(lambda response: 1.0)
+        set_limit(book, 1)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        while len(book) < 3:
+            time.sleep(0.02)
+        close_rollouts(book)
+        thread.join(60)
+        assert book.counts("x").dropped == {"constant group": 3}
+        assert not book.counts("train").dropped
 
 
 def test_the_command_of_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,7 +347,7 @@ def test_the_command_of_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nowhere" in capsys.readouterr().err
     place, config = finished_book(tmp_path)
     for change, message in (
-        ("data.options.count=41", "the prompts differ from those of the trainer"),
+        ("data.options.count=41", "prompts differ from those of the trainer"),
         ("sampling.temperature=0.3", "sampling.temperature: cannot differ from the trainer's"),
         ("algorithm.group_size=7", "algorithm.group_size: cannot differ"),
     ):
@@ -372,7 +394,7 @@ def test_a_worker_that_ends_is_started_again_a_few_times(tmp_path: Path, monkeyp
     workers = LocalWorkers("book", 1, tmp_path / "logs", max_failures=3)
     workers.start()
     with (
-        pytest.warns(UserWarning, match=r"worker-0 ended \(no such model\) and is started again"),
+        pytest.warns(UserWarning, match=r"worker-0 exited \(no such model\); restarting"),
         pytest.raises(WorkersFailedError, match=r"worker-0 failed 3 times in a row; the last error: no such model"),
     ):
         poll_forever(workers)
@@ -380,7 +402,7 @@ def test_a_worker_that_ends_is_started_again_a_few_times(tmp_path: Path, monkeyp
     workers.start()
     first = workers.processes[0]
     assert first is not None and first.wait(30) == 0
-    with pytest.warns(UserWarning, match="worker-0 was stopped and is started again"):
+    with pytest.warns(UserWarning, match="worker-0 was stopped; restarting"):
         workers.poll()
     assert workers.processes[0] is not first
     workers.stop()
@@ -437,6 +459,32 @@ def test_a_group_that_was_generated_in_vain_is_discarded(tmp_path: Path, monkeyp
         assert len(book) == 6 and book.check().ok
         assert claim_rollouts(book, "c", 1, seconds=1) == []
     check(tmp_path, config, bound=0)
+
+
+def test_a_claim_that_is_lost_while_it_is_scored_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat notices the loss before the append does."""
+    place, config = finished_book(tmp_path)
+    with rollbook.open(place) as book:
+        settings = read_rollouts(book).settings  # type: ignore[union-attr]
+        worker = build_worker(config, book, settings, "a")
+        worker.engine.takes_weights = False
+
+        def lose(*arguments: Any, **options: Any) -> Any:
+            open_rollouts(book, settings, next=2)  # voids the claim
+            worker._renew()
+            return append_rollouts(*arguments, **options)
+
+        monkeypatch.setattr("rollbook.train.worker.append_rollouts", lose)
+        set_limit(book, 1)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        while worker.result.discarded < 1:
+            time.sleep(0.02)
+        close_rollouts(book)
+        thread.join(60)
+        assert vars(worker.result) == {"groups": 0, "records": 0, "discarded": 1, "updates": 0}
 
 
 def test_a_group_whose_generation_the_book_interrupted_is_given_back(

@@ -398,9 +398,9 @@ class PlanReport:
     >>> print(plan([5, 3, 8, 2, 6], token_cap=8, ranks=3).report())
     5 samples, 24 tokens (24 in the loss), packed, on 3 ranks x 1 micro-batches
     micro-batches  3: the cap of 8 tokens takes 3, lower bound 3; 0 empty, 0 over the cap
-    filled         100.00 % of the cap (largest 8 tokens); longest sample 2 with 8 tokens
-    padding        0.00 % of what is occupied
-    waiting        0.00 % of the ranks' time; imbalance 1.0000 in the worst step (0), 1.0000 in all
+    filled         100.00% of the cap (largest 8 tokens); longest sample 2 with 8 tokens
+    padding        0.00% of what is occupied
+    waiting        0.00% of the ranks' time; imbalance 1.0000 in the worst step (0), 1.0000 in all
     rank  samples  tokens  cost  of mean
        0        1       8     8    1.000
        1        2       8     8    1.000
@@ -485,15 +485,15 @@ class PlanReport:
             took = f"the cap of {self.token_cap:,} tokens takes {self.needed}, lower bound {self.lower_bound}; "
         else:
             took = "" if self.needed is None else f"the cap on images takes {self.needed}; "
-        filled = "no cap" if self.filled is None else f"{self.filled:.2%} of the cap".replace("%", " %")
+        filled = "no cap" if self.filled is None else f"{self.filled:.2%} of the cap"
         lines = [
             f"{self.samples:,} samples, {self.tokens:,} tokens ({self.loss_tokens:,} in the loss), {self.layout}, on "
             f"{self.ranks} ranks x {self.steps} micro-batches",
             f"micro-batches  {self.micro_batches}: {took}{self.empty} empty, {len(self.oversize)} over the cap",
             f"filled         {filled} (largest {self.largest:,} tokens)"
             + ("" if self.longest is None else f"; longest sample {self.longest} with {self.longest_tokens:,} tokens"),
-            f"padding        {100 * self.padding:.2f} % of what is occupied",
-            f"waiting        {100 * self.waiting:.2f} % of the ranks' time; imbalance "
+            f"padding        {self.padding:.2%} of what is occupied",
+            f"waiting        {self.waiting:.2%} of the ranks' time; imbalance "
             f"{self.step_imbalance[worst]:.4f} in the worst step ({worst}), {self.rank_imbalance:.4f} in all",
         ]
         if self.oversize:

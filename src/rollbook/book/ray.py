@@ -110,7 +110,7 @@ class Packed(NamedTuple):
 class Answer(NamedTuple):
     """What the actor answers: an exception, or a result."""
 
-    start: str
+    process_token: str
     """Identifies the process of the actor."""
     error: Exception | None
     result: Any
@@ -175,10 +175,10 @@ def from_stream(stream: Frame) -> pa.Table:
 
 
 def _append(
-    book: Book, *, frame: Frame, evaluation: bool, author: str, waited: bool
+    book: Book, *, frame: Frame, evaluation: bool, author: str, is_retry: bool
 ) -> tuple[AppendResult, dict[str, str]]:
-    """Append without waiting for rate limiters. A call that `waited` is checked against them before it is decoded."""
-    if waited:
+    """Append without waiting for rate limiters. If `is_retry`, they are checked before the frame is decoded."""
+    if is_retry:
         with book.ledger.read() as tx:
             reason = find_limiter_reason(tx, 1)
         if reason is not None:
@@ -213,10 +213,10 @@ def _return_lost_claims(book: Book, request: LeaseRequest) -> None:
         Lease(book, request, claim).nack("the answer to the lease was lost")
 
 
-def _restore_lease(book: Book, request: LeaseRequest, claim: Claim, chosen: dict[str, int], ends: bool) -> Lease:
-    """Restore a lease for a call that changes the `chosen` records; `ends` if the lease has no others."""
+def _restore_lease(book: Book, request: LeaseRequest, claim: Claim, chosen: dict[str, int], is_last: bool) -> Lease:
+    """Restore a lease for a call that changes the `chosen` records; `is_last` if the lease has no others."""
     lease = Lease(book, request, claim)
-    lease._remaining = chosen if ends else {**chosen, "": 0}
+    lease._remaining = chosen if is_last else {**chosen, "": 0}
     return lease
 
 
@@ -225,12 +225,12 @@ def _ack(
     request: LeaseRequest,
     claim: Claim,
     chosen: dict[str, int],
-    ends: bool,
+    is_last: bool,
     step: int | None,
     priorities: Mapping[int, float],
     details: Mapping[int, Mapping[str, Any]],
 ) -> int:
-    lease = _restore_lease(book, request, claim, chosen, ends)
+    lease = _restore_lease(book, request, claim, chosen, is_last)
     try:
         return lease._ack(chosen, step, priorities, details)
     except RetryAckError:
@@ -242,14 +242,14 @@ def _nack(
     request: LeaseRequest,
     claim: Claim,
     chosen: dict[str, int],
-    ends: bool,
+    is_last: bool,
     reason: str,
     *,
     drop: bool,
     repeated: bool,
 ) -> int:
     try:
-        count = _restore_lease(book, request, claim, chosen, ends)._nack(chosen, reason, drop=drop)
+        count = _restore_lease(book, request, claim, chosen, is_last)._nack(chosen, reason, drop=drop)
     except LeaseLostError:
         with book.ledger.read() as tx:
             row = tx.one("SELECT state FROM leases WHERE id = ?", (claim.id,))
@@ -356,7 +356,7 @@ class BookServer:
             # The book exists, and its settings may have been changed since.
             self.mode, self.settings = "r+", {}
         self.vocabulary = vocabulary
-        self.start = os.urandom(6).hex()
+        self.process_token = os.urandom(6).hex()
         self.weights: PublishedWeights | None = None
         self._books: tuple[Book, Book] | None = None
         self._opening = threading.Lock()
@@ -385,8 +385,8 @@ class BookServer:
         try:
             result = self._call(name, read_only, repeated, args, options, frame)
         except Exception as error:
-            return Answer(self.start, _make_portable(error), None)
-        return Answer(self.start, None, pack(result))
+            return Answer(self.process_token, _make_portable(error), None)
+        return Answer(self.process_token, None, pack(result))
 
     def _call(
         self,
@@ -454,8 +454,8 @@ class BookServer:
         for key, expected in arguments.items():
             if expected != self.arguments[key]:
                 raise BookError(
-                    f"{key}: got {_show(key, expected)}, the actor serves the book with "
-                    f"{_show(key, self.arguments[key])}"
+                    f"{key}: got {_redact(key, expected)}, the actor serves the book with "
+                    f"{_redact(key, self.arguments[key])}"
                 )
         book, _ = self._open()
         if settings:
@@ -481,7 +481,7 @@ class BookServer:
             self.weights = None
 
 
-def _show(key: str, content: Any) -> str:
+def _redact(key: str, content: Any) -> str:
     if key == "storage_options":
         return "other values" if content else "None"
     return repr(redacted(content) if isinstance(content, str) else content)
@@ -535,7 +535,7 @@ class RayBook(Book):
         self.forward = self._forward
         self.weights_transport = self
         self._actor: Any = None
-        self._start: str | None = None
+        self._process_token: str | None = None
         self._weights: PublishedWeights | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -574,7 +574,7 @@ class RayBook(Book):
         if self.closed:
             raise BookError(f"{self.url}: the book was closed")
         if not repeat:
-            self.call_actor("ping", group="control", reads=True)  # so that a restart that is going on is over
+            self.call_actor("ping", group="control", reads=True)  # wait for a restart in progress
         packed = [pack(content) for content in args], {key: pack(content) for key, content in options.items()}
         sent = False
         end = math.inf
@@ -591,7 +591,7 @@ class RayBook(Book):
                 raise
             except (ObjectStoreFullError, OutOfDiskError) as error:
                 failure: Exception = _store_full_error(self.url, error)
-                sent = sent or reference is not None  # the result may not have fitted
+                sent = sent or reference is not None  # the result may not have fit
             except RayTaskError as error:
                 if not isinstance(error.cause, (ObjectStoreFullError, OutOfDiskError)):
                     raise BookError(f"{self.url}: {name}: {error}") from error
@@ -599,10 +599,10 @@ class RayBook(Book):
             except (RayError, _NoActorError) as error:
                 self._actor = None
                 sent = sent or reference is not None
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-                if "creation task" in lines[0]:
-                    raise ConnectionLostError(f"{self.url}: the actor cannot start: {lines[-1]}") from None
-                reason = lines[0]
+                text = describe_ray_error(error)
+                if text.is_creation:
+                    raise ConnectionLostError(f"{self.url}: the actor cannot start: {text.last}") from None
+                reason = text.first
                 failure = ConnectionLostError(f"{self.url}: {name}: the actor cannot be reached: {reason}")
                 if sent and not reads:
                     failure = OutcomeUnknownError(
@@ -613,8 +613,8 @@ class RayBook(Book):
                 raise failure
             time.sleep(pause * (0.5 + random.random()))
             pause = min(2 * pause, 1.0)
-        if answer.start != self._start:
-            self._start = answer.start
+        if answer.process_token != self._process_token:
+            self._process_token = answer.process_token
             if self._weights is not None and name != "set_weights":
                 self.call_actor("set_weights", self._weights, group="control")  # a restarted actor has none
         if answer.error is not None:
@@ -658,11 +658,11 @@ class RayBook(Book):
         if frame.nbytes > MAX_INLINE_BYTES:
             frame = self._put(frame)
         pause = 0.01
-        waited = False
+        is_retry = False
         while True:
             try:
                 outcome: tuple[AppendResult, dict[str, str]] = self.call_actor(
-                    "append", group="append", frame=frame, evaluation=evaluation, author=author, waited=waited
+                    "append", group="append", frame=frame, evaluation=evaluation, author=author, is_retry=is_retry
                 )
                 return outcome
             except HeldBackError:
@@ -671,7 +671,7 @@ class RayBook(Book):
                     raise
             # The wait is here: a writer that is held back takes no thread of the actor.
             time.sleep(min(pause * (0.5 + random.random()), left))
-            pause, waited = min(1.5 * pause, 0.25), True
+            pause, is_retry = min(1.5 * pause, 0.25), True
 
     def _put(self, content: Any) -> Any:
         """Put an object into the object store; wait for room if it is full."""
@@ -822,8 +822,27 @@ class _NoActorError(Exception):
     """There is no actor to call."""
 
 
+class RayErrorText(NamedTuple):
+    """Lines of the text of an error of Ray."""
+
+    first: str
+    last: str
+    is_creation: bool
+    """Whether the actor could not be created."""
+
+
+def describe_ray_error(error: BaseException) -> RayErrorText:
+    """Return the first and the last line of an error of Ray, or the name of its class if it has no text.
+
+    >>> describe_ray_error(RayError("The actor died.  \\n\\nTraceback\\n  KeyError: 1"))
+    RayErrorText(first='The actor died.', last='KeyError: 1', is_creation=False)
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return RayErrorText(lines[0], lines[-1], "creation task" in lines[0])
+
+
 def _store_full_error(url: str, error: Exception) -> BookError:
-    reason = str(error).strip().partition("\n")[0]
+    reason = describe_ray_error(error).first
     return BookError(f"{url}: the object store of Ray is full, nothing was lost: {reason}")
 
 
@@ -861,8 +880,8 @@ class RayLease(Lease):
         priorities: Mapping[int, float],
         details: Mapping[int, Mapping[str, Any]],
     ) -> int:
-        ends = chosen.keys() >= self._remaining.keys()
-        count: int = self._call("ack", chosen, ends, step, priorities, details)
+        is_last = chosen.keys() >= self._remaining.keys()
+        count: int = self._call("ack", chosen, is_last, step, priorities, details)
         return count
 
     def _nack(self, chosen: dict[str, int], reason: str, *, drop: bool) -> int:
@@ -936,7 +955,7 @@ def open_served(
 
     Args:
         url: `ray://NAME`.
-        mode: As of `rollbook.open`.
+        mode: See `rollbook.open`.
         over: Address of the book to serve; `None` connects to an actor that serves one.
         arguments: Arguments of `rollbook.open`, with the tokenizer's fingerprint.
         settings: Settings of the consumer group "train".
@@ -960,7 +979,7 @@ def open_served(
     if find_actor(name) is None:
         if over is None:
             raise MissingBookError(
-                f"{url}: no actor of this name serves a book; open it once with the book to serve: "
+                f"{url}: no actor of this name serves a book; pass the book to serve: "
                 f"rollbook.open({url!r}, over='postgresql://...'), or over a folder"
             )
         vocabulary = None if tokenizer is None else Vocabulary.from_tokenizer(tokenizer).to_bytes()
@@ -1028,7 +1047,7 @@ def _create_actor(
     options: dict[str, Any] = {}
     if arguments["node"] is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(arguments["node"], soft=False)
-    remote: Any = ray.remote  # whose type lacks `concurrency_groups`
+    remote: Any = ray.remote  # its type stub lacks `concurrency_groups`
     actor = remote(max_concurrency=READ_THREADS, concurrency_groups=THREADS)(BookServer).options(
         name=name,
         namespace=NAMESPACE,

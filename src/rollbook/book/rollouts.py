@@ -1,6 +1,6 @@
 """Rollouts in progress: the groups that rollout workers claim, the weights they load, and what they report.
 
-Groups are numbered from 0 in the order of the prompts. The trainer sets how many may be begun (`set_limit`). A worker
+Groups are numbered from 0 in the order of the prompts. The trainer sets how many may be started (`set_limit`). A worker
 claims some (`claim_rollouts`), generates and appends their records, and finishes them (`finish_rollouts`).
 
 Invariant: a group is claimed by at most one worker at a time. A claim has a fence, a number that is never used again:
@@ -41,17 +41,23 @@ _WEIGHTS_FOLDER = "weights"
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.02, 0.5
 
 
-class Assignment(NamedTuple):
-    """A group that a worker has claimed."""
+class RolloutClaim(NamedTuple):
+    """A group that a worker has claimed.
+
+    Args:
+        number: Number of the group, from 0.
+        fence: Number of the claim, which is never used again.
+        version: The policy version when the group was claimed.
+        worker: Name of the worker.
+        claimed: Time of the claim, in seconds since 1970 by the database's clock.
+        expires: Time at which the claim expires unless it is renewed.
+    """
 
     number: int
-    """Number of the group, from 0."""
     fence: int
     version: int
-    """The policy version when it was claimed."""
     worker: str = ""
     claimed: float = 0.0
-    """Time of the claim, in seconds since 1970 by the database's clock."""
     expires: float = 0.0
 
 
@@ -61,9 +67,9 @@ class RolloutState:
 
     Args:
         status: `open`, `suspended` or `finished`.
-        next: Number of the first group that was not begun.
-        limit: Number of the first group that may not be begun yet.
-        returned: Numbers of groups that were begun, and wait for another worker.
+        next: Number of the first group that was not started.
+        limit: Number of the first group that may not be started yet.
+        returned: Numbers of groups that were started, and wait for another worker.
         in_flight: Groups that workers have claimed.
         settings: What the trainer stored for its workers.
     """
@@ -72,21 +78,33 @@ class RolloutState:
     next: int
     limit: int
     returned: list[int] = field(default_factory=list)
-    in_flight: list[Assignment] = field(default_factory=list)
+    in_flight: list[RolloutClaim] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 class WorkerReport(NamedTuple):
-    """What a worker or trainer reported last."""
+    """The last report of a worker or trainer.
+
+    Args:
+        name: Name of the worker or trainer.
+        age: Seconds since the report.
+        details: What it reported; see `report_worker`.
+    """
 
     name: str
     age: float
-    """Seconds since the report."""
     details: dict[str, Any]
 
 
 class Weights(NamedTuple):
-    """Published weights."""
+    """Published weights.
+
+    Args:
+        id: Identifies them.
+        version: The policy version.
+        files: Contents by name.
+        metadata: What the trainer added.
+    """
 
     id: str
     version: int
@@ -106,7 +124,7 @@ def open_rollouts(
     Args:
         book: The book.
         settings: What workers need to know, JSON-compatible.
-        next: Number of the first group that was not begun; `None`: claim nothing until the next call.
+        next: Number of the first group that was not started; `None`: claim nothing until the next call.
         returned: Numbers of groups before `next` that were not finished.
 
     >>> import rollbook
@@ -127,10 +145,10 @@ def open_rollouts(
     text = json.dumps(dict(settings))
     with book.ledger.write() as tx:
         row = tx.one("SELECT next, fence FROM rollouts WHERE id = 0")
-        begun, fence = row or (0, 0)
+        next_group, fence = row or (0, 0)
         _void_claims(tx, "trainer started")
         tx.run("DELETE FROM rollouts")
-        number = begun if next is None else check_int("next", next)
+        number = next_group if next is None else check_int("next", next)
         tx.run(
             "INSERT INTO rollouts (id, status, next, highest, fence, settings) VALUES (0, ?, ?, ?, ?, ?)",
             (SUSPENDED if next is None else OPEN, number, number, fence, text),
@@ -145,7 +163,18 @@ def open_rollouts(
 
 @served(repeat=True)
 def close_rollouts(book: Book) -> None:
-    """Tell workers that no more groups are needed."""
+    """Tell workers that no more groups are needed, and void their claims.
+
+    Args:
+        book: The book.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> close_rollouts(book)
+    >>> read_rollouts(book).status
+    'finished'
+    """
     check_writable(book, "close_rollouts")
     with book.ledger.write() as tx:
         tx.run("UPDATE rollouts SET status = ? WHERE id = 0", (FINISHED,))
@@ -158,13 +187,18 @@ def _void_claims(tx: Transaction, reason: str) -> None:
         "SELECT number, fence, version, worker, claimed, expires FROM claims WHERE state = ? ORDER BY number",
         (CLAIMED,),
     )
-    _give_back(tx, [Assignment(*values) for values in rows], reason)
+    _give_back(tx, [RolloutClaim(*values) for values in rows], reason)
     tx.run("DELETE FROM claims")
 
 
 @served(repeat=True)
 def set_limit(book: Book, limit: int) -> None:
-    """Allow groups up to number `limit`, exclusive, to be begun."""
+    """Set how many groups workers may start; see `open_rollouts` for an example.
+
+    Args:
+        book: The book.
+        limit: Number of the first group that may not be started yet.
+    """
     check_int("limit", limit)
     with book.ledger.write(shared=True, durable=False) as tx:
         tx.run("UPDATE rollouts SET highest = ? WHERE id = 0", (limit,))
@@ -172,19 +206,32 @@ def set_limit(book: Book, limit: int) -> None:
 
 @served(repeat=True)
 def read_rollouts(book: Book) -> RolloutState | None:
-    """Return the state of the rollouts, or `None` if no trainer has opened them."""
+    """Return the state of the rollouts.
+
+    Args:
+        book: The book.
+
+    Returns:
+        The state, or `None` if no trainer has opened rollouts.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {"lr": 1}, next=3, returned=[1])
+    >>> read_rollouts(book)
+    RolloutState(status='open', next=3, limit=3, returned=[1], in_flight=[], settings={'lr': 1})
+    """
     with book.ledger.read() as tx:
         row = tx.one("SELECT status, next, highest, settings FROM rollouts WHERE id = 0")
         if row is None:
             return None
         claims = tx.all("SELECT state, number, fence, version, worker, claimed, expires FROM claims ORDER BY number")
-    status, begun, limit, settings = row
+    status, next_group, limit, settings = row
     return RolloutState(
         status,
-        begun,
+        next_group,
         limit,
         [number for state, number, *_ in claims if state == RETURNED],
-        [Assignment(*values) for state, *values in claims if state == CLAIMED],
+        [RolloutClaim(*values) for state, *values in claims if state == CLAIMED],
         parse_object(settings, "rollouts: settings"),
     )
 
@@ -211,7 +258,7 @@ def count_open_groups(book: Book, consumer: str = "train") -> int:
 
 
 @served(wait=True)
-def claim_rollouts(book: Book, worker: str, count: int, *, seconds: float, timeout: float = 0.0) -> list[Assignment]:
+def claim_rollouts(book: Book, worker: str, count: int, *, seconds: float, timeout: float = 0.0) -> list[RolloutClaim]:
     """Claim groups to generate, those that were returned or have expired first.
 
     Args:
@@ -251,22 +298,22 @@ def _may_claim(book: Book) -> bool:
     return bool(rows)
 
 
-def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Assignment]:
+def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[RolloutClaim]:
     row = tx.one(f"SELECT status, next, highest, fence FROM rollouts WHERE id = 0{tx.for_update}")
     if row is None or row[0] != OPEN:
         return []
-    _, begun, limit, fence = row
+    _, next_group, limit, fence = row
     free = tx.all(
         "SELECT number, worker, state FROM claims WHERE state = ? OR expires <= ? ORDER BY number LIMIT ?",
         (RETURNED, tx.now, count),
     )
-    fresh = range(begun, max(min(limit, begun + count - len(free)), begun))
+    fresh = range(next_group, max(min(limit, next_group + count - len(free)), next_group))
     numbers = [*(number for number, *_ in free), *fresh]
     if not numbers:
         return []
     version = queue.announced_version(tx) or 0
     claims = [
-        Assignment(number, fence + i, version, worker, tx.now, tx.now + seconds)
+        RolloutClaim(number, fence + i, version, worker, tx.now, tx.now + seconds)
         for i, number in enumerate(numbers, start=1)
     ]
     tx.insert(
@@ -288,19 +335,19 @@ def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Ass
     return claims
 
 
-def _columns(claim: Assignment) -> tuple[Any, ...]:
+def _columns(claim: RolloutClaim) -> tuple[Any, ...]:
     return claim.number, claim.fence, claim.worker, claim.version, claim.claimed, claim.expires
 
 
-def _describe(claim: Assignment) -> dict[str, Any]:
+def _describe(claim: RolloutClaim) -> dict[str, Any]:
     return {"number": claim.number, "worker": claim.worker, "version": claim.version}
 
 
-def _has_claims(tx: Transaction, claims: Sequence[Assignment]) -> bool:
+def _has_claims(tx: Transaction, claims: Sequence[RolloutClaim]) -> bool:
     return not claims or tx.one("SELECT 1 FROM claims WHERE fence = ?", (claims[-1].fence,)) is not None
 
 
-def _find_current(tx: Transaction, claims: Sequence[Assignment]) -> list[Assignment]:
+def _find_current(tx: Transaction, claims: Sequence[RolloutClaim]) -> list[RolloutClaim]:
     """Return those claims that their workers still have, and lock their rows."""
     rows = tx.all(
         f"SELECT fence FROM claims WHERE state = ? AND fence {tx.in_ints} ORDER BY number{tx.for_update}",
@@ -311,20 +358,21 @@ def _find_current(tx: Transaction, claims: Sequence[Assignment]) -> list[Assignm
 
 
 @served(repeat=True)
-def renew_rollouts(book: Book, claims: Sequence[Assignment], seconds: float) -> list[Assignment]:
-    """Restart the expiry time of claims, and return those that the worker still has.
-
-    A claim that has expired but was not given to another worker is renewed, too.
+def renew_rollouts(book: Book, claims: Sequence[RolloutClaim], seconds: float) -> list[RolloutClaim]:
+    """Extend claims, including expired ones that no other worker was given.
 
     Args:
         book: The book.
         claims: The claims.
-        seconds: Time to live from now on.
+        seconds: New time to live.
+
+    Returns:
+        Those that the worker still has.
     """
     if not claims:
         return []
 
-    def transact(tx: Transaction) -> list[Assignment]:
+    def transact(tx: Transaction) -> list[RolloutClaim]:
         current = _find_current(tx, claims)
         fences = tx.array([claim.fence for claim in current])
         tx.run(f"UPDATE claims SET expires = ? WHERE fence {tx.in_ints}", (tx.now + seconds, fences))
@@ -340,8 +388,8 @@ def renew_rollouts(book: Book, claims: Sequence[Assignment], seconds: float) -> 
 
 
 @served(repeat=True)
-def finish_rollouts(book: Book, claims: Sequence[Assignment], detail: Mapping[str, Any] | None = None) -> int:
-    """Record that the groups of these claims are in the book, or were given up, and will not be generated again.
+def finish_rollouts(book: Book, claims: Sequence[RolloutClaim], detail: Mapping[str, Any] | None = None) -> int:
+    """Record that the groups of these claims are in the book and will not be generated again.
 
     Args:
         book: The book.
@@ -358,7 +406,7 @@ def finish_rollouts(book: Book, claims: Sequence[Assignment], detail: Mapping[st
     return write_once(book.ledger, transact, lambda tx, _: not _find_current(tx, claims)) if claims else 0
 
 
-def _finish(tx: Transaction, claims: Sequence[Assignment], detail: Mapping[str, Any] | None) -> int:
+def _finish(tx: Transaction, claims: Sequence[RolloutClaim], detail: Mapping[str, Any] | None) -> int:
     current = _find_current(tx, claims)
     tx.run(f"DELETE FROM claims WHERE fence {tx.in_ints}", (tx.array([claim.fence for claim in current]),))
     events = []
@@ -377,7 +425,7 @@ class _ClaimLostError(Exception):
 @served(repeat=True)
 def append_rollouts(
     book: Book,
-    claim: Assignment,
+    claim: RolloutClaim,
     records: Experiences,
     *,
     detail: Mapping[str, Any] | None = None,
@@ -428,7 +476,7 @@ def append_rollouts(
 
 
 @served(repeat=True)
-def return_rollouts(book: Book, claims: Sequence[Assignment], reason: str) -> int:
+def return_rollouts(book: Book, claims: Sequence[RolloutClaim], reason: str) -> int:
     """Give groups back, for other workers to generate.
 
     Args:
@@ -464,13 +512,13 @@ def return_worker_rollouts(book: Book, worker: str, reason: str) -> int:
         How many claims were ended.
     """
 
-    def select(tx: Transaction) -> list[Assignment]:
+    def select(tx: Transaction) -> list[RolloutClaim]:
         rows = tx.all(
             "SELECT number, fence, version, worker, claimed, expires FROM claims WHERE worker = ? AND state = ? "
             f"ORDER BY number{tx.for_update}",
             (worker, CLAIMED),
         )
-        return [Assignment(*values) for values in rows]
+        return [RolloutClaim(*values) for values in rows]
 
     def transact(tx: Transaction) -> int:
         claims = select(tx)
@@ -480,7 +528,7 @@ def return_worker_rollouts(book: Book, worker: str, reason: str) -> int:
     return write_once(book.ledger, transact, lambda tx, _: not select(tx))
 
 
-def _give_back(tx: Transaction, claims: Sequence[Assignment], reason: str) -> None:
+def _give_back(tx: Transaction, claims: Sequence[RolloutClaim], reason: str) -> None:
     fences = tx.array([claim.fence for claim in claims])
     tx.run(f"UPDATE claims SET state = ? WHERE fence {tx.in_ints}", (RETURNED, fences))
     events = [queue.Event("reassigned", reason=reason, lease=c.fence, detail=_describe(c)) for c in claims]
@@ -489,7 +537,18 @@ def _give_back(tx: Transaction, claims: Sequence[Assignment], reason: str) -> No
 
 @served(repeat=True)
 def groups_in_book(book: Book, groups: Sequence[str]) -> set[str]:
-    """Return those groups (`EID.tid`) of which the book has training records."""
+    """Return those groups of which the book has training records.
+
+    Args:
+        book: The book.
+        groups: Ids of groups (`EID.tid`).
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2], eid={"batch": 0, "task": 1})])
+    >>> groups_in_book(book, ["0/1", "0/2"])
+    {'0/1'}
+    """
     with book.ledger.read() as tx:
         rows = tx.all(
             f"SELECT DISTINCT gid FROM records WHERE gid {tx.in_texts} AND evaluation = 0 "
@@ -523,18 +582,14 @@ def report_worker(book: Book, worker: str, **details: Any) -> None:
 
 @served(repeat=True)
 def remove_worker(book: Book, worker: str) -> None:
-    """Remove the report of a worker or trainer that ends."""
+    """Remove the report of a worker or trainer that ends.
+
+    Args:
+        book: The book.
+        worker: Its name.
+    """
     with book.ledger.write(shared=True, durable=False) as tx:
         tx.run("DELETE FROM workers WHERE name = ?", (worker,))
-
-
-@served(repeat=True)
-def read_workers(book: Book) -> list[WorkerReport]:
-    """Return the last report of each worker and trainer, by name."""
-    with book.ledger.read() as tx:
-        rows = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
-        now = tx.now
-    return [WorkerReport(name, max(now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -618,7 +673,14 @@ def _read_pointer(tx: Transaction) -> dict[str, Any] | None:
 
 
 def weights_version(book: Book) -> tuple[str, int] | None:
-    """Return the id and the policy version of the published weights, or `None` if there are none."""
+    """Return which weights are published, without reading them.
+
+    Args:
+        book: The book.
+
+    Returns:
+        Their id and policy version, or `None` if there are none.
+    """
     if book.weights_transport is not None:
         return book.weights_transport.weights_version()
     with book.ledger.read() as tx:
@@ -627,7 +689,10 @@ def weights_version(book: Book) -> tuple[str, int] | None:
 
 
 def fetch_weights(book: Book) -> Weights:
-    """Return the published weights.
+    """Return the published weights; see `publish_weights` for an example.
+
+    Args:
+        book: The book.
 
     Raises:
         NoWeightsError: There are none.
@@ -662,7 +727,7 @@ def fetch_weights(book: Book) -> Weights:
 
 
 __all__ = [
-    "Assignment",
+    "RolloutClaim",
     "RolloutState",
     "Weights",
     "WorkerReport",
@@ -676,7 +741,6 @@ __all__ = [
     "open_rollouts",
     "publish_weights",
     "read_rollouts",
-    "read_workers",
     "remove_worker",
     "renew_rollouts",
     "report_worker",

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 MAX_WAITING = 20_000
-"""Groups and the median staleness of a longer queue are not counted."""
+"""Longer queues: the median is omitted and groups are estimated from complete groups."""
 MAX_EVENTS = 50_000
-"""Rates are computed from so many events at most; in a busy book, they span less time than requested."""
+"""Rates are computed from at most this many events; in a busy book, they span less time than requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class RolloutStatus:
 
     Attributes:
         status: `open`, `suspended` or `finished`.
-        next: Number of the first group that was not begun.
-        limit: Number of the first group that may not be begun yet.
+        next: Number of the first group that was not started.
+        limit: Number of the first group that may not be started yet.
         in_flight: How many groups workers have claimed.
         expired: How many of them have expired, and wait for another worker.
         returned: How many groups were given back, and wait for another worker.
@@ -114,7 +114,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True)
 class BookStatus:
-    """What a book contains, and what its users do now.
+    """Contents and current activity of a book.
 
     Attributes:
         url: Address, without secrets.
@@ -159,11 +159,11 @@ class _RecentEvents:
 
 @served(repeat=True)
 def read_status(book: Book, seconds: float = 10.0, leases: int = 20) -> BookStatus:
-    """Return what a book contains, and what its users do now.
+    """Return the contents and the current activity of a book.
 
     Args:
         book: The book.
-        seconds: Average rates over so many seconds; less, if these have more than `MAX_EVENTS` events.
+        seconds: Rates are averages over the last N seconds, or over the last `MAX_EVENTS` events if these span less.
         leases: How many leases to list for each consumer.
 
     >>> import rollbook

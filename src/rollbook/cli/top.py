@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from rollbook.book.status import BookStatus, ConsumerStatus, RolloutStatus
 
 _SILENT_SECONDS, _SILENT_TRAINER_SECONDS = 10.0, 60.0
-"""Time without a report after which a worker or trainer is silent. A worker reports every 2 s, a trainer every step."""
+"""Time without a report after which a worker or trainer is silent. A worker reports every 2 s, a
+trainer every step, and every 2 s while it waits."""
 _KEY_SECONDS = 0.1
 _MAX_NOTE_LINES = 3
 _MAX_CONSUMERS, _MAX_LEASES = 4, 3
@@ -92,7 +93,7 @@ class _StatusReader:
         return read_status(self._book, self.window)
 
     def start(self, interval: float, view: _Screen) -> None:
-        """Read again and again in a thread, so that a slow answer does not block the keyboard."""
+        """Read repeatedly in a thread, so that a slow answer does not block the keyboard."""
         self._thread = threading.Thread(target=self._run, args=(interval, view), daemon=True)
         self._thread.start()
 
@@ -123,7 +124,7 @@ class _StatusReader:
 
 
 class _Screen:
-    """What the live view shows: the last status, and the error if the book did not answer since."""
+    """What the live view shows: the last status, and the last error, if any."""
 
     def __init__(self, status: BookStatus, interval: float) -> None:
         self.status, self.interval = status, interval
@@ -351,7 +352,7 @@ _WORKER_OPTIONAL = ("records", "groups", "role", "version", "groups/min", "in fl
 
 
 def _format_workers(status: BookStatus, room: int) -> list[str]:
-    """Return a table of the workers: trainers first, then silent ones, so that those that do not fit are well."""
+    """Return a table of the workers: trainers first, then silent ones, so that only healthy workers are cut off."""
     silent = {report.name for report in status.workers if is_silent(report, status)}
     reports = sorted(
         status.workers, key=lambda report: (report.details.get("role") != "trainer", report.name not in silent)

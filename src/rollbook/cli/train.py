@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rollbook.train.config import Config
     from rollbook.train.step_replay import CounterfactualResult
 
+_POLL_SECONDS = 1.0
+
 
 def train(options: argparse.Namespace) -> int:
     """Train a configuration: a file or a recipe, with overrides."""
@@ -54,13 +56,14 @@ def train(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ray is None:
         if config.distributed == "none":
             raise ValueError(f"--ranks: got {options.ranks} with distributed: none, expected distributed=ddp or fsdp")
-        words = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
-        return _launch(options.ranks, [*words, *(["--json"] if options.json else [])])
+        arguments = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
+        return _launch(options.ranks, [*arguments, *(["--json"] if options.json else [])])
     from rollbook.rewards.types import RewardError
     from rollbook.rollout.weight_sync import StaleWeightsError
     from rollbook.train.checkpoint import RankError
     from rollbook.train.evaluation import AllSamplesFailedError
     from rollbook.train.learner import NonFiniteLossError
+    from rollbook.train.ray import TrainerDiedError, train_on_ray
     from rollbook.train.run import run
     from rollbook.train.trainer import OutOfDataError
     from rollbook.train.worker import WorkersFailedError
@@ -68,8 +71,6 @@ def train(options: argparse.Namespace) -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         if options.ray is not None:
-            from rollbook.train.ray import train_on_ray
-
             summary = train_on_ray(config, options.ray or None, ranks=options.ranks or 1)
             if options.json:
                 print(json.dumps(summary))
@@ -77,20 +78,17 @@ def train(options: argparse.Namespace) -> int:
         outcome = run(config)
     except (
         *(OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError, RankError),
-        *(StaleWeightsError, WorkersFailedError),
+        *(StaleWeightsError, TrainerDiedError, WorkersFailedError),
     ) as error:
         if isinstance(error, RankError) and not is_main:
             return UNREADABLE  # rank 0 prints it
         raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
     if options.json and is_main:
-        summary = {"folder": str(outcome.folder), "steps": outcome.steps, "seconds": outcome.seconds}
-        for when, evaluation in (("before", outcome.before), ("after", outcome.after)):
-            summary[when] = None if evaluation is None else evaluation.metrics()
-        print(json.dumps(summary))
+        print(json.dumps(outcome.to_dict()))
     return OK
 
 
-def _launch(ranks: int, words: list[str]) -> int:
+def _launch(ranks: int, arguments: list[str]) -> int:
     """Run `rollbook train` on several ranks of this machine, as torchrun does."""
     import logging
     import uuid
@@ -111,7 +109,7 @@ def _launch(ranks: int, words: list[str]) -> int:
         max_restarts=0,
     )
     try:
-        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", *words)
+        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -164,12 +162,12 @@ def replay(options: argparse.Namespace) -> int:
     import warnings
 
     from rollbook.models.loading import transformers_module
-    from rollbook.train.step_replay import replay as replayed
+    from rollbook.train.step_replay import replay as replay_step
 
     transformers_module().utils.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the run has printed these already
-        outcome = replayed(options.path, options.step, options.changes, trust=options.trust)
+        outcome = replay_step(options.path, options.step, options.changes, trust=options.trust)
     if options.json:
         print_json(outcome.to_dict())
         return OK if outcome.agrees else FOUND
@@ -249,9 +247,6 @@ def _format_difference(old: float | None, new: float | None) -> str:
     return "-" if old is None or new is None else figure(new - old, 6)
 
 
-_POLL_SECONDS = 1.0
-
-
 def rollout(options: argparse.Namespace) -> int:
     """Generate rollouts for the trainer of a book until it has finished."""
     from rollbook.models.loading import transformers_module
@@ -264,8 +259,8 @@ def rollout(options: argparse.Namespace) -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if options.parent is not None:
-        threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
-    opened = wait_for_trainer(resolve_book(expand_variables(options.book, "--book")), stop, _say)
+        threading.Thread(target=_exit_with_parent, args=(options.parent,), daemon=True).start()
+    opened = wait_for_trainer(resolve_book(expand_variables(options.book, "--book")), stop, _log)
     if opened is None:
         return OK
     book, settings = opened
@@ -280,7 +275,7 @@ def rollout(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda *_: worker.stop())
         if stop.is_set():
             return OK
-        _say(f"{worker.name}: generating rollouts for {book.url}")
+        _log(f"{worker.name}: generating rollouts for {book.url}")
         try:
             with worker.engine:
                 result = worker.run()
@@ -290,11 +285,11 @@ def rollout(options: argparse.Namespace) -> int:
         print_json(vars(result))
     else:
         lost = f", {result.discarded} discarded" if result.discarded else ""
-        _say(f"{worker.name}: {result.groups} groups, {result.records} samples{lost}, {result.updates} weight updates")
+        _log(f"{worker.name}: {result.groups} groups, {result.records} samples{lost}, {result.updates} weight updates")
     return OK
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process as SIGTERM does when its parent has ended: the next trainer starts workers of its own."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
@@ -328,5 +323,5 @@ def _configure(settings: dict[str, Any], options: argparse.Namespace) -> Config:
     return config
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

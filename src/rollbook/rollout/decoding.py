@@ -54,23 +54,25 @@ class StopTexts:
         self.texts = tuple(texts)
         self._decode = decode
         self._longest = max(map(len, self.texts), default=0)
-        self._lasts = frozenset(text[-1] for text in self.texts)
+        self._last_characters = frozenset(text[-1] for text in self.texts)
         # A part of a character decodes to U+FFFD. ASCII characters are never split.
-        self._pieces = not all(last.isascii() for last in self._lasts)
-        self._reach = np.full(1024, -1)
+        self._may_split_characters = not all(last.isascii() for last in self._last_characters)
+        self._end_window = np.full(1024, -1)
+        """By token, the characters from the end within which a stop text may end; 0 if it cannot, -1 if not known."""
 
     def may_end(self, tokens: np.ndarray) -> np.ndarray:
         """Return for each token whether a stop text may end in it."""
-        if tokens.size and tokens.max() >= len(self._reach):
-            self._reach = np.append(self._reach, np.full(int(tokens.max()) + 1, -1))
-        reach: np.ndarray = self._reach[tokens]
+        if tokens.size and tokens.max() >= len(self._end_window):
+            self._end_window = np.append(self._end_window, np.full(int(tokens.max()) + 1, -1))
+        reach: np.ndarray = self._end_window[tokens]
         for i in (reach < 0).nonzero()[0].tolist():
             token = int(tokens[i])
             # Twice, since some decoders drop a leading space.
             text = self._decode([token, token])
-            possible = self._lasts & set(text) or (self._pieces and "\N{REPLACEMENT CHARACTER}" in text)
-            # Characters from the end of the response within which the stop text may end; 0 if it cannot.
-            reach[i] = self._reach[token] = len(text) + 8 if possible else 0
+            possible = self._last_characters & set(text) or (
+                self._may_split_characters and "\N{REPLACEMENT CHARACTER}" in text
+            )
+            reach[i] = self._end_window[token] = len(text) + 8 if possible else 0
         candidates: np.ndarray = reach > 0
         return candidates
 
@@ -78,7 +80,7 @@ class StopTexts:
         """Return the stop text that the last token completes, or `None`; of several, the first in the text."""
         if not self.may_end(np.array(ids[-1:]))[0]:
             return None
-        reach = int(self._reach[ids[-1]])
+        reach = int(self._end_window[ids[-1]])
         size = 2 * self._longest + 8
         window = self._decode(ids[-size:])
         # A window may begin in the middle of a character, and its tokens may have little text.
@@ -113,7 +115,7 @@ MIN_TEMPERATURE = 1e-30
 NUCLEUS_SIZE = 1024
 """Number of tokens that are sorted for top-p. Rows with a wider nucleus are sorted completely."""
 
-_STEP, _MIX, _MORE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_STEP, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def uniform_numbers(seeds: Sequence[int], starts: Sequence[int], count: int) -> np.ndarray:
@@ -136,22 +138,22 @@ def uniform_numbers(seeds: Sequence[int], starts: Sequence[int], count: int) -> 
     index = np.asarray(starts, np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64)
     seed = (np.array(seeds, object) % 2**64).astype(np.uint64)[:, None]
     bits = _mix(_mix(seed + _STEP) + index * _STEP) >> np.uint64(12)
-    numbers: np.ndarray = bits * 2.0**-52
-    return numbers
+    uniforms: np.ndarray = bits * 2.0**-52
+    return uniforms
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * _MIX
-    z = (z ^ (z >> np.uint64(27))) * _MORE
+    z = (z ^ (z >> np.uint64(30))) * _MIX1
+    z = (z ^ (z >> np.uint64(27))) * _MIX2
     z ^= z >> np.uint64(31)
     return z
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class TokenRule:
     """How the next token of a row is chosen, and which log-prob is recorded.
 
-    >>> Rule(temperature=0.0).greedy
+    >>> TokenRule(temperature=0.0).greedy
     True
     """
 
@@ -161,9 +163,9 @@ class Rule:
     min_p: float = 0.0
     forbidden: tuple[int, ...] = ()
     """Tokens that are never sampled."""
-    early: tuple[int, ...] = ()
+    forbidden_until_min_tokens: tuple[int, ...] = ()
     """Tokens that are not sampled yet: ends, before the response has `min_tokens`."""
-    kind: LogprobsKind = "processed"
+    logprobs_kind: LogprobsKind = "processed"
 
     @property
     def greedy(self) -> bool:
@@ -171,20 +173,20 @@ class Rule:
         return self.temperature < MIN_TEMPERATURE
 
 
-class Rules:
+class BatchRules:
     """The rules of all rows as tensors on the device of the logits, built once for many steps.
 
-    >>> rules = Rules([Rule(temperature=0.5), Rule(temperature=0.0)], 100, "cpu")
+    >>> rules = BatchRules([TokenRule(temperature=0.5), TokenRule(temperature=0.0)], 100, "cpu")
     >>> rules.temperature, rules.greedy
     (tensor([0.5000, 1.0000]), tensor([False,  True]))
     """
 
-    def __init__(self, rules: Sequence[Rule], vocabulary: int, device: torch.device | str) -> None:
+    def __init__(self, rules: Sequence[TokenRule], vocabulary: int, device: torch.device | str) -> None:
         greedy: list[bool] = []
         temperatures: list[float] = []
         kinds: list[LogprobsKind] = []
         suppressed: list[tuple[int, int]] = []  # (row, token)
-        early: list[tuple[int, int]] = []
+        forbidden_ends: list[tuple[int, int]] = []
         truncated: list[int] = []  # rows with top-k, top-p or min-p, and their options
         top_ks: list[int] = []
         top_ps: list[float] = []
@@ -193,9 +195,10 @@ class Rules:
             is_greedy = rule.greedy
             greedy.append(is_greedy)
             temperatures.append(1.0 if is_greedy else float(rule.temperature))
-            kinds.append(rule.kind)
+            kinds.append(rule.logprobs_kind)
             suppressed += [(i, token) for token in rule.forbidden if token < vocabulary]
-            early += [(i, token) for token in rule.early if token < vocabulary]
+            ends = rule.forbidden_until_min_tokens
+            forbidden_ends += [(i, token) for token in ends if token < vocabulary]
             if not is_greedy and (rule.top_k > 0 or rule.top_p < 1 or rule.min_p > 0):
                 truncated.append(i)
                 top_ks.append(rule.top_k if 0 < rule.top_k < vocabulary else vocabulary)
@@ -217,10 +220,11 @@ class Rules:
         for kind in set(kinds):
             self.kinds[kind] = torch.from_numpy(row_kinds == kind).to(device)
 
-        self.never = torch.tensor([-torch.inf], device=device)
+        self.neg_inf = torch.tensor([-torch.inf], device=device)
         self.suppressed = torch.tensor(suppressed, device=device).unbind(1) if suppressed else None
         """Indices (rows, tokens) of tokens that are never sampled."""
-        self.forbidden = torch.tensor(suppressed + early, device=device).unbind(1) if suppressed or early else None
+        forbidden = suppressed + forbidden_ends
+        self.forbidden = torch.tensor(forbidden, device=device).unbind(1) if forbidden else None
         """Indices (rows, tokens) of tokens that are not sampled now."""
 
         self.truncates = bool(truncated)
@@ -234,13 +238,13 @@ class Rules:
 
     def forbid(self, scores: torch.Tensor) -> torch.Tensor:
         """Exclude the tokens that are not sampled now from float32 scores [rows, V], in place."""
-        return scores if self.forbidden is None else scores.index_put_(self.forbidden, self.never)
+        return scores if self.forbidden is None else scores.index_put_(self.forbidden, self.neg_inf)
 
     def suppress(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, V] without the tokens that are never sampled."""
         if self.suppressed is None:
             return logits
-        return logits.to(torch.float32, copy=True).index_put_(self.suppressed, self.never)
+        return logits.to(torch.float32, copy=True).index_put_(self.suppressed, self.neg_inf)
 
     def truncate(self, probs: torch.Tensor) -> torch.Tensor:
         """Set the probabilities [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
@@ -260,7 +264,7 @@ class TokenChoice(NamedTuple):
     """[rows] float32; NaN if no token could be chosen."""
 
 
-def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | None = None) -> TokenChoice:
+def choose_tokens(logits: torch.Tensor, rules: BatchRules, uniforms: torch.Tensor | None = None) -> TokenChoice:
     """Choose the next token of each row.
 
     The `raw` log-prob of a greedy token is the model's; the `processed` and `tempered` ones are 0, since there was no
@@ -269,7 +273,7 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
     Args:
         logits: [rows, V]
         rules: The rules of the rows.
-        numbers: [rows] Uniform random numbers, float64. May be `None` if all rows are greedy.
+        uniforms: [rows] Uniform random numbers, float64. May be `None` if all rows are greedy.
 
     Returns:
         The tokens. A row whose logits are NaN, infinite or all forbidden has log-prob NaN.
@@ -278,8 +282,8 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
         ValueError: The shape of the logits is not that of the rules, or random numbers are missing.
 
     >>> logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
-    >>> rules = Rules([Rule(top_k=1), Rule(temperature=0.0, forbidden=(1,), kind="raw")], 3, "cpu")
-    >>> choose_tokens(logits, rules, torch.tensor([0.9, 0.0], dtype=torch.float64))
+    >>> rules = [TokenRule(top_k=1), TokenRule(temperature=0.0, forbidden=(1,), logprobs_kind="raw")]
+    >>> choose_tokens(logits, BatchRules(rules, 3, "cpu"), torch.tensor([0.9, 0.0], dtype=torch.float64))
     TokenChoice(ids=tensor([1, 2]), logprobs=tensor([ 0.0000, -2.1698]))
     """
     rows, vocabulary = logits.shape
@@ -298,12 +302,12 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
         ids, processed = best, torch.zeros_like(rules.temperature)
         chosen_score = scores.gather(1, best)[:, 0]
     else:
-        if numbers is None:
-            raise ValueError("numbers: got None, expected a random number for each row that is not greedy")
+        if uniforms is None:
+            raise ValueError("uniforms: missing, expected a random number for each row that is not greedy")
         probs = scores.softmax(-1, dtype=torch.float32)
         if rules.truncates:
             rules.truncate(probs)
-        ids, total = sample_by_inverse_cdf(probs, numbers[:, None], rules.blocks)
+        ids, total = sample_by_inverse_cdf(probs, uniforms[:, None], rules.blocks)
         prob = probs.gather(1, ids)
         if rules.truncates:
             prob = (prob / total).float()
@@ -320,7 +324,7 @@ def choose_tokens(logits: torch.Tensor, rules: Rules, numbers: torch.Tensor | No
     return TokenChoice(ids[:, 0], logprobs + (chosen_score - chosen_score))
 
 
-def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _model_logprobs(kind: str, logits: torch.Tensor, ids: torch.Tensor, rules: BatchRules) -> torch.Tensor:
     """Compute log-probs [rows] before truncation; `tempered` ones without the suppressed tokens, as in training."""
     if kind == "tempered":
         logits = rules.suppress(logits)
@@ -350,26 +354,26 @@ class Blocks:
 
 
 def sample_by_inverse_cdf(
-    probs: torch.Tensor, numbers: torch.Tensor, blocks: Blocks
+    probs: torch.Tensor, uniforms: torch.Tensor, blocks: Blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample tokens by the inverse of the distribution function, in float64.
 
-    Finds the block of tokens in which the cumulative sum passes `number * total`, then the token in the block: one pass
-    over the vocabulary. A token of probability 0 is never picked, since the sum does not grow there. The sum
+    Finds the block of tokens in which the cumulative sum passes `uniform * total`, then the token in the block: one
+    pass over the vocabulary. A token of probability 0 is never picked, since the sum does not grow there. The sum
     within a block is rounded differently and may stay below the target; then the last token of nonzero probability is
     picked.
 
     Args:
         probs: [rows, V] Unnormalized probabilities.
-        numbers: [rows, 1] Multiples of 2^-52 below 1.
+        uniforms: [rows, 1] Multiples of 2^-52 below 1.
         blocks: Division of the vocabulary.
 
     Returns:
         Token ids [rows, 1] and sums of the probabilities [rows, 1].
 
     >>> probs = torch.tensor([[0.0, 1.0, 3.0, 0.0]] * 3)
-    >>> numbers = torch.tensor([[0.0], [0.25], [0.999]], dtype=torch.float64)
-    >>> sample_by_inverse_cdf(probs, numbers, Blocks(3, 4, "cpu"))[0][:, 0]
+    >>> uniforms = torch.tensor([[0.0], [0.25], [0.999]], dtype=torch.float64)
+    >>> sample_by_inverse_cdf(probs, uniforms, Blocks(3, 4, "cpu"))[0][:, 0]
     tensor([1, 2, 2])
     """
     parts = [blocks.zero, probs[:, : blocks.last_start].view(len(probs), -1, blocks.size).sum(-1)]
@@ -377,7 +381,7 @@ def sample_by_inverse_cdf(
     if ragged:
         parts.append(probs[:, blocks.last_start :].sum(-1, keepdim=True))
     sums = torch.cat(parts, 1).double().cumsum(-1)
-    target = numbers * sums[:, -1:]
+    target = uniforms * sums[:, -1:]
     # The first sum is 0 and never past the target. The bounds are for NaN.
     before = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
     columns = torch.add(blocks.steps, before, alpha=blocks.size)
@@ -390,7 +394,7 @@ def sample_by_inverse_cdf(
     return torch.add(torch.minimum(index, last), before, alpha=blocks.size), sums[:, -1:]
 
 
-def _truncation_floors(probs: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _truncation_floors(probs: torch.Tensor, rules: BatchRules) -> torch.Tensor:
     """Return the smallest probability that each row keeps [rows, 1]."""
     truncated = probs if rules.truncated is None else probs[rules.truncated]
     floor = truncated.new_zeros((len(truncated), 1))
@@ -560,7 +564,7 @@ class DecodingRow:
     ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    kind: LogprobsKind | None
+    logprobs_kind: LogprobsKind | None
     limit: int
     """Largest length of the response in this call of the engine."""
     pauses: bool
@@ -576,47 +580,53 @@ class DecodingRow:
     texts: StopTexts | None
     """Stop texts of the request."""
 
-    def next_rule(self) -> tuple[Rule, int]:
+    def next_rule(self) -> tuple[TokenRule, int]:
         """Return the rule for the next token, and the number of tokens for which it applies."""
         sampling, count = self.request.sampling, len(self.ids)
         span = self.limit - count
         temperature = sampling.temperature
-        early: tuple[int, ...] = ()
+        forbidden_ends: tuple[int, ...] = ()
         if sampling.first_temperature is not None and not count:
             temperature, span = sampling.first_temperature, min(span, 1)
         if count < sampling.min_tokens:
-            early, span = tuple(sorted(self.ends | self.stop_ids)), min(span, sampling.min_tokens - count)
-        rule = Rule(
+            forbidden_ends, span = tuple(sorted(self.ends | self.stop_ids)), min(span, sampling.min_tokens - count)
+        rule = TokenRule(
             temperature=temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             forbidden=self.suppress,
-            early=early,
-            kind=self.kind or "processed",
+            forbidden_until_min_tokens=forbidden_ends,
+            logprobs_kind=self.logprobs_kind or "processed",
         )
         return rule, span
 
-    def ended(self) -> Finished | None:
+    def ended(self) -> FinishedRow | None:
         """Return why the last token ends the response, or `None` if it does not."""
         token = self.ids[-1]
         if token in self.stop_ids:
-            return self, "stop", token
+            return FinishedRow(self, "stop", token)
         if token in self.ends:
-            return self, "stop", None
+            return FinishedRow(self, "stop")
         if self.texts is not None and len(self.ids) >= self.request.sampling.min_tokens:
             try:
                 text = self.texts.completed(self.ids)
             except Exception as error:  # a failure of the decoder fails this row alone
-                return self, "error", error
+                return FinishedRow(self, "error", error)
             if text is not None:
-                return self, "stop", text
+                return FinishedRow(self, "stop", text)
         if len(self.ids) >= self.limit:
-            return self, "abort" if self.pauses else "length", None
+            return FinishedRow(self, "abort" if self.pauses else "length")
         return None
 
 
-Finished = tuple[DecodingRow, FinishReason, str | int | Exception | None]
+class FinishedRow(NamedTuple):
+    """A row that its last token finished."""
+
+    row: DecodingRow
+    reason: FinishReason
+    stop: str | int | Exception | None = None
+    """The stop text or token that ended the response, or the error."""
 
 
 class ModelRunner:
@@ -624,7 +634,7 @@ class ModelRunner:
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> runner = ModelRunner(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=16, n_embd=4, n_layer=1, n_head=1)))
-    >>> runner.vocabulary, runner.positions, runner.suppressed
+    >>> runner.vocabulary, runner.max_positions, runner.suppressed
     (9, 16, ())
     """
 
@@ -637,18 +647,22 @@ class ModelRunner:
         self.stats = DecodingStats()
         self._device = torch.device(device) if device is not None else None
         parameters = inspect.signature(self.base.forward).parameters
-        self.takes = frozenset(parameters)
-        if "past_key_values" not in self.takes or getattr(self.base, "_is_stateful", False):
-            state_argument = next((name for name in ("cache_params", "state") if name in self.takes), "itself")
+        self.forward_parameters = frozenset(parameters)
+        if "past_key_values" not in self.forward_parameters or getattr(self.base, "_is_stateful", False):
+            state_argument = next(
+                (name for name in ("cache_params", "state") if name in self.forward_parameters), "itself"
+            )
             raise ValueError(
                 f"model: got {type(self.base).__name__}, which keeps its state in {state_argument}, expected a model "
                 "that takes past_key_values"
             )
-        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.rope = next((m.get_rope_index for m in self.base.modules() if hasattr(m, "get_rope_index")), None)
+        self.accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.get_rope_index = next(
+            (m.get_rope_index for m in self.base.modules() if hasattr(m, "get_rope_index")), None
+        )
         """Computes spatial positions of prompts with media; `None` if the model has none."""
         text = self.config.get_text_config(decoder=True) if hasattr(self.config, "get_text_config") else self.config
-        self.positions: int | None = getattr(text, "max_position_embeddings", None)
+        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self.vocabulary = int(self.base.get_input_embeddings().weight.shape[0])
         self.suppressed = tuple(sorted(set(placeholders(self.config).values())))
         """Placeholders of media. Sampling one would break the next forward pass."""
@@ -681,9 +695,9 @@ class ModelRunner:
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True, **media}
         if mask is not None:
             inputs["attention_mask"] = mask
-        if "position_ids" in self.takes:
+        if "position_ids" in self.forward_parameters:
             inputs["position_ids"] = positions
-        if "logits_to_keep" in self.takes:
+        if "logits_to_keep" in self.forward_parameters:
             inputs["logits_to_keep"] = 1
         self.stats.steps += 1
         logits: torch.Tensor = self.model(**inputs, return_dict=True).logits
@@ -694,7 +708,7 @@ class ModelRunner:
         names = {name: None for row in rows for name in row.prepared.media or ()}
         inputs: dict[str, torch.Tensor] = {}
         for name in names:
-            if name not in self.takes and (name in BY_TOKEN or not self.takes_any):
+            if name not in self.forward_parameters and (name in BY_TOKEN or not self.accepts_kwargs):
                 continue
             parts = [(i, (row.prepared.media or {}).get(name)) for i, row in enumerate(rows)]
             present = [(i, part) for i, part in parts if part is not None]
@@ -719,8 +733,8 @@ class ModelRunner:
             row_positions, next_position = torch.arange(len(ids)).expand(3, -1), len(ids)
             # The position of text after a video is not the largest position plus one, and depends on the model. A text
             # token is appended, so that the model computes it as in training.
-            if self.rope is not None and row.prepared.media:
-                parameters = inspect.signature(self.rope).parameters
+            if self.get_rope_index is not None and row.prepared.media:
+                parameters = inspect.signature(self.get_rope_index).parameters
                 longer = [*ids, self.padding]
                 inputs: dict[str, Any] = {"attention_mask": torch.ones((1, len(longer)), dtype=torch.int64)}
                 for name, tensor in row.prepared.media.items():
@@ -729,7 +743,7 @@ class ModelRunner:
                         inputs[name] = torch.zeros((1, len(longer)), dtype=tensor.dtype)
                         inputs[name][0, : tensor.numel()] = tensor.reshape(-1)
                 inputs = {name: tensor for name, tensor in inputs.items() if name in parameters}
-                row_positions = self.rope(input_ids=torch.tensor([longer]), **inputs)[0].reshape(3, -1)
+                row_positions = self.get_rope_index(input_ids=torch.tensor([longer]), **inputs)[0].reshape(3, -1)
                 next_position, row_positions = int(row_positions[0, -1]), row_positions[:, :-1]
             positions[:, i, width - len(ids) :] = row_positions
             next_positions.append(next_position)
@@ -752,7 +766,7 @@ class DecodingBatch:
         """Number of unfinished rows."""
         self.cache: Any = None
         lengths = {len(row.prepared.ids) + len(row.ids) for row in rows}
-        self.padded = len(lengths) > 1 or "position_ids" not in runner.takes
+        self.padded = len(lengths) > 1 or "position_ids" not in runner.forward_parameters
         """Whether there is a mask. Attention is faster without one."""
         self.stride = runner.stride if self.padded else 1
         self.window = 0
@@ -765,7 +779,7 @@ class DecodingBatch:
         self.flushed = [0] * len(rows)
         """Number of tokens of the window that each row has received."""
 
-    def step(self, version: int) -> list[Finished]:
+    def step(self, version: int) -> list[FinishedRow]:
         """Sample a token for each row.
 
         Args:
@@ -777,8 +791,8 @@ class DecodingBatch:
         logits = self._run_prompts() if self.cache is None else self._run_tokens()
         if self.filled == self.window:
             self._open_window(logits)
-        numbers = None if self.numbers is None else self.numbers[:, self.filled]
-        chosen = choose_tokens(logits, self.rules, numbers)
+        uniforms = None if self.uniforms is None else self.uniforms[:, self.filled]
+        chosen = choose_tokens(logits, self.rules, uniforms)
         # One transfer for both.
         ids, bits = torch.stack([chosen.ids, chosen.logprobs.double().view(torch.int64)]).cpu().numpy()
         self.last = chosen.ids
@@ -798,7 +812,7 @@ class DecodingBatch:
         """Read the rules of the rows and generate their random numbers, for as many steps as the rules hold."""
         vocabulary = logits.shape[1]
         self.window, self.filled = _WINDOW, 0
-        rules: list[Rule] = []
+        rules: list[TokenRule] = []
         seeds: list[int] = []
         starts: list[int] = []
         stops: set[int] = set()
@@ -820,15 +834,15 @@ class DecodingBatch:
         """Rows with stop texts."""
         for texts, indices in watched.items():
             self.watched[texts] = np.array(indices)
-        self.rules = Rules(rules, vocabulary, logits.device)
-        self.numbers: torch.Tensor | None = None
+        self.rules = BatchRules(rules, vocabulary, logits.device)
+        self.uniforms: torch.Tensor | None = None
         if not self.rules.all_greedy:
-            self.numbers = torch.from_numpy(uniform_numbers(seeds, starts, self.window)).to(logits.device)
+            self.uniforms = torch.from_numpy(uniform_numbers(seeds, starts, self.window)).to(logits.device)
         self.ids = np.zeros((len(self.rows), self.window), np.int64)
         self.logprobs = np.zeros((len(self.rows), self.window))
         self.versions, self.flushed = [], [0] * len(self.rows)
 
-    def _finish_rows(self) -> list[Finished]:
+    def _finish_rows(self) -> list[FinishedRow]:
         """Return the rows that their last token finishes."""
         ids = self.ids[:, self.filled - 1]
         broken = np.isnan(self.logprobs[:, self.filled - 1])
@@ -838,14 +852,14 @@ class DecodingBatch:
                 candidates[rows] |= texts.may_end(ids[rows])
             except Exception:  # a failure of the decoder, which the rows report one by one
                 candidates[rows] = True
-        finished: list[Finished] = []
+        finished: list[FinishedRow] = []
         for i in (candidates & self.alive).nonzero()[0].tolist():
             row = self.rows[i]
-            end: Finished | None
+            end: FinishedRow | None
             if broken[i]:
                 self._flush([i], self.filled - 1)
                 error = ValueError(f"token {len(row.ids)}: the model's logits are NaN, infinite or all forbidden")
-                end = (row, "error", error)
+                end = FinishedRow(row, "error", error)
             else:
                 self._flush([i], self.filled)
                 end = row.ended()
@@ -861,7 +875,7 @@ class DecodingBatch:
             row, start = self.rows[i], self.flushed[i]
             row.ids += self.ids[i, start:count].tolist()
             row.versions += self.versions[start:count]
-            if row.kind is not None:
+            if row.logprobs_kind is not None:
                 row.logprobs += self.logprobs[i, start:count].tolist()
             self.flushed[i] = count
 
@@ -892,7 +906,7 @@ class DecodingBatch:
         positions = torch.arange(width) - (width - next_positions[:, None])
         self.mask = (positions >= 0).long().to(device) if self.padded else None
         positions.clamp_(min=0)
-        if runner.rope is not None:
+        if runner.get_rope_index is not None:
             positions, next_positions = runner.rope_positions(distinct, width)
         media = runner.media(distinct, width) if has_media else {}
         self.cache = preallocate(DynamicCache(config=runner.config), longest, self.stride)
@@ -925,14 +939,14 @@ class DecodingBatch:
             # Later columns stay 0. transformers drops a mask of only ones, and would attend to them.
             self.mask[:, self.width - 1] = 1
         positions = self.position[:, None]
-        if runner.rope is not None:
+        if runner.get_rope_index is not None:
             positions = positions.expand(3, -1, -1)
         mask = None if self.mask is None else self.mask[:, :width]
         logits = runner.logits(self.last.to(runner.device)[:, None], mask, positions, self.cache, {})
         runner.stats.rows += len(self.rows)
         self.position += 1
-        if self.count < len(self.rows) and runner.positions is not None:
-            self.position.clamp_(max=runner.positions - 1)  # finished rows may run over
+        if self.count < len(self.rows) and runner.max_positions is not None:
+            self.position.clamp_(max=runner.max_positions - 1)  # finished rows may run over
         return logits
 
     def _select(self, indices: torch.Tensor) -> None:

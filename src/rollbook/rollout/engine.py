@@ -48,6 +48,11 @@ class WeightSyncError(RollbookError, RuntimeError):
     """Raised when an engine cannot take the weights of a model."""
 
 
+def get_module(source: WeightSource) -> Any:
+    """Return the module with the weights: that of an `Actor`, or the module itself."""
+    return source.model if hasattr(source, "token_stats") else source
+
+
 class Cancel:
     """Cancellation of a call, from any thread. Unfinished samples are returned as far as they were sampled.
 
@@ -71,10 +76,6 @@ class Cancel:
     def requested(self) -> bool:
         """Whether the call was cancelled."""
         return self._event.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Sleep until the call is cancelled, at most some seconds; return whether it was."""
-        return self._event.wait(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +335,7 @@ class BaseEngine(ABC):
         """
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         samples: dict[int, Sample] = dict(self._run_all(requests, cancel or Cancel(shared=False)))
-        return [samples[place] for place in sorted(samples)]
+        return list(map(samples.__getitem__, sorted(samples)))
 
     def stream(
         self,

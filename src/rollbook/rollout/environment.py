@@ -270,7 +270,7 @@ class _Play:
         self.tokenizer = environment.get_tokenizer(engine)
         self.context_limit = environment.context_limit
         if self.context_limit is None and isinstance(engine, TransformersEngine):
-            self.context_limit = engine.runner.positions
+            self.context_limit = engine.runner.max_positions
 
     def run(self, prompts: Sequence[Prompt]) -> Experiences:
         environment = self.environment

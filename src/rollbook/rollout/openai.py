@@ -494,7 +494,7 @@ class JobEngine(BaseEngine, ABC):
 
     @abstractmethod
     async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+        self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         """Run a request for samples `ks`. Adds a part to each and calls `finished` once for each."""
 
@@ -859,16 +859,16 @@ class OpenAIEngine(JobEngine):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+        self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         """Send a request for samples `ks`, with retries; each sample is finished at most once."""
         dialect, finished_ks = server.dialect, set[int]()
-        body = dialect.payload(ask)
+        body = dialect.payload(request)
         for k in ks:
             job.parts[k].append(PartialSample())
 
         async def attempt() -> None:
-            version = self.version if ask.version is None else ask.version
+            version = self.version if request.version is None else request.version
             pieces = [PartialSample(version=version) for _ in ks]
             for k, piece in zip(ks, pieces, strict=True):
                 job.parts[k][-1] = piece
@@ -879,7 +879,7 @@ class OpenAIEngine(JobEngine):
                         finished_ks.add(k)
                         finished(k)
 
-            async with self._connection.open(dialect.path(ask), body) as response:
+            async with self._connection.open(dialect.path(request), body) as response:
                 # Some servers and proxies never stream.
                 is_json = response.headers.get("content-type", "").startswith("application/json")
                 if body.get("stream") and not is_json:

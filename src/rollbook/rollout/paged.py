@@ -31,11 +31,11 @@ from rollbook.models.head import text_config
 from rollbook.rollout.decoding import (
     COLD_TEMPERATURE,
     MIN_TEMPERATURE,
+    BatchRules,
     Blocks,
     DecodingRow,
-    Finished,
+    FinishedRow,
     ModelRunner,
-    Rules,
     choose_tokens,
     uniform_numbers,
 )
@@ -71,7 +71,7 @@ def unsupported_reason(runner: ModelRunner) -> str | None:
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if not getattr(model, "_supports_attention_backend", False):
         return f"{name} does not let its attention be replaced"
-    if not {"position_ids", "logits_to_keep"} <= runner.takes:
+    if not {"position_ids", "logits_to_keep"} <= runner.forward_parameters:
         return f"the forward method of {name} takes no position_ids or no logits_to_keep"
     if other_layers:
         return f"{name} has layers of {', '.join(sorted(other_layers))}"
@@ -489,7 +489,7 @@ class Variant(NamedTuple):
     """Largest number of forbidden tokens of a row, rounded up."""
 
 
-class StepRules(Rules):
+class StepRules(BatchRules):
     """Rules that are read from the state on the device, which the host rewrites for each window."""
 
     def __init__(self, variant: Variant, state: StepState, blocks: Blocks) -> None:
@@ -694,7 +694,7 @@ class PagedDecoder:
         lengths = [_length(row) for row in rows]
         ids = torch.tensor([[token for row in rows for token in (*row.prepared.ids, *row.ids)]], device=device)
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-        if runner.rope is not None:
+        if runner.get_rope_index is not None:
             positions = positions.expand(3, -1, -1)
         last = torch.tensor(np.cumsum(lengths) - 1, device=device)
         self.cache.write_index = _write_index(pages, lengths).to(device)
@@ -720,7 +720,7 @@ class PagedDecoder:
         runner, device, length = self.runner, self.runner.device, _length(row)
         ids = torch.tensor([[*row.prepared.ids, *row.ids]])
         positions, next_position = torch.arange(length)[None], length
-        if runner.rope is not None:
+        if runner.get_rope_index is not None:
             positions, next_positions = runner.rope_positions([row], length)
             next_position = int(next_positions[0])
         cache: DynamicCache = DynamicCache(config=runner.config)
@@ -751,7 +751,7 @@ class PagedDecoder:
     def make_state(self, vocabulary: int) -> None:
         """Allocate the device buffers, if that was not done."""
         if self._state is None:
-            positions = self.runner.positions or self.cache.pages * PAGE_SIZE
+            positions = self.runner.max_positions or self.cache.pages * PAGE_SIZE
             pages = min(pages_for(positions + WINDOW), self.cache.pages)
             self._state = StepState(self.max_rows, pages, vocabulary, self.runner.device)
 
@@ -823,7 +823,7 @@ class PagedDecoder:
         page = table.gather(1, (lengths // PAGE_SIZE)[:, None])[:, 0].long()
         self.cache.write_index = page * PAGE_SIZE + lengths % PAGE_SIZE
         positions = integers[_POSITION][:, None]
-        if runner.rope is not None:
+        if runner.get_rope_index is not None:
             positions = positions.expand(3, -1, -1)
         fused = self._fused_kernels() if runner.device.type == "cuda" else nullcontext()
         with _use_attention(runner, DecodeAttention(self.cache, table, lengths)), fused:
@@ -933,7 +933,7 @@ class PagedBatch:
             rows += [waiting.popleft() for _ in range(group)]
         return rows
 
-    def admit(self, rows: Sequence[DecodingRow], version: int) -> list[Finished]:
+    def admit(self, rows: Sequence[DecodingRow], version: int) -> list[FinishedRow]:
         """Run the prompts of rows and sample their first tokens.
 
         Args:
@@ -999,7 +999,7 @@ class PagedBatch:
         self.live = []
         return rows
 
-    def run_window(self, version: int) -> tuple[list[Finished], list[DecodingRow]]:
+    def run_window(self, version: int) -> tuple[list[FinishedRow], list[DecodingRow]]:
         """Sample up to `WINDOW` tokens for each row.
 
         Args:
@@ -1024,7 +1024,7 @@ class PagedBatch:
         stats = decoder.runner.stats
         stats.steps += steps
         stats.rows += steps * len(self.live)
-        finished: list[Finished] = []
+        finished: list[FinishedRow] = []
         remaining: list[LiveRow] = []
         for live, row_ids, row_logprobs in zip(self.live, ids, logprobs, strict=True):
             before = len(live.row.ids)
@@ -1073,7 +1073,7 @@ class PagedBatch:
             top_k=any(0 < sampling.top_k < state.vocabulary for sampling in random),
             top_p=any(sampling.top_p < 1 for sampling in random),
             min_p=any(sampling.min_p > 0 for sampling in random),
-            kinds=tuple(sorted({live.row.kind or "processed" for live in self.live})),
+            kinds=tuple(sorted({live.row.logprobs_kind or "processed" for live in self.live})),
             forbidden=columns,
         )
 
@@ -1093,7 +1093,7 @@ class PagedBatch:
             sampling, length, count = row.request.sampling, _length(row) - 1, len(row.ids)
             greedy = sampling.temperature < MIN_TEMPERATURE
             top_k = sampling.top_k if 0 < sampling.top_k < state.vocabulary else state.vocabulary
-            kind = KINDS.index(row.kind or "processed")
+            kind = KINDS.index(row.logprobs_kind or "processed")
             progress = (row.ids[-1], length + live.offset, length, count, 1)
             integer_fields.append((*progress, row.limit, live.stop_set, greedy, kind, top_k))
             float_fields.append((1.0 if greedy else sampling.temperature, sampling.top_p, sampling.min_p))
@@ -1117,9 +1117,9 @@ class PagedBatch:
             state.forbidden[:, :rows, : variant.forbidden].copy_(torch.from_numpy(forbidden))
 
 
-def _sample_first(rows: Sequence[DecodingRow], logits: torch.Tensor, version: int) -> list[Finished]:
+def _sample_first(rows: Sequence[DecodingRow], logits: torch.Tensor, version: int) -> list[FinishedRow]:
     """Sample the first token of each row from the logits [rows, V]; return the rows that it finishes."""
-    rules = Rules([row.next_rule()[0] for row in rows], logits.shape[1], logits.device)
+    rules = BatchRules([row.next_rule()[0] for row in rows], logits.shape[1], logits.device)
     seeds = [row.request.seeds[row.k] for row in rows]
     uniform = uniform_numbers(seeds, [len(row.ids) for row in rows], 1)[:, 0]
     chosen = choose_tokens(logits, rules, torch.from_numpy(uniform).to(logits.device))
@@ -1128,7 +1128,7 @@ def _sample_first(rows: Sequence[DecodingRow], logits: torch.Tensor, version: in
     return [end for end in ends if end is not None]
 
 
-def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], version: int) -> Finished | None:
+def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], version: int) -> FinishedRow | None:
     """Append tokens to a row up to the token that ends it; return why it ended, or `None`."""
     count = min(len(ids), row.limit - len(row.ids))
     # A log-prob of NaN means that no token could be chosen.
@@ -1145,7 +1145,7 @@ def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], versio
     for stop in sorted({*(i + 1 for i in candidates), valid}):
         row.ids += ids[taken:stop]
         row.versions += [version] * (stop - taken)
-        if row.kind is not None:
+        if row.logprobs_kind is not None:
             row.logprobs += logprobs[taken:stop]
         taken = stop
         end = row.ended() if stop - 1 in candidates else None
@@ -1153,5 +1153,5 @@ def _take_tokens(row: DecodingRow, ids: list[int], logprobs: list[float], versio
             return end
     if valid < count:
         error = ValueError(f"token {len(row.ids)}: the model's logits are NaN, infinite or all forbidden")
-        return row, "error", error
+        return FinishedRow(row, "error", error)
     return None

@@ -45,7 +45,7 @@ from rollbook.rollout.decoding import (
     DecodingBatch,
     DecodingRow,
     DecodingStats,
-    Finished,
+    FinishedRow,
     ModelRunner,
     StopTexts,
     find_stop_start,
@@ -538,7 +538,7 @@ class TransformersEngine(BaseEngine):
                     for row in (*batch.remove_all(), *waiting):
                         yield row.index, self._sample(row, "abort")
                     return []
-                finished: list[Finished] = []
+                finished: list[FinishedRow] = []
                 try:
                     # Other calls can use the model between windows.
                     with self._model_lock, scoring(self.model):
@@ -562,7 +562,7 @@ class TransformersEngine(BaseEngine):
             batch.remove_all()
             decoder.calls -= 1
 
-    def _admit_rows(self, batch: PagedBatch, rows: list[DecodingRow]) -> list[Finished]:
+    def _admit_rows(self, batch: PagedBatch, rows: list[DecodingRow]) -> list[FinishedRow]:
         """Run the prompts of rows. If that fails, the halves are tried; a single prompt that fails is an error."""
         if not rows:
             return []
@@ -574,7 +574,7 @@ class TransformersEngine(BaseEngine):
             failure = error.with_traceback(None)  # its frames hold memory
         prompts = {id(row.prepared) for row in rows}
         if len(prompts) == 1:
-            return [(row, "error", failure) for row in rows]
+            return [FinishedRow(row, "error", failure) for row in rows]
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.runner.stats.splits += 1
@@ -621,7 +621,7 @@ class TransformersEngine(BaseEngine):
                 for row in batch.unfinished():
                     yield row.index, self._sample(row, "abort")
                 return
-            finished: list[Finished] = []
+            finished: list[FinishedRow] = []
             failure: Exception | None = None
             try:
                 # Other calls can use the model after `_TURN` tokens, or when a row is finished.
@@ -681,7 +681,7 @@ class TransformersEngine(BaseEngine):
             decode = partial(self.tokenizer.decode, skip_special_tokens=False)
             texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, decode))
         # The end of the model's positions ends a response as `max_tokens` does.
-        positions = self.runner.positions
+        positions = self.runner.max_positions
         room = sys.maxsize if positions is None else positions - len(prepared.ids)
         if before is not None and len(before.response_ids) >= room:
             raise ValueError(f"sample {before.eid}: fills the {positions} positions of the model")
@@ -698,7 +698,7 @@ class TransformersEngine(BaseEngine):
                 ids=[],
                 logprobs=[],
                 versions=[],
-                kind=kind,
+                logprobs_kind=kind,
                 limit=limit,
                 pauses=limit < room and request.pauses,
                 longest=len(prepared.ids) + limit,
@@ -731,9 +731,9 @@ class TransformersEngine(BaseEngine):
         if not prepared.media and not self._placeholders.isdisjoint(prepared.ids):
             bare = sum(token in self._placeholders for token in prepared.ids)
             raise ValueError(f"prompt: got {bare} media placeholders and no media, expected both or neither")
-        if self.runner.positions is not None and len(prepared.ids) >= self.runner.positions:
+        if self.runner.max_positions is not None and len(prepared.ids) >= self.runner.max_positions:
             raise ValueError(
-                f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.positions}, the model's "
+                f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.max_positions}, the model's "
                 "positions"
             )
         return prepared
@@ -755,8 +755,8 @@ class TransformersEngine(BaseEngine):
         fields: dict[str, Any] = {
             "prompt_ids": list(prepared.ids),
             "response_ids": row.ids,
-            "logprobs": None if row.kind is None else row.logprobs,
-            "logprobs_kind": row.kind,
+            "logprobs": None if row.logprobs_kind is None else row.logprobs,
+            "logprobs_kind": row.logprobs_kind,
             "versions": row.versions if len(row.versions) == len(row.ids) else None,
             "text": text,
             "prompt_text": prepared.text,

@@ -31,9 +31,10 @@ from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.actor import Actor
 from rollbook.models.head import get_device, unwrap
+from rollbook.models.loading import hide_progress_bars
 from rollbook.models.lora import has_adapters, save_base
 from rollbook.rollout.chat import has_media_parts
-from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
+from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError, get_module
 from rollbook.rollout.openai import Emit, JobEngine, OpenAIEngine, PromptForm, PromptJob, Server, acollect, collect
 from rollbook.rollout.server import (
     VLLM,
@@ -64,7 +65,7 @@ ABORT_SECONDS = 5.0
 """Time to receive the rest of a response after its request was aborted."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as `max_lora_rank`."""
-_TASKS = 1 << 16
+_MAX_TRACKED_TASKS = 1 << 16
 """Number of tasks whose replica is remembered."""
 
 
@@ -206,9 +207,9 @@ class ServerReplica(OpenAIEngine, Replica):
     def __init__(self, url: str, model: str | None, tokenizer: Tokenizer | None, **options: Any) -> None:
         super().__init__(url, model, tokenizer, dialect="vllm", **options)
         self._tokens = TokenDialect()
-        self._chats = 0  # requests in flight whose tokens are not labeled
+        self._unlabeled_in_flight = 0  # requests in flight whose tokens are not labeled
         self._updating = False
-        self.refuses_chats = False
+        self.updated_by_other_process = False
         """Whether another process may update the weights while a chat is in flight."""
         self._changed = asyncio.Condition()
 
@@ -218,29 +219,29 @@ class ServerReplica(OpenAIEngine, Replica):
         return self._server_info
 
     async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+        self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
-        if ask.messages is None:
-            work = super()._exchange(server, job, ks, self._with_adapter(ask), finished)
-            return await self._until_cancelled(work, job, ks, f"generate-tokens-{ask.request_id}")
-        if self.refuses_chats:
+        if request.messages is None:
+            work = super()._exchange(server, job, ks, self._with_adapter(request), finished)
+            return await self._until_cancelled(work, job, ks, f"generate-tokens-{request.request_id}")
+        if self.updated_by_other_process:
             raise WeightSyncError(
                 "vLLM servers do not report the weight version of chats with tools or images: use rollout.mode=sync, "
                 "or vLLM in the process of the worker"
             )
         async with self._changed:
             await self._changed.wait_for(lambda: not self._updating)
-            self._chats += 1
+            self._unlabeled_in_flight += 1
         try:
-            await super()._exchange(server, job, ks, self._with_adapter(ask), finished)
+            await super()._exchange(server, job, ks, self._with_adapter(request), finished)
         finally:
-            self._chats -= 1
+            self._unlabeled_in_flight -= 1
             async with self._changed:
                 self._changed.notify_all()
 
-    def _with_adapter(self, ask: ServerRequest) -> ServerRequest:
+    def _with_adapter(self, request: ServerRequest) -> ServerRequest:
         """Return a request with the adapter and the version of this moment, which go together."""
-        return replace(ask, model=self.adapter or ask.model, version=self.version)
+        return replace(request, model=self.adapter or request.model, version=self.version)
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         async def attempt() -> bytes:
@@ -258,7 +259,7 @@ class ServerReplica(OpenAIEngine, Replica):
     async def pause(self) -> None:
         async with self._changed:
             self._updating = True
-            await self._changed.wait_for(lambda: not self._chats)
+            await self._changed.wait_for(lambda: not self._unlabeled_in_flight)
         await self._post("/pause?mode=keep")
         await self._post("/reset_prefix_cache?reset_running_requests=true")
 
@@ -277,7 +278,7 @@ class ServerReplica(OpenAIEngine, Replica):
 
     async def follow(self, adapter: str | None, version: int, while_updated: bool) -> None:
         """Sample with the adapter, or the labeled weights, that another process has sent."""
-        self.adapter, self.version, self.refuses_chats = adapter, version, while_updated
+        self.adapter, self.version, self.updated_by_other_process = adapter, version, while_updated
         self._tokens.labeled = adapter is None
 
     async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
@@ -362,13 +363,13 @@ class LocalReplica(Replica):
         return PromptForm(text=prepared.text, ids=ids, prompt_ids=ids, media=prepared.media, media_data=data)
 
     async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+        self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
-        work = self._generate(job, ks, ask, finished)
-        await self._until_cancelled(work, job, ks, ask.request_id)
+        work = self._generate(job, ks, request, finished)
+        await self._until_cancelled(work, job, ks, request.request_id)
 
     async def _generate(
-        self, job: PromptJob, ks: list[int], ask: ServerRequest, finished: Callable[[int], None]
+        self, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         from vllm import SamplingParams
         from vllm.renderers.inputs.preprocess import parse_model_prompt
@@ -377,14 +378,14 @@ class LocalReplica(Replica):
         adapter, pieces = self.adapter, [PartialSample(version=self.version) for _ in ks]
         for k, piece in zip(ks, pieces, strict=True):
             job.parts[k].append(piece)
-        prompt: dict[str, Any] = {"prompt_token_ids": list(ask.ids or ())}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids or ())}
         if job.form.media_data is not None:
             prompt = {"prompt": job.form.text, "multi_modal_data": job.form.media_data}
         parsed = parse_model_prompt(self._llm.model_config, prompt)
         (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
-        output_kind = RequestOutputKind.DELTA if ask.stream else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**sampling_params(ask), output_kind=output_kind)
-        async for output in self._llm.generate(rendered, params, ask.request_id, lora_request=adapter):
+        output_kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**sampling_params(request), output_kind=output_kind)
+        async for output in self._llm.generate(rendered, params, request.request_id, lora_request=adapter):
             for index in _read_output(output, pieces):
                 finished(ks[index])
 
@@ -542,10 +543,10 @@ class VllmEngine(BaseEngine):
         self.folder = Path(folder if self._temporary is None else self._temporary.name).absolute()  # type: ignore[arg-type]
         self._sync_lock = threading.Lock()
         self._load_lock = threading.Lock()
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._replica_by_task: OrderedDict[str, int] = OrderedDict()
         self._adapters: list[tuple[str, int]] = []
         self._sender: Any = None  # vLLM's trainer side of a weight transfer, and the model that it sends
-        self._sent: torch.nn.Module | None = None
+        self._sent_model: torch.nn.Module | None = None
         self._replicas: list[Replica] = []
         urls = _urls(source)
         if urls:
@@ -562,7 +563,7 @@ class VllmEngine(BaseEngine):
         else:
             self._replicas.append(self._start(source, tokenizer, version, dict(engine_args or {})))
         self.tokenizer: Any = self._replicas[0].tokenizer
-        self._loads = [0] * len(self._replicas)
+        self._in_flight = [0] * len(self._replicas)
         self.is_remote = bool(urls)
 
     def _start(self, source: Source, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
@@ -666,23 +667,23 @@ class VllmEngine(BaseEngine):
         shares: dict[int, list[Request]] = {}
         with self._load_lock:
             for request in requests:
-                shares.setdefault(self._home(request), []).append(request)
+                shares.setdefault(self._choose_replica(request), []).append(request)
         return [self._call(i, share, cancel, emit) for i, share in shares.items()]
 
-    def _home(self, request: Request) -> int:
+    def _choose_replica(self, request: Request) -> int:
         """Return the replica of a request, and count its samples there."""
         task = request.eids[0].tid
-        home = self._homes.pop(task, None)
-        if home is None:
-            home = min(range(len(self._loads)), key=self._loads.__getitem__)
-        self._homes[task] = home
-        if len(self._homes) > _TASKS:
-            self._homes.popitem(last=False)
-        self._loads[home] += len(request.eids)
-        return home
+        replica_index = self._replica_by_task.pop(task, None)
+        if replica_index is None:
+            replica_index = min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
+        self._replica_by_task[task] = replica_index
+        if len(self._replica_by_task) > _MAX_TRACKED_TASKS:
+            self._replica_by_task.popitem(last=False)
+        self._in_flight[replica_index] += len(request.eids)
+        return replica_index
 
     def _call(
-        self, home: int, requests: Sequence[Request], cancel: Cancel, emit: Emit
+        self, replica_index: int, requests: Sequence[Request], cancel: Cancel, emit: Emit
     ) -> concurrent.futures.Future[None]:
         left = sum(len(request.eids) for request in requests)
 
@@ -690,14 +691,14 @@ class VllmEngine(BaseEngine):
             nonlocal left
             with self._load_lock:
                 left -= 1
-                self._loads[home] -= 1
+                self._in_flight[replica_index] -= 1
             emit(entry)
 
         def ended(_: concurrent.futures.Future[None]) -> None:
             with self._load_lock:
-                self._loads[home] -= left
+                self._in_flight[replica_index] -= left
 
-        call = self._replicas[home].start(requests, cancel, counted)
+        call = self._replicas[replica_index].start(requests, cancel, counted)
         call.add_done_callback(ended)
         return call
 
@@ -709,7 +710,7 @@ class VllmEngine(BaseEngine):
         If that fails, some replicas may have a part of the weights, so the engine is closed.
         """
         check_int("version", version, 0)
-        model: Any = source.model if isinstance(source, Actor) else source
+        model = get_module(source)
         with self._sync_lock:
             try:
                 self._wake()
@@ -748,7 +749,7 @@ class VllmEngine(BaseEngine):
                     f"engine.url: got {redacted(replica.url)!r}, to which the trainer sends no weights, expected "
                     + (f"some of {', '.join(urls)}" if urls else "engine.kind vllm with this URL in its configuration")
                 )
-        self._on_all(lambda replica: replica.follow(served["adapter"], served["version"], while_updated))  # type: ignore[attr-defined]
+        self._run_on_replicas(lambda replica: replica.follow(served["adapter"], served["version"], while_updated))  # type: ignore[attr-defined]
 
     def _transfer_of(self, device: torch.device, local: bool) -> Transfer:
         """Return how the weights of a model on `device` travel; `local`: to vLLM in this process."""
@@ -758,7 +759,7 @@ class VllmEngine(BaseEngine):
             return "file"
         return "ipc" if local else "nccl"
 
-    def _on_all(self, work: Callable[[Replica], Coroutine[Any, Any, T]]) -> list[T]:
+    def _run_on_replicas(self, work: Callable[[Replica], Coroutine[Any, Any, T]]) -> list[T]:
         """Run a coroutine for each replica, all at once."""
         calls = [replica.submit(work(replica)) for replica in self._replicas]
         concurrent.futures.wait(calls)
@@ -780,7 +781,7 @@ class VllmEngine(BaseEngine):
             await replica.resume()
 
         try:
-            self._on_all(update)
+            self._run_on_replicas(update)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -790,23 +791,23 @@ class VllmEngine(BaseEngine):
         name = f"rollbook-{number}"
         folder = self.folder / name
         model.save_pretrained(str(folder))
-        self._on_all(lambda replica: replica.load_adapter(name, number, str(folder), version))
+        self._run_on_replicas(lambda replica: replica.load_adapter(name, number, str(folder), version))
         self._adapters.append((name, number))
         if len(self._adapters) > KEPT_ADAPTERS:
             oldest = self._adapters.pop(0)
-            self._on_all(lambda replica: replica.remove_adapter(*oldest))
+            self._run_on_replicas(lambda replica: replica.remove_adapter(*oldest))
             shutil.rmtree(self.folder / oldest[0], ignore_errors=True)
 
     def _send_tensors(self, model: torch.nn.Module, version: int, transfer: Transfer) -> None:
         """Send weights by vLLM's weight transfer (NCCL or IPC)."""
         if self._sender is None:
-            self._sender, self._sent = self._connect(model, transfer), model
-        if model is not self._sent:
+            self._sender, self._sent_model = self._connect(model, transfer), model
+        if model is not self._sent_model:
             raise WeightSyncError("source: got another model than in the first update, expected the same one")
-        self._on_all(lambda replica: replica.pause())
+        self._run_on_replicas(lambda replica: replica.pause())
         self._sender.send_weights()
-        self._on_all(lambda replica: replica.label(version))
-        self._on_all(lambda replica: replica.resume())
+        self._run_on_replicas(lambda replica: replica.label(version))
+        self._run_on_replicas(lambda replica: replica.resume())
 
     def _connect(self, model: torch.nn.Module, transfer: Transfer) -> Any:
         """Return vLLM's trainer side of a weight transfer, connected to the workers."""
@@ -819,11 +820,11 @@ class VllmEngine(BaseEngine):
 
         if transfer == "ipc" and not isinstance(self._replicas[0], LocalReplica):
             raise WeightSyncError("transfer: got 'ipc', which needs vLLM in this process; expected 'nccl' or 'file'")
-        sizes = self._on_all(lambda replica: replica.world_size())
+        sizes = self._run_on_replicas(lambda replica: replica.world_size())
         init_info: Any = IPCTrainerInitInfo(rank=0, packed=True)
         if transfer == "nccl":
             init_info = NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + sum(sizes), rank=0)
-        client = _TransferClient(self._on_all, self._replicas, sizes)
+        client = _TransferClient(self._run_on_replicas, self._replicas, sizes)
         return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -835,20 +836,22 @@ class VllmEngine(BaseEngine):
         """
         with self._sync_lock:
             if self._sleeps and not self._asleep:
-                self._on_all(lambda replica: replica.release())
+                self._run_on_replicas(lambda replica: replica.release())
                 self._asleep = True
 
     def _wake(self) -> None:
         if self._asleep:
-            self._on_all(lambda replica: replica.restore())
+            self._run_on_replicas(lambda replica: replica.restore())
             self._asleep = False
 
 
 class _TransferClient:
     """The client of vLLM's `VLLMWeightSyncClient` protocol for all replicas together."""
 
-    def __init__(self, on_all: Callable[..., list[Any]], replicas: Sequence[Replica], sizes: Sequence[int]) -> None:
-        self._on_all = on_all
+    def __init__(
+        self, run_on_replicas: Callable[..., list[Any]], replicas: Sequence[Replica], sizes: Sequence[int]
+    ) -> None:
+        self._run_on_replicas = run_on_replicas
         self._offsets = {id(replica): sum(sizes[:i]) for i, replica in enumerate(replicas)}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -858,16 +861,16 @@ class _TransferClient:
                 info["rank_offset"] += self._offsets[id(replica)]
             return replica.transfer("init", info)
 
-        self._on_all(init)
+        self._run_on_replicas(init)
 
     def start_weight_update(self) -> None:
-        self._on_all(lambda replica: replica.transfer("start"))
+        self._run_on_replicas(lambda replica: replica.transfer("start"))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._on_all(lambda replica: replica.transfer("update", update_info))
+        self._run_on_replicas(lambda replica: replica.transfer("update", update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._on_all(lambda replica: replica.transfer("finish"))
+        self._run_on_replicas(lambda replica: replica.transfer("finish"))
 
 
 def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> None:
@@ -879,8 +882,8 @@ def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> Non
         source: An `Actor`, or a transformers model.
         folder: Where to write it.
     """
-    model: Any = source.model if isinstance(source, Actor) else source
-    with _without_progress_bars():
+    model = get_module(source)
+    with hide_progress_bars():
         if has_adapters(model):
             save_base(model, str(folder))
             return
@@ -892,27 +895,14 @@ def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> Non
         name = next(name for name, module in model.named_modules() if module is head)
         weights = {**model.state_dict(), f"{name}.weight": head.weight.detach().clone()}
         configs = [model.config, model.config.get_text_config()]  # of a language model the same object
-        was = [config.tie_word_embeddings for config in configs]
+        previous = [config.tie_word_embeddings for config in configs]
         try:
             for config in configs:
                 config.tie_word_embeddings = False
             model.save_pretrained(folder, state_dict=weights)
         finally:
-            for config, tie in zip(configs, was, strict=True):
+            for config, tie in zip(configs, previous, strict=True):
                 config.tie_word_embeddings = tie
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    was = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def require_vllm() -> None:
@@ -924,7 +914,7 @@ def require_vllm() -> None:
     try:
         import vllm  # noqa: F401
     except ImportError:
-        raise ImportError("vLLM in this process needs vllm: install the extra 'vllm' of Rollbook") from None
+        raise ImportError("vLLM in this process needs vllm: install it with `pip install 'rollbook[vllm]'`") from None
 
 
 def _urls(source: Source) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from rollbook.core.sampling import Prompt
 from rollbook.models.head import get_device, get_dtype, probe_ids, scoring, text_config, unwrap
-from rollbook.rollout.engine import BaseEngine, WeightSource, WeightSyncError
+from rollbook.rollout.engine import BaseEngine, WeightSource, WeightSyncError, get_module
 
 TOLERANCES: dict[torch.dtype, float] = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest mean difference of log-probs that rounding explains, by the dtype of the weights."""
@@ -59,7 +59,7 @@ def check_sync(
     >>> check_sync(engine, policy, version=1) < 1e-5
     True
     """
-    model: Any = policy.model if hasattr(policy, "token_stats") else policy
+    model = get_module(policy)
     prompt = probe_ids(unwrap(model), torch.device("cpu"))[0].tolist()
     positions = getattr(text_config(model), "max_position_embeddings", None) or len(prompt) + PROBE_TOKENS
     samples = engine.generate(
@@ -115,27 +115,26 @@ def make_probe(policy: WeightSource) -> dict[str, Any]:
         ...
     rollbook.rollout.weight_sync.StaleWeightsError: the weights differ from those of the trainer: ...
     """
-    model: Any = policy.model if hasattr(policy, "token_stats") else policy
+    model = get_module(policy)
     prompt = probe_ids(unwrap(model), torch.device("cpu"))[0].tolist()
     positions = getattr(text_config(model), "max_position_embeddings", None) or 2 * len(prompt)
     response = prompt[::-1][: positions - len(prompt)]
     return {"prompt": prompt, "response": response, "logprobs": _teacher_forced(model, prompt, response).tolist()}
 
 
-def check_probe(policy: WeightSource, probe: Mapping[str, Any], *, tolerance: float | None = None) -> None:
+def check_probe(policy: WeightSource, probe: Mapping[str, Any]) -> None:
     """Check that a model has the weights of the model that made a probe.
 
     Args:
         policy: An `Actor`, or a transformers model.
         probe: What `make_probe` returned.
-        tolerance: Largest mean difference of the log-probs; by default that of `TOLERANCES`.
 
     Raises:
-        StaleWeightsError: The log-probs differ.
+        StaleWeightsError: The log-probs differ by more than the `TOLERANCES` allow.
     """
-    model: Any = policy.model if hasattr(policy, "token_stats") else policy
+    model = get_module(policy)
     difference = (_teacher_forced(model, probe["prompt"], probe["response"]) - torch.tensor(probe["logprobs"])).abs()
-    bound = TOLERANCES.get(get_dtype(model), max(TOLERANCES.values())) if tolerance is None else tolerance
+    bound = TOLERANCES.get(get_dtype(model), max(TOLERANCES.values()))
     if not float(difference.mean()) <= bound:
         raise StaleWeightsError(
             f"the weights differ from those of the trainer: the log-probs of {len(difference)} tokens differ by "

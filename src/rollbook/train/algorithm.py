@@ -99,7 +99,7 @@ class AlgorithmConfig:
     drop_constant_groups: bool = False
     """Drop groups whose rewards are all equal; the ledger records them as dropped."""
     refill: int = 0
-    """Maximum number of further rounds of prompts that replace dropped groups."""
+    """Maximum number of further rounds of prompts that replace dropped groups. Rollout workers replace all of them."""
     overlong_buffer: int = 0
     """Length of DAPO's soft overlong penalty: the last N tokens before the maximum response length; 0: none."""
     overlong_penalty: float = 1.0
@@ -153,11 +153,11 @@ class AlgorithmConfig:
         put(self, "kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
         if self.kl_coef and losses.data == "pairs":
             raise ValueError(
-                f"algorithm.kl_coef: got {self.kl_coef:g}, expected 0: the loss {self.loss!r} compares pairs of answers "
-                "and has no KL term"
+                f"algorithm.kl_coef: got {self.kl_coef:g}, expected 0: the loss {self.loss!r} compares pairs of "
+                "answers and has no KL term"
             )
         if self.kl_coef and self.kl_in == "reward" and self.estimator is None:
-            raise ValueError("algorithm.kl_in: got 'reward', expected 'loss': without an estimator there are no rewards")
+            raise ValueError("algorithm.kl_in: got 'reward', expected 'loss'; no estimator takes rewards")
         put(self, "entropy_coef", check_float("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
         for name in ("gamma", "lam", "high_entropy_ratio"):
             put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0, 1))

@@ -723,7 +723,7 @@ def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: 
     check_rewards(config)
     prompts, _ = load_prompts(config)
     if prompts.fingerprint != settings["prompts"]:
-        raise ConfigError("data", "the prompts differ from those of the trainer, expected the same rows in one order")
+        raise ConfigError("data", "prompts differ from those of the trainer, expected the same rows in the same order")
     actor = build_actor(config, device)
     options = build_sampling(config, actor)
     seed = options.pop("seed", None)
@@ -741,6 +741,7 @@ def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: 
         prompts_per_step=config.batch.prompts_per_step,
         prompts_per_claim=config.rollout.prompts_per_claim or min(per_worker, 32),
         mode=config.rollout.mode,
+        consumer=settings["consumer"],
         claim_seconds=config.rollout.claim_seconds,
     )
 

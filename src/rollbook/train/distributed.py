@@ -86,6 +86,18 @@ _RETURN, _RAISE = "return", "raise"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
 
 
+@dataclasses.dataclass
+class _BusyTime:
+    """Time of all ranks together, or its estimate: busy, and in total."""
+
+    busy: float = 0.0
+    total: float = 0.0
+
+    def add(self, busy: float, total: float) -> None:
+        self.busy += busy
+        self.total += total
+
+
 class Distributed:
     """The ranks of a run.
 
@@ -115,13 +127,13 @@ class Distributed:
             torch.cuda.set_device(device)
         self.device = device
         """Device of this rank."""
-        self._initialized = not dist.is_initialized()
-        if self._initialized:
+        self._owns_process_group = not dist.is_initialized()
+        if self._owns_process_group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            alone: dict[str, Any] = {}
+            single_rank_options: dict[str, Any] = {}
             if "WORLD_SIZE" not in os.environ:
-                alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-            dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
+                single_rank_options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=timedelta(hours=2), **single_rank_options)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # A rank that died closes its connections, so a long timeout delays no error.
         self.control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
@@ -132,8 +144,7 @@ class Distributed:
         self.handlers: dict[str, Callable[[Any], Any]] = {}
         """What `call` calls on all ranks, by name."""
         self.waited = 0.0
-        self._seconds = [0.0, 0.0]  # of all ranks together: busy, and in total
-        self._planned = [0.0, 0.0]
+        self._measured, self._planned = _BusyTime(), _BusyTime()
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._ended = threading.Event()
         if self.size > 1:
@@ -155,9 +166,9 @@ class Distributed:
         return self.group if self.strategy == "fsdp" and self.size > 1 else None
 
     def close(self) -> None:
-        """End the process group, if it was begun here."""
+        """End the process group, if this object created it."""
         self._ended.set()
-        if self._initialized and dist.is_initialized():
+        if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
     # --- messages -----------------------------------------------------------------------------------------------------
@@ -223,7 +234,7 @@ class Distributed:
         return received[0]
 
     def _handle(self, name: str, share: Any) -> list[Any]:
-        self.waited, begun = 0.0, time.perf_counter()
+        self.waited, start_time = 0.0, time.perf_counter()
         result: Any = None
         failure: BaseException | None = None
         try:
@@ -231,7 +242,7 @@ class Distributed:
         except Exception as error:
             text = self._record(error)
             failure = error if text == self._describe(error) else RankError(text)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start_time
         replies: list[Any] = [None] * self.size
         reply = (failure is not None, result, seconds - self.waited)
         try:
@@ -245,7 +256,7 @@ class Distributed:
             raise RankError(self._describe(failure)) from failure
         if self.is_main:
             busy = [spent for _, _, spent in replies]
-            self._seconds = [self._seconds[0] + sum(busy), self._seconds[1] + max(*busy, seconds) * self.size]
+            self._measured.add(sum(busy), max(*busy, seconds) * self.size)
             if any(failed for failed, _, _ in replies):
                 text = self._store.get(_ERROR).decode()
                 if failure is not None and text.startswith("rank 0:"):
@@ -266,11 +277,11 @@ class Distributed:
             print(text, file=sys.stderr, flush=True)
             os._exit(1)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks. The time counts as waiting."""
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         dist.barrier(group=self.control)
-        self.waited += time.perf_counter() - begun
+        self.waited += time.perf_counter() - start_time
 
     def add_plan(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Count how long ranks will wait for each other in an update, by the costs of its micro-batches."""
@@ -278,7 +289,7 @@ class Distributed:
         for micro in micro_batches:
             costs[micro.rank, micro.step] = micro.cost
         longest = costs.max(axis=0).sum() if self.strategy == "fsdp" else costs.sum(axis=1).max()
-        self._planned = [self._planned[0] + costs.sum(), self._planned[1] + longest * self.size]
+        self._planned.add(costs.sum(), longest * self.size)
 
     def wait_metrics(self) -> dict[str, float]:
         """Return the shares of time that ranks waited for each other since the last call.
@@ -286,13 +297,9 @@ class Distributed:
         `ranks/wait_share` is measured, except within passes of sharded models, where ranks wait in every layer;
         `ranks/plan_wait_share` is that of the updates by their plans.
         """
-        metrics = {
-            name: float(1 - busy / total)
-            for name, (busy, total) in (("wait_share", self._seconds), ("plan_wait_share", self._planned))
-            if total
-        }
-        self._seconds, self._planned = [0.0, 0.0], [0.0, 0.0]
-        return {f"ranks/{name}": share for name, share in metrics.items()}
+        times = {"ranks/wait_share": self._measured, "ranks/plan_wait_share": self._planned}
+        self._measured, self._planned = _BusyTime(), _BusyTime()
+        return {name: float(1 - entry.busy / entry.total) for name, entry in times.items() if entry.total}
 
     def split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
         """Split a sequence into one part for each rank, in order."""
@@ -455,7 +462,7 @@ class DistributedLearner(Learner):
     ) -> None:
         super().__init__(actor, algorithm, **options)
         self.distributed, self._pack, self._unpack = distributed, pack, unpack
-        self.ranks = distributed.size
+        self.rank_count = distributed.size
         if distributed.strategy == "fsdp":
             for optimizer in self.optimizers.values():
                 optimizer.shards = distributed.mesh.get_group()
@@ -479,24 +486,27 @@ class DistributedLearner(Learner):
         # What a rank without rows runs, to make the same calls as the others.
         lengths = rows.records.token_lengths()
         shortest = min(minibatch, key=lambda i: int(lengths[i]))
-        pair = [shortest] if rows.pairs is None else [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
+        filler_rows = [shortest]
+        if rows.pairs is not None:
+            filler_rows = [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
         shares = []
-        for rank in range(self.ranks):
+        for rank in range(self.rank_count):
             share = [micro for micro in micro_batches if micro.rank == rank]
             if self.distributed.strategy == "ddp":
                 share = [micro for micro in share if len(micro)]
-            chosen = [[minibatch[i] for i in micro.indices.tolist()] or pair for micro in share]
-            places = {index: place for place, index in enumerate(sorted({i for part in chosen for i in part}))}
+            chosen = [[minibatch[i] for i in micro.indices.tolist()] or filler_rows for micro in share]
+            used_rows = sorted({i for part in chosen for i in part})
+            position_of_row = {row: position for position, row in enumerate(used_rows)}
             planned = [
-                dataclasses.replace(micro, indices=np.array([places[i] for i in part], dtype=np.int64))
+                dataclasses.replace(micro, indices=np.array([position_of_row[i] for i in part], dtype=np.int64))
                 for micro, part in zip(share, chosen, strict=True)
             ]
-            message = self._pack(rows.take(list(places)), rank) if places else None
+            message = self._pack(rows.take(used_rows), rank) if used_rows else None
             shares.append((message, planned, normalizers, step, critic_only))
         metrics: dict[str, Any] | None = self.distributed.call("update", shares)[0]
         return metrics
 
-    def update_share(self, share: tuple[Any, list[MicroBatch], LossNormalizers, int, bool]) -> dict[str, Any] | None:
+    def update_on_rank(self, share: tuple[Any, list[MicroBatch], LossNormalizers, int, bool]) -> dict[str, Any] | None:
         """Run the micro-batches of this rank, and update the weights together with the others.
 
         Args:
@@ -519,7 +529,7 @@ class DistributedLearner(Learner):
                 _reshard(model)
         weights = [weight for optimizer in self.optimizers.values() for weight in optimizer.weights]
         replicated = weights if self.distributed.strategy == "ddp" else []
-        self.distributed.wait()
+        self.distributed.barrier()
         replies = self.distributed.group.gather([metrics, [weight.grad is not None for weight in replicated]])
         pending = []
         for i, weight in enumerate(replicated):
@@ -548,7 +558,7 @@ class DistributedLearner(Learner):
         return state
 
     def tensors(self, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the trained weights and optimizer states of all optimizers; `keys` as of `Optimizer.tensors`."""
+        """Return the trained weights and optimizer states of all optimizers; for `keys` see `Optimizer.tensors`."""
         tensors: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
             prefix = f"{name}/"
@@ -579,26 +589,26 @@ class DistributedTrainer(Trainer):
         self.distributed = distributed
         self.evaluation_reward: Reward | None = None
         """Scores the samples of evaluations on this rank."""
-        self._leading = 0
-        # On rank 0. From building the learner: whether each rank reads the records of the book itself.
-        self._reads: list[bool] = []
+        self._lead_depth = 0
+        self._rank_reads_book: list[bool] = []
+        """On rank 0: whether each rank reads the records of the book itself."""
         # From leasing to the end of the update: the records of the step as they are in the books, and how many of them
         # are leased. Those of the expert follow.
-        self._stored, self._leased = Experiences(), 0
+        self._stored, self._leased_count = Experiences(), 0
         # During a "copy": the weights or optimizer states that were read, by name.
         self._source: Any = None
         self._future: Future[Any] | None = None
         self._pending: tuple[Path, int, set[str]] | None = None
         distributed.handlers = {
-            "collect": self._collect_share,
-            "annotate": self._annotate_share,
-            "evaluate": self._evaluate_share,
-            "sync": self._sync_share,
-            "publish": self._publish_share,
-            "update": self._update_share,
-            "save": self._save_share,
-            "load": self._load_share,
-            "copy": self._copy_share,
+            "collect": self._collect_on_rank,
+            "annotate": self._annotate_on_rank,
+            "evaluate": self._evaluate_on_rank,
+            "sync": self._sync_on_rank,
+            "publish": self._publish_on_rank,
+            "update": self._update_on_rank,
+            "save": self._save_on_rank,
+            "load": self._load_on_rank,
+            "copy": self._copy_on_rank,
             "random": self._set_random_state,
         }
         super().__init__(*arguments, **options)
@@ -611,10 +621,11 @@ class DistributedTrainer(Trainer):
                 self.distributed.place(model)
                 placed.append(model)
         url, host = str(getattr(self.book, "url", "memory:")), socket.gethostname()
-        place = (url, "" if "://" in url else host, self.expert is None)
-        places, hosts = self.distributed.group.gather([place]), self.distributed.group.gather([host])
+        book_location = (url, "" if "://" in url else host, self.expert is None)
+        locations = self.distributed.group.gather([book_location])
+        hosts = self.distributed.group.gather([host])
         # Files of a book are read on the machine of rank 0 only: a book is not kept on a network file system.
-        self._reads = [other == places[0] and url != "memory:" for other in places]
+        self._rank_reads_book = [location == locations[0] and url != "memory:" for location in locations]
         self._on_one_machine = len({name for (name,) in hosts}) == 1
         if not self.distributed.is_main:
             torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}"))
@@ -625,73 +636,73 @@ class DistributedTrainer(Trainer):
     # --- leading and following ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def leading(self) -> Iterator[list[Any]]:
+    def lead(self) -> Iterator[list[Any]]:
         """Lead the other ranks, on rank 0, while they `follow`.
 
         They are released at the end. What was appended to the list is the result of their `follow`.
         """
-        self._leading += 1
+        self._lead_depth += 1
         results: list[Any] = []
         try:
             yield results
-            if self._leading == 1:
+            if self._lead_depth == 1:
                 self._finish_saving()
-                self.distributed.release((results[0] if results else None, self.done, self.resumed_from))
+                self.distributed.release((results[0] if results else None, self.global_step, self.resumed_from))
         except BaseException as error:
-            if self._leading == 1:
+            if self._lead_depth == 1:
                 self.distributed.fail(error)
             raise
         finally:
-            self._leading -= 1
+            self._lead_depth -= 1
 
     def follow(self) -> Any:
         """Do what rank 0 says, on another rank, until it has finished; return the result of its method."""
-        result, self.done, self.resumed_from = self.distributed.follow()
+        result, self.global_step, self.resumed_from = self.distributed.follow()
         return result
 
-    def _together(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _run_on_main(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a method on rank 0; the others follow, and return its result."""
         if not self.distributed.is_main:
             return self.follow()
-        with self.leading() as results:
+        with self.lead() as results:
             results.append(method(*arguments, **options))
         return results[0]
 
     def _start(self) -> None:
-        self._together(super()._start)
+        self._run_on_main(super()._start)
 
     def step(self) -> StepReport:
-        report: StepReport = self._together(self._step_now)
+        report: StepReport = self._run_on_main(self._step_now)
         return report
 
     def _step_now(self) -> StepReport:
         # Without its first checkpoint, a run whose book has records cannot start over. Later ones are complete when
         # their shards are written.
-        if self.done == 0 or (self._future is not None and self._future.done()):
+        if self.global_step == 0 or (self._future is not None and self._future.done()):
             self._finish_saving()
         return super().step()
 
     def advance(self) -> StepReport:
-        report: StepReport = self._together(super().advance)
+        report: StepReport = self._run_on_main(super().advance)
         return report
 
     def run(self, steps: int, *, on_step: Callable[[StepReport], Any] | None = None) -> list[StepReport]:
-        reports: list[StepReport] = self._together(super().run, steps, on_step=on_step)
+        reports: list[StepReport] = self._run_on_main(super().run, steps, on_step=on_step)
         return reports
 
     def evaluate(self, prompts: Prompts, reward: RewardLike | None = None, **options: Any) -> Evaluation:
         self.evaluation_reward = None if reward is None else as_reward(reward)
-        evaluation: Evaluation = self._together(
+        evaluation: Evaluation = self._run_on_main(
             super().evaluate, prompts, reward, collect=self._collect_evaluation, **options
         )
         return evaluation
 
     def save(self) -> Path:
-        path: Path = self._together(self._save_now)
+        path: Path = self._run_on_main(self._save_now)
         return path
 
     def resume(self) -> bool:
-        resumed: bool = self._together(super().resume)
+        resumed: bool = self._run_on_main(super().resume)
         return resumed
 
     # --- rollouts and annotation --------------------------------------------------------------------------------------
@@ -700,14 +711,14 @@ class DistributedTrainer(Trainer):
         metrics = StepMetrics() if metrics is None else metrics
         if not self.algorithm.needs_rollouts:
             return super().collect(prompts, metrics)
-        shares = [(self.done, part) for part in self.distributed.split(prompts)]
+        shares = [(self.global_step, part) for part in self.distributed.split(prompts)]
         replies = self.distributed.call("collect", shares)
         metrics.merge(timing for _, timing in replies)
         records = Experiences.concat([part for part, _ in replies if len(part)])
         metrics.add(rollout_metrics(records))
         return self._estimate(records, metrics)
 
-    def _collect_share(self, share: tuple[int, Sequence[Prompt]]) -> tuple[Experiences, StepMetrics]:
+    def _collect_on_rank(self, share: tuple[int, Sequence[Prompt]]) -> tuple[Experiences, StepMetrics]:
         version, prompts = share
         metrics, records = StepMetrics(), Experiences()
         with self._sampling_engine(self.engine, version):
@@ -734,7 +745,7 @@ class DistributedTrainer(Trainer):
         with self.distributed.gathered(self.actor):
             yield
 
-    def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+    def compute_missing_columns(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
         passes = self.algorithm.passes if self.algorithm.needs_rollouts else ()
         missing = [records.missing(entry.column) for entry in passes]
         rows = np.unique(np.concatenate(missing)) if missing else np.zeros(0, dtype=np.int64)
@@ -748,9 +759,9 @@ class DistributedTrainer(Trainer):
             for part, columns in zip(parts, replies, strict=True):
                 if len(part):
                     records = records.fill(rows[part], **columns)
-        return super().completed(records, expert)
+        return super().compute_missing_columns(records, expert)
 
-    def _annotate_share(self, message: Any) -> dict[str, list[Any]]:
+    def _annotate_on_rank(self, message: Any) -> dict[str, list[Any]]:
         records = annotate(
             self._unpack(message),
             self.algorithm,
@@ -762,10 +773,10 @@ class DistributedTrainer(Trainer):
         return {name: records.values(name) for entry in self.algorithm.passes for name in entry.outputs}
 
     def _collect_evaluation(self, prompts: Sequence[Prompt], sampling: Sampling) -> Experiences:
-        shares = [(self.done, part, sampling) for part in self.distributed.split(prompts)]
+        shares = [(self.global_step, part, sampling) for part in self.distributed.split(prompts)]
         return Experiences.concat([part for part in self.distributed.call("evaluate", shares) if len(part)])
 
-    def _evaluate_share(self, share: tuple[int, Sequence[Prompt], Sampling]) -> Experiences:
+    def _evaluate_on_rank(self, share: tuple[int, Sequence[Prompt], Sampling]) -> Experiences:
         version, prompts, sampling = share
         engine, records = self._own_engine or self.engine, Experiences()
         with self._sampling_engine(engine, version):
@@ -780,7 +791,7 @@ class DistributedTrainer(Trainer):
         differences: list[float] = self.distributed.call("sync", [version] * self.distributed.size)
         return max(differences)
 
-    def _sync_share(self, version: int) -> float:
+    def _sync_on_rank(self, version: int) -> float:
         with self.distributed.gathered(self.actor):
             if self.distributed.is_main or not self.engine.is_remote:
                 return super()._send_weights(version)
@@ -790,29 +801,29 @@ class DistributedTrainer(Trainer):
     def _publish(self, pacer: RolloutPacer) -> None:
         self.distributed.call("publish", [None] * self.distributed.size)
 
-    def _publish_share(self, _: None) -> None:
+    def _publish_on_rank(self, _: None) -> None:
         with self.distributed.gathered(self.actor):
             if self.distributed.is_main and self.pacer is not None:
                 super()._publish(self.pacer)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _update_share(self, share: Any) -> dict[str, Any] | None:
+    def _update_on_rank(self, share: Any) -> dict[str, Any] | None:
         self._release_memory()
-        return self.learner.update_share(share)
+        return self.learner.update_on_rank(share)
 
     def _with_experts(
         self, leased: Experiences, weights: list[float] | None, step: int
     ) -> tuple[Experiences, list[bool] | None, list[float] | None]:
         result = super()._with_experts(leased, weights, step)
-        self._stored, self._leased = result[0], len(leased)
+        self._stored, self._leased_count = result[0], len(leased)
         return result
 
     def _pack(self, records: Experiences, sources: Sequence[int] | np.ndarray[Any, Any], rank: int) -> Any:
         """Return records as ids for a rank that reads the book, else as they are; `sources` are places in `_stored`."""
-        if rank == 0 or not self._reads[rank]:
+        if rank == 0 or not self._rank_reads_book[rank]:
             return records
-        return [(int(i) >= self._leased, uid) for i, uid in zip(sources, _uids(records), strict=True)]
+        return [(int(i) >= self._leased_count, uid) for i, uid in zip(sources, _uids(records), strict=True)]
 
     def _unpack(self, message: Any) -> Experiences:
         if isinstance(message, Experiences):
@@ -826,7 +837,7 @@ class DistributedTrainer(Trainer):
 
     def _pack_rows(self, rows: TrainRows, rank: int) -> Any:
         """Return rows for a rank: ids, and the columns that differ from those in the book; or the rows."""
-        if rank == 0 or not self._reads[rank]:
+        if rank == 0 or not self._rank_reads_book[rank]:
             return rows
         sources = list(dict.fromkeys(rows.sources.tolist()))
         stored = self._stored.take(sources)
@@ -862,13 +873,12 @@ class DistributedTrainer(Trainer):
         self, folder: Path, state: Mapping[str, Any], trainer_state: Mapping[str, Any], replaced: set[str]
     ) -> Path:
         """Write the Hugging Face folders and begin to write the shards. `_finish_saving` completes the checkpoint."""
-        partial = checkpoint.begin(folder, self.done)
+        partial = checkpoint.begin(folder, self.global_step)
         random_states = self.distributed.call("save", [str(partial)] * self.distributed.size)
-        checkpoint.write_states(
-            partial, self.done, {**state, "random": random_states[0], "random_by_rank": random_states}, trainer_state
-        )
-        self._pending = (folder, self.done, replaced)
-        return folder / checkpoint.CHECKPOINT_FOLDER / checkpoint.checkpoint_name(self.done)
+        all_states = {**state, "random": random_states[0], "random_by_rank": random_states}
+        checkpoint.write_states(partial, self.global_step, all_states, trainer_state)
+        self._pending = (folder, self.global_step, replaced)
+        return folder / checkpoint.CHECKPOINT_FOLDER / checkpoint.checkpoint_name(self.global_step)
 
     def _finish_saving(self) -> None:
         """Wait until the shards of the last checkpoint are written by all ranks, then commit it."""
@@ -881,7 +891,7 @@ class DistributedTrainer(Trainer):
         checkpoint.commit(folder, step)
         self._prune(folder, replaced)
 
-    def _save_share(self, partial: str) -> dict[str, Any]:
+    def _save_on_rank(self, partial: str) -> dict[str, Any]:
         models = {"model": self.actor, "critic": self.models.critic}
         for name, model in models.items():
             if model is not None:
@@ -929,9 +939,9 @@ class DistributedTrainer(Trainer):
     def load_weights(self, model: Any, folder: Path) -> None:
         self._source = checkpoint.read_weights(model, folder)
         name = next(name for name in _MODELS if getattr(self.models, name) is model)
-        self._together(self.distributed.call, "copy", [(name, [])] * self.distributed.size)
+        self._run_on_main(self.distributed.call, "copy", [(name, [])] * self.distributed.size)
 
-    def _load_share(self, folder: str) -> None:
+    def _load_on_rank(self, folder: str) -> None:
         reader = FileSystemReader(folder)
         keys = list(reader.read_metadata().state_dict_metadata)
         _reshard(self.actor)
@@ -941,7 +951,7 @@ class DistributedTrainer(Trainer):
         for optimizer in self.learner.optimizers.values():
             optimizer.round_masters()
 
-    def _copy_share(self, target: tuple[str | None, list[str]]) -> None:
+    def _copy_on_rank(self, target: tuple[str | None, list[str]]) -> None:
         """Copy weights or optimizer states that rank 0 has read."""
         name, keys = target
         if name is not None:
@@ -961,7 +971,7 @@ class DistributedTrainer(Trainer):
 
     def _set_random_state(self, state: Mapping[str, Any] | None) -> None:
         if state is None:  # this rank is new
-            torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}/{self.done}"))
+            torch.manual_seed(derive_seed(self.seed, f"rank/{self.distributed.rank}/{self.global_step}"))
         else:
             checkpoint.set_random_state(state)
 

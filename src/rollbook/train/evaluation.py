@@ -213,6 +213,9 @@ def evaluate(
         name: Distinguishes several sets of prompts in one book.
         collect: Makes the scored records of prompts in place of `engine` and `reward`, such as on several ranks.
 
+    Returns:
+        Success rates with their intervals, and the scored records.
+
     Raises:
         ValueError: There are no prompts, or there is neither a reward nor an environment.
 
@@ -271,6 +274,9 @@ def evaluate_records(
         answer: Returns the answer of a record.
         step: Training step of the policy.
 
+    Returns:
+        Success rates with their intervals, and the records.
+
     Raises:
         ValueError: There are no records, or tasks have different numbers of runs.
 
@@ -283,7 +289,7 @@ def evaluate_records(
 
     _check_success(success)
     if not len(records):
-        raise ValueError("records: got none, expected at least one")
+        raise ValueError("records: missing, expected at least one")
     tasks: dict[str, dict[int, Experience]] = {}
     for row in records:
         # A run may have several records (turns, branches); the last has its result.
@@ -373,7 +379,7 @@ def _assign_ids(prompts: PromptSource | Sequence[PromptLike], batch: str) -> lis
     if isinstance(rows, (str, Mapping)) or not isinstance(rows, Sequence):
         raise ValueError(f"prompts: got {type(rows).__name__}, expected a list of prompts")
     if not rows:
-        raise ValueError("prompts: got none, expected at least one")
+        raise ValueError("prompts: missing, expected at least one")
     named_prompts = []
     for i, prompt in enumerate(map(Prompt.of, rows)):
         task = i if prompt.eid is None or prompt.eid.task == "" else prompt.eid.task

@@ -335,7 +335,7 @@ class Learner:
         """Whether micro-batches are packed instead of padded."""
         self.failures = 0
         """Number of consecutive updates that were not finite."""
-        self.ranks = 1
+        self.rank_count = 1
         """Number of ranks that the micro-batches of an update are planned for."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -428,11 +428,11 @@ class Learner:
         planned = plan(
             lengths,
             token_cap=budget,
-            ranks=self.ranks,
+            ranks=self.rank_count,
             layout=layout,
             loss_tokens=counts,
             oversize="alone",
-            empty="allow" if self.ranks > 1 else "error",
+            empty="allow" if self.rank_count > 1 else "error",
             **options,
         )
         return planned.micro_batches

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.advantages import reinforce
 from rollbook.algorithms.advantages.temporal import place_rewards
+from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import Inputs, group_inputs, read_inputs, row_rewards
 from rollbook.algorithms.kl import kl_penalty
 from rollbook.algorithms.layout import Layout
@@ -57,7 +58,7 @@ class Models:
     >>> Models().require("critic", "values")
     Traceback (most recent call last):
         ...
-    ValueError: critic: missing, and records lack values, which it computes
+    ValueError: critic: missing, required to compute 'values'
     """
 
     policy: Any = None
@@ -69,7 +70,7 @@ class Models:
         """Return the model `name`, which computes `column`, or raise `ValueError` if there is none."""
         model = getattr(self, name)
         if model is None:
-            raise ValueError(f"{name}: missing, and records lack {column}, which it computes")
+            raise ValueError(f"{name}: missing, required to compute {column!r}")
         return model
 
     @property
@@ -122,10 +123,12 @@ def generate(
 
 def sample_rows(samples: Sequence[Sample]) -> list[Experience]:
     """Return the records of samples; those of failed samples have a reward of NaN."""
-    rows = [sample.to_experience() for sample in samples]
-    for row, sample in zip(rows, samples, strict=True):
+    rows: list[Experience] = []
+    for sample in samples:
+        row = sample.to_experience()
         if sample.failed:
             row.reward = math.nan
+        rows.append(row)
     return rows
 
 
@@ -142,8 +145,8 @@ def score(
 ) -> Experiences:
     """Add `reward`, its parts (in `metrics`) and errors (in `info`).
 
-    The records of one run are one conversation: its last record is scored, and all get the score. A reward that
-    records have already, from an environment, is added to: `metrics` then has `environment` and `source`.
+    The records of one run are one conversation: its last record is scored, and all get the score. An existing
+    environment reward is added to the score: `metrics` then has `environment` and `source`.
 
     Args:
         records: What `generate` returned.
@@ -168,8 +171,8 @@ def score(
         scores = source(inputs) if inputs else RewardResult(rewards=[])
     if len(scores) != len(inputs):
         raise ValueError(f"reward: got {len(scores)} scores back, expected {len(inputs)}, one for each sample")
-    places = dict(zip(last_of_run, range(len(inputs)), strict=True))
-    return _with_scores(records, rows, scores, [places.get(row.eid.rid) for row in rows])
+    score_of_run = dict(zip(last_of_run, range(len(inputs)), strict=True))
+    return _with_scores(records, rows, scores, [score_of_run.get(row.eid.rid) for row in rows])
 
 
 def _reward_input(row: Experience, tokenizer: Tokenizer | None, prompt: Prompt | None) -> RewardInput:
@@ -187,11 +190,11 @@ def _reward_input(row: Experience, tokenizer: Tokenizer | None, prompt: Prompt |
 
 
 def _with_scores(
-    records: Experiences, rows: Sequence[Experience], scores: RewardResult, places: Sequence[int | None]
+    records: Experiences, rows: Sequence[Experience], scores: RewardResult, score_of_row: Sequence[int | None]
 ) -> Experiences:
-    """Add scores to records; `places` has the place of each row's score, `None` for failed samples."""
-    has_score = np.array([place is not None for place in places], dtype=bool)
-    scored = np.array([place for place in places if place is not None], dtype=np.int64)
+    """Add scores to records; `score_of_row` has the index of each row's score, `None` for failed samples."""
+    has_score = np.array([index is not None for index in score_of_row], dtype=bool)
+    scored = np.array([index for index in score_of_row if index is not None], dtype=np.int64)
 
     def by_row(column: Sequence[float]) -> NDArray[np.float64]:
         numbers = np.full(len(rows), math.nan)
@@ -208,8 +211,8 @@ def _with_scores(
         rescored = [with_reward(row, reward) for row, reward in zip(rows, rewards.tolist(), strict=True)]
         if any(row.token_level_reward is not None for row in rescored):
             columns["token_level_reward"] = [row.token_level_reward for row in rescored]
-    for row, place in zip(rows, places, strict=True):
-        error = scores.errors[place] if place is not None else f"no response: {row.info.get('error')}"
+    for row, index in zip(rows, score_of_row, strict=True):
+        error = scores.errors[index] if index is not None else f"no response: {row.info.get('error')}"
         if error is not None:
             row.info.setdefault("reward_error", error)
         if parts:
@@ -242,6 +245,37 @@ def with_reward(row: Experience, reward: float) -> Experience:
     return row.replace(reward=reward, token_level_reward=token_rewards)
 
 
+def generate_greedy(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    algorithm: AlgorithmConfig,
+    *,
+    environment: EnvironmentConfig | None = None,
+    reward: RewardLike | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Experiences | None:
+    """Generate and score a greedy response, or episode, for each prompt if the estimator compares with it.
+
+    Args:
+        engine: What samples.
+        prompts: The prompts.
+        sampling: Sampling options of the rollout.
+        algorithm: The algorithm.
+        environment: For multi-turn episodes.
+        reward: Scores the responses.
+        tokenizer: Decodes responses that have no text.
+
+    Returns:
+        The records, for `add_greedy_baseline`; `None` if the estimator has no greedy baseline.
+    """
+    entry = algorithm.estimator_entry
+    if entry is None or not entry.greedy_baseline:
+        return None
+    records = generate(engine, prompts, Sampling.of(sampling, n=1, temperature=0.0), environment)
+    return records if reward is None else score(records, reward, tokenizer, prompts=prompts)
+
+
 def add_greedy_baseline(records: Experiences, greedy: Experiences) -> Experiences:
     """Add `info["reward_baseline"]`: the reward of the greedy response to the same prompt.
 
@@ -254,6 +288,33 @@ def add_greedy_baseline(records: Experiences, greedy: Experiences) -> Experience
     for eid, info in zip(records.eids(), infos, strict=True):
         info["reward_baseline"] = baselines[eid.tid]
     return records.assign(info=infos)
+
+
+def sample_errors(records: Experiences) -> list[str | None]:
+    """Return the error of each record that failed or could not be scored, and `None` for the others."""
+    return [info.get("error") or info.get("reward_error") for info in records.values("info")]
+
+
+def find_constant_groups(records: Experiences) -> list[int]:
+    """Return the positions of the records of groups whose rewards are all equal, for `drop_constant_groups`.
+
+    Records without a finite reward are left out of the comparison. A group of which every sample failed is not
+    constant: it stays in the step, where failures are counted.
+
+    Args:
+        records: The scored records of complete groups.
+
+    >>> rewards = [1.0, 1.0, 0.0, 1.0]
+    >>> find_constant_groups(Experiences([
+    ...     Experience(tokens=[1, 2], reward=reward, eid={"task": i // 2, "run": i}) for i, reward in enumerate(rewards)
+    ... ]))
+    [0, 1]
+    """
+    ids = records.eids()
+    tasks = [eid.tid for eid in ids]
+    is_kept = zero_variance(row_rewards(records), tasks, [eid.rid for eid in ids]).keep.tolist()
+    usable = {task for task, error in zip(tasks, sample_errors(records), strict=True) if not error}
+    return [row for row, task in enumerate(tasks) if not is_kept[row] and task in usable]
 
 
 # --- annotate ---------------------------------------------------------------------------------------------------------
@@ -275,8 +336,7 @@ def annotate(
         records: Rollouts. Given answers and preference pairs are returned unchanged.
         algorithm: Its `passes` are run.
         models: The models of the passes.
-        old_logprobs: Of records without log-probs of the policy before the update: `recompute` them, or take those of
-            the `engine` that sampled them, where it recorded some.
+        old_logprobs: Source of missing `old_logprobs`: `recompute`, or copy `logprobs` from the `engine`.
         token_budget: Tokens of a forward pass.
         metrics: Collects timings.
         process_group: The ranks over which the models are sharded, each of which annotates its own records. All of
@@ -290,16 +350,20 @@ def annotate(
     for model_pass in algorithm.passes:
         missing = records.missing(model_pass.column)
         counts = [[len(missing)]] if process_group is None else process_group.gather([len(missing)])
-        if any(count for (count,) in counts):
+        if np.any(counts):
             model = models.require(model_pass.model, model_pass.column)
             if model_pass.model == "reference":
                 model = without_adapters(model)
             with metrics.time(model_pass.model) as stage:
-                chosen = records.take(missing)
+                incomplete_records = records.take(missing)
                 outputs = forward(
-                    model, chosen, model_pass.outputs, token_budget=token_budget, process_group=process_group
+                    model,
+                    incomplete_records,
+                    model_pass.outputs,
+                    token_budget=token_budget,
+                    process_group=process_group,
                 )
-                stage["tokens"] = int(chosen.token_lengths().sum())
+                stage["tokens"] = int(incomplete_records.token_lengths().sum())
             if len(missing):
                 records = records.fill(missing, **outputs)  # type: ignore[arg-type]
     return records
@@ -329,7 +393,7 @@ def estimate(
         algorithm: The estimator and its settings.
         max_tokens: The longest response, for the overlong penalty.
         reward_norm: Running statistics of rewards, which take these in.
-        process_group: The processes whose records are compared; `None`: all of a distributed run.
+        process_group: The processes over which statistics are computed; `None`: all of a distributed run.
         recompute: Estimate also for records that have advantages.
         expert: Which records an expert made; these need no reward.
         metrics: Collects timings and numbers.
@@ -350,7 +414,7 @@ def estimate(
     absent = np.union1d(records.missing("advantages"), records.missing("returns"))
     if not recompute and not len(absent):
         return records
-    chosen = np.arange(len(records)) if recompute else absent
+    estimated_rows = np.arange(len(records)) if recompute else absent
     process_group = current_process_group() if process_group is None else process_group
     with metrics.time("advantages"):
         inputs: Inputs = read_inputs(records)  # type: ignore[assignment]
@@ -382,21 +446,23 @@ def estimate(
                 scale = 1.0 if reward_norm is None else 1 / reward_norm.scale
                 token_rewards, rewards = _token_rewards(inputs, entry, rewards, scale * raw_rewards, scale, penalty)
             result = _token_advantages(records, inputs, entry, rewards, token_rewards, options, process_group, metrics)
-        narrowed = mask if result.mask is None else result.mask
-        whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
+        action_mask = mask if result.mask is None else result.mask
+        is_whitened = bool(options.get("whiten", entry.options.get("whiten", False)))
         advantages, bounds = normalize_advantages(
             result.advantages,
-            narrowed,
+            action_mask,
             has_reward,
-            normalize=None if whitened or entry.normalized else algorithm.normalize_advantages,
+            normalize=None if is_whitened or entry.normalized else algorithm.normalize_advantages,
             clip=algorithm.advantage_clip,
             process_group=process_group,
         )
         metrics.add(clipping, shaping, {"reward/missing_reward": float((~has_reward).sum())}, bounds)
     if entry.takes_rewards and len(records.missing("reward")):
-        records = _mark_missing_rewards(records, raw_rewards, chosen, expert)
-    if narrowed is not mask:
-        records = records.fill(chosen, overwrite=True, action_mask=[narrowed[i] for i in chosen.tolist()])
+        records = _mark_missing_rewards(records, raw_rewards, estimated_rows, expert)
+    if action_mask is not mask:
+        records = records.fill(
+            estimated_rows, overwrite=True, action_mask=[action_mask[i] for i in estimated_rows.tolist()]
+        )
     return records.fill(overwrite=recompute, advantages=advantages, returns=result.returns)
 
 
@@ -416,7 +482,7 @@ def _kl_penalty(inputs: Inputs, algorithm: AlgorithmConfig, entry: Estimator, me
         return None
     for name in ("old_logprobs", "ref_logprobs"):
         if inputs[name] is None:
-            raise ValueError(f"{name}: missing, and algorithm.kl_coef is {algorithm.kl_coef:g} in the reward")
+            raise ValueError(f"{name}: missing, required because algorithm.kl_in is 'reward'")
     penalty, report = kl_penalty(
         inputs["old_logprobs"],
         inputs["ref_logprobs"],
@@ -440,7 +506,7 @@ def _row_scores(
     groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
     group_of_row = groups["groups"]
     if process_group is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):
-        warn_user(f"{entry.name}: every prompt has one run, and there is nothing to compare it with")
+        warn_user(f"{entry.name}: every group has a single sample, so there is nothing to compare")
     arguments = {"rewards": rewards, **groups}
     arguments |= {name: inputs[name] for name in ("ids", "steps") if name in entry.inputs}
     arguments = {name: column for name, column in arguments.items() if name in entry.inputs}
@@ -507,18 +573,19 @@ def _token_rewards(
 
 
 def _mark_missing_rewards(
-    records: Experiences, rewards: torch.Tensor, chosen: Any, expert: Sequence[bool] | None
+    records: Experiences, rewards: torch.Tensor, estimated_rows: Any, expert: Sequence[bool] | None
 ) -> Experiences:
     """Set the reward of records that were not scored to NaN, and list them in a warning."""
     scores = records.values("reward")
     missing = [
-        row for row in chosen.tolist() if scores[row] is None and rewards[row].isnan() and not (expert and expert[row])
+        row
+        for row in estimated_rows.tolist()
+        if scores[row] is None and rewards[row].isnan() and not (expert and expert[row])
     ]
     if not missing:
         return records
     names = ", ".join(records[row].eid.uid for row in missing[:3]) + (", ..." if len(missing) > 3 else "")
     warn_user(
-        f"reward: {len(missing)} of {len(records)} records have none ({names}): their advantages are 0, and they are "
-        "not trained on"
+        f"reward: missing for {len(missing)} of {len(records)} records ({names}); they are excluded from training"
     )
     return records.fill(missing, reward=[math.nan] * len(missing))

@@ -2,8 +2,7 @@
 
 The book is served by an actor (`ray://NAME`), over the folder of the run or the `book` of the configuration. Records
 and weights cross in the object store. The driver starts the other actors and watches them: a rollout worker that dies
-is started again by Ray; if a rank of the trainer dies, all ranks are started again and continue from the last
-checkpoint.
+is restarted by Ray; if a rank of the trainer dies, all ranks are restarted and continue from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -39,20 +38,20 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 10.0
-LOCAL = "local"
+_LOCAL = "local"
 """The address of a new cluster on this machine."""
-MAX_FAILURES = 5
+_MAX_FAILURES = 5
 """How often ranks may die, one time after another without a new checkpoint, before the run stops."""
 
 
-class TrainerDiedError(WorkersFailedError):
-    """Raised when ranks of the trainer die again and again, or cannot be started."""
+class TrainerDiedError(RollbookError, RuntimeError):
+    """Raised when ranks of the trainer die repeatedly, or cannot be started."""
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
 
 
-class _Output(io.TextIOBase):
+class _OutputBuffer(io.TextIOBase):
     """Collects text until it is taken."""
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class TrainerRank:
 
     def __init__(self, folder: str) -> None:
         os.chdir(folder)
-        self._output = _Output()
+        self._output = _OutputBuffer()
 
     def address(self) -> tuple[str, int]:
         """Return the address of this machine and a free port, for rank 0."""
@@ -90,21 +89,11 @@ class TrainerRank:
         """Train, and return a summary."""
         os.environ.update(environment)
         result = Run(Config.from_dict(config), stream=self._output, book=book).train()  # type: ignore[arg-type]
-        evaluations = {"before": result.before, "after": result.after}
-        return {
-            "folder": str(result.folder),
-            "steps": result.steps,
-            "seconds": result.seconds,
-            **{name: None if scores is None else scores.metrics() for name, scores in evaluations.items()},
-        }
+        return result.to_dict()
 
     def take_output(self) -> str:
         """Return what was printed since the last call."""
         return self._output.take()
-
-    def pid(self) -> int:
-        """Return the process of this actor."""
-        return os.getpid()
 
 
 class RolloutActor:
@@ -140,10 +129,6 @@ class RolloutActor:
         if self._worker is not None:
             self._worker.stop()
 
-    def pid(self) -> int:
-        """Return the process of this actor."""
-        return os.getpid()
-
 
 # --- the driver -------------------------------------------------------------------------------------------------------
 
@@ -167,7 +152,8 @@ def train_on_ray(
 
     Raises:
         ConfigError: The configuration is not valid, or does not fit the run in the folder.
-        TrainerDiedError: Ranks of the trainer died again and again.
+        TrainerDiedError: Ranks of the trainer died repeatedly, or an actor could not be created.
+        WorkersFailedError: Code of an actor raised an exception that is not Rollbook's.
     """
     config.require()
     if not config.rollout.workers:
@@ -189,14 +175,14 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("--ray", "needs ray: install the extra 'ray' of Rollbook") from error
-    from rollbook.book.ray import check_cluster_address
+        raise ConfigError("--ray", "needs ray: install it with `pip install 'rollbook[ray]'`") from error
+    from rollbook.book.ray import NAMESPACE, check_cluster_address
 
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": "rollbook"}
-    is_new = address == LOCAL
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
+    is_new = address == _LOCAL
     if not is_new:
         stated = address or os.environ.get("RAY_ADDRESS")
         try:
@@ -209,7 +195,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     if is_new:
         needed = sum(_cpus(resources, count) for resources, count in _demands(config, ranks))
         cpus = max(os.cpu_count() or 1, math.ceil(needed))
-        ray.init(LOCAL, num_cpus=cpus, include_dashboard=False, **options)
+        ray.init(_LOCAL, num_cpus=cpus, include_dashboard=False, **options)
     try:
         yield
     finally:
@@ -228,7 +214,7 @@ class _Cluster:
     """The actors of a run."""
 
     def __init__(self, config: Config, ranks: int, stream: TextIO | None) -> None:
-        self.config, self.ranks = config, ranks
+        self.config, self.rank_count = config, ranks
         self.stream = sys.stderr if stream is None else stream
         self.folder = os.getcwd()
         over = config.book or str(config.folder / BOOK_FOLDER)
@@ -236,9 +222,10 @@ class _Cluster:
         # The same command finds the book again, and commands in other folders do not.
         self.book_address = f"ray://{config.name}-{xxhash.xxh3_64_hexdigest(place.encode())[:8]}"
         self.config = self._prepare()
-        self.workers: dict[int, Any] = {}
-        self.trainer: list[Any] = []
-        self._results: dict[Any, int] = {}  # number of the worker by the reference to its result
+        self.worker_actors: dict[int, Any] = {}
+        self.rank_actors: list[Any] = []
+        self._worker_of_result: dict[Any, int] = {}
+        """Number of the worker by the reference to the result of its `run`."""
 
     def _prepare(self) -> Config:
         """Prepare the folder of the run before its book is opened; return the configuration that continues with it."""
@@ -258,12 +245,12 @@ class _Cluster:
         if kind is KeyboardInterrupt:
             checkpoints = checkpoint.list_checkpoints(self.config.folder)
             start = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
-            self._say(f"\ninterrupted; the same command continues {start}")
+            self._log(f"\ninterrupted; the same command continues {start}")
         with suppress(ray.exceptions.RayError):
-            for worker in self.workers.values():
+            for worker in self.worker_actors.values():
                 worker.stop.remote()
-            ray.wait(list(self._results), num_returns=len(self._results), timeout=_STOP_SECONDS)
-        for actor in (*self.workers.values(), *self.trainer):
+            ray.wait(list(self._worker_of_result), num_returns=len(self._worker_of_result), timeout=_STOP_SECONDS)
+        for actor in (*self.worker_actors.values(), *self.rank_actors):
             ray.kill(actor)
         self._stop_book()
 
@@ -283,14 +270,14 @@ class _Cluster:
             if actor is not None:
                 ray.kill(actor, no_restart=True)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self.config.tracking.display:
             print(text, file=self.stream, flush=True)
 
     def train(self) -> dict[str, Any]:
-        """Train to the end, and start ranks again that died."""
-        self._say(f"ray       rollout workers: {self.config.rollout.workers}, ranks of the trainer: {self.ranks}")
-        self._say(f"book      {self.book_address}")
+        """Train to the end, and restart ranks that died."""
+        self._log(f"ray       rollout workers: {self.config.rollout.workers}, ranks of the trainer: {self.rank_count}")
+        self._log(f"book      {self.book_address}")
         self._warn_about_resources()
         for number in range(self.config.rollout.workers):
             self._start_worker(number)
@@ -302,18 +289,18 @@ class _Cluster:
                 saved = checkpoint.list_checkpoints(self.config.folder)
                 step = saved[-1].step if saved else -1
                 failures, last = (failures + 1 if step == last else 1), step
-                if failures >= MAX_FAILURES:
+                if failures >= _MAX_FAILURES:
                     raise TrainerDiedError(
-                        f"the trainer died {failures} times in a row after step {step}: {error}"
+                        f"the trainer died {failures} times in a row after step {max(step, 0)}: {error}"
                     ) from error
-                warn_user(f"{error}; the trainer is started again from step {max(step, 0)}")
+                warn_user(f"{error}; restarting the trainer from step {max(step, 0)}")
 
     def _warn_about_resources(self) -> None:
         import ray
 
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         available = resources.get("CPU", 0.0)
-        needed = sum(_cpus(demand, count) for demand, count in _demands(self.config, self.ranks))
+        needed = sum(_cpus(demand, count) for demand, count in _demands(self.config, self.rank_count))
         if needed > available:
             warn_user(
                 f"the run needs {needed:g} CPUs and the cluster has {available:g}: it waits until there are more; "
@@ -324,13 +311,13 @@ class _Cluster:
         import ray
 
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.config.rollout.worker_resources}
-        # Ray starts the actor again if its process or node dies, and then repeats `run`.
+        # Ray restarts the actor if its process or node dies, and then repeats `run`.
         actor: Any = ray.remote(RolloutActor).options(
             max_concurrency=2, max_restarts=-1, max_task_retries=-1, **options
         )
         worker = actor.remote(self.folder)
-        self.workers[number] = worker
-        self._results[worker.run.remote(self.book_address, f"worker-{number}")] = number
+        self.worker_actors[number] = worker
+        self._worker_of_result[worker.run.remote(self.book_address, f"worker-{number}")] = number
 
     def _train_once(self) -> dict[str, Any]:
         import ray
@@ -348,12 +335,11 @@ class _Cluster:
             self._print_output()
             raise self._explain(error, "trainer") from None
         except ray.exceptions.RayActorError as error:
-            _check_creation(error)
-            raise _RankDiedError(f"a rank of the trainer died ({_first_line(error)})") from error
+            raise _RankDiedError(f"a rank of the trainer died ({_check_creation(error)})") from error
         finally:
-            for rank in self.trainer:
+            for rank in self.rank_actors:
                 ray.kill(rank)
-            self.trainer = []
+            self.rank_actors = []
 
     def _check_ranks(self, done: list[Any], waiting: list[Any]) -> None:
         """Raise the exception of a rank that failed; if another one died, which is the reason, raise that."""
@@ -374,48 +360,56 @@ class _Cluster:
 
         options = {"num_cpus": 1, **self.config.rollout.trainer_resources}
         here = ray.get_runtime_context().get_node_id()
-        for rank in range(self.ranks):
+        for rank in range(self.rank_count):
             # Rank 0 writes the folder of the run: on the machine of this command, if that has the resources.
-            place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)} if rank == 0 else {}
-            actor: Any = ray.remote(TrainerRank).options(max_concurrency=2, max_restarts=0, **{**place, **options})
-            self.trainer.append(actor.remote(self.folder))
+            default_node = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)} if rank == 0 else {}
+            actor: Any = ray.remote(TrainerRank).options(
+                max_concurrency=2, max_restarts=0, **{**default_node, **options}
+            )
+            self.rank_actors.append(actor.remote(self.folder))
         environments: list[dict[str, str]] = [{}]
-        if self.ranks > 1:
-            host, port = ray.get(self.trainer[0].address.remote())
-            shared = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": "0"}
-            environments = [{**shared, "RANK": str(rank)} for rank in range(self.ranks)]
+        if self.rank_count > 1:
+            host, port = ray.get(self.rank_actors[0].address.remote())
+            shared = {
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(self.rank_count),
+                "LOCAL_RANK": "0",
+            }
+            environments = [{**shared, "RANK": str(rank)} for rank in range(self.rank_count)]
         config = self.config.to_dict()
-        pairs = zip(self.trainer, environments, strict=True)
+        pairs = zip(self.rank_actors, environments, strict=True)
         return [rank.run.remote(config, self.book_address, environment) for rank, environment in pairs]
 
     def _print_output(self) -> None:
         import ray
 
         with suppress(ray.exceptions.RayError):
-            text = ray.get(self.trainer[0].take_output.remote(), timeout=5.0)
+            text = ray.get(self.rank_actors[0].take_output.remote(), timeout=5.0)
             print(text, end="", file=self.stream, flush=True)
 
     def _check_workers(self) -> None:
-        """Raise the exception of a worker that failed; one whose process died is started again by Ray."""
+        """Raise the exception of a worker that failed; one whose process died is restarted by Ray."""
         import ray
 
-        done, _ = ray.wait(list(self._results), num_returns=len(self._results), timeout=0)
+        done, _ = ray.wait(list(self._worker_of_result), num_returns=len(self._worker_of_result), timeout=0)
         for result in done:
-            number = self._results.pop(result)
+            number = self._worker_of_result.pop(result)
             try:
                 ray.get(result)
                 # It is needed again if the trainer dies before it has saved the last checkpoint.
-                again = self.workers[number].run.remote(self.book_address, f"worker-{number}")
-                self._results[again] = number
+                repeated = self.worker_actors[number].run.remote(self.book_address, f"worker-{number}")
+                self._worker_of_result[repeated] = number
             except ray.exceptions.RayTaskError as error:
                 raise self._explain(error, f"worker-{number}") from None
             except ray.exceptions.RayActorError as error:
-                _check_creation(error)
-                warn_user(f"worker-{number} died ({_first_line(error)}), and is started again")
+                warn_user(f"worker-{number} exited ({_check_creation(error)}); restarting")
                 self._start_worker(number)
 
     def _explain(self, error: Any, name: str) -> Exception:
         """Return the exception that an actor raised; one of other code than Rollbook's with its traceback in a file."""
+        from rollbook.book.ray import describe_ray_error
+
         cause = error.cause
         if isinstance(cause, (RollbookError, ValueError, OSError)):
             return cause
@@ -423,28 +417,25 @@ class _Cluster:
         make_folder(path.parent)
         with open(path, "a", encoding="utf-8", opener=private_opener) as file:
             file.write(f"{error}\n")
-        return WorkersFailedError(f"{name} failed: {_last_line(error)} (log: {path})")
+        return WorkersFailedError(f"{name} failed: {describe_ray_error(error).last} (log: {path})")
 
 
 class _RankDiedError(Exception):
     """A rank of the trainer died."""
 
 
-def _check_creation(error: BaseException) -> None:
-    """Raise an error if an actor could not be created, which would fail again."""
-    text = str(error).strip()
-    if "creation task" in text.partition("\n")[0]:
-        raise TrainerDiedError(f"an actor could not be created: {_last_line(error)}") from error
+def _check_creation(error: BaseException) -> str:
+    """Return the first line of the error of an actor that died.
+
+    Raises:
+        TrainerDiedError: The actor could not be created, which would fail again.
+    """
+    from rollbook.book.ray import describe_ray_error
+
+    text = describe_ray_error(error)
+    if text.is_creation:
+        raise TrainerDiedError(f"an actor could not be created: {text.last}") from error
+    return text.first
 
 
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Sequence[str] = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-__all__ = ["LOCAL", "MAX_FAILURES", "TrainerDiedError", "train_on_ray"]
+__all__ = ["TrainerDiedError", "train_on_ray"]

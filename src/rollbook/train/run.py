@@ -112,13 +112,15 @@ def _check_engine(config: Config) -> None:
         return
     if engine.kind == "vllm" and engine.url is None:
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError("engine.kind", "'vllm' without a URL needs vllm: install the extra 'vllm' of Rollbook")
+            raise ConfigError(
+                "engine.kind", "'vllm' without a URL needs vllm: install it with `pip install 'rollbook[vllm]'`"
+            )
         return
     if engine.api_key_env is not None and os.environ.get(engine.api_key_env) is None:
         raise ConfigError("engine.api_key_env", f"got {engine.api_key_env!r}, which is not set in the environment")
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError(
-            "engine.kind", f"got {engine.kind!r}, which needs httpx: install the extra 'remote' of Rollbook"
+            "engine.kind", f"got {engine.kind!r}, which needs httpx: install it with `pip install 'rollbook[remote]'`"
         )
     for url in engine.url or ():
         _check_server(url)
@@ -212,6 +214,16 @@ class RunResult:
     reports: list[StepReport] = field(default_factory=list)
     warmed: WarmupResult | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return folder, steps, seconds and the metrics of the evaluations as plain values, for `--json`."""
+        evaluations = {"before": self.before, "after": self.after}
+        return {
+            "folder": str(self.folder),
+            "steps": self.steps,
+            "seconds": self.seconds,
+            **{name: None if scores is None else scores.metrics() for name, scores in evaluations.items()},
+        }
+
 
 class Run:
     """A run in progress.
@@ -281,9 +293,9 @@ class Run:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
             before = load_config(config_path)
             checkpoint.remove_partial(folder)
-            begun = bool(checkpoint.list_checkpoints(folder))
+            has_checkpoints = bool(checkpoint.list_checkpoints(folder))
             changed = any(not change.changeable for change in compare_configs(before, self.config))
-            if changed and not begun and self._never_trained():
+            if changed and not has_checkpoints and self._never_trained():
                 # The first attempt failed before it trained, so that its settings may still change.
                 if "://" not in self._own_book:
                     shutil.rmtree(self._own_book, ignore_errors=True)
@@ -291,7 +303,7 @@ class Run:
                 self._check_same_settings(before)
             if compare_configs(before, self.config):
                 self._keep_config()
-            return begun
+            return has_checkpoints
         self._keep_config()
         return False
 
@@ -362,7 +374,9 @@ class Run:
             except KeyboardInterrupt:
                 checkpoints = checkpoint.list_checkpoints(self.folder)
                 start = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
-                lost = 0 if self._trainer is None or not checkpoints else self._trainer.done - checkpoints[-1].step
+                lost = (
+                    0 if self._trainer is None or not checkpoints else self._trainer.global_step - checkpoints[-1].step
+                )
                 interval = self.config.checkpoint.interval
                 repeated = f", and repeats {lost} steps (checkpoint.interval is {interval})" if lost else ""
                 self.say(f"\ninterrupted; the same command continues {start}{repeated}")
@@ -493,8 +507,8 @@ class Run:
                 leader.evaluation_reward = eval_reward
                 if not ranks.is_main:
                     leader.follow()
-                    return RunResult(self.folder, trainer.done, time.monotonic() - self.start_time)
-                stack.enter_context(leader.leading())
+                    return RunResult(self.folder, trainer.global_step, time.monotonic() - self.start_time)
+                stack.enter_context(leader.lead())
             if trainer.resumed_from is not None:
                 if (
                     models.reference is not None
@@ -508,13 +522,12 @@ class Run:
                             f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}",
                         )
                     trainer.load_weights(models.reference, first.model)
-                self.say(
-                    f"continuing after step {trainer.done}, from {checkpoint.list_checkpoints(self.folder)[-1].path}"
-                )
+                last = checkpoint.list_checkpoints(self.folder)[-1]
+                self.say(f"continuing after step {trainer.global_step}, from {last.path}")
             with self._tracked(trainer, resumed), self._working(trainer):
                 self._train(trainer, held_out, eval_reward, outcome)
-            outcome.before, outcome.after = self._evaluations(trainer.book, trainer.done)
-        outcome.steps, outcome.seconds = trainer.done, time.monotonic() - self.start_time
+            outcome.before, outcome.after = self._evaluations(trainer.book, trainer.global_step)
+        outcome.steps, outcome.seconds = trainer.global_step, time.monotonic() - self.start_time
         return outcome
 
     def _check_sources(self, rewards: Mapping[str, Reward | None], resumed: bool) -> None:
@@ -540,7 +553,7 @@ class Run:
         def report(step: int, loss: float, success: float | None) -> None:
             hit_failpoint("warming up")
             if success is not None or step == warmup.steps:
-                rate = "" if success is None else f", {success:.0%} of samples right".replace("%", " %")
+                rate = "" if success is None else f", {success:.0%} of samples right"
                 self.say(f"warm-up   step {step:>4}: loss {loss:.3f}{rate}")
 
         cursor = prompts.state_dict()
@@ -565,7 +578,7 @@ class Run:
             # Left by a process that was killed before the first checkpoint.
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
         names = [*(name for name in ("jsonl", "tensorboard") if getattr(tracking, name)), *tracking.trackers]
-        after, settings = trainer.done if resumed else None, self.config.to_dict()
+        after, settings = trainer.global_step if resumed else None, self.config.to_dict()
         trackers: list[Any] = list(
             build_trackers(names, self.folder, steps=self.config.steps, after=after, config=settings)
         )
@@ -584,15 +597,15 @@ class Run:
     def _train(self, trainer: Trainer, held_out: Prompts | None, reward: Reward | None, outcome: RunResult) -> None:
         config = self.config
         eval_prompts = held_out if reward is not None or config.environment.function is not None else None
-        if trainer.done == 0 and not checkpoint.list_checkpoints(self.folder):
+        if trainer.global_step == 0 and not checkpoint.list_checkpoints(self.folder):
             if eval_prompts is not None and config.evaluation.before:
                 self._evaluate(trainer, eval_prompts, reward)
             trainer.save()
         trainer.last_step = config.steps
-        while trainer.done < config.steps:
+        while trainer.global_step < config.steps:
             report = trainer.advance()
             outcome.reports.append(report)
-            step = trainer.done
+            step = trainer.global_step
             is_last = step == config.steps
             evaluation = config.evaluation
             if eval_prompts is not None and ((is_last and evaluation.after) or _is_due(step, evaluation.every)):
@@ -717,7 +730,9 @@ def _format_headline(
     size = sum(weight.numel() for weight in actor.parameters())
     trainable = sum(weight.numel() for weight in actor.parameters() if weight.requires_grad)
     part = "" if trainable == size else f", {_format_count(trainable)} of them trained"
-    model = f"{type(actor.model).__name__}, {_format_count(size)} weights{part}, {config.model.precision} on {device}"
+    model = (
+        f"{type(actor.model).__name__}, {_format_count(size)} parameters{part}, {config.model.precision} on {device}"
+    )
     rows = f"{len(prompts):,} to train on" + ("" if held_out is None else f", {len(held_out):,} held out")
     algorithm = config.algorithm
     recipe = (
@@ -731,9 +746,9 @@ def _format_headline(
 
 
 def _format_count(number: int) -> str:
-    for size, name in ((1e9, "billion"), (1e6, "million")):
+    for size, name in ((1e9, "B"), (1e6, "M")):
         if number >= size / 10:
-            return f"{number / size:.2f} {name}"
+            return f"{number / size:.2f}{name}"
     return f"{number:,}"
 
 

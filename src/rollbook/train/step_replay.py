@@ -531,10 +531,10 @@ class RestoredStep:
             nonfinite_limit=1 << 30,  # report a non-finite update of changed settings, do not stop
         )
 
-    def completed(
+    def compute_missing_columns(
         self, records: Experiences, algorithm: AlgorithmConfig, *, expert: Sequence[bool] | None = None
     ) -> Experiences:
-        """Return the records with all columns that an algorithm reads, as `Trainer.completed` does."""
+        """Return the records with all columns that an algorithm reads, as `Trainer.compute_missing_columns` does."""
         records = self._annotate(records, algorithm)
         return estimate(records, algorithm, max_tokens=self._max_response_tokens, expert=expert)
 
@@ -565,7 +565,7 @@ class RestoredStep:
             if not traced.uids:
                 continue
             records, flags = self.with_experts(self.records(traced), step, self.config.algorithm)
-            records = self.completed(records, self.config.algorithm, expert=flags)
+            records = self.compute_missing_columns(records, self.config.algorithm, expert=flags)
             weights = self.sampling_weights(traced, records)
             loss = self.learner.update(records, step=step, expert=flags, weights=weights).metrics.get("loss")
             recorded = self.metrics.get(step, {}).get("loss")
@@ -738,24 +738,24 @@ def split_changes(config: Config, other: Config) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: A key cannot be changed in a replay, or nothing changes.
 
-    >>> split_changes(Config(), Config.from_dict({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}}))
+    >>> other = Config.from_dict({"algorithm": {"preset": "grpo", "estimator": "rloo", "group_size": 4}})
+    >>> split_changes(Config(), other)
     (['algorithm.estimator: "rloo", was "grpo"'], ['algorithm.group_size'])
     >>> split_changes(Config(), Config(seed=1))
     Traceback (most recent call last):
         ...
-    ValueError: seed: got another value, and the records are what they are, expected changes of algorithm, rewards, batch or optimizer
-    """  # noqa: E501
+    ValueError: seed: cannot change in a replay; expected changes of algorithm, rewards, batch or optimizer
+    """
     changes = compare_configs(to_cpu(config), to_cpu(other))
     for change in changes:
         if not change.path.startswith(_REPLAYED_KEYS) or change.path == "batch.prompts_per_step":
             raise ValueError(
-                f"{change.path}: got another value, and the records are what they are, expected changes of algorithm, "
-                "rewards, batch or optimizer"
+                f"{change.path}: cannot change in a replay; expected changes of algorithm, rewards, batch or optimizer"
             )
     effective_changes = [str(change) for change in changes if change.path not in (*_ROLLOUT_KEYS, *_NAME_KEYS)]
     if not effective_changes:
         listed = ", ".join(change.path for change in changes) or "the run's own values"
-        raise ValueError(f"changes: got {listed}, which changes nothing of a step whose records are there")
+        raise ValueError(f"changes: got {listed}, which changes nothing in a replay")
     return effective_changes, [change.path for change in changes if change.path in _ROLLOUT_KEYS]
 
 
@@ -793,7 +793,7 @@ def compute_counterfactual(
         names = ("reward", "advantages", "returns")
         leased = leased.assign(**{name: [estimates[uid][name] for uid in run.traced.uids] for name in names})
     records, flags = run.with_experts(leased, run.step, other.algorithm)
-    records = run.completed(records, other.algorithm, expert=flags)
+    records = run.compute_missing_columns(records, other.algorithm, expert=flags)
     learner = run.build_learner(other)
     if other.optimizer.name == run.config.optimizer.name:
         load_learner_state(learner, state)
@@ -903,6 +903,9 @@ def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), 
         trust: Whether code outside Rollbook that the run's configuration names may run: reward functions and a
             teacher's builder. Models come from the checkpoints; `model.builder` is never called.
 
+    Returns:
+        The recorded and the recomputed values, and with `changes`, what these change.
+
     Raises:
         ValueError: The configuration names such code and `trust` is false, or the step cannot be replayed.
 
@@ -974,7 +977,7 @@ class _Replay:
         self._compare_advantages()
         algorithm = run.config.algorithm
         records, flags = run.with_experts(run.leased, run.step, algorithm)
-        records = run.completed(records, algorithm, expert=flags)
+        records = run.compute_missing_columns(records, algorithm, expert=flags)
         importance = run.sampling_weights(run.traced, records)
         learned = run.learner.update(records, step=run.step, expert=flags, weights=importance)
         update = weight_difference(run.weights()["policy"], weights["policy"])

@@ -75,6 +75,13 @@ def records_from_answers(
         batch: The batch id of prompts without ids.
         metrics: Collects counts (`supervised/records`, `supervised/dropped`, ...).
 
+    Returns:
+        A record per prompt, in their order, without prompts that were dropped; for `pairs`, the chosen and the rejected
+        answer in one record.
+
+    Raises:
+        ValueError: There are no prompts, an answer is missing, or a prompt leaves no room for an answer.
+
     >>> from transformers import PreTrainedTokenizerFast
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> inner = Tokenizer(models.WordLevel({"<eos>": 0, "2": 1, "+": 2, "=": 3, "4": 4}, unk_token="<eos>"))
@@ -113,7 +120,7 @@ def records_from_answers(
         )  # fmt: skip
     if not rows:
         raise ValueError(f"prompts: got {len(dropped)}, all of them too long, expected some that leave room"
-                         if dropped else "prompts: got none, expected some")  # fmt: skip
+                         if dropped else "prompts: missing, expected at least one")  # fmt: skip
     if metrics is not None:
         lengths = [_lengths(row) for row in rows]
         metrics.add(

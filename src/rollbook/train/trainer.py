@@ -12,14 +12,13 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from rollbook.algorithms.filters import zero_variance
 from rollbook.algorithms.inputs import row_rewards
 from rollbook.algorithms.kl import token_kl
 from rollbook.algorithms.shaping import RunningNorm
@@ -51,10 +50,20 @@ from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.evaluation import AllSamplesFailedError
 from rollbook.train.learner import Learner, MinibatchConfig, UpdateResult
 from rollbook.train.optimizer import OptimizerConfig
-from rollbook.train.pipeline import Models, add_greedy_baseline, annotate, estimate, generate, score
+from rollbook.train.pipeline import (
+    Models,
+    add_greedy_baseline,
+    annotate,
+    estimate,
+    find_constant_groups,
+    generate,
+    generate_greedy,
+    sample_errors,
+    score,
+)
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
-from rollbook.train.worker import RolloutConfig, RolloutPacer, call_patiently, retry_outages, trained_weights
+from rollbook.train.worker import RolloutConfig, RolloutPacer, retry_outages, trained_weights
 
 if TYPE_CHECKING:
     from rollbook.models import Critic
@@ -103,7 +112,7 @@ def record_metrics(
     Args:
         records: The records.
         version: The policy's version when the step began, for `staleness`.
-        success: The least reward that counts as a success.
+        success: Minimum reward of a success.
         pairs: Whether they are pairs of answers, which have no response length.
     """
     rewards = row_rewards(records)
@@ -188,8 +197,8 @@ class Trainer:
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
         reward: Scores rollouts: anything that `rollbook.rewards.as_reward` accepts.
         engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
-        sync_every: Send the weights to the engine every N steps, if it does not share them and takes some
-            (`engine.takes_weights`). After each update `check_sync` compares log-probs. `None`: never.
+        sync_every: Send weights every N steps to engines with their own copy (`engine.takes_weights`). After each
+            update `check_sync` compares log-probs. `None`: never.
         sync_tolerance: Tolerance of that check; by default by the dtype of the weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
         rollouts: Rollout workers in other processes generate and score (`RolloutWorker`); `None`: this trainer does.
@@ -206,7 +215,7 @@ class Trainer:
         checkpoints: Where and when to write checkpoints: a `CheckpointConfig`, or a folder for checkpoints before the
             first step and after the last. Training continues from the newest one in the folder, with the book rewound
             to it.
-        success: The least reward that counts as a success.
+        success: Minimum reward of a success.
 
     >>> from rollbook import open
     >>> from rollbook.models import Actor
@@ -226,7 +235,7 @@ class Trainer:
     """
 
     process_group: ProcessGroup | None = None
-    """The processes whose records are compared with each other; `None`: all that `torch.distributed` has."""
+    """The processes over which statistics are computed; `None`: all that `torch.distributed` has."""
 
     def __init__(
         self,
@@ -294,19 +303,19 @@ class Trainer:
             "engine" if self.algorithm.correction is None and not is_current else "recompute"
         )
         """Where the policy log-probs of leased records without any come from."""
-        self._call: Callable[..., Any] = operator.call if self.pacer is None else call_patiently
-        """Calls the book; with rollout workers, again while its server is down."""
+        self._retry: Callable[..., Any] = operator.call if self.pacer is None else retry_outages
+        """Calls the book; with rollout workers, repeats the call while the book's server does not respond."""
         self.expert, self._expert_uids = expert, list[str]()
         self.trackers = list(trackers)
         self.checkpoints = CheckpointConfig(Path(checkpoints)) if isinstance(checkpoints, (str, Path)) else checkpoints
         self.success = check_float("success", success)
-        self.done = 0
-        """How many steps were done: the version of the policy."""
+        self.global_step = 0
+        """Number of finished steps, which is the version of the policy."""
         self.last_step: int | None = None
         """Number of the last step of the run, if it is known: workers do not generate for steps after it."""
         self.resumed_from: int | None = None
         """The step of the checkpoint that training continues from; `None` for a new run."""
-        self._check_parts()
+        self._check_arguments()
         self.learner = self._build_learner(
             critic=critic,
             reference=self.models.reference,
@@ -332,11 +341,11 @@ class Trainer:
         if not self.resume():
             self._announce(rollouts={"next_group": 0})
 
-    def _check_parts(self) -> None:
-        """Raise `ValueError` if the parts do not fit together."""
+    def _check_arguments(self) -> None:
+        """Raise `ValueError` if the arguments do not fit together."""
         algorithm = self.algorithm
         if algorithm.needs_teacher and self.models.teacher is None:
-            raise ValueError(f"teacher: got None, and {algorithm.name} ({algorithm.estimator}) needs one")
+            raise ValueError(f"teacher: missing, required by {algorithm.name} ({algorithm.estimator})")
         if self.pacer is not None:
             if self.prompts is None or not algorithm.needs_rollouts:
                 raise ValueError(f"rollouts: got workers, but {algorithm.name} has no prompts to generate rollouts for")
@@ -344,12 +353,14 @@ class Trainer:
                 raise ValueError(f"rollouts: got workers with replay.kind {self.replay.kind!r}, expected 'on_policy'")
         if self.prompts is None:
             if self.reward is not None:
-                raise ValueError("prompts: missing; without prompts there are no rollouts for the reward to score")
+                raise ValueError("prompts: missing, required by the reward, which scores rollouts")
             return
         if algorithm.needs_rollouts and self.engine is None:
-            raise ValueError(f"engine: missing, and {type(self.actor).__name__} has none")
+            raise ValueError(f"engine: missing, required by {algorithm.name} with a {type(self.actor).__name__}")
         if algorithm.needs_rollouts and algorithm.takes_rewards and self.reward is None and self.environment is None:
-            raise ValueError(f"reward: missing; {algorithm.name} ({algorithm.estimator}) needs one, or an environment")
+            raise ValueError(
+                f"reward: missing, required by {algorithm.name} ({algorithm.estimator}), unless there is an environment"
+            )
 
     def _sampling(self, options: Sampling | Mapping[str, Any] | None) -> Sampling:
         """Sampling options with the algorithm's number of responses, and by default the actor's temperature."""
@@ -379,13 +390,13 @@ class Trainer:
             The metrics of the step. If there is nothing to lease, the weights stay as they are, no step is counted,
             `report["records"]` is 0, and a warning gives the reason.
         """
-        step, metrics = self.done + 1, StepMetrics()
-        begun = time.perf_counter()
+        step, metrics = self.global_step + 1, StepMetrics()
+        start_time = time.perf_counter()
         appended = None
         with metrics.time("collect"):
             if self.pacer is not None:
                 lease = self.pacer.lease(
-                    self.done, by=self._lease_by, seconds=self.replay.lease_seconds, steps_left=self._steps_left
+                    self.global_step, by=self._lease_by, seconds=self.replay.lease_seconds, steps_left=self._steps_left
                 )
             else:
                 if self.prompts is not None and (step - 1) % self.replay.rollout_interval == 0:
@@ -400,47 +411,45 @@ class Trainer:
                 )
         with lease:
             with metrics.time("lease"):
-                leased = self._call(getattr, lease, "experiences") if len(lease) else None
+                leased = self._retry(attrgetter("experiences"), lease) if len(lease) else None
             if leased is None:
                 self._warn_nothing_leased(step, metrics.values(), appended)
-                return StepReport(step, metrics.values(records=0.0, waited_for=1.0), [])
+                return StepReport(step, metrics.values(records=0.0), [])
             uids = lease.uids
             if self.pacer is not None:
                 leased = _sort_rollouts(leased)
                 uids = [eid.uid for eid in leased.eids()]
-                self._check_rollouts(leased, step, metrics)
+                self._check_rollouts(self.pacer, leased, step, metrics)
             with metrics.time("update"):
                 self._release_memory()
                 records, expert, weights = self._with_experts(leased, lease.weights, step)
-                records = self.completed(records, expert)
+                records = self.compute_missing_columns(records, expert)
                 result = self.learner.update(records, step=step, expert=expert, weights=weights)
             hit_failpoint("learned")
             with metrics.time("acknowledge"):
                 self._acknowledge(lease, uids, step, result)
                 hit_failpoint("acknowledged")
-                self.done = step
+                self.global_step = step
                 self._announce(metrics)
-        described = leased if self.pacer is None else records[: len(leased)]
+        metric_records = leased if self.pacer is None else records[: len(leased)]
         metrics.add(
-            record_metrics(described, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
+            record_metrics(metric_records, version=step - 1, success=self.success, pairs=self.algorithm.pairs),
             result.metrics,
         )
-        self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - begun)
+        self._add_metrics(metrics, leased, records[: len(leased)], time.perf_counter() - start_time)
         self.track(step, metrics.values())
         hit_failpoint("stepped")
         return StepReport(step, metrics.values(), uids)
 
     @property
     def _steps_left(self) -> int | None:
-        return None if self.last_step is None else max(self.last_step - self.done, 0)
+        return None if self.last_step is None else max(self.last_step - self.global_step, 0)
 
-    def _check_rollouts(self, leased: Experiences, step: int, metrics: StepMetrics) -> None:
+    def _check_rollouts(self, pacer: RolloutPacer, leased: Experiences, step: int, metrics: StepMetrics) -> None:
         """Add the metrics of what workers generated; raise `AllSamplesFailedError` if none of it can be trained on."""
-        if self.pacer is None:
-            return
-        self.pacer.report(state="training", version=self.done, step=step, records=len(leased))
-        metrics.add(rollout_metrics(leased), self.pacer.metrics())
-        errors = [info.get("error") or info.get("reward_error") for info in leased.values("info")]
+        pacer.report(state="training", version=self.global_step, step=step, records=len(leased))
+        metrics.add(rollout_metrics(leased), pacer.metrics())
+        errors = sample_errors(leased)
         if all(errors):
             raise AllSamplesFailedError(
                 f"step {step}: all {len(errors)} samples failed, or have no reward; the first: {errors[0]}"
@@ -472,14 +481,16 @@ class Trainer:
         tokenizer = self.models.tokenizer or getattr(self.engine, "tokenizer", None)
         if self.reward is not None:
             records = score(records, self.reward, tokenizer, prompts=prompts, metrics=metrics)
-        entry = self.algorithm.estimator_entry
-        if entry is not None and entry.greedy_baseline:
-            sampling = Sampling.of(self.sampling, n=1, temperature=0.0)
-            greedy = generate(self.engine, prompts, sampling, self.environment)
-            if self.reward is not None:
-                greedy = score(greedy, self.reward, tokenizer, prompts=prompts)
-            records = add_greedy_baseline(records, greedy)
-        return records
+        greedy = generate_greedy(
+            self.engine,
+            prompts,
+            self.sampling,
+            self.algorithm,
+            environment=self.environment,
+            reward=self.reward,
+            tokenizer=tokenizer,
+        )
+        return records if greedy is None else add_greedy_baseline(records, greedy)
 
     def _estimate(self, records: Experiences, metrics: StepMetrics) -> Experiences:
         return estimate(
@@ -521,14 +532,15 @@ class Trainer:
                 ) from error
             hit_failpoint("appended")
             collected += len(records)
-            errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
+            errors = sample_errors(records)
             failures.append(str(errors[0]) if errors and all(errors) else None)
             if not self.algorithm.drop_constant_groups:
                 break
-            constant = _constant_groups(records)
+            ids = records.eids()
+            constant = [ids[row] for row in find_constant_groups(records)]
             if constant:
-                self.book.drop(constant, "constant group", consumer=self.replay.consumer)
-            missing = len({uid.rsplit("/", 3)[0] for uid in constant})
+                self.book.drop([eid.uid for eid in constant], "constant group", consumer=self.replay.consumer)
+            missing = len({eid.tid for eid in constant})
             dropped += missing
             if not missing:
                 break
@@ -561,7 +573,7 @@ class Trainer:
             reason = "in every group all rewards were equal, and such groups are dropped"
         else:
             reason = f"the book offers none of the {appended} new records; see book.counts()"
-        warn_user(f"step {step} trained on nothing: {reason}")
+        warn_user(f"step {step}: no records to train on: {reason}")
 
     def _acknowledge(self, lease: Lease, uids: Sequence[str], step: int, result: UpdateResult) -> None:
         """Acknowledge the records of a step, with their places in the update and their sampling weights.
@@ -580,7 +592,7 @@ class Trainer:
             details = {uid: {**details[uid], "row": row} for row, uid in enumerate(uids)}
         for uid, weight in zip(lease.uids, lease.weights or (), strict=False):
             details[uid] = {**details[uid], "importance": weight}
-        retry_outages(partial(lease.ack, step=step, details=details), seconds=self.replay.lease_seconds)
+        retry_outages(lease.ack, step=step, details=details, outage_seconds=self.replay.lease_seconds)
 
     def _with_experts(
         self, leased: Experiences, weights: list[float] | None, step: int
@@ -605,8 +617,8 @@ class Trainer:
             weights = weights + [1.0] * (len(records) - len(leased))
         return records, flags, weights
 
-    def completed(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
-        """Return the records with all columns that the algorithm reads.
+    def compute_missing_columns(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+        """Add the columns that the algorithm reads and the records lack.
 
         Args:
             records: Leased records; those made by `collect` have all columns.
@@ -642,24 +654,24 @@ class Trainer:
                 records and can begin again.
         """
         if self._own_engine is not None and self.engine is self._own_engine:
-            self._own_engine.version = self.done
+            self._own_engine.version = self.global_step
         if self.pacer is not None:
             self._sync_engine(StepMetrics() if metrics is None else metrics)
             if getattr(self.engine, "is_remote", False):
-                self.pacer.publish_served(self.engine, self.done)
+                self.pacer.publish_served(self.engine, self.global_step)
             else:
                 self._publish(self.pacer)
             if rollouts is not None:
                 self.pacer.open(**rollouts)
-        announced = self._call(getattr, self.book, "policy_version")
-        if announced is None or announced < self.done:
-            self._call(self.book.announce, self.done)
+        announced = self._retry(attrgetter("policy_version"), self.book)
+        if announced is None or announced < self.global_step:
+            self._retry(self.book.announce, self.global_step)
         if self.pacer is not None and rollouts is None:
             self.pacer.pace(self._steps_left)
 
     def _publish(self, pacer: RolloutPacer) -> None:
         """Publish the weights for rollout workers."""
-        pacer.publish(self.actor, trained_weights(self.actor), self.done)
+        pacer.publish(self.actor, trained_weights(self.actor), self.global_step)
 
     def _sync_engine(self, metrics: StepMetrics) -> None:
         """Send the weights to an engine that does not share them, every `sync_every` steps, and check that it has them.
@@ -670,11 +682,11 @@ class Trainer:
         engine, every = self.engine, self.sync_every
         if engine is self._own_engine or every is None or not getattr(engine, "takes_weights", False):
             return
-        if self._synced is not None and self.done - self._synced < every:
+        if self._synced is not None and self.global_step - self._synced < every:
             return
         with metrics.time("sync"):
-            difference = self._send_weights(self.done)
-        self._synced = self.done
+            difference = self._send_weights(self.global_step)
+        self._synced = self.global_step
         metrics.add({"sync/logprob_difference": difference})
 
     def _release_memory(self) -> None:
@@ -708,7 +720,7 @@ class Trainer:
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give metrics to the book and to all trackers."""
-        self._call(self.book.log, step, metrics)
+        self._retry(self.book.log, step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
@@ -724,12 +736,12 @@ class Trainer:
 
         engine = self._own_engine or self.engine
         if engine is not self.engine:
-            engine.version = self.done
+            engine.version = self.global_step
         settings = {"sampling": self.sampling, "seed": self.seed, "environment": self.environment, **options}
-        scored = evaluate(engine, prompts, reward, step=self.done, **settings)
-        evaluation: Evaluation = self._call(append_evaluation, scored, self.book)
+        scored = evaluate(engine, prompts, reward, step=self.global_step, **settings)
+        evaluation: Evaluation = self._retry(append_evaluation, scored, self.book)
         hit_failpoint("evaluated")
-        self.track(self.done, evaluation.metrics())
+        self.track(self.global_step, evaluation.metrics())
         return evaluation
 
     # --- a run ----------------------------------------------------------------------------------------------------
@@ -754,14 +766,15 @@ class Trainer:
         self.last_step = check_int("steps", steps)
         reports: list[StepReport] = []
         saving = self.checkpoints
-        if saving is not None and self.done == 0 < steps and not checkpoint.list_checkpoints(saving.folder):
+        if saving is not None and self.global_step == 0 < steps and not checkpoint.list_checkpoints(saving.folder):
             self.save()
-        while self.done < steps:
+        while self.global_step < steps:
             report = self.advance()
             reports.append(report)
             if on_step is not None:
                 on_step(report)
-            if saving is not None and saving.interval and self.done % saving.interval == 0 and self.done < steps:
+            is_due = saving is not None and saving.interval and self.global_step % saving.interval == 0
+            if is_due and self.global_step < steps:
                 self.save()
         if saving is not None and saving.save_final and reports:
             self.save()
@@ -777,7 +790,7 @@ class Trainer:
         if not report["records"]:
             if self.prompts is None:
                 raise OutOfDataError(f"step {report.step}: {self.book.url} has nothing more to lease")
-            self.done = report.step
+            self.global_step = report.step
             self._announce()
             self.track(report.step, report.metrics)
         return report
@@ -789,19 +802,19 @@ class Trainer:
         folder = self.checkpoints.folder
         checkpoint.remove_partial(folder)
         saved = checkpoint.list_checkpoints(folder)
-        if saved and saved[-1].step > self.done:
+        if saved and saved[-1].step > self.global_step:
             raise ValueError(
                 f"checkpoints.folder: got {folder}, which has a checkpoint of the later step {saved[-1].step}, at step "
-                f"{self.done}, expected another folder, or resume() first"
+                f"{self.global_step}, expected another folder, or resume() first"
             )
-        name = checkpoint.checkpoint_name(self.done)
+        name = checkpoint.checkpoint_name(self.global_step)
         # The book's checkpoint that a folder refers to is kept until the folder is replaced.
-        replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.done}
+        replaced = {entry.trainer_state()["book"] for entry in saved if entry.step == self.global_step}
         name = f"{name}+" if name in replaced else name
         # Read before the book's checkpoint: groups that are finished in between are found in the book.
         rollouts = None if self.pacer is None else self.pacer.state()
-        self._call(self._forget_checkpoint, name)
-        self._call(self.book.checkpoint, name)
+        self._retry(self._forget_checkpoint, name)
+        self._retry(self.book.checkpoint, name)
         hit_failpoint("book's checkpoint")
         trainer_state: dict[str, Any] = {
             "seed": self.seed,
@@ -831,7 +844,7 @@ class Trainer:
         """
         written = checkpoint.save(
             folder,
-            self.done,
+            self.global_step,
             actor=self.actor,
             critic=self.models.critic,
             state=state,
@@ -846,11 +859,11 @@ class Trainer:
         checkpoint.prune(folder, keep)
         hit_failpoint("before forgetting")
         existing = {checkpoint.checkpoint_name(entry.step) for entry in checkpoint.list_checkpoints(folder)}
-        for point in self._call(self.book.checkpoints):
+        for point in self._retry(self.book.checkpoints):
             # Includes those of a process that was killed before it removed them.
             base_name = point.name.removesuffix("+")
             if checkpoint.is_checkpoint_name(base_name) and (base_name not in existing or point.name in replaced):
-                self._call(self._forget_checkpoint, point.name)
+                self._retry(self._forget_checkpoint, point.name)
 
     def _forget_checkpoint(self, name: str) -> None:
         """Forget a checkpoint of the book, if it has it."""
@@ -900,7 +913,7 @@ class Trainer:
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
         self.book.rewind(trainer_state["book"], later="keep" if self.prompts is None else "drop")
-        self.done = last.step
+        self.global_step = last.step
         self._announce(rollouts=rollouts)
         self.resumed_from = last.step
         self._set_random_states(state)
@@ -927,10 +940,3 @@ def _sort_rollouts(records: Experiences) -> Experiences:
     """Sort records of rollout workers by group, so that an update does not depend on which was generated first."""
     numbers = [info.get("rollout", {}).get("number", 0) for info in records.values("info")]
     return records.take(sorted(range(len(records)), key=numbers.__getitem__))
-
-
-def _constant_groups(records: Experiences) -> list[str]:
-    """Return the ids of records in groups whose rewards are all equal."""
-    ids = records.eids()
-    keep_flags = zero_variance(row_rewards(records), [eid.tid for eid in ids], [eid.rid for eid in ids]).keep
-    return [eid.uid for eid, keep in zip(ids, keep_flags.tolist(), strict=True) if not keep]

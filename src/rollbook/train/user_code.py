@@ -24,6 +24,9 @@ def resolve(target: str, *, name: str = "function", folder: str | Path | None = 
         name: Name of the option in errors.
         folder: Folder that the path of a file is relative to; `None`: the current one.
 
+    Returns:
+        The function, class or other object of that name.
+
     Raises:
         ValueError: There is no such module, file or attribute.
 

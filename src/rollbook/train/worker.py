@@ -4,13 +4,11 @@
 trainer's side: it publishes weights, allows new groups, and leases finished ones. Neither knows where the other runs: a
 worker is a process on this machine, `rollbook rollout` on another one, or a Ray actor.
 
-Invariant: the records of a group are in the book once. A worker that was paused or cut off may generate a group that
-another one was given meanwhile, or that the trainer's restart made obsolete. The append checks the claim in its own
-transaction, so that such a group is discarded.
+Invariant: each group is stored once. The append checks the claim in the same transaction, so a worker that lost its
+claim cannot append.
 
-Invariant: at most `(1 + max_staleness) * prompts_per_step` groups are being generated, waiting or being trained on, and
-the oldest are trained on first. So a group is trained on at most `max_staleness` versions after it was begun, unless it
-takes longer than the trainer waits for it; then it is dropped as stale.
+Invariant: at most `(1 + max_staleness) * prompts_per_step` groups are in flight or queued, and the oldest are trained
+on first. Staleness exceeds the bound only for groups later than `late_seconds`, which are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,7 +41,7 @@ from rollbook.book.errors import (
 )
 from rollbook.book.rollouts import (
     FINISHED,
-    Assignment,
+    RolloutClaim,
     append_rollouts,
     claim_rollouts,
     close_rollouts,
@@ -73,7 +70,14 @@ from rollbook.rewards.recipes import as_reward
 from rollbook.rollout.engine import BaseEngine, Cancel, WeightSyncError
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
-from rollbook.train.pipeline import add_greedy_baseline, generate, sample_rows, score
+from rollbook.train.pipeline import (
+    add_greedy_baseline,
+    find_constant_groups,
+    generate,
+    generate_greedy,
+    sample_rows,
+    score,
+)
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -91,23 +95,25 @@ MODES = ("sync", "one_step_off", "async")
 WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
 WAIT_SHARE = 0.05
-"""Share of a step that the trainer may wait for rollouts before they are begun earlier."""
+"""Share of a step spent waiting above which generation runs further ahead."""
 _BEAT_SECONDS = 2.0
 _MIN_POLL_SECONDS, _POLL_SHARE = 0.2, 0.02
-"""How often a worker looks for new weights while it generates: at least this many seconds apart, and this share of the
-time between two updates."""
+"""Interval at which a worker polls for new weights while it generates: a share of the time between two updates, and at
+least some seconds. Many workers share the book."""
 _POLL_SECONDS = 1.0
 _WARN_SECONDS = 60.0
+_EARLY_FAILURE_SECONDS = 60.0
+"""A worker that fails within this time of its start counts as failing repeatedly."""
 _START_SECONDS = 60.0
-"""How long a worker that starts waits for a book that does not answer."""
+"""Seconds for which a starting worker retries calls of a book that does not respond."""
 _OUTAGE_SECONDS = 600.0
-"""How long a trainer waits for a book that does not answer."""
+"""Seconds for which a trainer retries calls of a book that does not respond."""
 _LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError)
 """Errors of a book that another process or server will end; the same call may succeed later."""
 
 
 class WorkersFailedError(RollbookError, RuntimeError):
-    """Raised when rollout workers end with an error again and again."""
+    """Raised when rollout workers fail repeatedly."""
 
 
 class TrainerReplacedError(RollbookError, RuntimeError):
@@ -146,35 +152,30 @@ class RolloutConfig:
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
 
-def call_patiently(function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Call a function of a book, again while its server does not answer, for up to `_OUTAGE_SECONDS`.
+def retry_outages(
+    function: Callable[..., Result],
+    *arguments: Any,
+    outage_seconds: float = _OUTAGE_SECONDS,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> Result:
+    """Call a function of a book, and repeat the call while the book's server does not respond.
 
     Args:
         function: The function; a second call after one whose outcome is unknown must do no harm.
         arguments: Its arguments.
+        outage_seconds: Seconds after which the error is raised.
+        stop: Ends the attempts earlier.
         options: Its keyword arguments.
     """
-    return retry_outages(partial(function, *arguments, **options))
-
-
-def retry_outages(
-    call: Callable[[], Result], *, seconds: float = _OUTAGE_SECONDS, stop: threading.Event | None = None
-) -> Result:
-    """Make a call of a book, again while its server does not answer.
-
-    Args:
-        call: The call.
-        seconds: How long; after that, the error is raised.
-        stop: Ends the attempts earlier.
-    """
-    end, stop = time.monotonic() + seconds, threading.Event() if stop is None else stop
+    end, stop = time.monotonic() + outage_seconds, threading.Event() if stop is None else stop
     while True:
         try:
-            return call()
+            return function(*arguments, **options)
         except _LOST as error:
             if time.monotonic() >= end or stop.is_set():
                 raise
-            warn_user(f"the book does not answer, trying again: {error}")
+            warn_user(f"book not responding, retrying: {error}")
             stop.wait(_POLL_SECONDS)
 
 
@@ -229,7 +230,7 @@ class RolloutPacer:
         consumer: Consumer group of the trainer.
     """
 
-    def __init__(self, book: Book, config: RolloutConfig, *, prompts_per_step: int, consumer: str = "train") -> None:
+    def __init__(self, book: Book, config: RolloutConfig, *, prompts_per_step: int, consumer: str) -> None:
         self.book, self.config = book, config
         self.prompts_per_step, self.consumer = prompts_per_step, consumer
         self.name = f"{socket.gethostname()}/{os.getpid()}"
@@ -240,32 +241,32 @@ class RolloutPacer:
         self._is_open = False
         self._reported = -math.inf
         self._in_flight = 0
-        self._open = 0
+        self._queued_groups = 0
         self._lead = self._min_lead = min(1.0, float(config.bound))
         self._leased_at: float | None = None
 
     def _settings(self) -> dict[str, Any]:
-        return {**self.config.settings, "trainer": self._trainer}
+        return {**self.config.settings, "consumer": self.consumer, "trainer": self._trainer}
 
     def suspend(self) -> None:
         """Void the groups that workers are generating, and allow no new ones until `open`."""
-        call_patiently(open_rollouts, self.book, self._settings())
+        retry_outages(open_rollouts, self.book, self._settings())
 
     def open(self, next_group: int, returned: Sequence[int] = ()) -> None:
-        """Begin, or begin again after a restart.
+        """Start, or continue after a restart.
 
         Args:
-            next_group: Number of the first group that was not begun.
+            next_group: Number of the first group that was not started.
             returned: Numbers of groups before it that were not finished.
         """
-        call_patiently(open_rollouts, self.book, self._settings(), next=next_group, returned=returned)
+        retry_outages(open_rollouts, self.book, self._settings(), next=next_group, returned=returned)
         self._is_open = True
 
     def close(self) -> None:
         """Tell the workers that training has ended."""
         self._read()
-        call_patiently(close_rollouts, self.book)
-        call_patiently(remove_worker, self.book, self.name)
+        retry_outages(close_rollouts, self.book)
+        retry_outages(remove_worker, self.book, self.name)
 
     def state(self) -> dict[str, Any]:
         """Return the arguments of `open` that continue from here."""
@@ -274,11 +275,9 @@ class RolloutPacer:
         return {"next_group": state.next, "returned": unfinished}
 
     def _read(self) -> RolloutState:
-        state = call_patiently(read_rollouts, self.book)
+        state = retry_outages(read_rollouts, self.book)
         if state is None or state.settings.get("trainer") != self._trainer:
-            raise TrainerReplacedError(
-                f"{self.book.url}: another trainer has begun or continued training with this book"
-            )
+            raise TrainerReplacedError(f"{self.book.url}: another trainer is now using this book")
         return state
 
     def publish(self, actor: Actor, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -303,7 +302,7 @@ class RolloutPacer:
     def _publish(self, version: int, files: Mapping[str, bytes], metadata: Mapping[str, Any]) -> None:
         if self._is_open:
             self._read()  # raises if another trainer has published its own
-        call_patiently(publish_weights, self.book, version, files, metadata)
+        retry_outages(publish_weights, self.book, version, files, metadata)
 
     def pace(self, steps_left: int | None = None) -> None:
         """Allow new groups, as far as the trainer needs them soon and the staleness bound permits.
@@ -313,14 +312,14 @@ class RolloutPacer:
         """
         state = self._read()
         self._in_flight = len(state.in_flight)
-        self._open = call_patiently(count_open_groups, self.book, self.consumer)
+        self._queued_groups = retry_outages(count_open_groups, self.book, self.consumer)
         bound = (1 + self._lead) * self.prompts_per_step
         if steps_left is not None:
             bound = min(bound, steps_left * self.prompts_per_step)
-        begun = self._open + self._in_flight + len(state.returned)
-        limit = state.next + max(round(bound) - begun, 0)
+        started_groups = self._queued_groups + self._in_flight + len(state.returned)
+        limit = state.next + max(round(bound) - started_groups, 0)
         if limit != state.limit:
-            call_patiently(set_limit, self.book, limit)
+            retry_outages(set_limit, self.book, limit)
 
     def lease(self, version: int, *, by: str, seconds: float, steps_left: int | None = None) -> Lease:
         """Lease the groups of a step, the oldest first, and wait until there are enough.
@@ -329,9 +328,9 @@ class RolloutPacer:
 
         Args:
             version: The current policy version.
-            by: As of `Book.lease`.
+            by: See `Book.lease`.
             seconds: Lease duration.
-            steps_left: As of `pace`.
+            steps_left: See `pace`.
         """
         start = warned = time.monotonic()
         count = self.prompts_per_step
@@ -342,8 +341,8 @@ class RolloutPacer:
             late = time.monotonic() - start > self.config.late_seconds
             if late or not self._is_waiting_for_stale(version):
                 # A timeout also limits the wait for other writers, which on a slow disk take seconds each.
-                ready = self._open >= count
-                lease = call_patiently(
+                ready = self._queued_groups >= count
+                lease = retry_outages(
                     self.book.lease,
                     count,
                     by=by,
@@ -364,8 +363,8 @@ class RolloutPacer:
             if time.monotonic() - warned > _WARN_SECONDS:
                 warned = time.monotonic()
                 warn_user(
-                    f"waiting for rollouts since {warned - start:.0f} s: {self._open} of {count} groups are there, "
-                    f"{self._in_flight} are being generated; `rollbook top {self.book.url}` shows the workers"
+                    f"waited {warned - start:.0f} s for rollouts: {self._queued_groups} of {count} groups ready, "
+                    f"{self._in_flight} in flight; `rollbook top {self.book.url}` shows the workers"
                 )
 
     def _adapt(self, start: float) -> None:
@@ -387,11 +386,11 @@ class RolloutPacer:
         return self.config.bound > 0 and any(group.version == due for group in self._read().in_flight)
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of groups in flight and of those that wait or are trained on, at the last `pace`, and how
-        many steps generation runs ahead."""
+        """Return the numbers of groups in flight and of queued or leased ones at the last `pace`, and how many steps
+        generation runs ahead."""
         return {
             "rollout/groups_in_flight": float(self._in_flight),
-            "rollout/groups_waiting": float(self._open),
+            "rollout/groups_queued": float(self._queued_groups),
             "rollout/lead": self._lead,
         }
 
@@ -409,10 +408,12 @@ class RolloutPacer:
 class _Group:
     """A group that this worker generates."""
 
-    assignment: Assignment
+    claim: RolloutClaim
     prompt: Prompt
     claimed: float
     records: Experiences | None = None
+    is_scored: bool = False
+    """Whether the scoring thread has it, which counts it if it is discarded."""
 
 
 @dataclass
@@ -422,7 +423,7 @@ class WorkerResult:
     Args:
         groups: Groups that it appended.
         records: Their records.
-        discarded: Groups that it generated in vain, because they had been given to another worker.
+        discarded: Groups generated but not appended: the claim was lost, or the group was already in the book.
         updates: How often it loaded weights.
     """
 
@@ -446,13 +447,13 @@ class RolloutWorker:
         prompts: The training prompts, the same as the trainer's.
         algorithm: The trainer's algorithm.
         name: Name of this worker, unique in the book. A worker that is started again keeps its name.
-        actor: The policy that the engine samples from; needed to load weights.
+        actor: The policy that the engine samples from.
         sampling: Sampling options.
         reward: Scores the samples.
         environment: For multi-turn episodes.
         prompts_per_step: Prompts of a step of the trainer.
         prompts_per_claim: Prompts that are generated together.
-        mode: As of `RolloutConfig`.
+        mode: See `RolloutConfig`.
         consumer: Consumer group of the trainer.
         claim_seconds: Seconds without a heartbeat after which another worker gets the prompts of this one.
     """
@@ -465,15 +466,15 @@ class RolloutWorker:
         algorithm: AlgorithmConfig,
         *,
         name: str | None = None,
-        actor: Actor | None = None,
+        actor: Actor,
         sampling: Sampling,
         reward: RewardLike | None = None,
         environment: EnvironmentConfig | None = None,
         prompts_per_step: int,
-        prompts_per_claim: int = 8,
-        mode: str = "async",
-        consumer: str = "train",
-        claim_seconds: float = 60.0,
+        prompts_per_claim: int,
+        mode: str,
+        consumer: str,
+        claim_seconds: float,
     ) -> None:
         self.book, self.engine, self.prompts, self.algorithm = book, engine, prompts, algorithm
         self.name = f"{socket.gethostname()}/{os.getpid()}" if name is None else name
@@ -527,7 +528,7 @@ class RolloutWorker:
                     if not self._generate_groups():
                         break
                 except _LOST as error:
-                    warn_user(f"the book does not answer, trying again: {error}")
+                    warn_user(f"book not responding, retrying: {error}")
                     self._claim_lost = True
                     self._stop.wait(_POLL_SECONDS)
         finally:
@@ -553,19 +554,18 @@ class RolloutWorker:
         if self._claim_lost:
             self._return_unknown()
             self._claim_lost = False
-        claimed = claim_rollouts(
+        claims = claim_rollouts(
             self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=_POLL_SECONDS
         )
-        if not claimed:
+        if not claims:
             state = read_rollouts(self.book)
             return state is None or state.status != FINISHED or bool(self._groups)
         groups = [
-            _Group(assignment, self.prompts.at(assignment.number, self.prompts_per_step), time.monotonic())
-            for assignment in claimed
+            _Group(claim, self.prompts.at(claim.number, self.prompts_per_step), time.monotonic()) for claim in claims
         ]
         with self._lock:
             self._cancel = Cancel()
-            self._groups |= {group.assignment.fence: group for group in groups}
+            self._groups |= {group.claim.fence: group for group in groups}
         scoring: set[int] = set()
         try:
             self._generate(groups, scoring)
@@ -573,8 +573,8 @@ class RolloutWorker:
             # Forgotten, so that they are not renewed: `_return_unknown` gives them back.
             with self._lock:
                 for group in groups:
-                    if group.assignment.fence not in scoring:
-                        self._groups.pop(group.assignment.fence, None)
+                    if group.claim.fence not in scoring:
+                        self._groups.pop(group.claim.fence, None)
             raise
         return True
 
@@ -592,7 +592,7 @@ class RolloutWorker:
         if groups:
             self._activity = "generating"
             for group in self._sample(groups):
-                scoring.add(group.assignment.fence)
+                scoring.add(group.claim.fence)
                 self._scoring.put(group)
 
     def _return_unknown(self) -> None:
@@ -607,7 +607,15 @@ class RolloutWorker:
         """Yield groups as soon as their records are generated."""
         by_task = {_task_id(group): group for group in groups}
         prompts = [group.prompt for group in groups]
-        greedy = self._greedy(prompts)
+        greedy = generate_greedy(
+            self.engine,
+            prompts,
+            self.sampling,
+            self.algorithm,
+            environment=self.environment,
+            reward=self.reward,
+            tokenizer=self._tokenizer,
+        )
         if self.environment is not None:
             records = generate(self.engine, prompts, self.sampling, self.environment)
             tasks = [eid.tid for eid in records.eids()]
@@ -628,15 +636,6 @@ class RolloutWorker:
                 by_task[task].records = rows if greedy is None else add_greedy_baseline(rows, greedy)
                 yield by_task[task]
 
-    def _greedy(self, prompts: Sequence[Prompt]) -> Experiences | None:
-        """Return scored greedy responses, if the estimator compares with them."""
-        entry = self.algorithm.estimator_entry
-        if entry is None or not entry.greedy_baseline:
-            return None
-        sampling = Sampling.of(self.sampling, n=1, temperature=0.0)
-        greedy = generate(self.engine, prompts, sampling, self.environment)
-        return greedy if self.reward is None else score(greedy, self.reward, self._tokenizer, prompts=prompts)
-
     # --- scores and the book ------------------------------------------------------------------------------------------
 
     def _score_groups(self) -> None:
@@ -648,7 +647,10 @@ class RolloutWorker:
                 while True:
                     batch.append(self._scoring.get_nowait())
             ended = None in batch
-            groups = [group for group in batch if group is not None and group.assignment.fence in self._groups]
+            with self._lock:
+                groups = [group for group in batch if group is not None and group.claim.fence in self._groups]
+                for group in groups:
+                    group.is_scored = True
             if not groups or self._failure is not None:
                 continue
             try:
@@ -665,52 +667,51 @@ class RolloutWorker:
         tasks = [eid.tid for eid in records.eids()]
         for group in groups:
             rows = records.take([row for row, task in enumerate(tasks) if task == _task_id(group)])
-            assignment = group.assignment
+            claim = group.claim
             details = {
                 "worker": self.name,
-                "number": assignment.number,
+                "number": claim.number,
                 "seconds": round(time.monotonic() - group.claimed, 3),
             }
             rows = rows.assign(info=[{**info, "rollout": details} for info in rows.values("info")])
-            is_dropped = self.algorithm.drop_constant_groups and _is_constant(rows)
+            is_dropped = self.algorithm.drop_constant_groups and bool(find_constant_groups(rows))
             appended = self._retry(
                 append_rollouts,
                 self.book,
-                assignment,
+                claim,
                 rows,
                 detail=details,
                 dropped_for=self.consumer if is_dropped else None,
                 reason="constant group",
             )
             with self._lock:
-                self._groups.pop(assignment.fence, None)
-            if not appended:
-                self.result.discarded += 1
-                continue
-            self.result.groups += 1
-            self.result.records += len(rows)
+                self._groups.pop(claim.fence, None)
+                self.result.discarded += not appended
+            if appended:
+                self.result.groups += 1
+                self.result.records += len(rows)
 
     def _finish(self, group: _Group) -> None:
-        self._retry(finish_rollouts, self.book, [group.assignment])
+        self._retry(finish_rollouts, self.book, [group.claim])
         with self._lock:
-            self._groups.pop(group.assignment.fence, None)
+            self._groups.pop(group.claim.fence, None)
 
     def _retry(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call the book until it answers: what was generated is kept while a server is down."""
-        return retry_outages(partial(function, *arguments, **options), seconds=math.inf, stop=self._stop)
+        """Call the book, for as long as its server is down: generated groups are not lost."""
+        return retry_outages(function, *arguments, outage_seconds=math.inf, stop=self._stop, **options)
 
     def _give_back(self, reason: str) -> None:
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         if groups:
-            return_rollouts(self.book, [group.assignment for group in groups], reason[:200])
+            return_rollouts(self.book, [group.claim for group in groups], reason[:200])
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has(self, group: _Group) -> bool:
         """Return whether the claim of a group was not lost."""
         with self._lock:
-            return group.assignment.fence in self._groups
+            return group.claim.fence in self._groups
 
     def _load_weights(self, groups: Sequence[_Group]) -> None:
         """Wait until the engine has weights of at least the version of these groups, or their claims are lost.
@@ -718,7 +719,7 @@ class RolloutWorker:
         A trainer that dies takes its weights along, and the next one may continue from an earlier version.
         """
         self._activity = "loading weights"
-        version = max(group.assignment.version for group in groups)
+        version = max(group.claim.version for group in groups)
         while not self._stop.is_set() and self._failure is None and any(map(self._has, groups)):
             if not self.engine.takes_weights:
                 self.engine.version = max(self.book.policy_version or 0, version)
@@ -734,7 +735,7 @@ class RolloutWorker:
 
     def _check_weights(self) -> None:
         """Check that the model of this process has the trainer's weights. The trainer checks its servers."""
-        if self.actor is None or self.engine.is_remote:
+        if self.engine.is_remote:
             return
         if not isinstance(self.engine, TransformersEngine):
             check_sync(self.engine, self.actor, self.engine.version)
@@ -770,7 +771,7 @@ class RolloutWorker:
     def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         if isinstance(self.engine, TransformersEngine):
             self.engine.update_weights(weights, version)
-        elif self.actor is not None:
+        else:
             targets = dict(self.actor.model.named_parameters())
             with torch.no_grad():
                 for name, weight in weights.items():
@@ -784,7 +785,7 @@ class RolloutWorker:
         beat = min(_BEAT_SECONDS, self.claim_seconds / 4)
         reported = 0.0
         while True:
-            # Many workers look for new weights, so seldom in relation to the duration of a step.
+            # Poll rarely: many workers share the book.
             poll = min(max(_POLL_SHARE * self._update_seconds, _MIN_POLL_SECONDS), beat)
             if self._stop.wait(poll if self.mode == "async" else beat):
                 return
@@ -807,11 +808,12 @@ class RolloutWorker:
             groups = dict(self._groups)
         if not groups:
             return
-        renewed = renew_rollouts(self.book, [group.assignment for group in groups.values()], self.claim_seconds)
-        lost = groups.keys() - {assignment.fence for assignment in renewed}
+        renewed = renew_rollouts(self.book, [group.claim for group in groups.values()], self.claim_seconds)
+        lost = groups.keys() - {claim.fence for claim in renewed}
         with self._lock:
             for fence in lost:
-                if self._groups.pop(fence, None) is not None:
+                group = self._groups.pop(fence, None)
+                if group is not None and not group.is_scored:
                     self.result.discarded += 1
             if lost and not self._groups:
                 self._cancel.request()  # nothing of what is being sampled is needed
@@ -833,28 +835,19 @@ class RolloutWorker:
         )
 
 
-def _is_constant(records: Experiences) -> bool:
-    """Return whether all rewards of a group are equal. A group of which all samples failed is not: the trainer counts
-    failures.
-    """
-    rewards = {reward for reward in records.values("reward") if reward is not None and reward == reward}
-    errors = [info.get("error") or info.get("reward_error") for info in records.values("info")]
-    return len(rewards) <= 1 and not all(errors)
-
-
 def _task_id(group: _Group) -> str:
     return "" if group.prompt.eid is None else group.prompt.eid.tid
 
 
 def wait_for_trainer(
-    address: str, stop: threading.Event, say: Callable[[str], None] | None = None
+    address: str, stop: threading.Event, log: Callable[[str], None] | None = None
 ) -> tuple[Book, dict[str, Any]] | None:
     """Wait until a trainer has created a book and opened rollouts in it.
 
     Args:
         address: Address of the book.
         stop: Ends the wait.
-        say: Called with a line of text if there is something to tell.
+        log: Called with a line of text, such as that it waits.
 
     Returns:
         The book and the settings of the trainer; `None` if there is nothing to do.
@@ -862,25 +855,25 @@ def wait_for_trainer(
     Raises:
         MissingBookError: There is no book in this folder.
     """
-    book, state, is_told = None, None, False
+    book, state, has_logged = None, None, False
     while state is None:
         try:
             if book is None:
-                book = retry_outages(partial(open_book, address, mode="r+"), seconds=_START_SECONDS, stop=stop)
-            state = retry_outages(partial(read_rollouts, book), seconds=math.inf, stop=stop)
+                book = retry_outages(open_book, address, mode="r+", outage_seconds=_START_SECONDS, stop=stop)
+            state = retry_outages(read_rollouts, book, outage_seconds=math.inf, stop=stop)
         except MissingBookError:
             if "://" not in address:  # a trainer on this machine creates its folder before it starts workers
                 raise
         if state is None:
-            if not is_told and say is not None:
-                say(f"waiting for a trainer with rollout workers on {redacted(address)}")
-            is_told = True
+            if not has_logged and log is not None:
+                log(f"waiting for a trainer with rollout workers on {redacted(address)}")
+            has_logged = True
             if stop.wait(_POLL_SECONDS):
                 break
     if book is not None and state is not None and state.status != FINISHED:
         return book, state.settings
-    if state is not None and say is not None:
-        say(f"{redacted(address)}: its training has finished")
+    if state is not None and log is not None:
+        log(f"{redacted(address)}: its training has finished")
     if book is not None:
         book.close()
     return None
@@ -890,13 +883,13 @@ def wait_for_trainer(
 
 
 class LocalWorkers:
-    """Rollout workers as processes of this machine, started again if they end. They end with this process.
+    """Rollout workers as processes of this machine, restarted if they end. They end with this process.
 
     Args:
         book: Address of the book.
         count: Number of workers.
         folder: Folder for their logs.
-        max_failures: Number of consecutive failures of a worker after which the run stops.
+        max_failures: Failures in a row, each within 60 s of a start, after which the run stops.
     """
 
     def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = 5) -> None:
@@ -912,12 +905,12 @@ class LocalWorkers:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        words = ["rollout", "--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
+        arguments = ["--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
         self._started[number] = time.monotonic()
         # The trainer and the workers share the processors.
         threads = str(max(1, (os.cpu_count() or 1) // (len(self.processes) + 1)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
-        command = [sys.executable, "-m", "rollbook", *words]
+        command = [sys.executable, "-m", "rollbook", "rollout", *arguments]
         with open(self._log(number), "ab") as log:
             self.processes[number] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
@@ -927,7 +920,7 @@ class LocalWorkers:
         return self.folder / f"worker-{number}.log"
 
     def poll(self) -> None:
-        """Start workers again that have ended.
+        """Restart workers that have ended.
 
         Raises:
             WorkersFailedError: A worker failed too often.
@@ -937,10 +930,10 @@ class LocalWorkers:
             if status is None:
                 continue
             if status == 0:  # ended by SIGTERM
-                warn_user(f"worker-{number} was stopped and is started again")
+                warn_user(f"worker-{number} was stopped; restarting")
                 self._start(number)
                 continue
-            is_early = time.monotonic() - self._started[number] < _WARN_SECONDS
+            is_early = time.monotonic() - self._started[number] < _EARLY_FAILURE_SECONDS
             self._failures[number] = self._failures[number] + 1 if is_early else 1
             lines = self._log(number).read_text(errors="replace").strip().splitlines()
             reason = lines[-1] if lines and status > 0 else f"status {status}"
@@ -949,7 +942,7 @@ class LocalWorkers:
                     f"worker-{number} failed {self._failures[number]} times in a row; the last error: {reason} "
                     f"(log: {self._log(number)})"
                 )
-            warn_user(f"worker-{number} ended ({reason}) and is started again")
+            warn_user(f"worker-{number} exited ({reason}); restarting")
             self._start(number)
 
     def stop(self) -> None:

@@ -649,7 +649,7 @@ class Config:
     distributed: str = key("none", changeable=True, choices=("none", "ddp", "fsdp"))
     """How models are spread over several ranks: `ddp` replicates them, `fsdp` shards them; `none`: one process."""
     threads: int | None = key(None, changeable=True, low=1, high=1024)
-    """Number of CPU threads of torch; 1 is fastest for models of a few million weights. null: the default of torch."""
+    """Number of CPU threads of torch; 1 is fastest for models of a few million parameters. null: torch's default."""
     deterministic: bool = key(False, changeable=True)
     """Use only deterministic operations of torch, also on a GPU."""
     resume: bool = key(True, changeable=True)
