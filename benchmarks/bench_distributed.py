@@ -180,20 +180,24 @@ def find_largest(options: argparse.Namespace, device: torch.device, lora: bool, 
     shape = "tiny" if options.cpu else "70B" if lora else "8B"
     model: dict[str, Any] = {"gradient_checkpointing": checkpointing, **({"lora": LORA} if lora else {})}
     room = 9.5 if options.cpu else torch.cuda.get_device_properties(device).total_memory / GIB - options.margin
-    small = [try_model(options, device, shape, layers, 1, **model) for layers in (2, 4)]
+    small = [try_model(options, device, shape, layers, **model) for layers in (2, 4)]
     slope = (small[1]["peak"] - small[0]["peak"]) / 2
-    layers = max(int((room - small[0]["peak"]) / slope) + 2, 1)
-    largest, smallest_failed = None, None
-    for _ in range(4):
+    largest, smallest_failed = small[1], None
+    layers, step = max(int((room - small[0]["peak"]) / slope) + 2, 5), 1
+    for _ in range(8):
         result = try_model(options, device, shape, layers, **model) if not options.cpu or layers < 9 else None
         if result is None:
             smallest_failed = layers
-            layers -= 1 if largest is None else 0
         else:
             largest = result
+        if smallest_failed is None:
             layers += 1
-        if largest is not None and smallest_failed is not None:
+        elif smallest_failed - largest["layers"] == 1:
             break
+        elif largest is small[1]:
+            layers, step = max(smallest_failed - step, 5), 2 * step
+        else:
+            layers = (largest["layers"] + smallest_failed) // 2
     settings = {"lora": lora, "gradient_checkpointing": checkpointing, "shape": shape, "per_layer_gib": slope}
     return {**settings, "largest": largest, "failed": smallest_failed}
 

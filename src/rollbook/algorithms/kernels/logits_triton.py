@@ -38,8 +38,8 @@ if triton is not None:
 
 def _jit(function: Callable[..., Any]) -> Any:
     # Triton compiles a kernel again for integers that are divisible by 16, which takes seconds. The number of tokens
-    # differs from batch to batch.
-    return function if triton is None else triton.jit(function, do_not_specialize=["tokens"])
+    # (`inner` of logits [O, I, V]) differs from batch to batch.
+    return function if triton is None else triton.jit(function, do_not_specialize=["tokens", "inner"])
 
 
 @_jit
