@@ -30,6 +30,7 @@ from rollbook.book import (
     Part,
     ReadOnlyError,
     SamplesToInserts,
+    StoreFullError,
     UnknownConsumerError,
     export_records,
     forget_checkpoint,
@@ -432,6 +433,6 @@ def test_a_full_object_store(shared: served.RayBook, monkeypatch: pytest.MonkeyP
     assert book.append(large).admitted == 1 and len(attempts) == 3
     monkeypatch.setattr(served, "RESTART_SECONDS", 0.2)
     monkeypatch.setattr(ray, "put", refuse_always)
-    with pytest.raises(BookError, match="object store of Ray is full"):
+    with pytest.raises(StoreFullError, match="object store of Ray is full"):
         book.append(Experience(tokens=[2] * 50_000))
     assert len(book) == before + 1

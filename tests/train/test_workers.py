@@ -135,7 +135,7 @@ def test_sync_equals_a_run_without_workers(tmp_path: Path, monkeypatch: pytest.M
 
 def test_weights_change_between_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(worker: RolloutWorker, number: int) -> None:
-        slow_down(worker, 0.02 if number else 0.0)
+        slow_down(worker, 0.02 if number else 0.004)
 
     changes = ("sampling.max_tokens=48", "sampling.min_tokens=48", "rollout.workers=2", "steps=5")
     config = configure(tmp_path / "run", *MODES["async"], *changes)
@@ -171,6 +171,25 @@ def test_a_slow_worker_neither_stalls_the_others_nor_loses_its_groups(
     assert not dropped, "a slow worker's groups are waited for"
     assert sorted(waits) == [3, 9, 25], "every length is trained on"
     record_property("seconds from begun to trained, by prompt tokens", waits)
+
+
+def test_groups_of_a_much_slower_worker_are_given_to_an_idle_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two workers takes eight seconds for a group. No step waits that long."""
+
+    def slow(worker: RolloutWorker, number: int) -> None:
+        slow_down(worker, 2.0 if number else 0.001)
+
+    changes = ("rollout.workers=2", "rollout.prompts_per_claim=1", "steps=12", "checkpoint.interval=0")
+    config = configure(tmp_path / "run", *MODES["async"], *changes, "sampling.max_tokens=4", "sampling.min_tokens=4")
+    with thread_workers(monkeypatch, slow):
+        train(config)
+    check(tmp_path / "run", config, bound=2, steps=12)
+    with rollbook.open(tmp_path / "run" / "book", mode="r") as book:
+        waits = [numbers["collect/seconds"] for _, numbers in book.metrics() if "collect/seconds" in numbers]
+        [(reassigned,)] = book.sql("select count(*) from events where kind = 'reassigned' and reason = 'slow worker'")
+    assert reassigned and max(waits) < 7, waits
 
 
 def waiting_times(folder: Path, config: Any) -> tuple[dict[int, float], list[int]]:

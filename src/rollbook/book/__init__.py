@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from rollbook.book.errors import OutcomeUnknownError as OutcomeUnknownError
     from rollbook.book.errors import QuotaExceededError as QuotaExceededError
     from rollbook.book.errors import ReadOnlyError as ReadOnlyError
+    from rollbook.book.errors import StoreFullError as StoreFullError
     from rollbook.book.errors import UnknownConsumerError as UnknownConsumerError
     from rollbook.book.errors import WriterStoppedError as WriterStoppedError
     from rollbook.book.lease import Lease as Lease
@@ -78,7 +79,7 @@ _NAMES = {
     "consumer": "ConsumerConfig MaxAge MaxSize MaxUses MinSize SamplesToInserts remove_consumer",
     "errors": "BackPressureError BookError ConflictError ConnectionLostError CorruptBookError LeaseLostError "
     "LockTimeoutError MissingBookError NewerLayoutError NotABookError OutcomeUnknownError QuotaExceededError "
-    "ReadOnlyError UnknownConsumerError WriterStoppedError",
+    "ReadOnlyError StoreFullError UnknownConsumerError WriterStoppedError",
     "lease": "Lease Mix Part",
     "query": "QueryError QueryTimeoutError",
     "queue": "read_policy_lineage",

@@ -57,6 +57,10 @@ class OutcomeUnknownError(BookError):
     """
 
 
+class StoreFullError(BookError):
+    """The object store of Ray has no room for the arguments or the result of a call, which can be repeated."""
+
+
 class NoWeightsError(BookError):
     """No weights are published, or the process that published them has ended."""
 

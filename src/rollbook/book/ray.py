@@ -51,6 +51,7 @@ from rollbook.book.errors import (
     MissingBookError,
     OutcomeUnknownError,
     ReadOnlyError,
+    StoreFullError,
 )
 from rollbook.book.lease import Claim, Lease, LeaseRequest, RetryAckError, lease_records
 from rollbook.book.ledger import SERVED, check_writable
@@ -569,7 +570,7 @@ class RayBook(Book):
         Raises:
             ConnectionLostError: The actor cannot be reached; nothing was changed.
             OutcomeUnknownError: The actor cannot be reached; the call may have taken effect.
-            BookError: The object store is full.
+            StoreFullError: The object store is full.
         """
         if self.closed:
             raise BookError(f"{self.url}: the book was closed")
@@ -841,9 +842,9 @@ def describe_ray_error(error: BaseException) -> RayErrorText:
     return RayErrorText(lines[0], lines[-1], "creation task" in lines[0])
 
 
-def _store_full_error(url: str, error: Exception) -> BookError:
+def _store_full_error(url: str, error: Exception) -> StoreFullError:
     reason = describe_ray_error(error).first
-    return BookError(f"{url}: the object store of Ray is full, nothing was lost: {reason}")
+    return StoreFullError(f"{url}: the object store of Ray is full, nothing was lost: {reason}")
 
 
 class RayLease(Lease):

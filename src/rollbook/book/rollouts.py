@@ -39,6 +39,8 @@ WEIGHTS_PART_BYTES = 16 << 20
 """Size of the parts in which a database stores weights."""
 _WEIGHTS_FOLDER = "weights"
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.02, 0.5
+_MAX_EVENTS = 20_000
+"""How many of the last events `read_generations` looks at."""
 
 
 class RolloutClaim(NamedTuple):
@@ -72,6 +74,7 @@ class RolloutState:
         returned: Numbers of groups that were started, and wait for another worker.
         in_flight: Groups that workers have claimed.
         settings: What the trainer stored for its workers.
+        time: Time of this state, in seconds since 1970 by the database's clock.
     """
 
     status: str
@@ -80,6 +83,21 @@ class RolloutState:
     returned: list[int] = field(default_factory=list)
     in_flight: list[RolloutClaim] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    time: float = field(default=0.0, repr=False)
+
+
+class Generation(NamedTuple):
+    """A group that a worker finished.
+
+    Args:
+        worker: Name of the worker.
+        seconds: Seconds from the claim to the append.
+        age: Seconds since then.
+    """
+
+    worker: str
+    seconds: float
+    age: float
 
 
 class WorkerReport(NamedTuple):
@@ -225,6 +243,7 @@ def read_rollouts(book: Book) -> RolloutState | None:
         if row is None:
             return None
         claims = tx.all("SELECT state, number, fence, version, worker, claimed, expires FROM claims ORDER BY number")
+        now = tx.now
     status, next_group, limit, settings = row
     return RolloutState(
         status,
@@ -233,6 +252,7 @@ def read_rollouts(book: Book) -> RolloutState | None:
         [number for state, number, *_ in claims if state == RETURNED],
         [RolloutClaim(*values) for state, *values in claims if state == CLAIMED],
         parse_object(settings, "rollouts: settings"),
+        now,
     )
 
 
@@ -252,6 +272,36 @@ def count_open_groups(book: Book, consumer: str = "train") -> int:
             (group.id,),
         )
     return int(count)
+
+
+@served(repeat=True)
+def read_generations(book: Book, count: int = 32) -> list[Generation]:
+    """Return the groups that workers finished last, the newest first.
+
+    Args:
+        book: The book.
+        count: Maximum number of groups.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 1)
+    >>> finish_rollouts(book, claim_rollouts(book, "a", 1, seconds=60))
+    1
+    >>> [generation.worker for generation in read_generations(book)]
+    ['a']
+    """
+    with book.ledger.read() as tx:
+        rows = tx.all(
+            "SELECT time, detail FROM events WHERE kind = 'generated' "
+            "AND id > (SELECT COALESCE(MAX(id), 0) FROM events) - ? ORDER BY id DESC LIMIT ?",
+            (_MAX_EVENTS, check_int("count", count, 1)),
+        )
+        now = tx.now
+    details = [(time, parse_object(text, "an event's detail")) for time, text in rows]
+    return [
+        Generation(str(detail.get("worker")), float(detail.get("seconds", 0.0)), now - time) for time, detail in details
+    ]
 
 
 # --- the workers' calls -----------------------------------------------------------------------------------------------
@@ -727,6 +777,7 @@ def fetch_weights(book: Book) -> Weights:
 
 
 __all__ = [
+    "Generation",
     "RolloutClaim",
     "RolloutState",
     "Weights",
@@ -740,6 +791,7 @@ __all__ = [
     "groups_in_book",
     "open_rollouts",
     "publish_weights",
+    "read_generations",
     "read_rollouts",
     "remove_worker",
     "renew_rollouts",

@@ -17,11 +17,12 @@ import math
 import os
 import queue
 import socket
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from rollbook.book.errors import (
     MissingBookError,
     NoWeightsError,
     OutcomeUnknownError,
+    StoreFullError,
 )
 from rollbook.book.rollouts import (
     FINISHED,
@@ -51,6 +53,7 @@ from rollbook.book.rollouts import (
     groups_in_book,
     open_rollouts,
     publish_weights,
+    read_generations,
     read_rollouts,
     remove_worker,
     renew_rollouts,
@@ -96,6 +99,13 @@ WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
 WAIT_SHARE = 0.05
 """Share of a step spent waiting above which generation runs further ahead."""
+SLOW_FACTOR = 12.0
+"""A worker is slow that takes this many times as long for a group as the median."""
+_MIN_SLOW_SECONDS = 0.5
+_MIN_FINISHED = 4
+"""Number of finished groups from which a median is known."""
+_IDLE_SECONDS = 60.0
+"""How long after its last group a worker without one is taken to be idle, and not gone."""
 _BEAT_SECONDS = 2.0
 _MIN_POLL_SECONDS, _POLL_SHARE = 0.2, 0.02
 """Interval at which a worker polls for new weights while it generates: a share of the time between two updates, and at
@@ -108,8 +118,8 @@ _START_SECONDS = 60.0
 """Seconds for which a starting worker retries calls of a book that does not respond."""
 _OUTAGE_SECONDS = 600.0
 """Seconds for which a trainer retries calls of a book that does not respond."""
-_LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError)
-"""Errors of a book that another process or server will end; the same call may succeed later."""
+_LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError, StoreFullError)
+"""Errors of a book after which the same call may succeed later."""
 
 
 class WorkersFailedError(RollbookError, RuntimeError):
@@ -242,6 +252,9 @@ class RolloutPacer:
         self._reported = -math.inf
         self._in_flight = 0
         self._queued_groups = 0
+        self._times_reassigned: Counter[int] = Counter()
+        """By number of a group."""
+        self._looked_for_slow = -math.inf
         self._lead = self._min_lead = min(1.0, float(config.bound))
         self._leased_at: float | None = None
 
@@ -324,7 +337,8 @@ class RolloutPacer:
     def lease(self, version: int, *, by: str, seconds: float, steps_left: int | None = None) -> Lease:
         """Lease the groups of a step, the oldest first, and wait until there are enough.
 
-        Groups in flight that would be stale after this step are waited for, up to `late_seconds`.
+        Groups in flight that would be stale after this step are waited for, up to `late_seconds`. Those of a worker
+        that is much slower than others are given to idle ones.
 
         Args:
             version: The current policy version.
@@ -358,6 +372,7 @@ class RolloutPacer:
                     time.sleep(0.05)
             else:
                 time.sleep(0.05)
+            self._reassign_slow_groups()
             if time.monotonic() - self._reported > _BEAT_SECONDS:
                 self.report(state="waiting for rollouts", version=version)
             if time.monotonic() - warned > _WARN_SECONDS:
@@ -366,6 +381,35 @@ class RolloutPacer:
                     f"waited {warned - start:.0f} s for rollouts: {self._queued_groups} of {count} groups ready, "
                     f"{self._in_flight} in flight; `rollbook top {self.book.url}` shows the workers"
                 )
+
+    def _reassign_slow_groups(self) -> None:
+        """Give the groups of slow workers back while the trainer waits for them and other workers are idle.
+
+        A group that was given back gets twice the time with its next worker, so that one that takes long for any
+        worker is finished.
+        """
+        now = time.monotonic()
+        if now - self._looked_for_slow < _MIN_SLOW_SECONDS:
+            return
+        self._looked_for_slow = now
+        state = self._read()
+        if state.next < state.limit or state.returned:
+            return  # workers that are idle have something to do
+        finished = retry_outages(read_generations, self.book)
+        busy = {claim.worker for claim in state.in_flight}
+        if len(finished) < _MIN_FINISHED or not any(
+            group.worker not in busy and group.age < _IDLE_SECONDS for group in finished
+        ):
+            return
+        limit = max(_MIN_SLOW_SECONDS, SLOW_FACTOR * statistics.median(group.seconds for group in finished))
+        slow = [
+            claim
+            for claim in state.in_flight
+            if state.time - claim.claimed > limit * 2 ** self._times_reassigned[claim.number]
+        ]
+        if slow:
+            retry_outages(return_rollouts, self.book, slow, "slow worker")
+            self._times_reassigned.update(claim.number for claim in slow)
 
     def _adapt(self, start: float) -> None:
         """Change how many steps generation runs ahead, after the trainer has waited for a lease since `start`.
