@@ -704,8 +704,8 @@ def full_store(setting: Setting) -> None:
         machines.remove(node)
 
 
-def slow_disk(setting: Setting) -> None:
-    """Each `fsync` of the book's process takes two seconds, in the second and third step.
+def slow_disk(setting: Setting, *, seconds: float | None = None) -> None:
+    """Each `fsync` of the book's process takes two seconds, in the second and third step, or for some seconds.
 
     Claims have to last longer than several writes, else their groups are given from worker to worker.
     """
@@ -714,7 +714,10 @@ def slow_disk(setting: Setting) -> None:
         trial.wait_for_step(1)
         setting.machines.slow_flag.touch()
         try:
-            trial.wait_for_step(3)
+            if seconds is None:
+                trial.wait_for_step(3)
+            else:
+                time.sleep(seconds)
         finally:
             setting.machines.slow_flag.unlink()
         trial.finish()

@@ -103,8 +103,12 @@ def test_faults_of_two_ranks_over_postgresql(setting: Setting) -> None:
     ray_trials.killed_driver_and_database(setting)
 
 
-def test_killed_and_paused_actors_a_slow_disk_and_a_lost_node(setting: Setting) -> None:
+def test_killed_and_paused_actors_and_a_lost_node(setting: Setting) -> None:
     ray_trials.several_faults(setting)
+
+
+def test_a_slow_disk(setting: Setting) -> None:
+    ray_trials.slow_disk(setting, seconds=8)
 
 
 def test_a_full_object_store(setting: Setting) -> None:
