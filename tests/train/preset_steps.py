@@ -84,6 +84,8 @@ def build_trainer(
     replay: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
     prompts_per_step: int = 2,
+    lora: Mapping[str, Any] | None = None,
+    precision: str = "float32",
     **changes: Any,
 ) -> Trainer:
     """Build the trainer of a case.
@@ -99,10 +101,13 @@ def build_trainer(
         replay: Options of the records a step takes.
         sampling: Sampling options.
         prompts_per_step: Prompts, or leased groups, of each step.
+        lora: Options of the policy's adapters.
+        precision: Of the passes.
         **changes: Changes of the algorithm.
     """
     settings = AlgorithmConfig.preset(algorithm, **changes)
-    actor = Actor(build_model(), tokenizer=TOKENIZER)
+    model = build_model().bfloat16() if precision == "bfloat16" else build_model()
+    actor = Actor(model, tokenizer=TOKENIZER, lora=lora)
     critic = build_critic(11) if settings.needs_critic else None
     teacher = Actor(build_model(12), tokenizer=TOKENIZER) if settings.needs_teacher else None
     # A reference other than the initial policy: the divergence is not 0 in the first step.
@@ -129,6 +134,7 @@ def build_trainer(
         minibatch=MinibatchConfig(**{"minibatches": 2, **(batch or {})}),
         replay=ReplayConfig(**(replay or {})),
         expert=expert_book(folder, expert) if expert else None,
+        precision=precision,
         seed=SEED,
     )
 

@@ -45,18 +45,20 @@ from tests.train import preset_steps
 LONGEST = 240.0
 """Seconds of a case, after which ranks that wait for each other are ended."""
 TOLERANCE = 1e-5
-LOOSE = {"ppo, critic warm-up": 5e-5}
-"""In one process, other micro-batches change the gradient norm of the last step by 2e-5, too."""
+LOOSE = {"ppo, critic warm-up": 5e-5, "sft, bfloat16": 5e-2}
+"""In one process, other micro-batches change the gradient norm of the last step by 2e-5, too; in bfloat16 by more."""
 METRICS = ("loss", "grad_norm", "critic/value_loss", "critic/grad_norm")
 WAITING = ("ranks/wait_share", "ranks/plan_wait_share")
 VARIATIONS: dict[str, dict[str, Any]] = {
     "grpo, short micro-batches": {**preset_steps.GRPO, "kl_coef": 0.1, "batch": {"token_budget": 12}},
     "grpo, one prompt": {**preset_steps.GRPO, "group_size": 2, "prompts_per_step": 1},
+    "grpo, LoRA": {**preset_steps.GRPO, "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
+    "sft, bfloat16": {"algorithm": "sft", "prompts_per_step": 5, "precision": "bfloat16"},
     "dpo, short micro-batches": {"algorithm": "dpo", "prompts_per_step": 5, "batch": {"token_budget": 16}},
 }
-"""Cases in which ranks have different numbers of micro-batches, or none."""
+"""Adapters, bfloat16, and cases in which ranks have different numbers of micro-batches, or none."""
 CASES = {**preset_steps.SETTINGS, **VARIATIONS}
-SHORT = ["grpo, short micro-batches", "grpo, one prompt", "ppo", "sft", "dpo", "replay with an expert"]
+SHORT = ["grpo, short micro-batches", "grpo, one prompt", "grpo, LoRA", "ppo", "sft", "dpo", "replay with an expert"]
 SHORT_STEPS = 2
 RUN_STEPS, INTERVAL = 6, 2
 FAILURE = "no samples today"
