@@ -568,6 +568,11 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
         engine = OpenAIEngine(urls[0], **shared, **options)
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
+    except ValueError as error:
+        name, _, message = str(error).partition(": ")
+        if not name.startswith("engine_args"):
+            raise
+        raise ConfigError(f"engine.options.{name}", message) from None
     hint = "" if config.algorithm.correction is not None else "; algorithm.correction corrects for the difference"
     warn_user(
         f"engine.url: the server at {urls[0]} keeps its own weights, so rollouts are off-policy after the first "
