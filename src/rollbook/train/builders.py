@@ -21,6 +21,7 @@ import torch
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.core import __version__
+from rollbook.core.checks import suggest
 from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
@@ -178,12 +179,30 @@ def _call_function(name: str, target: str, options: Mapping[str, Any], seed: int
         raise ConfigError(name, f"got {target!r}, which is a {type(function).__name__}, expected a function")
     signature = inspect.signature(function)
     arguments = {"seed": seed, **options} if "seed" in signature.parameters else dict(options)
+    key = f"{name.rpartition('.')[0]}.options"
     try:
         signature.bind(**arguments)
     except TypeError as error:
+        parameters = [
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        for option in options:
+            if option not in parameters and f"unexpected keyword argument {option!r}" in str(error):
+                raise ConfigError(
+                    f"{key}.{option}", f"unknown option of {target}{suggest(option, parameters)}"
+                ) from None
         raise ConfigError(name, f"{target} cannot be called with {arguments}: {error}") from None
-    arguments = expand_variables(arguments, f"{name.rpartition('.')[0]}.options")
-    return function(**arguments)
+    arguments = expand_variables(arguments, key)
+    try:
+        return function(**arguments)
+    except TypeError as error:
+        # A function with `**options` passes them on.
+        for option in options:
+            if f"unexpected keyword argument {option!r}" in str(error):
+                raise ConfigError(f"{key}.{option}", f"unknown option of {target}: {error}") from error
+        raise
 
 
 def build_models(config: Config, actor: Actor, device: torch.device) -> Models:
