@@ -6,7 +6,7 @@ Invariant: a file runs once in a process, however often it is named. Errors insi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,26 +86,30 @@ def _file(target: str, name: str, path: Path) -> ModuleType:
 
 _RECIPES = "rollbook.train.recipes."
 _PLAIN_ENGINE_ARGS = frozenset(
-    "block_size cpu_offload_gb data_parallel_size disable_log_stats dtype enable_chunked_prefill enable_lora "
-    "enable_prefix_caching enable_sleep_mode enforce_eager gpu_memory_utilization kv_cache_dtype logprobs_mode "
-    "max_logprobs max_lora_rank max_loras max_model_len max_num_batched_tokens max_num_seqs pipeline_parallel_size "
-    "seed swap_space tensor_parallel_size".split()
+    (
+        *("block_size", "cpu_offload_gb", "data_parallel_size", "disable_log_stats", "dtype"),
+        *("enable_chunked_prefill", "enable_lora", "enable_prefix_caching", "enable_sleep_mode"),
+        *("enforce_eager", "gpu_memory_utilization", "kv_cache_dtype", "logprobs_mode"),
+        *("max_logprobs", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens"),
+        *("max_num_seqs", "pipeline_parallel_size", "seed", "swap_space", "tensor_parallel_size"),
+    )
 )
 """Fields of `vllm.AsyncEngineArgs` that load neither code nor another model."""
 
 
-def check_trusted(folder: Path, config: Config, *, remote: bool = False) -> None:
+def check_trusted(folder: Path, config: Config, *, remote: bool = False, trusted: Collection[str] = ()) -> None:
     """Reject a configuration that names code outside Rollbook.
 
     Args:
         folder: The run's folder, for the message.
         config: The configuration in that folder.
         remote: Whether servers that sample or score count, too.
+        trusted: Paths of keys that the user has set, whose values are trusted.
 
     Raises:
         ValueError: The configuration names such code. The message lists every key and its value.
     """
-    values = find_foreign_code(config, remote=remote)
+    values = {path: value for path, value in find_foreign_code(config, remote=remote).items() if path not in trusted}
     if values:
         listed = "".join(f"\n{path}: {value}" for path, value in values.items())
         raise ValueError(
