@@ -232,7 +232,7 @@ def test_a_model_by_builder(go: Go, plain: Ran) -> None:
     assert "Actor" in refused(go, "model.suppress", f"model.builder={ME}:an_actor", "model.suppress=[5]", out="no")
     refused(go, "model.builder", f"model.builder={ME}:nothing", out="nothing")
     refused(go, "model.tokenizer", f"model.builder={ME}:a_model_alone", out="alone")
-    refused(go, "model.builder", f"model.builder={ME}:an_actor", "model.options={sead: 1}", out="option")
+    refused(go, "model.options.sead", f"model.builder={ME}:an_actor", "model.options={sead: 1}", out="option")
 
 
 def test_adapters_alone_are_trained_saved_and_gone_on_with(go: Go) -> None:

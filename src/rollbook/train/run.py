@@ -435,7 +435,7 @@ class Run:
         except (OSError, ValueError) as error:
             if self.config.book is None:
                 raise
-            raise ConfigError("book", f"got {redacted(self.config.book)!r}, but {error}") from error
+            raise ConfigError("book", str(error)) from error
 
     def _check_unused(self, book: Book, resumed: bool) -> None:
         """Reject the training records of another run in the book of a new one."""
