@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,6 +150,24 @@ def test_vllm_is_missing() -> None:
         VllmEngine(Actor(tiny.llama(), tokenizer=tiny.bytes_()))
 
 
+@pytest.mark.parametrize("engine_args", [{}, {"max_model_len": 8}, {"trust_remote_code": True}])
+def test_vllm_runs_no_code_of_a_model_by_default(
+    engine_args: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    def start(name: str, arguments: dict[str, Any], *_: Any) -> Any:
+        started.append(arguments)
+        return SimpleNamespace(tokenizer=None, close=lambda: None)
+
+    monkeypatch.setattr("rollbook.rollout.vllm.LocalReplica", start)
+    monkeypatch.setattr("rollbook.rollout.vllm.require_vllm", lambda: None)
+    VllmEngine("some/folder", transfer="file", engine_args=engine_args).close()
+    (arguments,) = started
+    assert arguments["model"] == "some/folder"
+    assert arguments["trust_remote_code"] is engine_args.get("trust_remote_code", False)
+
+
 def test_arguments_of_vllm() -> None:
     with pytest.raises(ValueError, match="transfer: got 'post'"):
         VllmEngine("http://127.0.0.1:1", transfer="post")  # type: ignore[arg-type]
@@ -156,5 +175,7 @@ def test_arguments_of_vllm() -> None:
         VllmEngine(["http://127.0.0.1:1", "some/folder"])
     with pytest.raises(ValueError, match="engine_args"):
         VllmEngine("http://127.0.0.1:1", engine_args={"max_model_len": 8})
+    with pytest.raises(ValueError, match=r"engine_args.model: got 'other', but the source is the model; remove it"):
+        VllmEngine("some/folder", engine_args={"model": "other"})
     with VllmEngine("http://127.0.0.1:1") as engine, pytest.raises(WeightSyncError, match="ConnectError|connect"):
         engine.update_weights(tiny.llama(), 1)

@@ -21,12 +21,14 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import rollbook
 from rollbook import Experience
 from rollbook.book import trained_steps
+from rollbook.book.rollouts import open_rollouts
 from rollbook.book.sampler import SAMPLERS
 from rollbook.cli import main
 from rollbook.models import Actor
 from rollbook.rollout.environment import Reply
 from rollbook.train import checkpoint
 from rollbook.train.algorithm import PRESET_NAMES
+from rollbook.train.builders import build_rollouts, load_prompts
 from rollbook.train.config import ConfigError, dump_config, load_config
 from rollbook.train.evaluation import compare_evaluations
 from rollbook.train.learner import NonFiniteLossError
@@ -75,6 +77,10 @@ def a_model_alone() -> Any:
 
 def a_seer(seed: int = 0) -> tuple[Any, Any]:
     return tiny.llava(seed=seed)
+
+
+def forwarding(seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    return letters.model(seed, **options)
 
 
 def nothing() -> None:
@@ -226,7 +232,7 @@ def test_a_model_by_builder(go: Go, plain: Ran) -> None:
     assert "Actor" in refused(go, "model.suppress", f"model.builder={ME}:an_actor", "model.suppress=[5]", out="no")
     refused(go, "model.builder", f"model.builder={ME}:nothing", out="nothing")
     refused(go, "model.tokenizer", f"model.builder={ME}:a_model_alone", out="alone")
-    refused(go, "model.builder", f"model.builder={ME}:an_actor", "model.options={sead: 1}", out="option")
+    refused(go, "model.options.sead", f"model.builder={ME}:an_actor", "model.options={sead: 1}", out="option")
 
 
 def test_adapters_alone_are_trained_saved_and_gone_on_with(go: Go) -> None:
@@ -456,6 +462,37 @@ def test_what_would_fail_later_is_said_before_a_model_is_loaded(
     assert "expected at most the 8 of the model" in refused(go, "model.tokenizer", small, out="j")
     with pytest.warns(UserWarning, match="model.tokenizer: its end token is"), pytest.raises(AssertionError):
         go(small.replace("vocab_size: 8", "vocab_size: 99"), out="k")
+
+
+def test_a_book_that_cannot_be_used_is_said_before_a_model_is_loaded(
+    go: Go, plain: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any) -> Any:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("rollbook.train.builders.build_actor", load)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    said = refused(go, "book", f"book=postgresql://ana@127.0.0.1:{port}/runs", out="a")
+    assert str(port) in said and "\n" not in said
+    assert "has training records, expected a new one" in refused(go, "book", f"book={plain.outcome.book}", out="b")
+    (tmp_path / "file").write_text("")
+    assert "got a file" in refused(go, "book", f"book={tmp_path}/file", out="c")
+    pytest.importorskip("ray")
+    monkeypatch.setattr("rollbook.book.ray.connect_cluster", lambda _: None)
+    monkeypatch.setattr("rollbook.book.ray.find_actor", lambda _: None)
+    assert "no actor of this name serves a book" in refused(go, "book", "book=ray://nobody", out="d")
+
+
+@pytest.mark.parametrize("builder", ["rollbook.train.recipes.letters:model", f"{ME}:forwarding"])
+def test_an_unknown_option_of_a_function_is_one_line(
+    builder: str, house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"model={{builder: {builder}, options: {{hiden: 3}}}}"
+    assert main(["train", str(house / "base.yaml"), model, f"--out={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rollbook train: model.options.hiden: unknown option of ") and said.count("\n") == 1
+    assert "did you mean 'hidden'?" in said or builder.endswith("forwarding")
 
 
 def test_a_reward_that_never_works_stops_the_run(go: Go) -> None:
@@ -728,6 +765,63 @@ def test_the_command(house: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr()
     told = json.loads(said.out)
     assert told["steps"] == 1 and told["after"]["eval/prompts"] == 3 and "step-000001/model" in said.err
+
+
+def test_a_trainer_that_another_one_replaces_ends_in_one_line(
+    house: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class OtherTrainer:
+        """Uses the same book as soon as this run waits for its workers."""
+
+        def __init__(self, book: str, *_: Any) -> None:
+            self.book = book
+
+        def start(self) -> None:
+            with rollbook.open(self.book) as book:
+                open_rollouts(book, {"trainer": "another"}, next=0)
+
+        def poll(self) -> None: ...
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr("rollbook.train.run.LocalWorkers", OtherTrainer)
+    words = [str(house / "base.yaml"), "rollout.workers=1", "rollout.mode=one_step_off"]
+    assert main(["train", *words, f"book={tmp_path / 'book'}", f"--out={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"rollbook train: {tmp_path / 'book'}: another trainer is now using this book\n"
+
+
+def test_a_worker_trusts_the_command_line_and_not_the_settings_of_the_book(
+    house: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(*_: Any) -> Any:
+        raise ValueError("the worker is built")
+
+    def said(book: Path, *words: str) -> str:
+        assert main(["rollout", "--book", str(book), *words]) == 2
+        return capsys.readouterr().err
+
+    def stored(name: str, *changes: str) -> Path:
+        config = load_config(house / "base.yaml", ["rollout.workers=1", "rewards=exact_match", *changes])
+        settings = build_rollouts(config, load_prompts(config)[0]).settings
+        with rollbook.open(tmp_path / name) as book:
+            open_rollouts(book, settings, next=0)
+        return tmp_path / name
+
+    monkeypatch.setattr("rollbook.train.builders.build_worker", build)
+    plain, mine, theirs = stored("plain"), "http://127.0.0.1:1", "http://127.0.0.1:2"
+    assert "the worker is built" in said(plain, "--engine", mine)
+    assert "the worker is built" in said(plain, f"engine={{kind: vllm, url: [{mine}]}}")
+    assert "the worker is built" in said(plain, "model={builder: os:system}")
+    served = stored("served", "engine.kind=vllm", f"engine.url=[{theirs}, {theirs}]")
+    assert f"engine.url: {theirs}" in said(served)
+    assert f"engine.url: {theirs}" in said(served, "--engine", "vllm")
+    assert f"engine.url: {mine}, {theirs}" in said(served, f"engine.url.0={mine}")
+    assert "the worker is built" in said(served, "--engine", mine)
+    loads = stored("loads", "engine={kind: vllm, options: {engine_args: {model: evil/model}}}")
+    refused = said(loads, "--engine", mine)
+    assert "engine.options.engine_args.model: evil/model" in refused and mine not in refused
+    assert "the worker is built" in said(loads, "engine.options.engine_args.model=my/model")
 
 
 def test_a_reward_that_always_fails_ends_the_warm_up(go: Go) -> None:

@@ -49,6 +49,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["rollout.workers=0"], 1, "rollout.workers: got 0, expected the number of rollout workers"),
         ([], 2, "distributed: got 'none' with 2 ranks"),
+        (["book=ray://x"], 1, "book: got 'ray://x' with --ray, expected a folder or postgresql://..."),
         ([], 1, r"--ray: needs ray: install it with `pip install 'rollbook\[ray\]'`"),
     ],
 )
@@ -57,6 +58,18 @@ def test_wrong_configurations_end_before_actors_start(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         train_on_ray(small(tmp_path, *changes), "local", ranks=ranks)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["rollout.worker_resources", "rollout.trainer_resources"])
+def test_wrong_resources_end_before_actors_start(tmp_path: Path, key: str) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match=rf"{key}\.num_cpu: unknown key; did you mean 'num_cpus'\?"):
+        small(tmp_path, f"{key}={{num_cpu: 1}}")
+    for resources in ("{num_cpus: two}", "{num_cpus: -1}", "{memory: much}", "{resources: 3}"):
+        with pytest.raises(ConfigError, match=rf"{key}\.\w+: got .*") as raised:
+            train_on_ray(small(tmp_path, f"{key}={resources}"), "local")
+        assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -411,6 +411,10 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         "replay.expert": "postgresql://nobody.invalid/db",
         "tracking.trackers.0": f"{evil}:Leave",
         "model.attention": "stranger/kernel",
+        "engine.options.engine_args.model": "evil-org/model",
+        "engine.options.engine_args.trust_remote_code": "True",
+        "engine.options.engine_args.reasoning_parser_plugin": str(evil),
+        "engine.options.engine_args.max_num_seqs": "{'a': 1}",
     }
     given = load_config(copy / "config.yaml").to_dict()
     given["model"] |= {"builder": named["model.builder"], "options": {"command": f"touch {canary}"}}
@@ -424,6 +428,10 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     ]
     given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
     given["model"] |= {"attention": named["model.attention"]}
+    plain = {"enforce_eager": True, "max_model_len": 64, "dtype": "float32"}
+    loads = {"model": "evil-org/model", "trust_remote_code": True, "reasoning_parser_plugin": str(evil)}
+    engine_args = {**plain, **loads, "max_num_seqs": {"a": 1}}
+    given["engine"] |= {"kind": "vllm", "options": {"engine_args": engine_args}}
     given["replay"] |= {"expert": named["replay.expert"], "expert_share": 0.5}
     (copy / "config.yaml").write_text(dump_config(Config.from_dict(given)))
     return named
@@ -437,6 +445,7 @@ def test_what_a_strangers_configuration_names_is_listed_and_not_run(
     assert main(["replay", str(copy), "--step", "4"]) == 2
     told = capsys.readouterr().err
     assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
+    assert not any(name in told for name in ("enforce_eager", "max_model_len", "dtype"))
     assert main(["eval", str(copy)]) == 2
     told = capsys.readouterr().err
     assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told

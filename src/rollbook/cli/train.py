@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollbook.cli.run import resolve_book
+from rollbook.core.errors import RollbookError
 from rollbook.core.terminal import FOUND, OK, UNREADABLE, columns, cut, figure, print_json, printable, styled, table
 
 if TYPE_CHECKING:
@@ -58,15 +60,10 @@ def train(options: argparse.Namespace) -> int:
             raise ValueError(f"--ranks: got {options.ranks} with distributed: none, expected distributed=ddp or fsdp")
         arguments = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
         return _launch(options.ranks, [*arguments, *(["--json"] if options.json else [])])
-    from rollbook.rewards.types import RewardError
-    from rollbook.rollout.weight_sync import StaleWeightsError
     from rollbook.train.checkpoint import RankError
-    from rollbook.train.evaluation import AllSamplesFailedError
-    from rollbook.train.learner import NonFiniteLossError
-    from rollbook.train.ray import TrainerDiedError, train_on_ray
+    from rollbook.train.ray import train_on_ray
     from rollbook.train.run import run
-    from rollbook.train.trainer import OutOfDataError
-    from rollbook.train.worker import WorkersFailedError
+    from rollbook.train.worker import TrainerReplacedError
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:
@@ -76,13 +73,16 @@ def train(options: argparse.Namespace) -> int:
                 print(json.dumps(summary))
             return OK
         outcome = run(config)
-    except (
-        *(OutOfDataError, AllSamplesFailedError, NonFiniteLossError, RewardError, RankError),
-        *(StaleWeightsError, TrainerDiedError, WorkersFailedError),
-    ) as error:
+    except RollbookError as error:
+        if isinstance(error, (ValueError, OSError)):
+            raise  # of a configuration, a file or a book
         if isinstance(error, RankError) and not is_main:
             return UNREADABLE  # rank 0 prints it
-        raise ValueError(f"{error} (the same command continues from the last checkpoint)") from error
+        # Continuing would replace the other trainer.
+        hint = (
+            "" if isinstance(error, TrainerReplacedError) else " (the same command continues from the last checkpoint)"
+        )
+        raise ValueError(f"{error}{hint}") from error
     if options.json and is_main:
         print(json.dumps(outcome.to_dict()))
     return OK
@@ -265,9 +265,9 @@ def rollout(options: argparse.Namespace) -> int:
         return OK
     book, settings = opened
     with book:
-        config = _configure(settings, options)
+        config, overridden = _configure(settings, options)
         if not options.trust:
-            check_trusted(Path(book.url), dataclasses.replace(config, book=None), remote=True)
+            check_trusted(Path(book.url), dataclasses.replace(config, book=None), remote=True, trusted=overridden)
         if os.path.isdir(settings["folder"]):
             os.chdir(settings["folder"])  # paths of the configuration are relative to it
         transformers_module().utils.logging.disable_progress_bar()
@@ -300,9 +300,10 @@ _WORKER_KEYS = ("data", "device", "engine", "model", "threads", "rollout.claim_s
 """Keys and sections that a worker may change: checks compare its prompts and its weights with the trainer's."""
 
 
-def _configure(settings: dict[str, Any], options: argparse.Namespace) -> Config:
-    """Return the trainer's configuration with the changes of the command line."""
+def _configure(settings: dict[str, Any], options: argparse.Namespace) -> tuple[Config, set[str]]:
+    """Return the trainer's configuration with the changes of the command line, and the keys that these set."""
     from rollbook.train.config import load_config
+    from rollbook.train.config.files import parse_arguments
     from rollbook.train.config.schema import compare_configs
     from rollbook.train.config.values import ConfigError
 
@@ -320,7 +321,16 @@ def _configure(settings: dict[str, Any], options: argparse.Namespace) -> Config:
             raise ConfigError(
                 difference.path, f"cannot differ from the trainer's; a worker can change {', '.join(_WORKER_KEYS)}"
             )
-    return config
+    return config, set(_leaf_keys(parse_arguments(changes).values))
+
+
+def _leaf_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all values that are not mappings."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaf_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _log(text: str) -> None:

@@ -502,7 +502,8 @@ class VllmEngine(BaseEngine):
         folder: Folder for checkpoints and adapters, which servers must be able to read; by default a temporary one.
         sleep: Whether `release_memory` offloads vLLM's weights and frees its cache, for an engine on the device of the
             trainer. A server also needs `--enable-sleep-mode`.
-        engine_args: Fields of `vllm.AsyncEngineArgs`, in this process.
+        engine_args: Fields of `vllm.AsyncEngineArgs`, in this process; not `model`, which is the source. The default of
+            `trust_remote_code` is False.
         api_key: Bearer token of the servers.
         timeout: Seconds without a byte from a server.
         concurrency: Largest number of requests in flight, for each server.
@@ -568,6 +569,8 @@ class VllmEngine(BaseEngine):
 
     def _start(self, source: Source, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
         """Start vLLM in this process."""
+        if "model" in engine_args:
+            raise ValueError(f"engine_args.model: got {engine_args['model']!r}, but the source is the model; remove it")
         require_vllm()
         name, processor = str(source), None
         defaults: dict[str, Any] = {
@@ -575,6 +578,7 @@ class VllmEngine(BaseEngine):
             "enable_sleep_mode": self._sleeps,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            "trust_remote_code": False,
         }
         if isinstance(source, Actor):
             name = str(getattr(source.config, "_name_or_path", "") or type(unwrap(source.model)).__name__)
@@ -598,7 +602,7 @@ class VllmEngine(BaseEngine):
             # Handles of device memory are pickled, between this process and its children only.
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
             defaults["weight_transfer_config"] = {"backend": transfer}
-        return LocalReplica(name, {"model": str(source), **defaults, **engine_args}, tokenizer, processor, version)
+        return LocalReplica(name, {**defaults, **engine_args, "model": str(source)}, tokenizer, processor, version)
 
     def __repr__(self) -> str:
         names = [getattr(replica, "url", replica.model) for replica in self._replicas]

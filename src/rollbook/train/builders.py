@@ -21,6 +21,7 @@ import torch
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.core import __version__
+from rollbook.core.checks import suggest
 from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
@@ -178,12 +179,30 @@ def _call_function(name: str, target: str, options: Mapping[str, Any], seed: int
         raise ConfigError(name, f"got {target!r}, which is a {type(function).__name__}, expected a function")
     signature = inspect.signature(function)
     arguments = {"seed": seed, **options} if "seed" in signature.parameters else dict(options)
+    key = f"{name.rpartition('.')[0]}.options"
     try:
         signature.bind(**arguments)
     except TypeError as error:
+        parameters = [
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        for option in options:
+            if option not in parameters and f"unexpected keyword argument {option!r}" in str(error):
+                raise ConfigError(
+                    f"{key}.{option}", f"unknown option of {target}{suggest(option, parameters)}"
+                ) from None
         raise ConfigError(name, f"{target} cannot be called with {arguments}: {error}") from None
-    arguments = expand_variables(arguments, f"{name.rpartition('.')[0]}.options")
-    return function(**arguments)
+    arguments = expand_variables(arguments, key)
+    try:
+        return function(**arguments)
+    except TypeError as error:
+        # A function with `**options` passes them on.
+        for option in options:
+            if f"unexpected keyword argument {option!r}" in str(error):
+                raise ConfigError(f"{key}.{option}", f"unknown option of {target}: {error}") from error
+        raise
 
 
 def build_models(config: Config, actor: Actor, device: torch.device) -> Models:
@@ -568,6 +587,11 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
         engine = OpenAIEngine(urls[0], **shared, **options)
     except TypeError as error:
         raise ConfigError("engine.options", str(error)) from None
+    except ValueError as error:
+        name, _, message = str(error).partition(": ")
+        if not name.startswith("engine_args"):
+            raise
+        raise ConfigError(f"engine.options.{name}", message) from None
     hint = "" if config.algorithm.correction is not None else "; algorithm.correction corrects for the difference"
     warn_user(
         f"engine.url: the server at {urls[0]} keeps its own weights, so rollouts are off-policy after the first "

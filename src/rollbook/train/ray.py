@@ -23,12 +23,12 @@ import xxhash
 
 from rollbook.book.book import open as open_book
 from rollbook.book.errors import BookError, NotABookError
-from rollbook.core.addresses import RAY
+from rollbook.core.addresses import POSTGRES, RAY, redacted
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, private_opener
 from rollbook.core.metrics import warn_user
 from rollbook.train import checkpoint
-from rollbook.train.config.schema import Config
+from rollbook.train.config.schema import Config, RolloutSection
 from rollbook.train.config.values import ConfigError
 from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE, WORKERS_FOLDER, Run
 from rollbook.train.worker import WorkersFailedError, wait_for_trainer
@@ -158,6 +158,12 @@ def train_on_ray(
     config.require()
     if not config.rollout.workers:
         raise ConfigError("rollout.workers", "got 0, expected the number of rollout workers to start on Ray")
+    if config.book is not None and "://" in config.book and not config.book.startswith(POSTGRES):
+        raise ConfigError(
+            "book",
+            f"got {redacted(config.book)!r} with --ray, expected a folder or postgresql://...: the run starts its own "
+            "actor, which serves that book",
+        )
     if ranks > 1 and config.distributed == "none":
         raise ConfigError("distributed", f"got 'none' with {ranks} ranks, expected 'ddp' or 'fsdp'")
     # Ray prints messages of its nodes to standard output, which `--json` is for.
@@ -178,6 +184,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
         raise ConfigError("--ray", "needs ray: install it with `pip install 'rollbook[ray]'`") from error
     from rollbook.book.ray import NAMESPACE, check_cluster_address
 
+    _check_resources(config.rollout)
     if ray.is_initialized():
         yield
         return
@@ -202,12 +209,26 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
         ray.shutdown()
 
 
+def _check_resources(rollout: RolloutSection) -> None:
+    """Reject resources that Ray would reject when an actor starts."""
+    import ray
+
+    for name in ("worker_resources", "trainer_resources"):
+        for option, value in getattr(rollout, name).items():
+            try:
+                ray.remote(TrainerRank).options(**{option: value})
+            except (TypeError, ValueError) as error:
+                message = " ".join(str(error).split())
+                raise ConfigError(f"rollout.{name}.{option}", f"got {value!r}: {message}") from None
+
+
 def _demands(config: Config, ranks: int) -> list[tuple[Mapping[str, Any], int]]:
     return [(config.rollout.worker_resources, config.rollout.workers), (config.rollout.trainer_resources, ranks)]
 
 
 def _cpus(resources: Mapping[str, Any], count: int) -> float:
-    return float(resources.get("num_cpus", 1)) * count
+    cpus = resources.get("num_cpus", 1)
+    return float(1 if cpus is None else cpus) * count
 
 
 class _Cluster:

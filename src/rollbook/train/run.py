@@ -425,6 +425,30 @@ class Run:
             book = open_book(address, mode="r")
         return book or contextlib.nullcontext()
 
+    def _check_book(self, resumed: bool) -> None:
+        """Check that the book can be opened and is not that of another run, before models are loaded."""
+        try:
+            with open_book(self._own_book) as book:
+                self._check_unused(book, resumed)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            if self.config.book is None:
+                raise
+            raise ConfigError("book", str(error)) from error
+
+    def _check_unused(self, book: Book, resumed: bool) -> None:
+        """Reject the training records of another run in the book of a new one."""
+        if resumed or not book.counts().admitted:
+            return
+        if self.config.book is not None:
+            raise ConfigError("book", f"got {book.url}, which has training records, expected a new one")
+        raise ConfigError(
+            "out",
+            f"got {str(self.folder)!r}, whose book has training records but which has no checkpoint, expected another "
+            "folder, or overwrite: true",
+        )
+
     @contextlib.contextmanager
     def _working(self, trainer: Trainer) -> Iterator[None]:
         """Start the rollout workers of this machine, if there are any, and end them with the run."""
@@ -468,6 +492,8 @@ class Run:
         if ranks is not None and ranks.is_main:
             ranks.release(resumed)
         check(config)
+        if self.is_main:
+            self._check_book(resumed)
         where = device if ranks is None else ranks.build_device
         actor = builders.build_actor(config, where)
         if config.model.builder is not None:
@@ -491,14 +517,8 @@ class Run:
             actor.to(where)
         models = builders.build_models(config, actor, where)
         with self._open_book(actor) as book, contextlib.ExitStack() as stack:
-            if not resumed and self.is_main and book is not None and book.counts().admitted:
-                if config.book is not None:
-                    raise ConfigError("book", f"got {book.url}, which has training records, expected a new one")
-                raise ConfigError(
-                    "out",
-                    f"got {str(self.folder)!r}, whose book has training records but which has no checkpoint, expected "
-                    "another folder, or overwrite: true",
-                )
+            if self.is_main and book is not None:
+                self._check_unused(book, resumed)  # again: another run may have begun with it
             trainer = self._trainer = builders.build_trainer(config, models, prompts, reward, book, ranks)
             if trainer.engine is not None:
                 stack.callback(trainer.engine.close)

@@ -6,7 +6,7 @@ Invariant: a file runs once in a process, however often it is named. Errors insi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,20 +85,31 @@ def _file(target: str, name: str, path: Path) -> ModuleType:
 
 
 _RECIPES = "rollbook.train.recipes."
+_PLAIN_ENGINE_ARGS = frozenset(
+    (
+        *("block_size", "cpu_offload_gb", "data_parallel_size", "disable_log_stats", "dtype"),
+        *("enable_chunked_prefill", "enable_lora", "enable_prefix_caching", "enable_sleep_mode"),
+        *("enforce_eager", "gpu_memory_utilization", "kv_cache_dtype", "logprobs_mode"),
+        *("max_logprobs", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens"),
+        *("max_num_seqs", "pipeline_parallel_size", "seed", "swap_space", "tensor_parallel_size"),
+    )
+)
+"""Fields of `vllm.AsyncEngineArgs` that load neither code nor another model."""
 
 
-def check_trusted(folder: Path, config: Config, *, remote: bool = False) -> None:
+def check_trusted(folder: Path, config: Config, *, remote: bool = False, trusted: Collection[str] = ()) -> None:
     """Reject a configuration that names code outside Rollbook.
 
     Args:
         folder: The run's folder, for the message.
         config: The configuration in that folder.
         remote: Whether servers that sample or score count, too.
+        trusted: Paths of keys that the user has set, whose values are trusted.
 
     Raises:
         ValueError: The configuration names such code. The message lists every key and its value.
     """
-    values = find_foreign_code(config, remote=remote)
+    values = {path: value for path, value in find_foreign_code(config, remote=remote).items() if path not in trusted}
     if values:
         listed = "".join(f"\n{path}: {value}" for path, value in values.items())
         raise ValueError(
@@ -119,6 +130,8 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
 
     >>> find_foreign_code(Config(model={"builder": "os:system"}, rewards=["exact_match", "mine.py:score"]))
     {'model.builder': 'os:system', 'rewards.1.function': 'mine.py:score'}
+    >>> find_foreign_code(Config(engine={"kind": "vllm", "options": {"engine_args": {"model": "x/y", "seed": 1}}}))
+    {'engine.options.engine_args.model': 'x/y'}
     """
     functions = {
         "model.builder": config.model.builder,
@@ -134,6 +147,8 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
     values |= {f"tracking.trackers.{i}": tracker for i, tracker in enumerate(config.tracking.trackers)}
     if "/" in (config.model.attention or ""):
         values["model.attention"] = str(config.model.attention)  # a kernel of the hub
+    if config.engine.kind == "vllm":
+        values |= _foreign_engine_args(config.engine.options.get("engine_args"))
     if remote and config.engine.url is not None:
         values["engine.url"] = ", ".join(config.engine.url)
     for path, address in (("book", config.book), ("replay.expert", config.replay.expert)):
@@ -141,6 +156,18 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
             # libpq sends the password in the environment, if there is one, to the server of this address.
             values[path] = address
     return values
+
+
+def _foreign_engine_args(engine_args: Any) -> dict[str, str]:
+    """Return the arguments of vLLM that may load code or another model: all but numbers and names known to be safe."""
+    path = "engine.options.engine_args"
+    if not isinstance(engine_args, Mapping):
+        return {path: str(engine_args)} if engine_args else {}  # a list of pairs would do
+    return {
+        f"{path}.{name}": str(value)
+        for name, value in engine_args.items()
+        if name not in _PLAIN_ENGINE_ARGS or not isinstance(value, (bool, int, float, str, type(None)))
+    }
 
 
 def _foreign_reward_code(reward: RewardSection, remote: bool) -> Iterator[tuple[str, str]]:

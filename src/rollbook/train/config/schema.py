@@ -357,6 +357,13 @@ class EngineSection:
                 raise ConfigError(name, f"got {getattr(self, name)!r} for kind {self.kind}, expected it for vllm")
 
 
+_ACTOR_OPTIONS = (
+    *("num_cpus", "num_gpus", "memory", "object_store_memory", "resources", "accelerator_type", "label_selector"),
+    *("scheduling_strategy", "runtime_env"),
+)
+"""Options of a Ray actor that a configuration may set. The others are Rollbook's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutSection:
     """Where rollouts are generated: in the trainer's process, or by rollout workers while it trains."""
@@ -375,9 +382,9 @@ class RolloutSection:
     """Seconds without a heartbeat after which the prompts of a worker are given to others."""
     late_seconds: float = key(600.0, changeable=True, low=0, high=1e6)
     """Seconds that a step waits for prompts that would become stale; after that they are dropped when they arrive."""
-    worker_resources: Mapping[str, Any] = key({}, changeable=True)
+    worker_resources: Mapping[str, Any] = key({}, changeable=True, names=_ACTOR_OPTIONS)
     """With `--ray`, resources of a worker, such as {num_cpus: 2, num_gpus: 1}."""
-    trainer_resources: Mapping[str, Any] = key({}, changeable=True)
+    trainer_resources: Mapping[str, Any] = key({}, changeable=True, names=_ACTOR_OPTIONS)
     """With `--ray`, resources of each rank of the trainer."""
 
     def __post_init__(self) -> None:
