@@ -178,7 +178,8 @@ def test_pairs_and_an_experts_rows_are_the_same_too(make: Make, tmp_path: Path) 
     lines = [{"prompt": f"{word}>", "chosen": "abc", "rejected": word} for word in ("cba", "bca", "cab", "bac", "acb")]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("\n".join(json.dumps(line) for line in lines))
-    untouched(replay(make("algorithm.preset=dpo", "algorithm.group_size=1", f"data.path={pairs}", rows=""), 2))
+    changes = ("algorithm.preset=dpo", "algorithm.group_size=1", "algorithm.kl_coef=0", f"data.path={pairs}")
+    untouched(replay(make(*changes, rows=""), 2))
     expert = make(steps=4, every=3) / "book"
     found = replay(make("algorithm.preset=mix", f"replay.expert={expert}", "replay.expert_share=0.3"), 2)
     untouched(found)
@@ -350,7 +351,7 @@ def test_what_is_missing_is_said(copy: Path, tmp_path: Path) -> None:
         uid = trace_step(book, 2).uids[0]
         book.delete(uid, author="ana")
         book.compact()
-    with pytest.raises(ValueError, match="step 2: a record cannot be read.*gone"):
+    with pytest.raises(ValueError, match="step 2: a record cannot be read.*data was removed"):
         replay(copy, 2)
     with pytest.raises(ValueError, match="step 2: a record cannot be read"):
         replay(copy, 3)  # by way of step 2
