@@ -4,8 +4,11 @@
     python -m benchmarks.trial_async --steps 6 --seeds 0 1 --runs /tmp/trial --out /tmp
 
 Each run is `rollbook train letters` with a seed: in a single process, and with two rollout workers, asynchronously,
-with a staleness of at most 2. A further run has words of 4 to 8 letters, to compare prompts of different lengths. All
-runs are evaluated on held-out prompts. Runs are kept in `--runs`; a second call continues after the last finished run.
+with a staleness of at most 2. In a third arm the process of the trainer is killed in the middle of the asynchronous
+run, and the same command is given again. A further run has words of 4 to 8 letters, to compare prompts of different
+lengths. All runs are evaluated on held-out prompts. Runs are kept in `--runs`; a second call continues after the last
+finished run.
+
 `--controls` adds workers in the modes `sync` and `one_step_off`, which separate the effect of staleness from that of
 the workers. Writes `results/async_letters.md`, and ends with 1 if the 95% intervals of the two arms do not overlap.
 
@@ -19,8 +22,11 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +34,21 @@ import rollbook
 from benchmarks import peers
 from benchmarks.trial_letters import read, run_command
 from benchmarks.trial_vllm import mean_interval
+from rollbook.train.config import load_config
 
 STALENESS = 2
 WORKERS = ["rollout.mode=async", "rollout.workers=2", f"replay.max_staleness={STALENESS}"]
 MIXED_ROWS = Path(__file__).with_name("mixed_letters.py")
 SINGLE, ASYNC, MIXED = "single process", "2 workers, asynchronous", "2 workers, words of 4 to 8 letters"
 SYNC, ONE_STEP_OFF = "2 workers, synchronous", "2 workers, one step off"
+KILLED = "2 workers, asynchronous, killed and resumed"
 ARMS = {
     SINGLE: [],
     ASYNC: WORKERS,
     MIXED: [*WORKERS, f"data.function={MIXED_ROWS}:rows", "data.options={count: 10000}", "sampling.max_tokens=9"],
     SYNC: ["rollout.mode=sync", "rollout.workers=2"],
     ONE_STEP_OFF: ["rollout.mode=one_step_off", "rollout.workers=2"],
+    KILLED: [*WORKERS, "checkpoint.interval=10"],
 }
 COMPARED = (SINGLE, ASYNC)
 CONTROLS = (SYNC, ONE_STEP_OFF)
@@ -82,10 +91,25 @@ def train(arm: str, seed: int, steps: int | None, folder: Path) -> dict[str, Any
             return results
     shutil.rmtree(out, ignore_errors=True)
     print(f"{arm}, seed {seed}", file=sys.stderr, flush=True)
+    if arm == KILLED:
+        kill_in_the_middle(words, out)
     usage = run_command(words, out.with_suffix(".log"))
     results = {"command": words, "arm": arm, "seed": seed, **usage, **read_run(out, arm)}
     kept.write_text(json.dumps(results))
     return results
+
+
+def kill_in_the_middle(words: list[str], out: Path) -> None:
+    """Run a command, and kill its process after half of its steps."""
+    with out.with_suffix(".killed.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=subprocess.STDOUT)
+    metrics = out / "metrics.jsonl"
+    half = load_config("letters", [word for word in words[4:] if not word.startswith("out=")]).steps // 2
+    while process.poll() is None and (not metrics.exists() or metrics.read_text().count("update/seconds") < half):
+        time.sleep(0.1)
+    process.kill()
+    if process.wait() != -signal.SIGKILL:
+        raise SystemExit(f"{out}: the run ended before it was killed")
 
 
 def read_run(out: Path, arm: str) -> dict[str, Any]:
@@ -119,7 +143,8 @@ def report(runs: list[dict[str, Any]], steps: int) -> tuple[bool, str]:
         f"{' '.join(WORKERS)}`. Held-out success is the share of right answers to {runs[0]['prompts']} prompts with a "
         "95% interval; the interval of the mean is over seeds (Student's t). Change: difference from the single "
         "process, paired by seed, with its 95% interval. Seconds per step are the median; wall is the whole command: "
-        f"imports, warm-up, training and evaluations. Other work {load}.",
+        "imports, warm-up, training and evaluations. Killed and resumed: the trainer's process is killed (SIGKILL) "
+        f"after half of the steps, and the same command is given again; wall is that of the second. Other work {load}.",
         "",
         f"**{describe_verdict(by_arm, overlap)}**",
         "",
@@ -127,7 +152,7 @@ def report(runs: list[dict[str, Any]], steps: int) -> tuple[bool, str]:
         "wall s |",
         f"|---|{'---|' * len(seeds)}---|---|---|---|",
     ]
-    for arm in (*COMPARED, *CONTROLS):
+    for arm in (*COMPARED, KILLED, *CONTROLS):
         if not by_arm[arm]:
             continue
         cells = [
@@ -223,7 +248,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    jobs = [(arm, seed) for seed in options.seeds for arm in COMPARED] + [(MIXED, options.seeds[0])]
+    jobs = [(arm, seed) for seed in options.seeds for arm in (*COMPARED, KILLED)] + [(MIXED, options.seeds[0])]
     jobs += [(arm, seed) for arm in CONTROLS for seed in options.seeds if options.controls]
     runs = [train(arm, seed, options.steps, options.runs) for arm, seed in jobs]
     overlap, text = report(runs, runs[0]["steps"])
