@@ -207,7 +207,7 @@ def test_a_record_that_is_deleted_while_it_is_revised_stays_deleted(url: str) ->
         return put(parts)
 
     book.store.put = late  # type: ignore[method-assign]
-    with pytest.raises(BookError, match="gone"):
+    with pytest.raises(BookError, match="data was removed"):
         book.revise(one, reward=1.0, author="ana")
     assert [event.kind for event in book.history(one)][-1] in ("deleted", "dropped")
     assert book.check().ok

@@ -225,7 +225,7 @@ def test_a_folder_that_is_not_empty_is_refused(kind: str, tmp_path: Path) -> Non
         (tmp_path / "other").mkdir()
         place.symlink_to(tmp_path / "other")
     before = sorted(tmp_path.rglob("*"))
-    with rollbook.open("memory:") as book, pytest.raises(BookError, match="expected a new or an empty folder"):
+    with rollbook.open("memory:") as book, pytest.raises(BookError, match="expected a new or empty folder"):
         snapshot(book, place)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -242,7 +242,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 def test_a_schema_that_is_not_empty_is_refused(postgres_url: str) -> None:
     with rollbook.open(postgres_url) as book:
         book.append(some(range(2)))
-        with pytest.raises(BookError, match="schema 'rollbook'.*expected a new or an empty one"):
+        with pytest.raises(BookError, match="schema 'rollbook'.*expected a new or empty schema"):
             snapshot(book, postgres_url)
         separator = "&" if "?" in postgres_url else "?"
         with snapshot(book, f"{postgres_url}{separator}schema=other") as copy:

@@ -96,7 +96,7 @@ def test_a_batch_without_masks(actor: Actor) -> None:
     for row, ids in zip(found, tokens, strict=True):
         want = zoo.naive(actor.model, Experience(tokens=ids, prompt_length=3), 0.8)[0]
         torch.testing.assert_close(row, want.detach(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="batch: got no response-axis field"):
+    with pytest.raises(ValueError, match="batch: missing a response-axis field"):
         forward_batch(actor, ExperienceBatch(tokens, *[None] * 8), ("logprobs",))
 
 
