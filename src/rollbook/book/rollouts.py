@@ -680,7 +680,7 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
     with book.ledger.write(shared=True, durable=False) as tx:
         pointer = _read_pointer(tx)
         # A worker may be reading the weights before these.
-        kept = [name] if pointer is None else [name, pointer["id"]]
+        retained_ids = [name] if pointer is None else [name, pointer["id"]]
         if folder is None:
             part = 0
             for file_name, data in files.items():
@@ -690,7 +690,7 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
                         (name, part, _check_file_name(file_name), chunk),
                     )
                     part += 1
-            tx.run(f"DELETE FROM weights WHERE NOT (id {tx.in_texts})", (tx.array(kept),))
+            tx.run(f"DELETE FROM weights WHERE NOT (id {tx.in_texts})", (tx.array(retained_ids),))
         tx.run(
             "INSERT INTO meta (key, value) VALUES ('weights', ?) "
             "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
@@ -698,7 +698,7 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
         )
     if folder is not None:
         for path in folder.iterdir():
-            if path.name not in kept:
+            if path.name not in retained_ids:
                 shutil.rmtree(path, ignore_errors=True)
 
 
