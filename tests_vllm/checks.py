@@ -22,6 +22,8 @@ from tests_vllm.conftest import largest, model_logprobs
 
 CHAT = [{"role": "user", "content": "two plus three?"}]
 LONG = 1000
+ENDLESS = 8000
+"""More tokens than a response that is canceled has, also on a busy machine."""
 
 
 def perturb(model: Any, seed: int, scale: float = 0.02) -> None:
@@ -49,6 +51,9 @@ def check_samples(engine: VllmEngine, model: Any) -> None:
         again = engine.generate(["hello", [20, 30, 40], CHAT], **options)
         assert [sample.response_ids for sample in again] == [sample.response_ids for sample in samples]
         assert len({tuple(sample.response_ids) for sample in samples}) == 12
+    greedy = engine.generate(["hello", CHAT], n=2, max_tokens=8, temperature=0)
+    assert [sample.error for sample in greedy] == [None] * 4
+    assert [greedy[i].response_ids for i in (0, 2)] == [greedy[i].response_ids for i in (1, 3)]
 
 
 def check_stops(engine: VllmEngine) -> None:
@@ -111,29 +116,31 @@ def check_update(engine: VllmEngine, actor: Actor) -> None:
         perturb(actor.model, seed=2)
         engine.update_weights(actor, version + 2)
 
-    def cancel_after(updater: threading.Thread, cancel: Cancel) -> None:
+    def cancel_after(updater: threading.Thread, seconds: float, cancel: Cancel) -> None:
         updater.join()
-        time.sleep(0.3)
+        time.sleep(seconds)
         cancel.request()
 
-    def update_during_generation(is_canceled: bool, delay: float) -> list[Sample]:
+    def update_during_generation(is_canceled: bool, before_update: float, after_update: float) -> list[Sample]:
         actor.model.load_state_dict(before)
         if engine.version != version + 1:
             engine.update_weights(actor, version + 1)
         cancel = Cancel() if is_canceled else None
-        updater = threading.Thread(target=update, args=(delay,))
+        updater = threading.Thread(target=update, args=(before_update,))
         updater.start()
         if cancel is not None:
-            threading.Thread(target=cancel_after, args=(updater, cancel)).start()
-        samples = engine.generate([[40, 41], [50]], n=2, max_tokens=LONG, ignore_eos=True, seed=5, cancel=cancel)
+            threading.Thread(target=cancel_after, args=(updater, after_update, cancel)).start()
+        length = ENDLESS if is_canceled else LONG
+        samples = engine.generate([[40, 41], [50]], n=2, max_tokens=length, ignore_eos=True, seed=5, cancel=cancel)
         updater.join()
         return samples
 
     for is_canceled in (False, True):  # complete replies, and streams that are canceled after the update
-        for delay in (1.5, 3.0, 6.0, 12.0):  # on a busy machine it takes seconds until there are tokens
-            samples = update_during_generation(is_canceled, delay)
+        # On a busy machine it takes seconds until there are tokens.
+        for before_update, after_update in ((1.5, 0.3), (3.0, 2.0), (6.0, 5.0), (12.0, 10.0)):
+            samples = update_during_generation(is_canceled, before_update, after_update)
             assert not any(sample.failed for sample in samples), [sample.error for sample in samples]
-            if all(sample.versions[:1] == [version + 1] for sample in samples):
+            if all(set(sample.versions) == {version + 1, version + 2} for sample in samples):
                 break
         after = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}
         for sample in samples:

@@ -21,6 +21,8 @@ torch.set_num_threads(1)
 
 PYTHON = os.environ.get("VLLM_PYTHON") or str(Path(__file__).parent.parent / ".vllm" / "bin" / "python")
 
+MAX_LENGTH = 16384
+
 
 @pytest.fixture(scope="session")
 def model() -> Any:
@@ -28,7 +30,7 @@ def model() -> Any:
     smaller one, vLLM's engine leaves no time to the thread that sends its tokens, which then come all at once."""
     shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
-    return tiny.llama(len(tiny.bytes_()), max_position_embeddings=2048, initializer_range=0.1, **shape, **heads)
+    return tiny.llama(len(tiny.bytes_()), max_position_embeddings=MAX_LENGTH, initializer_range=0.1, **shape, **heads)
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +96,7 @@ def vllm(folder: Path, log: Path, *more: str) -> Iterator[str]:
     port = free_port()
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--max-model-len", "2048", "--max-num-seqs", "32", "--enforce-eager"]
+    command += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", "32", "--enforce-eager"]
     with started([*command, *more], port, log) as url:
         yield url
 

@@ -12,7 +12,7 @@ import pytest
 from rollbook.rollout import Cancel, Prompt, Sampling
 from rollbook.rollout.openai import OpenAIEngine
 from tests import tiny
-from tests_vllm.conftest import largest, model_logprobs, vllm
+from tests_vllm.conftest import MAX_LENGTH, largest, model_logprobs, vllm
 
 CHAT = [{"role": "user", "content": "two plus three?"}]
 TOOLS = [
@@ -179,7 +179,7 @@ def test_pausing_and_a_first_temperature(engine, model):
 
 def test_long_prompts_and_refusals(engine):
     over, cut, huge, fine = engine.generate(
-        ["x" * 50, "x" * 40 + "y" * 10, [20] * 2050, "short"],
+        ["x" * 50, "x" * 40 + "y" * 10, [20] * (MAX_LENGTH + 2), "short"],
         [
             Sampling(max_tokens=4, max_prompt_tokens=20),
             Sampling(max_tokens=4, max_prompt_tokens=20, prompt_overflow="left"),
@@ -189,7 +189,7 @@ def test_long_prompts_and_refusals(engine):
     )
     assert "max_prompt_tokens (20)" in over.error
     assert tiny.bytes_().decode(cut.prompt_ids) == "x" * 10 + "y" * 10 and cut.info["prompt_truncated_from"] == 50
-    assert "status 400" in huge.error and "2048" in huge.error and not fine.failed
+    assert "status 400" in huge.error and str(MAX_LENGTH) in huge.error and not fine.failed
 
 
 def test_many_at_once_in_an_event_loop(engine, record_property):

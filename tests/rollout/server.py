@@ -271,6 +271,8 @@ class Server:
         called = chat and body.get("tools") and body.get("tool_choice") == "required"
         forced = [*self.encoded(CALL), 2] if called else []
         n, seed = body.get("n", 1), body.get("seed")
+        if self.dialect == "vllm" and n > 1 and body.get("temperature") == 0:
+            raise Refused(400, f"n must be 1 when using greedy sampling, got {n}.")
         hows = [
             self.settings(body, seed=None if seed is None else seed + i * (self.dialect == "vllm"), forced=forced)
             for i in range(n)

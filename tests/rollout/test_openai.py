@@ -106,6 +106,8 @@ def test_seeds_are_sent_kept_and_repeatable(server, engine):
     server.seen.clear()
     free = engine.generate("a", n=2, max_tokens=8)
     assert "seed" not in server.seen[0] and [one.sampling["seed"] for one in free] == [None, None]
+    greedy = engine.generate("a", n=2, max_tokens=8, temperature=0)  # vLLM refuses a request with n = 2
+    assert not greedy[0].failed and greedy[0].response_ids == greedy[1].response_ids
 
 
 def test_every_option_arrives(server, engine):

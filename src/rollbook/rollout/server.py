@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from rollbook.core.addresses import redacted, without_user
@@ -530,8 +530,8 @@ class Dialect:
     logprobs_kind: ClassVar[LogprobsKind | None] = None
     supported: ClassVar[frozenset[str]] = frozenset({"suppress"})
     """Supported options of `_SAMPLING_OPTIONS`."""
-    shared_requests: ClassVar[Literal["always", "unseeded", "never"]] = "unseeded"
-    """When one request is for all n samples. Without `seed_of`, samples of a request would share its seed."""
+    shared_requests: ClassVar[bool] = True
+    """Whether one request is for all n samples, if it has no seed, which they would share."""
     largest_seed: ClassVar[int] = 2**63 - 1
     limitations: ClassVar[tuple[str, ...]] = (
         "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
@@ -555,7 +555,7 @@ class Dialect:
 
     def shares_request(self, sampling: Sampling) -> bool:
         """Return whether one request is for all n samples."""
-        return self.shared_requests == "always" or (self.shared_requests == "unseeded" and sampling.seed is None)
+        return self.shared_requests and sampling.seed is None
 
     def seed_of(self, seed: int, k: int) -> int:
         """Return the seed of sample k of a shared request."""
@@ -713,7 +713,7 @@ class TransformersServe(Dialect):
     name = "transformers-serve"
     takes_ids = False
     supported = frozenset()
-    shared_requests = "never"
+    shared_requests = False
     limitations = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",
         "prompts as token ids: they are rejected, so unfinished samples cannot be continued",
@@ -738,7 +738,6 @@ class VLLM(Dialect):
     gives_ids = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
     supported = frozenset(_SAMPLING_OPTIONS)
-    shared_requests = "always"
     limitations = (
         "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
         "continuing a sample with images: only token ids are sent again",
@@ -747,6 +746,10 @@ class VLLM(Dialect):
     logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
     interval = 8
     """Tokens per event of a stream. Smaller events are slower; a cancel loses fewer tokens than this."""
+
+    def shares_request(self, sampling: Sampling) -> bool:
+        first = sampling.temperature if sampling.first_temperature is None else sampling.first_temperature
+        return first > 0  # a greedy request must have n = 1
 
     def seed_of(self, seed: int, k: int) -> int:
         return seed + k
@@ -825,7 +828,7 @@ class SGLang(Dialect):
     media = False
     logprobs_kind: ClassVar[LogprobsKind | None] = "tempered"
     supported = frozenset(_SAMPLING_OPTIONS)
-    shared_requests = "never"
+    shared_requests = False
     largest_seed = 2**31 - 1
     limitations = (
         "the prompt ids of a chat: give a tokenizer, which renders it here",
@@ -914,7 +917,7 @@ class LlamaCpp(Dialect):
     trims_stop = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
     supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
-    shared_requests = "never"
+    shared_requests = False
     largest_seed = 2**32 - 2  # the next value means a random seed
     limitations = (
         "stop token ids and a minimum number of tokens (stop_token_ids, min_tokens)",

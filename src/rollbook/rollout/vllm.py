@@ -27,7 +27,7 @@ import torch
 from rollbook.core.addresses import redacted
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.media import load_image
-from rollbook.core.sampling import LogprobsKind, RunInfo, Sample
+from rollbook.core.sampling import LogprobsKind, Prompt, RunInfo, Sample
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.actor import Actor
 from rollbook.models.head import get_device, unwrap
@@ -315,7 +315,13 @@ class LocalReplica(Replica):
         tokenizer: Tokenizer | None,
         processor: Tokenizer | None,
         version: int,
+        tool_call_parser: str | None,
     ) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        if tool_call_parser is not None:
+            check_choice("tool_call_parser", tool_call_parser, ToolParserManager.list_registered())
+        self._tool_call_parser = tool_call_parser
         loop = LoopThread("rollbook-vllm")
         try:
             self._llm = loop.submit(_start_vllm(engine_args)).result()
@@ -381,13 +387,33 @@ class LocalReplica(Replica):
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids or ())}
         if job.form.media_data is not None:
             prompt = {"prompt": job.form.text, "multi_modal_data": job.form.media_data}
+        has_tools = self._tool_call_parser is not None and bool(job.request.prompt.tools)
+        # Checked before the prompt is rendered: vLLM would miss the images of a rendered prompt that is not sent.
+        params = SamplingParams(
+            **sampling_params(request),
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            skip_special_tokens=not has_tools,  # calls may be marked by special tokens
+        )
         parsed = parse_model_prompt(self._llm.model_config, prompt)
         (rendered,) = await self._llm.renderer.render_cmpl_async([parsed])
-        output_kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**sampling_params(request), output_kind=output_kind)
         async for output in self._llm.generate(rendered, params, request.request_id, lora_request=adapter):
             for index in _read_output(output, pieces):
+                if has_tools:
+                    pieces[index].message = self._parse_tool_calls(job.request.prompt, pieces[index].text)
                 finished(ks[index])
+
+    def _parse_tool_calls(self, prompt: Prompt, text: str) -> dict[str, Any]:
+        """Return the message of a response, with its tool calls."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        chat = ChatCompletionRequest(messages=list(prompt.messages or ()), tools=list(prompt.tools or ()))
+        parser = ToolParserManager.get_tool_parser(self._tool_call_parser)(self.tokenizer, chat.tools)
+        found = parser.extract_tool_calls(text, chat)
+        message = {"role": "assistant", "content": found.content}
+        if found.tools_called:
+            message["tool_calls"] = [call.model_dump() for call in found.tool_calls]
+        return message
 
     async def pause(self) -> None:
         await self._llm.pause_generation(mode="keep")
@@ -504,6 +530,8 @@ class VllmEngine(BaseEngine):
             trainer. A server also needs `--enable-sleep-mode`.
         engine_args: Fields of `vllm.AsyncEngineArgs`, in this process; not `model`, which is the source. The default of
             `trust_remote_code` is False.
+        tool_call_parser: Name of vLLM's parser of the model's tool calls, in this process; `None`: they stay text. A
+            server is started with `--tool-call-parser`.
         api_key: Bearer token of the servers.
         timeout: Seconds without a byte from a server.
         concurrency: Largest number of requests in flight, for each server.
@@ -531,6 +559,7 @@ class VllmEngine(BaseEngine):
         folder: str | os.PathLike[str] | None = None,
         sleep: bool = False,
         engine_args: Mapping[str, Any] | None = None,
+        tool_call_parser: str | None = None,
         api_key: str | None = None,
         timeout: float = 1800.0,
         concurrency: int = 64,
@@ -553,6 +582,11 @@ class VllmEngine(BaseEngine):
         if urls:
             if engine_args:
                 raise ValueError("engine_args: got some with URLs, expected them for vLLM in this process")
+            if tool_call_parser is not None:
+                raise ValueError(
+                    f"tool_call_parser: got {tool_call_parser!r} with URLs, expected it for vLLM in this process; "
+                    "start the servers with --tool-call-parser"
+                )
             options: dict[str, Any] = {
                 "version": version,
                 "api_key": api_key,
@@ -562,12 +596,19 @@ class VllmEngine(BaseEngine):
             }
             self._replicas += [ServerReplica(url, model, tokenizer, **options) for url in urls]
         else:
-            self._replicas.append(self._start(source, tokenizer, version, dict(engine_args or {})))
+            self._replicas.append(self._start(source, tokenizer, version, dict(engine_args or {}), tool_call_parser))
         self.tokenizer: Any = self._replicas[0].tokenizer
         self._in_flight = [0] * len(self._replicas)
         self.is_remote = bool(urls)
 
-    def _start(self, source: Source, tokenizer: Tokenizer | None, version: int, engine_args: dict[str, Any]) -> Replica:
+    def _start(
+        self,
+        source: Source,
+        tokenizer: Tokenizer | None,
+        version: int,
+        engine_args: dict[str, Any],
+        tool_call_parser: str | None,
+    ) -> Replica:
         """Start vLLM in this process."""
         if "model" in engine_args:
             raise ValueError(f"engine_args.model: got {engine_args['model']!r}, but the source is the model; remove it")
@@ -602,7 +643,8 @@ class VllmEngine(BaseEngine):
             # Handles of device memory are pickled, between this process and its children only.
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
             defaults["weight_transfer_config"] = {"backend": transfer}
-        return LocalReplica(name, {**defaults, **engine_args, "model": str(source)}, tokenizer, processor, version)
+        engine_args = {**defaults, **engine_args, "model": str(source)}
+        return LocalReplica(name, engine_args, tokenizer, processor, version, tool_call_parser)
 
     def __repr__(self) -> str:
         names = [getattr(replica, "url", replica.model) for replica in self._replicas]
