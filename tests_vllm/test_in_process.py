@@ -16,7 +16,10 @@ from tests import tiny
 from tests_vllm import checks
 from tests_vllm.conftest import MAX_LENGTH, largest
 
-ARGS = {"enforce_eager": True, "max_num_seqs": 32, "max_model_len": MAX_LENGTH}
+ARGS = {
+    **{"enforce_eager": True, "max_num_seqs": 32, "max_model_len": MAX_LENGTH},
+    "max_num_batched_tokens": 2 * MAX_LENGTH,  # see the servers of conftest
+}
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,7 @@ def test_cancel(engine, actor):
 
 def test_update(engine, actor):
     checks.check_update(engine, actor)
+    checks.check_update_during_generation(engine, actor)
 
 
 def test_adapters(model):

@@ -74,6 +74,11 @@ def test_update(engine, actor):
     checks.check_update(engine, actor)
 
 
+def test_update_during_generation(urls, actor):
+    with VllmEngine(urls[0]) as engine:
+        checks.check_update_during_generation(engine, actor)
+
+
 def test_a_failed_update_closes_the_engine(urls, actor):
     with VllmEngine(urls[0], transfer="file", folder="/dev/null/no-such-folder") as engine:
         with pytest.raises(OSError):
