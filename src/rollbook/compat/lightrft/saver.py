@@ -75,6 +75,8 @@ Saved: TypeAlias = (
 """Batches, items and records that `save_trajectories` accepts."""
 _RESPONSE_FIELDS = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response")
 _VALUE_FIELDS = tuple(name for name in _RESPONSE_FIELDS if name != "action_mask")
+_BATCH_NAMES = {field.sources[0]: name for name, field in BATCH_FIELDS.items() if field.sources}
+"""Per-token fields by their names in a record."""
 _CHECK_ORDER = ("attention_mask", "action_mask", *_VALUE_FIELDS, "action_starts", "info", *SAMPLE_LISTS)
 """Masks first: the others are checked against them."""
 
@@ -152,6 +154,7 @@ class BatchSource(TrajectorySource):
         super().__init__([(experience, i) for i in range(len(self.ragged))])
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
+        name = _BATCH_NAMES.get(name, name)
         if name in self.numbers:
             return self.numbers[name][i : i + 1]
         row = self.ragged.row(name, i)
@@ -230,6 +233,7 @@ class ItemSource(TrajectorySource):
         return None if row is None else to_numpy(torch.as_tensor(row)).reshape(-1)
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
+        name = _BATCH_NAMES.get(name, name)
         row, axis = self._row(name), BATCH_FIELDS[name].axis
         if row is None or len(row) != self.widths[axis]:
             return row  # of another length: not cut
