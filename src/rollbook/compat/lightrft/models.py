@@ -17,7 +17,7 @@ from rollbook.algorithms.layout import as_column
 from rollbook.batch import Batch
 from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.batch.media import BY_TOKEN, TYPES, placeholders, token_types
-from rollbook.compat.lightrft.batch import Device, ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.batch import BATCH_MEDIA, Device, ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.ragged_batch import (
     action_starts,
     check_fields,
@@ -28,7 +28,6 @@ from rollbook.compat.lightrft.ragged_batch import (
     widths,
 )
 from rollbook.core.checks import check_int, suggest
-from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import Rows, Spans, concatenated
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling

@@ -26,13 +26,12 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.filters import high_entropy_mask
-from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek_field
+from rollbook.compat.lightrft.batch import BATCH_FIELDS, BATCH_MEDIA, BufferItem, ExperienceBatch, peek_field
 from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, ragged_from_batch
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import explain_missing
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
-from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.metrics import warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 from rollbook.core.sampling import Sample
