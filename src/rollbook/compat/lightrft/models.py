@@ -347,6 +347,8 @@ def call_output(column: Tokens) -> torch.Tensor:
 class Actor(NativeActor):
     """A `rollbook.models.Actor` that is called as LightRFT's, with its `generate` and `process_sequences`.
 
+    Arguments are those of `rollbook.models.Actor`.
+
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                      num_attention_heads=2, max_position_embeddings=16)
@@ -483,6 +485,8 @@ class Reference(NativeReference):
 
 class Critic(NativeCritic):
     """A `rollbook.models.Critic` that is called as LightRFT's.
+
+    Arguments are those of `rollbook.models.Critic`.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -668,3 +672,6 @@ def select_model_fields(batch: ExperienceBatch) -> ExperienceBatch:
     origin = Origin(media_rows=dict(batch.origin.media_rows))
     origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
     return ExperienceBatch.of(fields, origin)
+
+
+__all__ = ["Actor", "Critic", "Reference", "forward_batch", "native_batch", "process_sequences"]
