@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rollbook import EID, Experience, Experiences
-from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
+from rollbook.compat.lightrft.batch import BATCH_FIELDS, ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.replay_buffer import (
     BufferItem,
     make_experience_batch,
     remove_padding_in_sequences,
     split_experience_batch,
 )
-from rollbook.core.fields import BATCH_FIELDS, FIELDS
+from rollbook.core.fields import FIELDS
 from rollbook.core.wire import decode, encode
 from tests.strategies import SEEDS, exact, make_tensor, record_lists
 

@@ -37,3 +37,13 @@ def test_losses() -> None:
     assert [name for name in LOSSES.names() if LOSSES[name].denominators is not None] == ["dpo", "mix", "mix_chord"]
     assert [name for name in LOSSES.names() if LOSSES[name].needs_reference({})] == ["dpo"]
     assert not LOSSES["dpo"].needs_reference({"reference_free": True})
+
+
+def test_options_that_the_trainer_supplies() -> None:
+    assert {name for entry in ESTIMATORS.values() for name in entry.options if name not in entry.settings} == {
+        "process_group"
+    }
+    for name in LOSSES.names():
+        entry = LOSSES[name]
+        supplied = [option for option in ("norm", "denominators", "weights") if option in entry.options]
+        assert [*entry.settings, *supplied] == list(entry.options) and "denominators" in supplied

@@ -297,6 +297,7 @@ def test_the_reference_is_a_frozen_copy() -> None:
         actor.model.lm_head.weight.mul_(2)
     assert torch.equal(policy_log_probs(reference, records).logprobs[0], want)
     assert not torch.equal(policy_log_probs(actor, records).logprobs[0], want)
+    torch.testing.assert_close(reference(records[0].tokens[None].long(), 4)[0], want, rtol=1e-5, atol=1e-5)
     assert not any(one.requires_grad for one in reference.parameters())
     assert all(one.requires_grad for one in actor.parameters())
 

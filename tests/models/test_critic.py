@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from rollbook.compat.lightrft.batch import from_experiences
-from rollbook.compat.lightrft.models import forward_batch, native_batch
-from rollbook.models import Actor, Critic
+from rollbook.compat.lightrft.models import Critic, forward_batch, native_batch
+from rollbook.models import Actor
 from tests import tiny
 from tests.models import zoo
 from tests.models.zoo import values

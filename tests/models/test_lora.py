@@ -9,7 +9,8 @@ import peft
 import pytest
 import torch
 
-from rollbook.models import Actor, Critic, Reference
+from rollbook.compat.lightrft.models import Actor
+from rollbook.models import Critic, Reference
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo

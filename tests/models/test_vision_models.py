@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from rollbook import Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, from_experiences
-from rollbook.compat.lightrft.models import BatchRows, forward_batch, native_batch
-from rollbook.models import Actor, Critic
+from rollbook.compat.lightrft.models import Actor, BatchRows, forward_batch, native_batch
+from rollbook.models import Critic
 from rollbook.models.head import model_inputs
 from rollbook.train import AlgorithmConfig, Learner
 from tests import tiny

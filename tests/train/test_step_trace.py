@@ -53,7 +53,7 @@ def test_a_step_does_not_load_compat() -> None:
     assert child.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("package", ["train", "batch"])
+@pytest.mark.parametrize("package", ["core", "batch", "algorithms", "models", "book", "train"])
 def test_no_inherited_names(package: str) -> None:
     """Names of LightRFT's batches stay in `rollbook.compat`."""
     inherited = re.compile(r"\b(action_log_probs|base_action_log_probs|Samples|num_actions)\b")

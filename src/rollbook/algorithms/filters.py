@@ -341,7 +341,7 @@ class RefillResult:
         samples: [n] Sample ids of each group.
         short: Number of groups that are missing because `max_rounds` was reached.
         rounds: Number of rollouts added since the previous batch.
-        report: Samples filtered since then, by id: which were dropped, and why.
+        report: Which samples were dropped since then, by id, and why.
 
     >>> refill = Refill(1)
     >>> refill.add([1, 0], ["a", "a"], ["a0", "a1"])
@@ -366,8 +366,8 @@ class Refill:
 
     Args:
         groups: Groups of a batch.
-        group_size: Samples of a complete group, which may come in several rollouts. `None`: a group is complete after
-            the rollout that it comes in.
+        group_size: Number of samples of a complete group, which may come in several rollouts. `None`: a group is
+            complete after the rollout that it comes in.
         max_rounds: Number of rollouts after which a batch may have fewer groups.
         judge: The filter: `judge(scores, groups)` returns a `FilterResult`, such as `dynamic_sampling` or
             `functools.partial(zero_variance, threshold=0.1)`. If it keeps part of a group, that part is the group.

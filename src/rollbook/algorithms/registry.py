@@ -54,6 +54,7 @@ class Entry:
         function: The function. Its keyword-only parameters are options, all others are inputs.
         aliases: Other names.
         source: The paper and equation of the formula.
+        supplied: Options that the caller computes, such as the trainer. The others are settings of a configuration.
 
     >>> entry = Entry("twice", lambda x, y=None, *, by=2: x * by, (), "arithmetic")
     >>> entry.inputs, entry.options, entry.call({"x": 3}, {"by": 4})
@@ -64,6 +65,7 @@ class Entry:
     function: Callable[..., Any]
     aliases: tuple[str, ...]
     source: str
+    supplied: tuple[str, ...] = ()
 
     @cached_property
     def inputs(self) -> dict[str, bool]:
@@ -76,6 +78,11 @@ class Entry:
         """Options and their defaults."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options that a configuration may set, and their defaults."""
+        return {name: default for name, default in self.options.items() if name not in self.supplied}
 
     @property
     def summary(self) -> str:
@@ -121,6 +128,7 @@ class Estimator(Entry):
     ('rows', True, False)
     """
 
+    supplied: tuple[str, ...] = ("process_group",)
     scores: Literal["rows", "tokens"] | None = None
     """`rows`: it returns one score per row, which the pipeline spreads over tokens as returns. `tokens`: it places
     rewards on tokens itself. `None`: `rows` if it takes `rewards` and `groups` and no input per token."""
@@ -163,10 +171,12 @@ _PER_TOKEN = ("token_rewards", "old_logprobs", "step_rewards")
 class LossEntry(Entry):
     """A loss, its role, and the records it is computed from.
 
-    >>> LossEntry("margin", lambda new_logprobs: new_logprobs, (), "an example").needs_reference({})
-    False
+    >>> entry = LossEntry("margin", lambda new_logprobs, *, by=0.1, weights=None: new_logprobs, (), "an example")
+    >>> entry.settings, entry.needs_reference({})
+    ({'by': 0.1}, False)
     """
 
+    supplied: tuple[str, ...] = ("denominators", "weights", "norm")
     role: Literal["policy", "critic", "regularizer"] = "policy"
     data: Literal["rollouts", "answers", "pairs", "mixed"] = "rollouts"
     """Own rollouts, demonstrations, preference pairs, or rollouts mixed with expert records."""

@@ -18,11 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, Records, from_experiences
+from rollbook.compat.lightrft.batch import (
+    BATCH_FIELDS,
+    BATCH_MEDIA,
+    BufferItem,
+    ExperienceBatch,
+    Records,
+    from_experiences,
+)
 from rollbook.compat.lightrft.replay_buffer import make_experience_batch, split_experience_batch
 from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences, as_experiences
-from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS, owner
+from rollbook.core.fields import FIELDS, owner
 from rollbook.core.freeform import same
 from rollbook.core.ids import EID
 

@@ -216,52 +216,6 @@ FIELDS: dict[str, Field] = {
     )
 }
 
-
-@dataclass(frozen=True, slots=True)
-class BatchField:
-    """A per-token field of LightRFT's batch: [B, S] on the `sequence` axis, [B, A] on the `response` axis.
-
-    Args:
-        name: Name in the batch.
-        axis: Axis of the field.
-        sources: Fields of the record to read it from; the first that every record has is used.
-        absent: Value for records without the field. A missing mask masks nothing.
-
-    >>> BATCH_FIELDS["action_log_probs"].axis, BATCH_FIELDS["action_log_probs"].sources
-    ('response', ('old_logprobs', 'logprobs'))
-    """
-
-    name: str
-    axis: Axis
-    sources: tuple[str, ...] = ()
-    absent: float = 0
-
-
-BATCH_FIELDS: dict[str, BatchField] = {
-    f.name: f
-    for f in (
-        BatchField("sequences", "sequence", ("tokens",)),
-        BatchField("action_log_probs", "response", ("old_logprobs", "logprobs")),
-        BatchField("base_action_log_probs", "response", ("ref_logprobs",)),
-        BatchField("values", "response", ("values",)),
-        BatchField("returns", "response", ("returns",)),
-        BatchField("advantages", "response", ("advantages",)),
-        BatchField("attention_mask", "sequence", absent=1),
-        BatchField("action_mask", "response", ("action_mask",), absent=1),
-        BatchField("kl", "response"),
-        BatchField("action_entropy", "response", ("entropy",)),
-    )
-}
-"""Per-token fields by LightRFT's names. Other response-axis fields are in `extras`, under their own names."""
-
-BATCH_MEDIA: dict[str, str] = {
-    "pixel_values": "pixel_values",
-    "image_grid_thws": "image_grid_thw",
-    "pixel_values_videos": "pixel_values_videos",
-    "video_grid_thws": "video_grid_thw",
-}
-"""Media fields of a LightRFT batch and their keys in `multi_modal_inputs`; other keys are in `media`."""
-
 BATCH_NAMES = frozenset(
     (
         *("uid", "unique_ids", "input_ids", "sequences", "attention_mask", "position_ids", "cu_seqlens"),

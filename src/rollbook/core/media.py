@@ -24,7 +24,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.files import check_regular
 from rollbook.core.freeform import same
 from rollbook.core.ragged import tensor_bytes
@@ -129,28 +128,6 @@ def is_picture(value: Medium) -> bool:
     """Return whether a value is a PIL image."""
     module = sys.modules.get("PIL.Image")  # if PIL was not imported, there are no images
     return module is not None and isinstance(value, module.Image)
-
-
-def carries_media(batch: object) -> bool:
-    """Return whether a batch or an item of LightRFT's layout has pixels, grids, images or other media."""
-    for name in _MEDIA_NAMES:
-        value = getattr(batch, name, None)
-        if value is not None and _any_content(value):
-            return True
-    return False
-
-
-_MEDIA_NAMES = (*BATCH_MEDIA, "raw_images", "media")
-
-
-def _any_content(value: Medium) -> bool:
-    if isinstance(value, dict):
-        return any(_any_content(entry) for entry in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_any_content(entry) for entry in value)
-    if _is_tensor(value) or isinstance(value, np.ndarray):
-        return bool(value.shape[0]) if value.ndim else True
-    return value is not None
 
 
 SOURCES = ("image", "bytes", "path", "url", "image_url", "video")

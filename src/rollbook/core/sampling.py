@@ -205,7 +205,7 @@ class Sampling:
     """Sampling options that every engine supports, validated on construction.
 
     Args:
-        n: Samples per prompt.
+        n: Number of samples per prompt.
         max_tokens: Largest number of tokens of a response.
         min_tokens: Smallest number of tokens of a response.
         temperature: 0 takes the most likely token.

@@ -43,7 +43,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.core.experience import Experience
-from rollbook.core.fields import BATCH_FIELDS, FIELDS, tensor_fields
+from rollbook.core.fields import FIELDS, tensor_fields
 from rollbook.core.files import make_folder, private_opener
 from rollbook.core.freeform import Json
 from rollbook.core.ids import EID
@@ -755,13 +755,13 @@ def _stop(jobs: queue.Queue[Job | None], thread: threading.Thread) -> None:
 ARRAYS = {
     "advantages": "advantages",
     "returns": "return",
-    "action_log_probs": "action_log_probs",
+    "old_logprobs": "action_log_probs",
     "values": "values",
-    "base_action_log_probs": "base_action_log_probs",
-    "action_entropy": "action_entropy",
+    "ref_logprobs": "base_action_log_probs",
+    "entropy": "action_entropy",
     "kl": "kl",
 }
-"""Per-token fields of a batch, and their names in the JSON. The first four are LightRFT's, in its order."""
+"""Per-token fields, and their names in the JSON. The first four are LightRFT's, in its order."""
 NUMBERS = tuple(ARRAYS.values())[:4]
 """LightRFT's arrays, which may be one number per sample."""
 _TEXT_FIELDS = ("finish_reason", "truncate_status", "parent", "group_size", "prompt_text", "response_text")
@@ -1029,7 +1029,7 @@ class TrajectorySource(ABC):
 
     @abstractmethod
     def read(self, i: int, name: str) -> NDArray[Any] | None:
-        """Return a per-token field of sample i, by its name in a batch, on the host and without padding."""
+        """Return a per-token field of sample i, by its name in a record, or `kl`, on the host and without padding."""
 
     @abstractmethod
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
@@ -1053,9 +1053,9 @@ class TrajectorySource(ABC):
 
     def tokens(self, i: int) -> NDArray[np.int64]:
         """Return the [L] token ids of sample i."""
-        ids = self.read(i, "sequences")
+        ids = self.read(i, "tokens")
         if ids is None:
-            raise ValueError("sequences: got None, expected token ids")
+            raise ValueError("tokens: got None, expected token ids")
         return ids.astype(np.int64)
 
     def fill(self, i: int, trajectory: Trajectory, safe: JsonSafe, encoder: ImageEncoder) -> None:
@@ -1091,13 +1091,12 @@ class RecordSource(TrajectorySource):
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
         row = self.rows[i]
-        if name == "sequences":
+        if name == "tokens":
             parts = [row.tokens, row.chosen] if row.experience_type == "dpo" else [row.tokens]
             return np.concatenate([to_numpy(part) for part in parts if part is not None])
-        for field_name in BATCH_FIELDS[name].sources:
-            if getattr(row, field_name) is not None:
-                return self._response(i, field_name)
-        return None
+        if name == "old_logprobs" and row.old_logprobs is None:
+            name = "logprobs"
+        return None if getattr(row, name, None) is None else self._response(i, name)
 
     def _response(self, i: int, name: str) -> NDArray[Any]:
         per_token = getattr(self.rows[i], name)
@@ -1107,14 +1106,14 @@ class RecordSource(TrajectorySource):
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
         row = self.rows[i]
-        in_batch = {name for batch_field in BATCH_FIELDS.values() for name in batch_field.sources}
-        if row.old_logprobs is not None:
-            in_batch.discard("logprobs")  # the engine's, next to the trainer's
+        read_by_name = {*ARRAYS, "action_mask"}
+        if row.old_logprobs is None:
+            read_by_name.add("logprobs")  # else the engine's are next to the trainer's
         return {
             tensor_field.name: partial(self._response, i, tensor_field.name)
             for tensor_field in tensor_fields("response")
             if not tensor_field.trailing
-            and tensor_field.name not in in_batch
+            and tensor_field.name not in read_by_name
             and getattr(row, tensor_field.name) is not None
         }
 
@@ -1268,7 +1267,7 @@ class TrajectorySet:
     @staticmethod
     def _mismatch(samples: TrajectorySource, i: int, mask: NDArray[Any] | None) -> float | None:
         extras = samples.extras(i)
-        trainer = samples.read(i, "action_log_probs") if "logprobs" in extras else None
+        trainer = samples.read(i, "old_logprobs") if "logprobs" in extras else None
         if trainer is None:
             return None
         engine = extras["logprobs"]()
@@ -1301,7 +1300,7 @@ class TrajectorySet:
             trajectory.notes.append(f"action_mask: got {len(mask)} entries, expected {slots}; left out")
         arrays: dict[str, NDArray[Any] | None]
         if encoder is None:
-            arrays = {"action_entropy": samples.read(i, "action_entropy")}
+            arrays = {"action_entropy": samples.read(i, "entropy")}
         else:
             arrays = {json_name: samples.read(i, name) for name, json_name in ARRAYS.items()}
             arrays.update((name, read()) for name, read in samples.extras(i).items())

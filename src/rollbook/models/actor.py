@@ -26,12 +26,10 @@ from rollbook.models.head import (
     Head,
     Slots,
     Wrapper,
-    batch_from_call,
     get_backbone,
     model_inputs,
     run,
     text_config,
-    to_lightrft,
     unwrap,
 )
 from rollbook.models.loading import BASE, VALUE_HEAD, load_model, load_tokenizers
@@ -69,7 +67,9 @@ class Actor(Wrapper):
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                      num_attention_heads=2, max_position_embeddings=16)
     >>> actor = Actor(config)
-    >>> actor(torch.tensor([[1, 5, 6, 7]]), num_actions=2).shape
+    >>> from rollbook import Batch, Experience, Experiences
+    >>> batch = Batch.from_records(Experiences([Experience(tokens=[1, 5, 6, 7], prompt_length=2)]))
+    >>> actor.token_stats(batch).logprobs.shape
     torch.Size([1, 2])
     >>> actor.head_path
     'hidden'
@@ -131,57 +131,6 @@ class Actor(Wrapper):
         return self.head.path
 
     # --- scoring ------------------------------------------------------------------------------------------------------
-
-    def forward(
-        self,
-        sequences: torch.Tensor,
-        num_actions: int | Sequence[int] | torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        return_output: bool = False,
-        packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
-        *,
-        entropy: bool = False,
-        temperature: float | None = None,
-        **media: torch.Tensor | None,
-    ) -> Any:
-        """Compute log-probs of actions, as LightRFT's actor does.
-
-        Args:
-            sequences: [B, S] Token ids; packed [1, tokens].
-            num_actions: The number of response tokens at the end of each row; packed [B]. `None`: only run the model,
-                and return its output, with `return_output`.
-            attention_mask: [B, S]; packed [1, tokens], the number of the sample, from 1.
-            return_output: Whether to return the output of the model, too; it has `action_entropy` if `entropy` is set.
-            packed_seq_lens: [B] Number of tokens of each packed sample.
-            entropy: Whether to compute entropies.
-            temperature: What logits are divided by. `None`: the actor's.
-            media: Inputs of the model, such as `pixel_values` and `image_grid_thw`.
-
-        Returns:
-            [B, R] or, packed, [1, all actions]: log-probs, 0 on slots that are not attended.
-
-        Raises:
-            ValueError: If shapes do not match, or the model does not separate packed samples.
-        """
-        if num_actions is None:
-            if not return_output:
-                raise ValueError("num_actions: got None, expected it, or return_output=True for the model's output")
-            lengths = [] if packed_seq_lens is None else [0] * len(packed_seq_lens)
-            batch = batch_from_call(sequences, lengths or 0, attention_mask, packed_seq_lens)
-            return run(self.model, model_inputs(self.model, batch, media))
-        batch = batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens)
-        if batch.layout == "packed":
-            self._check_packs()
-        temperature = self.temperature if temperature is None else _check_temperature(temperature)
-        stats, output = self.head.stats(batch, media, temperature=temperature, entropy=entropy)
-        columns = [None if column is None else to_lightrft(column) for column in stats]
-        if not return_output:
-            return columns[0]
-        if isinstance(output, torch.Tensor):
-            output = {"logits": output}
-        if columns[1] is not None:
-            output["action_entropy"] = columns[1]
-        return columns[0], output
 
     def token_stats(self, batch: Batch, *, entropy: bool = False, temperature: float | None = None) -> TokenStats:
         """Compute log-probs of every response slot of a batch in one pass, with gradients.
@@ -299,7 +248,9 @@ class Critic(Wrapper):
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                      num_attention_heads=2, max_position_embeddings=16)
-    >>> Critic(config)(torch.tensor([[1, 5, 6, 7]]), num_actions=2).tolist()
+    >>> from rollbook import Batch, Experience, Experiences
+    >>> batch = Batch.from_records(Experiences([Experience(tokens=[1, 5, 6, 7], prompt_length=2)]))
+    >>> Critic(config).token_values(batch).tolist()
     [[0.0, 0.0]]
     """
 
@@ -343,19 +294,6 @@ class Critic(Wrapper):
     def _inner(self) -> nn.Module:
         return self.backbone
 
-    def forward(
-        self,
-        sequences: torch.Tensor,
-        num_actions: int | Sequence[int] | torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        return_output: bool = False,
-        packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
-        **media: torch.Tensor | None,
-    ) -> Any:
-        """Compute values as LightRFT's critic does: [B, R] or, packed, [1, actions]; see `Actor.forward`."""
-        values, output = self._values(batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens), media)
-        return (to_lightrft(values), output) if return_output else to_lightrft(values)
-
     def token_values(self, batch: Batch) -> Tokens:
         """Compute the value of every response slot of a batch in one pass, with gradients.
 
@@ -368,11 +306,11 @@ class Critic(Wrapper):
         values: Tokens = self._values(batch.to_device(self.device))[0]
         return values
 
-    def _values(self, batch: Batch, media: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    def _values(self, batch: Batch, inputs: dict[str, Any] | None = None) -> tuple[Any, Any]:
         if batch.layout == "packed":
             self._check_packs()
         slots = Slots.from_batch(batch)
-        output = run(self.backbone, model_inputs(self.backbone, batch, media))
+        output = run(self.backbone, model_inputs(self.backbone, batch) if inputs is None else inputs)
         hidden = slots.pick(output[0])
         with torch.autocast(hidden.device.type, enabled=False):
             values = self.value_head(hidden.float())[:, 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,13 +19,11 @@ import torch
 from torch import nn
 
 from rollbook.batch import Batch
-from rollbook.batch.media import TYPES, token_types
-from rollbook.core.checks import check_int
+from rollbook.batch.media import TYPES
 from rollbook.core.rows import Rows
 from rollbook.models.logprobs import TokenStats, from_hidden, from_logits
 
 if TYPE_CHECKING:
-    from rollbook.batch.batch import Tokens
     from rollbook.models.protocols import Policy, ValueModel
 
 
@@ -91,78 +89,6 @@ class Slots:
         """[B, R] or `Rows`: place entries [N] on the slots that have a prediction, 0 on the others; gradients flow."""
         flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.slot_index, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
-
-
-def batch_from_call(
-    sequences: torch.Tensor,
-    num_actions: int | Sequence[int] | torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    packed_seq_lens: Sequence[int] | torch.Tensor | None,
-) -> Batch:
-    """Build a batch from the arguments of a call in LightRFT's layout.
-
-    Args:
-        sequences: (B, S) or, packed, (1, tokens).
-        num_actions: Number of response tokens at the end of each row; packed [B].
-        attention_mask: (B, S) or, packed, (1, tokens) with the number of the sample, from 1.
-        packed_seq_lens: `None`; packed [B].
-
-    >>> batch_from_call(torch.tensor([[1, 2, 3]]), 2, None, None)
-    Batch(1 records, padded, tokens 1x3, responses 1x2)
-    >>> batch_from_call(torch.tensor([[1, 2, 3, 4]]), [1, 1], torch.tensor([[1, 1, 2, 2]]), [2, 2])
-    Batch(2 records, packed, 4 tokens)
-    """
-    check_matrix("sequences", sequences, "(B, S), or (1, tokens) if packed")
-    if attention_mask is not None and attention_mask.shape != sequences.shape:
-        raise ValueError(
-            f"attention_mask: got shape {list(attention_mask.shape)}, expected {list(sequences.shape)}, as sequences"
-        )
-    if packed_seq_lens is None:
-        actions = check_int("num_actions", num_actions)
-        if actions >= max(sequences.shape[1], 1):
-            raise ValueError(
-                f"num_actions: got {actions}, expected fewer than the {sequences.shape[1]} tokens of a row"
-            )
-        mask = torch.ones(len(sequences), actions, dtype=torch.bool, device=sequences.device)
-        return Batch(tokens=sequences, attention_mask=attention_mask, action_mask=mask)
-    lengths, counts = _numbers("packed_seq_lens", packed_seq_lens), _numbers("num_actions", num_actions)
-    if len(sequences) != 1 or sum(lengths) != sequences.shape[1]:
-        raise ValueError(
-            f"packed_seq_lens: got {len(lengths)} samples with {sum(lengths)} tokens in all, expected as many as "
-            f"sequences {list(sequences.shape)} has"
-        )
-    if attention_mask is not None:
-        counted = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths, dtype=torch.int64))
-        if not torch.equal(attention_mask[0].cpu().long(), counted):
-            raise ValueError("attention_mask: expected the number of the sample, from 1, at each packed token")
-    if len(counts) != len(lengths):
-        raise ValueError(f"num_actions: got {len(counts)} entries, expected {len(lengths)}, one for each sample")
-    for i, (actions, length) in enumerate(zip(counts, lengths, strict=True)):
-        if actions > length:
-            raise ValueError(f"num_actions[{i}]: got {actions}, expected at most its {length} tokens")
-    mask = torch.ones(sum(counts), dtype=torch.bool, device=sequences.device)
-    return Batch(tokens=Rows(sequences[0], lengths), action_mask=Rows(mask, counts))
-
-
-def check_matrix(name: str, matrix: torch.Tensor, expected: str) -> None:
-    """Raise `ValueError` unless the argument is a matrix.
-
-    >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
-    Traceback (most recent call last):
-        ...
-    ValueError: sequences: got shape [3], expected a tensor (B, S)
-    """
-    if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2:
-        shown = f"shape {list(matrix.shape)}" if isinstance(matrix, torch.Tensor) else type(matrix).__name__
-        raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
-
-
-def _numbers(name: str, numbers: int | Sequence[int] | torch.Tensor) -> list[int]:
-    if isinstance(numbers, torch.Tensor):
-        numbers = numbers.tolist()
-    if not isinstance(numbers, (list, tuple)):
-        raise ValueError(f"{name}: got {numbers!r}, expected a number for each packed sample")
-    return [check_int(f"{name}[{i}]", number) for i, number in enumerate(numbers)]
 
 
 VARLEN = "rollbook_varlen"
@@ -243,8 +169,8 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     return module(**inputs)
 
 
-def model_inputs(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Build the keyword arguments of one forward pass over a batch, without a cache, with additional `media`.
+def model_inputs(model: nn.Module, batch: Batch, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Build the keyword arguments of one forward pass over a batch, without a cache, and `extra` ones.
 
     Missing `mm_token_type_ids` of images and videos with grids are derived from placeholder ids. Without grids they are
     required if the model reads them, since its processor may mark more than placeholders.
@@ -258,19 +184,7 @@ def model_inputs(model: nn.Module, batch: Batch, media: Mapping[str, Any] | None
     if rope_index is not None and packed and inputs["position_ids"].dim() == 2:
         # Text alone: without text positions beside the three spatial ones, such a model does not separate samples.
         inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
-    if media:
-        inputs |= {name: tensor for name, tensor in media.items() if tensor is not None}
-        if any(name.endswith("grid_thw") for name in media):
-            if packed:
-                raise ValueError(
-                    "media: got grids with packed sequences, expected a Batch, which assigns images to samples "
-                    "(Actor.token_stats)"
-                )
-            del inputs["position_ids"]
-            if TYPES not in inputs:
-                inputs[TYPES] = token_types(inputs["input_ids"], config)
-                if batch.attention_mask is not None:
-                    inputs[TYPES] *= batch.attention_mask != 0
+    inputs |= extra or {}
     if (
         TYPES not in inputs
         and ("pixel_values" in inputs or "pixel_values_videos" in inputs)
@@ -340,14 +254,17 @@ class Head:
     def stats(
         self,
         batch: Batch,
-        media: Mapping[str, Any] | None = None,
+        inputs: dict[str, Any] | None = None,
         *,
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[TokenStats, Any]:
-        """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model."""
+        """Compute log-probs and entropies of the slots, [B, R] or `Rows`; also returns the output of the model.
+
+        Keyword arguments of the model that are not those of `model_inputs` are passed as `inputs`.
+        """
         slots = Slots.from_batch(batch)
-        inputs = model_inputs(self.model, batch, media)
+        inputs = model_inputs(self.model, batch) if inputs is None else inputs
         if self.layer is None:
             output, picked = self._logits(inputs, slots)
             if self.suppress:
@@ -557,12 +474,3 @@ class Wrapper(nn.Module, ABC):
     def gradient_checkpointing_disable(self) -> None:
         """Disable gradient checkpointing."""
         unwrap(self._inner).gradient_checkpointing_disable()
-
-
-def to_lightrft(column: Tokens) -> torch.Tensor:
-    """Convert a column to the layout of LightRFT's models: [B, R] as it is; packed rows as [1, all actions].
-
-    >>> to_lightrft(Rows(torch.arange(3), [1, 2])).shape
-    torch.Size([1, 3])
-    """
-    return column.values.unsqueeze(0) if isinstance(column, Rows) else column

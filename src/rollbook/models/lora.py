@@ -87,8 +87,8 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 class Reference:
     """An actor with its adapters disabled: the initial model, without additional memory.
 
-    It is called like the actor, without gradients. It has no parameters of its own; `train`, `eval` and `to` do
-    nothing, since mode and device are those of the actor.
+    It has no gradients and no parameters of its own; `train`, `eval` and `to` do nothing, since mode and device are
+    those of the actor.
 
     Args:
         actor: An actor with adapters.
@@ -98,7 +98,9 @@ class Reference:
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
     ...                      num_attention_heads=2, max_position_embeddings=16)
     >>> reference = Actor(config, lora={"r": 2, "target_modules": ["q_proj"]}).reference()
-    >>> reference(torch.tensor([[1, 5, 6, 7]]), num_actions=2).requires_grad, list(reference.parameters())
+    >>> from rollbook import Batch, Experience, Experiences
+    >>> batch = Batch.from_records(Experiences([Experience(tokens=[1, 5, 6, 7], prompt_length=2)]))
+    >>> reference.token_stats(batch).logprobs.requires_grad, list(reference.parameters())
     (False, [])
     """
 
@@ -108,11 +110,6 @@ class Reference:
         if not has_adapters(actor.model):
             raise ValueError("actor: got one without adapters, expected Actor(..., lora=...)")
         self.actor = actor
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        """Compute log-probs without adapters; see `Actor.forward`."""
-        with self._base():
-            return self.actor(*args, **options)
 
     def token_stats(self, batch: Batch, *, entropy: bool = False, temperature: float | None = None) -> TokenStats:
         """Compute log-probs without adapters; see `Actor.token_stats`."""

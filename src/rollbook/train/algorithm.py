@@ -17,7 +17,7 @@ from rollbook.algorithms.registry import UnknownNameError
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int, suggest
 
 if TYPE_CHECKING:
-    from rollbook.algorithms.registry import Estimator, LossEntry
+    from rollbook.algorithms.registry import Entry, Estimator, LossEntry
     from rollbook.core.sampling import Sampling
 
     PRESETS: dict[str, AlgorithmConfig]
@@ -28,8 +28,6 @@ PRESET_NAMES = [
     *("ppo", "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo", "opmd", "topr", "asymre"),
     *("sft", "dpo", "on_policy_distill", "mix"),
 ]
-_LEARNER_OPTIONS = ("denominators", "weights", "norm")
-"""Options of losses that the learner supplies."""
 
 
 class Pass(NamedTuple):
@@ -126,13 +124,11 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
         if "denominators" not in losses.options:
             raise ValueError(f"algorithm.loss: {self.loss!r} has no option 'denominators', which micro-batches need")
-        loss_options = [name for name in losses.options if name not in _LEARNER_OPTIONS]
-        put(self, "loss_options", _options("loss_options", self.loss_options, losses.name, loss_options))
+        put(self, "loss_options", _options("loss_options", self.loss_options, losses))
         if self.estimator is not None:
             entry = _named("estimator", self.estimator, ESTIMATORS)
             put(self, "estimator", entry.name)
-            accepted = [name for name in entry.options if name != "process_group"]
-            put(self, "estimator_options", _options("estimator_options", self.estimator_options, entry.name, accepted))
+            put(self, "estimator_options", _options("estimator_options", self.estimator_options, entry))
         elif self.estimator_options:
             raise ValueError(f"algorithm.estimator_options: got {dict(self.estimator_options)}, and no estimator")
         if self.estimator is None and "advantages" in losses.inputs:
@@ -144,9 +140,8 @@ class AlgorithmConfig:
                 raise ValueError(
                     f"algorithm.correction: the loss {self.loss!r} has no option 'weights', which applies it"
                 )
-            weights = Entry("importance_weights", importance_weights, (), "")
-            accepted = [name for name in weights.options if name not in ("process_group", "current")]
-            put(self, "correction", _options("correction", self.correction, weights.name, accepted))
+            weights = Entry("importance_weights", importance_weights, (), "", supplied=("process_group", "current"))
+            put(self, "correction", _options("correction", self.correction, weights))
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         least = 0 if self.kl_in == "reward" else -1e9
@@ -382,12 +377,15 @@ def _named(field_name: str, name: str, registry: Mapping[str, EntryT]) -> EntryT
     return registry[name]
 
 
-def _options(field_name: str, options: Mapping[str, Any], function: str, accepted: list[str]) -> dict[str, Any]:
+def _options(field_name: str, options: Mapping[str, Any], entry: Entry) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ValueError(f"algorithm.{field_name}: got {options!r}, expected options by name")
+    settings = entry.settings
     for name in options:
-        if name not in accepted:
-            raise ValueError(f"algorithm.{field_name}: unknown option {name!r} of {function}{suggest(name, accepted)}")
+        if name not in settings:
+            raise ValueError(
+                f"algorithm.{field_name}: unknown option {name!r} of {entry.name}{suggest(name, settings)}"
+            )
     return dict(options)
 
 

@@ -26,8 +26,8 @@ from rollbook.core.rows import Rows
 from rollbook.train.algorithm import AlgorithmConfig
 
 _TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "tensor" and spec.axis == "response"]
-_BATCH_FIELDS = ("truncate_status", "multi_modal_inputs")
-"""Fields of a batch that are not per token."""
+_SAMPLE_FIELDS = ("truncate_status", "multi_modal_inputs")
+"""Fields of a record that every batch is built from, besides those per token."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class TrainRows:
             raise ValueError(f"expert: got None, expected a flag for each record, since the loss is {algorithm.loss!r}")
         if algorithm.pairs:
             return cls._from_pairs(records, weights)
-        columns = mask_unpredicted(records.select(*_TOKEN_FIELDS, "reward", *_BATCH_FIELDS))
+        columns = mask_unpredicted(records.select(*_TOKEN_FIELDS, "reward", *_SAMPLE_FIELDS))
         rows = cls(columns, np.arange(len(columns)), len(columns), expert=None if expert is None else list(expert))
         if weights is not None:
             rows._multiply_weights(
@@ -110,7 +110,7 @@ class TrainRows:
             rows._mask_low_entropy(algorithm.high_entropy_ratio)
         rows._leave_out_empty(drop_zero_advantages and "advantages" in algorithm.loss_inputs)
         # The length of `logprobs` is the response length of a record with a truncated prompt.
-        rows.records = rows.records.select(*algorithm.loss_columns, *_BATCH_FIELDS, "logprobs")
+        rows.records = rows.records.select(*algorithm.loss_columns, *_SAMPLE_FIELDS, "logprobs")
         return rows
 
     @classmethod
@@ -119,7 +119,7 @@ class TrainRows:
             raise ValueError("weights: got weights, expected None for preference pairs")
         answers = mask_unpredicted(Experiences(split_preference_pairs(list(records))))
         return cls(
-            answers.select("action_mask", *_BATCH_FIELDS),
+            answers.select("action_mask", *_SAMPLE_FIELDS),
             np.repeat(np.arange(len(records)), 2),
             len(records),
             pairs=[str(parent) for parent in answers.values("parent")],

@@ -1,4 +1,4 @@
-"""LightRFT's classes: `ExperienceBatch`, padded or packed, its rows (`BufferItem`), and `Samples`.
+"""LightRFT's classes: `ExperienceBatch`, padded or packed, its fields and rows (`BufferItem`), and `Samples`.
 
 Invariant: slot j of a response-axis field belongs to token S - A + j of its row, in every padded layout. A packed batch
 has the same rows end to end.
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from rollbook.batch.device import Movable
 from rollbook.core.experience import own
-from rollbook.core.fields import BATCH_FIELDS
 from rollbook.core.freeform import same
 from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from rollbook.compat.lightrft.ragged_batch import RaggedBatch
     from rollbook.core.experience import Experience
     from rollbook.core.experiences import Experiences
+    from rollbook.core.fields import Axis
     from rollbook.core.ids import EID
 
 
@@ -51,6 +51,52 @@ _DEFAULTS: dict[type, torch.dtype] = {
     float: torch.float32,
     complex: torch.complex64,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchField:
+    """A per-token field of LightRFT's batch: [B, S] on the `sequence` axis, [B, A] on the `response` axis.
+
+    Args:
+        name: Name in the batch.
+        axis: Axis of the field.
+        sources: Fields of the record to read it from; the first that every record has is used.
+        absent: Value for records without the field. A missing mask masks nothing.
+
+    >>> BATCH_FIELDS["action_log_probs"].axis, BATCH_FIELDS["action_log_probs"].sources
+    ('response', ('old_logprobs', 'logprobs'))
+    """
+
+    name: str
+    axis: Axis
+    sources: tuple[str, ...] = ()
+    absent: float = 0
+
+
+BATCH_FIELDS: dict[str, BatchField] = {
+    f.name: f
+    for f in (
+        BatchField("sequences", "sequence", ("tokens",)),
+        BatchField("action_log_probs", "response", ("old_logprobs", "logprobs")),
+        BatchField("base_action_log_probs", "response", ("ref_logprobs",)),
+        BatchField("values", "response", ("values",)),
+        BatchField("returns", "response", ("returns",)),
+        BatchField("advantages", "response", ("advantages",)),
+        BatchField("attention_mask", "sequence", absent=1),
+        BatchField("action_mask", "response", ("action_mask",), absent=1),
+        BatchField("kl", "response"),
+        BatchField("action_entropy", "response", ("entropy",)),
+    )
+}
+"""Per-token fields by LightRFT's names. Other response-axis fields are in `extras`, under their own names."""
+
+BATCH_MEDIA: dict[str, str] = {
+    "pixel_values": "pixel_values",
+    "image_grid_thws": "image_grid_thw",
+    "pixel_values_videos": "pixel_values_videos",
+    "video_grid_thws": "video_grid_thw",
+}
+"""Media fields of a LightRFT batch and their keys in `multi_modal_inputs`; other keys are in `media`."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""LightRFT's actor (`generate`, `process_sequences`), and models called on LightRFT's batches.
+"""Actors and critics that are called as LightRFT's, and models called on LightRFT's batches.
 
 Invariant: sampled tokens are not changed, and no end token is added; all tokens of a response are actions. Unknown
 options are rejected by name.
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollbook.algorithms.kernels.vocabulary import check_positive
 from rollbook.algorithms.layout import as_column
 from rollbook.batch import Batch
 from rollbook.batch.columns import BatchColumns, Lengths
-from rollbook.batch.media import BY_TOKEN, placeholders
-from rollbook.compat.lightrft.batch import Device, ExperienceBatch, Origin, token_fields
+from rollbook.batch.media import BY_TOKEN, TYPES, placeholders, token_types
+from rollbook.compat.lightrft.batch import BATCH_MEDIA, Device, ExperienceBatch, Origin, token_fields
 from rollbook.compat.lightrft.ragged_batch import (
     action_starts,
     check_fields,
@@ -27,18 +28,22 @@ from rollbook.compat.lightrft.ragged_batch import (
     widths,
 )
 from rollbook.core.checks import check_int, suggest
-from rollbook.core.fields import BATCH_MEDIA
 from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import Rows, Spans, concatenated
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
+from rollbook.models.actor import Critic as NativeCritic
 from rollbook.models.forward import TOKEN_BUDGET, run_micro_batches
-from rollbook.models.head import check_matrix
+from rollbook.models.head import model_inputs, run, unwrap
+from rollbook.models.lora import Reference as NativeReference
+from rollbook.models.lora import has_adapters
 from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.transformers import TransformersEngine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from rollbook.batch.batch import Tokens
 
 # Options of transformers' `generate` that are accepted with the values listed, which have no effect here.
 _IGNORED_VALUES: dict[str, tuple[Any, ...] | None] = {
@@ -239,8 +244,185 @@ def make_sampling(options: dict[str, Any], prompt_width: int, suppress: tuple[in
     return Sampling.of(arguments)
 
 
+def batch_from_call(
+    sequences: torch.Tensor,
+    num_actions: int | Sequence[int] | torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_seq_lens: Sequence[int] | torch.Tensor | None,
+) -> Batch:
+    """Build a batch from the arguments of a call in LightRFT's layout.
+
+    Args:
+        sequences: (B, S) or, packed, (1, tokens).
+        num_actions: Number of response tokens at the end of each row; packed [B].
+        attention_mask: (B, S) or, packed, (1, tokens) with the number of the sample, from 1.
+        packed_seq_lens: `None`; packed [B].
+
+    >>> batch_from_call(torch.tensor([[1, 2, 3]]), 2, None, None)
+    Batch(1 records, padded, tokens 1x3, responses 1x2)
+    >>> batch_from_call(torch.tensor([[1, 2, 3, 4]]), [1, 1], torch.tensor([[1, 1, 2, 2]]), [2, 2])
+    Batch(2 records, packed, 4 tokens)
+    """
+    check_matrix("sequences", sequences, "(B, S), or (1, tokens) if packed")
+    if attention_mask is not None and attention_mask.shape != sequences.shape:
+        raise ValueError(
+            f"attention_mask: got shape {list(attention_mask.shape)}, expected {list(sequences.shape)}, as sequences"
+        )
+    if packed_seq_lens is None:
+        actions = check_int("num_actions", num_actions)
+        if actions >= max(sequences.shape[1], 1):
+            raise ValueError(
+                f"num_actions: got {actions}, expected fewer than the {sequences.shape[1]} tokens of a row"
+            )
+        mask = torch.ones(len(sequences), actions, dtype=torch.bool, device=sequences.device)
+        return Batch(tokens=sequences, attention_mask=attention_mask, action_mask=mask)
+    lengths, counts = _numbers("packed_seq_lens", packed_seq_lens), _numbers("num_actions", num_actions)
+    if len(sequences) != 1 or sum(lengths) != sequences.shape[1]:
+        raise ValueError(
+            f"packed_seq_lens: got {len(lengths)} samples with {sum(lengths)} tokens in all, expected as many as "
+            f"sequences {list(sequences.shape)} has"
+        )
+    if attention_mask is not None:
+        counted = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths, dtype=torch.int64))
+        if not torch.equal(attention_mask[0].cpu().long(), counted):
+            raise ValueError("attention_mask: expected the number of the sample, from 1, at each packed token")
+    if len(counts) != len(lengths):
+        raise ValueError(f"num_actions: got {len(counts)} entries, expected {len(lengths)}, one for each sample")
+    for i, (actions, length) in enumerate(zip(counts, lengths, strict=True)):
+        if actions > length:
+            raise ValueError(f"num_actions[{i}]: got {actions}, expected at most its {length} tokens")
+    mask = torch.ones(sum(counts), dtype=torch.bool, device=sequences.device)
+    return Batch(tokens=Rows(sequences[0], lengths), action_mask=Rows(mask, counts))
+
+
+def check_matrix(name: str, matrix: torch.Tensor, expected: str) -> None:
+    """Raise `ValueError` unless the argument is a matrix.
+
+    >>> check_matrix("sequences", torch.zeros(3), "(B, S)")
+    Traceback (most recent call last):
+        ...
+    ValueError: sequences: got shape [3], expected a tensor (B, S)
+    """
+    if not isinstance(matrix, torch.Tensor) or matrix.dim() != 2:
+        shown = f"shape {list(matrix.shape)}" if isinstance(matrix, torch.Tensor) else type(matrix).__name__
+        raise ValueError(f"{name}: got {shown}, expected a tensor {expected}")
+
+
+def _numbers(name: str, numbers: int | Sequence[int] | torch.Tensor) -> list[int]:
+    if isinstance(numbers, torch.Tensor):
+        numbers = numbers.tolist()
+    if not isinstance(numbers, (list, tuple)):
+        raise ValueError(f"{name}: got {numbers!r}, expected a number for each packed sample")
+    return [check_int(f"{name}[{i}]", number) for i, number in enumerate(numbers)]
+
+
+def call_inputs(model: torch.nn.Module, batch: Batch, media: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+    """Build the keyword arguments of one forward pass over a batch and the media of all its rows together."""
+    extra = {name: tensor for name, tensor in media.items() if tensor is not None}
+    if not any(name.endswith("grid_thw") for name in media):
+        return model_inputs(model, batch, extra)
+    if isinstance(batch.tokens, Rows):
+        raise ValueError(
+            "media: got grids with packed sequences, expected a Batch, which assigns images to samples "
+            "(Actor.token_stats)"
+        )
+    if TYPES not in extra:
+        extra[TYPES] = token_types(batch.tokens, getattr(unwrap(model), "config", None))
+        if batch.attention_mask is not None:
+            extra[TYPES] *= batch.attention_mask != 0
+    inputs = model_inputs(model, batch, extra)
+    del inputs["position_ids"]  # the model computes spatial ones
+    return inputs
+
+
+def call_output(column: Tokens) -> torch.Tensor:
+    """Return a column in the layout of a call: [B, R] as it is; packed rows as [1, all actions].
+
+    >>> call_output(Rows(torch.arange(3), [1, 2])).shape
+    torch.Size([1, 3])
+    """
+    return column.values.unsqueeze(0) if isinstance(column, Rows) else column
+
+
 class Actor(NativeActor):
-    """A `rollbook.models.Actor` with LightRFT's `generate` and `process_sequences`."""
+    """A `rollbook.models.Actor` that is called as LightRFT's, with its `generate` and `process_sequences`.
+
+    Arguments are those of `rollbook.models.Actor`.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> Actor(config)(torch.tensor([[1, 5, 6, 7]]), num_actions=2).shape
+    torch.Size([1, 2])
+    """
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        num_actions: int | Sequence[int] | torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
+        *,
+        entropy: bool = False,
+        temperature: float | None = None,
+        **media: torch.Tensor | None,
+    ) -> Any:
+        """Compute log-probs of actions, with the arguments of LightRFT's actors.
+
+        Args:
+            sequences: [B, S] Token ids; packed [1, tokens].
+            num_actions: The number of response tokens at the end of each row; packed [B]. `None`: only run the model,
+                and return its output, with `return_output`.
+            attention_mask: [B, S]; packed [1, tokens], the number of the sample, from 1.
+            return_output: Whether to return the output of the model, too; it has `action_entropy` if `entropy` is set.
+            packed_seq_lens: [B] Number of tokens of each packed sample.
+            entropy: Whether to compute entropies.
+            temperature: What logits are divided by. `None`: the actor's.
+            media: Inputs of the model, such as `pixel_values` and `image_grid_thw`.
+
+        Returns:
+            [B, R] or, packed, [1, all actions]: log-probs, 0 on slots that are not attended.
+
+        Raises:
+            ValueError: If shapes do not match, or the model does not separate packed samples.
+        """
+        if num_actions is None:
+            if not return_output:
+                raise ValueError("num_actions: got None, expected it, or return_output=True for the model's output")
+            lengths = [] if packed_seq_lens is None else [0] * len(packed_seq_lens)
+            batch = batch_from_call(sequences, lengths or 0, attention_mask, packed_seq_lens)
+            return run(self.model, call_inputs(self.model, batch, media))
+        batch = batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens)
+        if batch.layout == "packed":
+            self._check_packs()
+        temperature = check_positive(
+            "temperature", self.temperature if temperature is None else temperature, torch.float32
+        )
+        inputs = call_inputs(self.model, batch, media)
+        stats, output = self.head.stats(batch, inputs, temperature=temperature, entropy=entropy)
+        columns = [None if column is None else call_output(column) for column in stats]
+        if not return_output:
+            return columns[0]
+        if isinstance(output, torch.Tensor):
+            output = {"logits": output}
+        if columns[1] is not None:
+            output["action_entropy"] = columns[1]
+        return columns[0], output
+
+    def reference(self) -> Actor | Reference:
+        """Return the reference policy of `rollbook.models.Actor.reference`, which is called as this actor is."""
+        if has_adapters(self.model):
+            return Reference(self)
+        frozen = super().reference()
+        return Actor(
+            frozen.model,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            temperature=self.temperature,
+            trainable=False,
+            suppress=self.suppress,
+        )
 
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
@@ -290,6 +472,42 @@ class Actor(NativeActor):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute the masks of generated rows; see `rollbook.compat.lightrft.models.process_sequences`."""
         return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
+
+
+class Reference(NativeReference):
+    """A `rollbook.models.Reference` that is called as LightRFT's models are."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Compute log-probs without adapters; see `Actor.forward`."""
+        with self._base():
+            return self.actor(*args, **options)
+
+
+class Critic(NativeCritic):
+    """A `rollbook.models.Critic` that is called as LightRFT's.
+
+    Arguments are those of `rollbook.models.Critic`.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> Critic(config)(torch.tensor([[1, 5, 6, 7]]), num_actions=2).tolist()
+    [[0.0, 0.0]]
+    """
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        num_actions: int | Sequence[int] | torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
+        **media: torch.Tensor | None,
+    ) -> Any:
+        """Compute values, [B, R] or, packed, [1, all actions]; see `Actor.forward`."""
+        batch = batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens)
+        values, output = self._values(batch, call_inputs(self.backbone, batch, media))
+        return (call_output(values), output) if return_output else call_output(values)
 
 
 # --- models over LightRFT's batches ---------------------------------------------------------------------------------
@@ -454,3 +672,6 @@ def select_model_fields(batch: ExperienceBatch) -> ExperienceBatch:
     origin = Origin(media_rows=dict(batch.origin.media_rows))
     origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
     return ExperienceBatch.of(fields, origin)
+
+
+__all__ = ["Actor", "Critic", "Reference", "forward_batch", "native_batch", "process_sequences"]

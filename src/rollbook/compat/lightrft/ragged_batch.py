@@ -20,6 +20,8 @@ from rollbook.algorithms.inputs import Inputs, full_mask, group_id, run_id
 from rollbook.batch.device import copy_columns, to
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, token_types
 from rollbook.compat.lightrft.batch import (
+    BATCH_FIELDS,
+    BATCH_MEDIA,
     Device,
     ExperienceBatch,
     InfoOrigin,
@@ -31,7 +33,7 @@ from rollbook.compat.lightrft.batch import (
     token_fields,
 )
 from rollbook.core.experience import own
-from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
+from rollbook.core.fields import FIELDS
 from rollbook.core.ids import EID
 from rollbook.core.ragged import compute_offsets
 from rollbook.core.rows import NUMPY, Column, Rows, Spans, concatenated, memory

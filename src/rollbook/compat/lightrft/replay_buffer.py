@@ -21,6 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollbook.batch.columns import custom_columns, mask_unpredicted, token_counts
 from rollbook.compat.lightrft.batch import (
+    BATCH_FIELDS,
+    BATCH_MEDIA,
     ITEM_DEFAULTS,
     BufferItem,
     BufferItemVL,
@@ -55,8 +57,8 @@ from rollbook.compat.lightrft.ragged_batch import (
 )
 from rollbook.core.errors import RollbookError, explain_missing
 from rollbook.core.experiences import Experiences, as_experiences
-from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA, FIELDS
-from rollbook.core.media import SHARED, Pool, carries_media
+from rollbook.core.fields import FIELDS
+from rollbook.core.media import SHARED, Pool
 from rollbook.core.ragged import Ragged, compute_offsets, promote
 from rollbook.core.rows import LARGE, Column, Rows, Segments, blank, check_fill, concatenated, empty, memory, segments
 
@@ -822,7 +824,17 @@ def is_vl_experience(experience: ExperienceBatch | BufferItem) -> bool:
         and experience.media is None
     ):
         return False  # written out: a loop over the names takes several times as long
-    return carries_media(experience)
+    return any(_has_content(getattr(experience, name, None)) for name in (*BATCH_MEDIA, "raw_images", "media"))
+
+
+def _has_content(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_content(entry) for entry in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_content(entry) for entry in value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return bool(value.shape[0]) if value.ndim else True
+    return value is not None
 
 
 def zero_pad_sequences(sequences: Sequence[torch.Tensor], side: str = "left") -> torch.Tensor:

@@ -26,13 +26,12 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.filters import high_entropy_mask
-from rollbook.compat.lightrft.batch import BufferItem, ExperienceBatch, peek_field
+from rollbook.compat.lightrft.batch import BATCH_FIELDS, BATCH_MEDIA, BufferItem, ExperienceBatch, peek_field
 from rollbook.compat.lightrft.ragged_batch import SAMPLE_LISTS, RaggedBatch, ragged_from_batch
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.errors import explain_missing
 from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
-from rollbook.core.fields import BATCH_FIELDS, BATCH_MEDIA
 from rollbook.core.metrics import warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 from rollbook.core.sampling import Sample
@@ -75,6 +74,8 @@ Saved: TypeAlias = (
 """Batches, items and records that `save_trajectories` accepts."""
 _RESPONSE_FIELDS = tuple(name for name, field in BATCH_FIELDS.items() if field.axis == "response")
 _VALUE_FIELDS = tuple(name for name in _RESPONSE_FIELDS if name != "action_mask")
+_BATCH_NAMES = {field.sources[0]: name for name, field in BATCH_FIELDS.items() if field.sources}
+"""Per-token fields by their names in a record."""
 _CHECK_ORDER = ("attention_mask", "action_mask", *_VALUE_FIELDS, "action_starts", "info", *SAMPLE_LISTS)
 """Masks first: the others are checked against them."""
 
@@ -152,6 +153,7 @@ class BatchSource(TrajectorySource):
         super().__init__([(experience, i) for i in range(len(self.ragged))])
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
+        name = _BATCH_NAMES.get(name, name)
         if name in self.numbers:
             return self.numbers[name][i : i + 1]
         row = self.ragged.row(name, i)
@@ -230,6 +232,7 @@ class ItemSource(TrajectorySource):
         return None if row is None else to_numpy(torch.as_tensor(row)).reshape(-1)
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
+        name = _BATCH_NAMES.get(name, name)
         row, axis = self._row(name), BATCH_FIELDS[name].axis
         if row is None or len(row) != self.widths[axis]:
             return row  # of another length: not cut
