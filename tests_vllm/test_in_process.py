@@ -17,7 +17,9 @@ from tests_vllm import checks
 from tests_vllm.conftest import MAX_LENGTH, largest
 
 ARGS = {
-    **{"enforce_eager": True, "max_num_seqs": 32, "max_model_len": MAX_LENGTH},
+    "enforce_eager": True,
+    "max_num_seqs": 32,
+    "max_model_len": MAX_LENGTH,
     "max_num_batched_tokens": 2 * MAX_LENGTH,  # see the servers of conftest
 }
 
