@@ -6,6 +6,7 @@ Most workers are threads, which start at once (`rollout_check.thread_workers`); 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -34,8 +35,12 @@ from rollbook.book.rollouts import (
     set_limit,
 )
 from rollbook.cli import main
+from rollbook.core.sampling import RunInfo
+from rollbook.models import Actor
 from rollbook.rewards import as_reward
+from rollbook.rollout.engine import BaseEngine, WeightSource, get_module
 from rollbook.rollout.environment import Reply
+from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import StaleWeightsError
 from rollbook.train.builders import build_rollouts, build_worker, load_prompts
 from rollbook.train.config import ConfigError, load_config
@@ -91,6 +96,27 @@ class Game:
     def respond(self, text: str) -> Reply:
         self.left -= 1
         return Reply("go", reward=len(text) / 10, done=self.left == 0)
+
+
+class SeparateEngine(BaseEngine):
+    """An engine with a copy of the model, as vLLM has one in the same process."""
+
+    takes_weights = True
+
+    def __init__(self, actor: Actor) -> None:
+        self.model = copy.deepcopy(actor.model)
+        self.inner = TransformersEngine(self.model, actor.tokenizer)
+
+    @property
+    def run(self) -> RunInfo:
+        return self.inner.run
+
+    def update_weights(self, source: WeightSource, version: int) -> None:
+        self.model.load_state_dict(get_module(source).state_dict())
+        self.version = self.inner.version = version
+
+    def _run(self, requests: Any, cancel: Any) -> Any:
+        return self.inner._run(requests, cancel)
 
 
 @pytest.fixture(autouse=True)
@@ -284,9 +310,16 @@ def test_adapters_only_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyP
         open_rollouts(book, settings, next=100)
         set_limit(book, 101)
         other = load_config(settings["config"], ["model.options.seed=5"])
-        with pytest.raises(StaleWeightsError, match="the weights differ from those of the trainer"):
-            build_worker(other, book, settings, "other").run()
-        assert read_rollouts(book).returned == [100]  # type: ignore[union-attr]
+        for engine_type in (TransformersEngine, SeparateEngine):
+            worker = build_worker(other, book, settings, "other")
+            if engine_type is SeparateEngine:
+                worker.engine = SeparateEngine(worker.actor)
+            timer = threading.Timer(60, worker.stop)  # a worker that finds nothing wrong waits for the next group
+            timer.start()
+            with pytest.raises(StaleWeightsError, match="the weights differ from those of the trainer"):
+                worker.run()
+            timer.cancel()
+            assert read_rollouts(book).returned == [100]  # type: ignore[union-attr]
 
 
 # --- configurations and commands --------------------------------------------------------------------------------------

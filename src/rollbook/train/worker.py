@@ -781,10 +781,10 @@ class RolloutWorker:
         """Check that the model of this process has the trainer's weights. The trainer checks its servers."""
         if self.engine.is_remote:
             return
+        if self._probe is not None:
+            check_probe(self.actor, self._probe)
         if not isinstance(self.engine, TransformersEngine):
             check_sync(self.engine, self.actor, self.engine.version)
-        elif self._probe is not None:
-            check_probe(self.actor, self._probe)
 
     def _update_weights(self) -> None:
         """Load the newest weights, unless the engine has them."""
