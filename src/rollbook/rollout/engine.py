@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias
 
 from rollbook.core.checks import check_int
 from rollbook.core.errors import RollbookError
@@ -241,8 +241,6 @@ class BaseEngine(ABC):
     version: int = 0
     takes_weights: ClassVar[bool] = False
     """Whether `update_weights` takes the weights of a model. A trainer keeps such an engine in sync."""
-    weight_layout: ClassVar[Literal["gathered", "sharded"]] = "gathered"
-    """Weights that the engine of each rank needs in a distributed run: complete ones, or the shard of its rank."""
     is_remote: bool = False
     """Whether the weights are on servers, to which one rank sends them for all."""
 

@@ -739,9 +739,6 @@ class DistributedTrainer(Trainer):
         """Gather the weights that the engine samples from, and set their version."""
         if engine is self._own_engine and engine is not None:
             engine.version = version
-        if getattr(engine, "weight_layout", "gathered") == "sharded":
-            yield
-            return
         with self.distributed.gathered(self.actor):
             yield
 
