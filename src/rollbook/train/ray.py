@@ -31,7 +31,7 @@ from rollbook.train import checkpoint
 from rollbook.train.config.schema import Config, RolloutSection
 from rollbook.train.config.values import ConfigError
 from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE, WORKERS_FOLDER, Run
-from rollbook.train.worker import WorkersFailedError, wait_for_trainer
+from rollbook.train.worker import MAX_FAILURES, WorkersFailedError, wait_for_trainer
 
 if TYPE_CHECKING:
     from rollbook.train.worker import RolloutWorker
@@ -40,8 +40,6 @@ _POLL_SECONDS = 0.5
 _STOP_SECONDS = 10.0
 _LOCAL = "local"
 """The address of a new cluster on this machine."""
-_MAX_FAILURES = 5
-"""How often ranks may die, one time after another without a new checkpoint, before the run stops."""
 
 
 class TrainerDiedError(RollbookError, RuntimeError):
@@ -310,7 +308,7 @@ class _Cluster:
                 saved = checkpoint.list_checkpoints(self.config.folder)
                 step = saved[-1].step if saved else -1
                 failures, last = (failures + 1 if step == last else 1), step
-                if failures >= _MAX_FAILURES:
+                if failures >= MAX_FAILURES:
                     raise TrainerDiedError(
                         f"the trainer died {failures} times in a row after step {max(step, 0)}: {error}"
                     ) from error
