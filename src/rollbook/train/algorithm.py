@@ -332,14 +332,14 @@ class AlgorithmConfig:
         >>> AlgorithmConfig.preset("grpo", kl_coef=0.0).loss_columns
         ('tokens', 'action_mask', 'old_logprobs', 'advantages', 'loss_weights')
         """
-        from rollbook.batch.columns import TOKEN_COLUMNS
+        from rollbook.batch.columns import RESPONSE_COLUMNS
 
         columns = {"tokens", "action_mask", "loss_weights", *self.loss_inputs}
         if self.kl_coef and self.kl_in == "loss":
             columns |= {"old_logprobs", "ref_logprobs"}
         if self.needs_critic:
             columns |= {"values", "returns"}
-        return tuple(name for name in ("tokens", "action_mask", *TOKEN_COLUMNS) if name in columns)
+        return tuple(name for name in ("tokens", "action_mask", *RESPONSE_COLUMNS) if name in columns)
 
     @cached_property
     def aggregation_mode(self) -> str:
