@@ -40,11 +40,11 @@ from rollbook.book.ray import RayBook
 from rollbook.book.rollouts import (
     claim_rollouts,
     fetch_weights,
-    finish_rollouts,
+    finish_claims,
     groups_in_book,
     open_rollouts,
     publish_weights,
-    renew_rollouts,
+    renew_claims,
     report_worker,
     set_limit,
     weights_version,
@@ -161,12 +161,12 @@ class Client:
     def claim_and_finish(self, book: Book) -> bool:
         claims = claim_rollouts(book, self.name, 1, seconds=60.0)
         groups_in_book(book, [f"{self.name}/0"])
-        renew_rollouts(book, claims, 60.0)
-        return finish_rollouts(book, claims) == 1
+        renew_claims(book, claims, 60.0)
+        return finish_claims(book, claims) == 1
 
     def send_heartbeat(self, book: Book, claims: Sequence[Any] = ()) -> bool:
         report_worker(book, self.name, role="rollout", host="node", pid=1, state="generating", version=1)
-        return len(renew_rollouts(book, claims, 3600.0)) == len(claims)
+        return len(renew_claims(book, claims, 3600.0)) == len(claims)
 
     def read_version(self, book: Book) -> bool:
         version = book.weights_version() if isinstance(book, RayBook) else weights_version(book)

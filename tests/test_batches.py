@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollbook import CustomField, Experience, Experiences
 from rollbook.batch import Batch
-from rollbook.batch.columns import TOKEN_COLUMNS, read_columns
+from rollbook.batch.columns import RESPONSE_COLUMNS, read_columns
 from rollbook.batch.device import copy_columns
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.core.rows import Rows, concatenated
@@ -80,7 +80,7 @@ def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: b
     extras = other.extras or {}
     for name in ("teacher_logprobs", "loss_weights"):
         assert same(getattr(batch, name), extras.get(name))
-    assert {*batch.extra} == {*extras} - {*TOKEN_COLUMNS, "old_logprobs"}
+    assert {*batch.extra} == {*extras} - {*RESPONSE_COLUMNS, "old_logprobs"}
     assert all(same(column, extras[name]) for name, column in batch.extra.items())
     assert torch.equal(batch.position_ids, other.position_ids) and batch.layout == other.layout
     assert batch.eids == records.eids() and batch.reward is not None
@@ -126,7 +126,7 @@ def test_only_the_columns_that_are_named() -> None:
     ])  # fmt: skip
     batch = Batch.from_records(records, ("tokens",))
     assert batch.action_mask.tolist() == [[True, True], [False, True]]  # every response token
-    assert all(getattr(batch, name) is None for name in (*TOKEN_COLUMNS, "reward")) and not batch.extra
+    assert all(getattr(batch, name) is None for name in (*RESPONSE_COLUMNS, "reward")) and not batch.extra
     batch = Batch.from_records(records, ("action_mask", "old_logprobs", "returns"))
     assert batch.action_mask.tolist() == [[True, False], [False, True]]
     assert batch.old_logprobs is not None and batch.old_logprobs.tolist() == [[-3.0, -4.0], [0.0, 0.0]]
@@ -255,8 +255,8 @@ def test_columns_travel_together() -> None:
         ]
     )
     columns = read_columns(records)
-    sources = {"tokens": columns.tokens, **columns.by_token}
-    lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_token)]
+    sources = {"tokens": columns.tokens, **columns.by_response_token}
+    lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_response_token)]
     copies = copy_columns(list(zip(sources.values(), lengths, strict=True)), torch.device("cpu"))
     for column, copy, counts in zip(sources.values(), copies, lengths, strict=True):
         assert torch.equal(copy, concatenated(column, counts))

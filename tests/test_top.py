@@ -23,10 +23,10 @@ import rollbook
 from rollbook.book import Book, status
 from rollbook.book.rollouts import (
     claim_rollouts,
-    finish_rollouts,
+    finish_claims,
     open_rollouts,
     report_worker,
-    return_rollouts,
+    return_claims,
     set_limit,
 )
 from rollbook.book.status import read_status
@@ -55,8 +55,8 @@ def fill(book: Book) -> None:
     set_limit(book, 6)
     claims = claim_rollouts(book, "worker-0", 3, seconds=60)
     claims += claim_rollouts(book, "worker-1", 2, seconds=60)
-    finish_rollouts(book, claims[:1])
-    return_rollouts(book, claims[1:2], "worker stopped")
+    finish_claims(book, claims[:1])
+    return_claims(book, claims[1:2], "worker stopped")
     report_worker(book, "worker-0", **WORKER, groups_in_flight=1, groups=1, records=4, discarded=0)
     report_worker(book, "worker-1", **WORKER, groups_in_flight=2, groups=0, records=0, discarded=3)
 

@@ -25,17 +25,18 @@ from rollbook.book.rollouts import (
     close_rollouts,
     count_open_groups,
     fetch_weights,
-    finish_rollouts,
+    finish_claims,
     groups_in_book,
     open_rollouts,
     publish_weights,
     read_rollouts,
     remove_worker,
-    renew_rollouts,
+    renew_claims,
     report_worker,
-    return_rollouts,
-    return_worker_rollouts,
+    return_claims,
+    return_worker_claims,
     set_limit,
+    suspend_rollouts,
     weights_version,
 )
 from rollbook.book.sampler import OldestPolicy
@@ -112,17 +113,17 @@ def test_claims_follow_the_limit(book: Book) -> None:
 def test_a_fence_that_was_lost_changes_nothing(book: Book) -> None:
     begin(book)
     [old] = claim(book, seconds=0.05)
-    assert renew_rollouts(book, [old], 0.05) == [old]
+    assert renew_claims(book, [old], 0.05) == [old]
     time.sleep(0.1)
-    assert renew_rollouts(book, [old], 0.05) == [old]  # expired, but nobody has it
+    assert renew_claims(book, [old], 0.05) == [old]  # expired, but nobody has it
     time.sleep(0.1)
     [new] = claim(book, worker="b")
     assert new.number == old.number and new.fence > old.fence
-    assert renew_rollouts(book, [old], 60) == []
-    assert finish_rollouts(book, [old]) == return_rollouts(book, [old], "late") == 0
+    assert renew_claims(book, [old], 60) == []
+    assert finish_claims(book, [old]) == return_claims(book, [old], "late") == 0
     assert not append_rollouts(book, old, group(0)) and len(book) == 0
     assert append_rollouts(book, new, group(0)) and len(book) == 2
-    assert finish_rollouts(book, [new]) == 0
+    assert finish_claims(book, [new]) == 0
     assert kinds(book, "begun", "reassigned", "generated") == [
         ("begun", 0),
         ("reassigned", 0),
@@ -136,12 +137,12 @@ def test_a_fence_that_was_lost_changes_nothing(book: Book) -> None:
 def test_returned_groups_come_first(book: Book) -> None:
     begin(book)
     first, second, third = claim(book, 3)
-    assert return_rollouts(book, [third, first], "stopped") == 2
+    assert return_claims(book, [third, first], "stopped") == 2
     assert read_rollouts(book).returned == [0, 2]  # type: ignore[union-attr]
     assert numbers(claim(book, 3, "b")) == [0, 2, 3]
-    assert return_worker_rollouts(book, "b", "restarted") == 3
-    assert return_worker_rollouts(book, "b", "restarted") == 0
-    assert finish_rollouts(book, [second]) == 1
+    assert return_worker_claims(book, "b", "restarted") == 3
+    assert return_worker_claims(book, "b", "restarted") == 0
+    assert finish_claims(book, [second]) == 1
     assert numbers(claim(book, 9, "c")) == [0, 2, 3, 4, 5, 6, 7]
     reasons = book.ledger.all("SELECT reason FROM events WHERE kind = 'reassigned' ORDER BY id")
     assert [reason for (reason,) in reasons] == ["stopped"] * 2 + ["restarted"] * 3
@@ -150,12 +151,12 @@ def test_returned_groups_come_first(book: Book) -> None:
 def test_opening_voids_all_claims(book: Book) -> None:
     begin(book)
     before = claim(book, 3)
-    open_rollouts(book, {})  # suspended
+    suspend_rollouts(book, {})
     state = read_rollouts(book)
     assert state is not None and state.status == "suspended" and state.in_flight == [] and claim(book) == []
     open_rollouts(book, {}, next=2, returned=[1])
     assert numbers(claim(book, 4)) == [1]  # until the limit is set
-    assert renew_rollouts(book, before, 60) == [] and not append_rollouts(book, before[2], group(2))
+    assert renew_claims(book, before, 60) == [] and not append_rollouts(book, before[2], group(2))
     set_limit(book, 3)
     after = claim(book, 4)
     assert numbers(after) == [2] and after[0].fence > before[-1].fence
@@ -198,7 +199,7 @@ def _claim_many(url: str, worker: str, claimed: Any) -> None:
         while claims := claim_rollouts(book, worker, 3, seconds=60, timeout=0.3):
             for one in claims:
                 if one.number % 5 == 4 and one.fence < 60:
-                    return_rollouts(book, [one], "again")
+                    return_claims(book, [one], "again")
                 elif append_rollouts(book, one, group(one.number)):
                     claimed.put(one.number)
 
@@ -256,7 +257,7 @@ def test_records_of_a_voided_claim_are_not_appended_after_a_rewind(book: Book) -
     book.checkpoint("saved")
     book.announce(2)
     [late] = claim(book)
-    open_rollouts(book, {})
+    suspend_rollouts(book, {})
     book.rewind("saved", later="drop")
     open_rollouts(book, {}, next=0)
     set_limit(book, 8)

@@ -90,7 +90,8 @@ INPUTS = [one([5, 6], [7, 8, 2]), one([9], [2]), one([4, 4, 4, 4], [11, 12, 13, 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
 @pytest.mark.parametrize(
-    "options", [{}, {"rows": 1}, {"rows": 2}, {"tokens": 10}, {"pad_token_id": 2}, {"pad_token_id": 7}]
+    "options",
+    [{}, {"batch_size": 1}, {"batch_size": 2}, {"token_budget": 10}, {"pad_token_id": 2}, {"pad_token_id": 7}],
 )
 def test_the_score_is_that_of_the_last_token_in_any_batch(make: Any, options: dict[str, Any]) -> None:
     # The pad token of the GPT-2 is its end token, which the classifier's own pooling would skip.
@@ -110,8 +111,8 @@ def test_the_score_is_that_of_the_last_token_in_any_batch(make: Any, options: di
 def test_batches_do_not_matter(rows: list[list[int]], size: int, tokens: int) -> None:
     model = _MODEL
     inputs = [one([], row) for row in rows]
-    whole = ModelReward(model, rows=99)(inputs).rewards
-    assert ModelReward(model, rows=size, tokens=tokens)(inputs).rewards == pytest.approx(whole, abs=1e-5)
+    whole = ModelReward(model, batch_size=99)(inputs).rewards
+    assert ModelReward(model, batch_size=size, token_budget=tokens)(inputs).rewards == pytest.approx(whole, abs=1e-5)
 
 
 _MODEL = llama()
@@ -119,7 +120,7 @@ _MODEL = llama()
 
 def test_an_encoder_is_padded_on_the_right() -> None:
     model = bert()
-    scores = ModelReward(model, rows=4)(INPUTS)
+    scores = ModelReward(model, batch_size=4)(INPUTS)
     with torch.no_grad():
         expected = [float(model(torch.tensor([[*i.prompt_ids, *i.response_ids]])).logits[0, 0]) for i in INPUTS]
     assert scores.rewards == pytest.approx(expected, abs=1e-5)
@@ -130,7 +131,7 @@ def test_half_precision_and_a_path_and_a_config(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     expected = ModelReward(model)(INPUTS).rewards
     assert ModelReward(str(tmp_path))(INPUTS).rewards == pytest.approx(expected, abs=1e-6)
-    assert as_reward(str(tmp_path), rows=1)(INPUTS).rewards == pytest.approx(expected, abs=1e-5)
+    assert as_reward(str(tmp_path), batch_size=1)(INPUTS).rewards == pytest.approx(expected, abs=1e-5)
     halved = ModelReward(tmp_path, dtype=torch.bfloat16)
     assert next(halved.model.parameters()).dtype == torch.bfloat16
     assert halved(INPUTS).rewards == pytest.approx(expected, abs=0.3)
@@ -186,7 +187,7 @@ class Sum(torch.nn.Module):
 
 @pytest.mark.parametrize("form", ["tensor", "column", "dict", "ints"])
 def test_the_forms_of_a_score(form: str) -> None:
-    assert ModelReward(Sum(form), rows=3)(INPUTS).rewards == [28.0, 11.0, 81.0, 13.0]
+    assert ModelReward(Sum(form), batch_size=3)(INPUTS).rewards == [28.0, 11.0, 81.0, 13.0]
 
 
 def test_wrong_forms_are_errors() -> None:
@@ -247,7 +248,7 @@ def test_a_module_written_for_lightrft_gets_its_texts() -> None:
 
 
 def test_several_models_with_weights() -> None:
-    both = as_reward([Sum(), llama()], names=["sum", "rm"], weights=[0.5, 1.0], rows=2)
+    both = as_reward([Sum(), llama()], names=["sum", "rm"], weights=[0.5, 1.0], batch_size=2)
     scores = both(INPUTS)
     assert scores.metrics["sum"] == [28.0, 11.0, 81.0, 13.0]
     assert scores.rewards == pytest.approx([0.5 * s + r for s, r in zip(*scores.metrics.values(), strict=True)])
@@ -297,8 +298,8 @@ def test_no_samples() -> None:
 
 def test_options_are_checked() -> None:
     for name, value in {
-        "rows": 0,
-        "tokens": 0,
+        "batch_size": 0,
+        "token_budget": 0,
         "max_length": 0,
         "padding_side": "up",
         "template": "x",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rollbook
-from rollbook.book.rollouts import open_rollouts, publish_weights, read_rollouts, set_limit
+from rollbook.book.rollouts import open_rollouts, publish_weights, read_rollouts, set_limit, suspend_rollouts
 from rollbook.train.builders import build_rollouts, build_worker, load_prompts
 from rollbook.train.config import Config, load_config
 from rollbook.train.config.values import ConfigError
@@ -98,7 +98,7 @@ def test_a_worker_does_not_wait_for_weights_of_a_version_that_was_rewound(tmp_pa
         thread.start()
         try:
             wait_until(lambda: len(read_rollouts(book).in_flight) == 2, "no claims", 30)
-            open_rollouts(book, settings)
+            suspend_rollouts(book, settings)
             book.rewind("begin", later="drop")
             open_rollouts(book, settings, next=0)
             publish_weights(book, 0, pack_weights(trained_weights(worker.actor)), {})

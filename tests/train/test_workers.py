@@ -491,7 +491,7 @@ def test_a_group_that_was_generated_in_vain_is_discarded(tmp_path: Path, monkeyp
             return append_rollouts(*arguments, **options)
 
         monkeypatch.setattr("rollbook.train.worker.append_rollouts", pause)
-        monkeypatch.setattr("rollbook.train.worker.renew_rollouts", lambda book, claims, seconds: list(claims))
+        monkeypatch.setattr("rollbook.train.worker.renew_claims", lambda book, claims, seconds: list(claims))
         workers[0].claim_seconds = 0.2
         threads = [threading.Thread(target=worker.run) for worker in workers]
         threads[0].start()
@@ -525,7 +525,7 @@ def test_a_claim_that_is_lost_while_it_is_scored_is_counted_once(
 
         def lose(*arguments: Any, **options: Any) -> Any:
             open_rollouts(book, settings, next=2)  # voids the claim
-            worker._renew()
+            worker._renew_claims()
             return append_rollouts(*arguments, **options)
 
         monkeypatch.setattr("rollbook.train.worker.append_rollouts", lose)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rollbook.batch.columns import TOKEN_COLUMNS, BatchColumns, Lengths, read_columns
+from rollbook.batch.columns import RESPONSE_COLUMNS, BatchColumns, Lengths, read_columns
 from rollbook.batch.device import Device, copy_columns, pin_memory, to
 from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
 from rollbook.core.experiences import Experiences
@@ -136,9 +136,9 @@ class Batch:
     ) -> Batch:
         """Build a batch from columns that are already read. For the arguments, see `from_records`."""
         target = torch.device(device)
-        flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_token}
+        flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_response_token}
         if target.type != "cpu":
-            lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_token)]
+            lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_response_token)]
             copies = copy_columns(list(zip(flat.values(), lengths, strict=True)), target)
             flat = dict(zip(flat, copies, strict=True))
             target = copies[0].device  # with an index, as spans know it
@@ -161,7 +161,7 @@ class Batch:
             if "action_mask" not in fields:
                 fields["action_mask"] = responses.mask(torch.bool, target)
         extra: dict[str, Tokens] = {}
-        for name in columns.by_token:
+        for name in columns.by_response_token:
             if name not in _FIELDS:
                 extra[name] = fields.pop(name)
         if columns.by_record:
@@ -317,7 +317,7 @@ class Batch:
 
     def _lay_out(self, lay_out: Callable[[Any, str], Any], **changes: Any) -> Batch:
         changes["tokens"] = lay_out(self.tokens, "tokens")
-        for name in ("action_mask", *TOKEN_COLUMNS):
+        for name in ("action_mask", *RESPONSE_COLUMNS):
             column = getattr(self, name)
             changes[name] = None if column is None else lay_out(column, "responses")
         extra = {name: lay_out(col, "responses") if name in FIELDS else col for name, col in self.extra.items()}

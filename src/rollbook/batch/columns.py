@@ -22,7 +22,7 @@ from rollbook.core.rows import Column
 
 Lengths = NDArray[np.int64]
 
-TOKEN_COLUMNS = (
+RESPONSE_COLUMNS = (
     *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "entropy"),
     *("values", "advantages", "returns", "loss_weights"),
 )
@@ -39,8 +39,8 @@ class BatchColumns:
     """[B] Number of response tokens of each record."""
     tokens: Column
     """[T] Token ids."""
-    by_token: dict[str, Column] = field(default_factory=dict)
-    """[R, ...] By name: `action_mask`, `TOKEN_COLUMNS`, and any other field of the response axis."""
+    by_response_token: dict[str, Column] = field(default_factory=dict)
+    """[R, ...] By name: `action_mask`, `RESPONSE_COLUMNS`, and any other field of the response axis."""
     reward: torch.Tensor | None = None
     """[B] Rewards; NaN if a record has none."""
     by_record: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
     Raises:
         ValueError: If a name is unknown, a record is a preference pair, or an entry has the wrong length.
     """
-    lengths, response_lengths = token_counts(records)
+    lengths, response_lengths = count_tokens(records)
     tokens = _read_column(records, "tokens", lengths)
     if tokens is None:
         tokens = torch.empty(0, dtype=getattr(torch, FIELDS["tokens"].dtype))
@@ -75,11 +75,11 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
         records = mask_unpredicted(records)
     custom_names = set()
     for name in FIELDS if names is None else names:
-        spec = FIELDS.get(name)
-        if spec is not None and spec.kind == "tensor" and spec.axis == "response":
+        record_field = FIELDS.get(name)
+        if record_field is not None and record_field.kind == "tensor" and record_field.axis == "response":
             column = _read_column(records, name, response_lengths)
             if column is not None:
-                columns.by_token[name] = column
+                columns.by_response_token[name] = column
         elif names is not None and name not in ("tokens", "reward"):
             custom_names.add(name)
     if names is None or custom_names:
@@ -94,7 +94,7 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
     return columns
 
 
-def token_counts(records: Experiences) -> tuple[Lengths, Lengths]:
+def count_tokens(records: Experiences) -> tuple[Lengths, Lengths]:
     """Count the tokens, and the response tokens, of every record.
 
     The response of a record whose prompt was truncated is as long as its log-probs.
@@ -164,15 +164,15 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
     column = records.column(name)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
         if not np.array_equal(column.lengths, lengths):
-            raise _wrong_length(records, name, column.lengths, lengths)
+            raise _length_error(records, name, column.lengths, lengths)
         return column
     rows = records.values(name)
     present = [row for row in rows if row is not None]
     if not present:
         return None
     tensors = [row for row in present if isinstance(row, torch.Tensor)]  # the others are one number for all tokens
-    spec = FIELDS[name]
-    dtypes = {str(row.dtype).removeprefix("torch.") for row in tensors} or {spec.dtype}
+    record_field = FIELDS[name]
+    dtypes = {str(row.dtype).removeprefix("torch.") for row in tensors} or {record_field.dtype}
     common = promote(dtypes)
     if common is None:
         raise ValueError(f"{name}: got rows of {', '.join(sorted(dtypes))}, expected types that one can hold exactly")
@@ -185,16 +185,16 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
         else torch.full((int(length), *trailing), fill if row is None else row, dtype=dtype)
         for row, length in zip(rows, lengths, strict=True)
     ]
-    counts = np.array([len(row) if row.dim() == 1 + spec.trailing else 0 for row in filled], dtype=np.int64)
+    counts = np.array([len(row) if row.dim() == 1 + record_field.trailing else 0 for row in filled], dtype=np.int64)
     if not np.array_equal(counts, lengths):
-        raise _wrong_length(records, name, counts, lengths)
+        raise _length_error(records, name, counts, lengths)
     if len({row.shape[1:] for row in filled}) > 1:
         shapes = ", ".join(str(list(row.shape)) for row in filled)
         raise ValueError(f"{name}: got shapes {shapes}, expected all but the first size to be the same")
     return torch.cat(filled)
 
 
-def _wrong_length(records: Experiences, name: str, counts: Lengths, lengths: Lengths) -> ValueError:
+def _length_error(records: Experiences, name: str, counts: Lengths, lengths: Lengths) -> ValueError:
     i = int(np.flatnonzero(counts != lengths)[0])
     return ValueError(f"record {i} ({records.eids()[i]}): {name}: got {counts[i]} entries, expected {lengths[i]}")
 

@@ -747,34 +747,7 @@ def open(
         return _open_served(address, mode, over, tokenizer, quota, data, storage_options, segment_bytes, settings)
     if over is not None:
         raise ValueError(f"over: got {redacted(over)!r}, expected None: only ray://NAME serves another book")
-    ledger: Ledger
-    store: SegmentStore
-    if address.startswith(POSTGRES):
-        ledger, store = open_postgres(address, mode, data, storage_options or {}, clock)
-    else:
-        if data is not None:
-            raise ValueError(
-                f"data: got {redacted(data)!r}, expected None: only a book in PostgreSQL keeps its data elsewhere"
-            )
-        if address == "memory:":
-            if mode != "a":
-                raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
-            ledger = SQLiteLedger(None, clock=clock or time.time)
-            store = MemorySegmentStore(segment_bytes)
-            prepare_tables(ledger, create=True, where="memory:", meta={})
-        elif "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
-            raise ValueError(
-                f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...', or 'ray://NAME'"
-            )
-        elif is_conninfo(address) and not Path(address).exists():
-            raise ValueError(f"url: got {redacted(address)!r}, expected it as postgresql://user@host/database")
-        else:
-            # Absolute: a program may change its folder while the book is open.
-            folder = Path(os.path.abspath(os.path.expanduser(address)))
-            if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
-                # As on the command line, the folder of a run is a path of its book. A new book here would hide it.
-                folder, address = folder / "book", os.path.join(address, "book")
-            ledger, store = open_folder(folder, mode, segment_bytes, clock, Disk())
+    address, ledger, store = _open_storage(address, mode, data, storage_options or {}, segment_bytes, clock)
     book = Book(address, ledger, store, read_only=read_only, tokenizer=_get_fingerprint(tokenizer), quota=quota)
     book.opened_with = {
         "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
@@ -798,6 +771,42 @@ def open(
         book.close()
         raise
     return book
+
+
+def _open_storage(
+    address: str,
+    mode: str,
+    data: str | None,
+    storage_options: Mapping[str, Any],
+    segment_bytes: int,
+    clock: Callable[[], float] | None,
+) -> tuple[str, Ledger, SegmentStore]:
+    """Open the ledger and the segments of a book in this process; also return the address of the book itself."""
+    if address.startswith(POSTGRES):
+        return address, *open_postgres(address, mode, data, storage_options, clock)
+    if data is not None:
+        raise ValueError(
+            f"data: got {redacted(data)!r}, expected None: only a book in PostgreSQL keeps its data elsewhere"
+        )
+    if address == "memory:":
+        if mode != "a":
+            raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
+        ledger = SQLiteLedger(None, clock=clock or time.time)
+        store = MemorySegmentStore(segment_bytes)
+        prepare_tables(ledger, create=True, where="memory:", meta={})
+        return address, ledger, store
+    if "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
+        raise ValueError(
+            f"url: got {redacted(address)!r}, expected a folder, 'memory:' or 'postgresql://...', or 'ray://NAME'"
+        )
+    if is_conninfo(address) and not Path(address).exists():
+        raise ValueError(f"url: got {redacted(address)!r}, expected it as postgresql://user@host/database")
+    # Absolute: a program may change its folder while the book is open.
+    folder = Path(os.path.abspath(os.path.expanduser(address)))
+    if not (folder / LEDGER).exists() and (folder / "book" / LEDGER).exists():
+        # As on the command line, the folder of a run is a path of its book. A new book here would hide it.
+        folder, address = folder / "book", os.path.join(address, "book")
+    return address, *open_folder(folder, mode, segment_bytes, clock, Disk())
 
 
 def _open_served(

@@ -24,7 +24,7 @@ from rollbook.book.errors import BookError, ConflictError
 from rollbook.book.ledger import Transaction, check_text, check_writable, chunks, served, yield_to_writers
 from rollbook.book.media import extract
 from rollbook.book.read import check_present, fetch, find_seqs, get_uids, locate
-from rollbook.book.segments.files import FileSegmentStore, SegmentStore
+from rollbook.book.segments.files import FileSegmentStore, Place, SegmentStore
 from rollbook.core.checks import suggest
 from rollbook.core.experiences import from_rows
 from rollbook.core.fields import FIELDS
@@ -265,16 +265,15 @@ def rewrite_records(
     for _ in range(_MAX_ATTEMPTS):
         with book.ledger.read() as tx:
             before = _read_revisions(tx, seqs)
-        rows = fetch(book, seqs).rows()
-        rewritten: list[tuple[int, int, Experience, Experience, Sequence[str]]] = []
-        for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+        rewrites = []
+        for i, (seq, row) in enumerate(zip(seqs, fetch(book, seqs).rows(), strict=True)):
             changed = change(row, i)
             if changed is not None:
-                rewritten.append((i, seq, row, *changed))
-        if not rewritten:
+                rewrites.append(_Rewrite(i, seq, row, *changed, before[seq][0] + 1))
+        if not rewrites:
             return []
-        records = from_rows([new for _, _, _, new, _ in rewritten])
-        extracted = extract(records, evaluation=[before[seq][2] for _, seq, *_ in rewritten])
+        records = from_rows([rewrite.new for rewrite in rewrites])
+        extracted = extract(records, evaluation=[before[rewrite.seq][2] for rewrite in rewrites])
         blobs = list(extracted.blobs)
         parts = [encode(extracted.stripped), *(extracted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # A redaction is never refused for lack of space.
@@ -283,87 +282,122 @@ def rewrite_records(
             check_quota(book, sum(len(part) for part in parts))
         if also is not None:
             also.write_bytes()
-        places = book.store.put(parts)
-        media = dict(zip(blobs, places[1:], strict=True))
+        place, *media_places = book.store.put(parts)
         index_rows = index_columns.index_columns(records)
-        stored_hashes = (
-            content_hash.content_hashes(records).full if hashes is None else [hashes[i] for i, *_ in rewritten]
-        )
-        values: dict[str, list[float | None]] = {}
+        rewritten_seqs = [rewrite.seq for rewrite in rewrites]
+        if hashes is None:
+            stored_hashes = content_hash.content_hashes(records).full
+        else:
+            stored_hashes = [hashes[rewrite.position] for rewrite in rewrites]
         with queue.write_drained(book, timeout=timeout) as tx:
-            if _read_revisions(tx, seqs) != before or not book.store.has(places[0].segment):
+            if _read_revisions(tx, seqs) != before or not book.store.has(place.segment):
                 continue  # Another writer revised or deleted one of them: start again from that.
             if kind == "redacted":
-                mark_for_purge(tx, [seq for _, seq, *_ in rewritten])
+                mark_for_purge(tx, rewritten_seqs)
                 _clear_quoted_values(tx, seqs)
-            segment = places[0].segment
-            if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
+            if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (place.segment,)):
                 book.store.seal()  # See `AppendTransaction.__call__`.
-            share = -(-places[0].length // len(rewritten))
-            columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
-            place = (places[0].segment, places[0].offset, places[0].length)
-            tx.many(
-                f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
-                [
-                    (*index_rows[slot], before[seq][0] + 1, *place, slot, share, seq)
-                    for slot, (_, seq, *_) in enumerate(rewritten)
-                ],
-            )
-            tx.many(
-                "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        *(seq, before[seq][0] + 1, tx.now, author, reason, ",".join(names)),
-                        stored_hashes[slot],
-                    )
-                    for slot, (_, seq, _, _, names) in enumerate(rewritten)
-                ],
-            )
-            tx.many("DELETE FROM media_uses WHERE seq = ?", [(seq,) for _, seq, *_ in rewritten])
-            uses = [
-                (key, seq)
-                for (_, seq, *_), keys in zip(rewritten, extracted.uses or [()] * len(rewritten), strict=True)
-                for key in keys
-            ]
-            tx.many(
-                "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                [(key, media[key].segment, media[key].offset, media[key].length) for key, _ in uses],
-            )
-            tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", uses)
-            events = []
-            for _, seq, old, new, names in rewritten:
-                detail: dict[str, Any] = {"author": author, "fields": list(names), "revision": before[seq][0] + 1}
-                if kind == "revised":
-                    detail["was"] = {
-                        name: _event_value(old, name) for name in names if _event_value(old, name) is not None
-                    }
-                    detail["is"] = {
-                        name: _event_value(new, name) for name in names if _event_value(new, name) is not None
-                    }
-                events.append(queue.Event(kind, seq, reason=reason, detail=detail))
-            queue.record_events(tx, events)
+            _update_records(tx, rewrites, index_rows, place)
+            _add_revisions(tx, rewrites, stored_hashes, author, reason)
+            uses = extracted.uses or [()] * len(rewrites)
+            _update_media(tx, rewrites, uses, dict(zip(blobs, media_places, strict=True)))
+            _record_changes(tx, rewrites, kind, author, reason)
             tx.many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
                 sorted(index_columns.column_types(records)),
             )
+            ranks: dict[str, list[float | None]] = {}
             for consumer in all_consumers(tx):
                 ranked_by = consumer.settings.sampler.key
-                if ranked_by is not None and ranked_by not in values:
+                if ranked_by is not None and ranked_by not in ranks:
                     numbers = index_columns.number_column(records, ranked_by)
-                    values[ranked_by] = [None if n is None or math.isnan(n) else n for n in numbers]
-                rewritten_seqs = [seq for _, seq, *_ in rewritten]
-                apply_revisions(tx, consumer, rewritten_seqs, values.get(ranked_by or ""), retrain is not False)
+                    ranks[ranked_by] = [None if n is None or math.isnan(n) else n for n in numbers]
+                apply_revisions(tx, consumer, rewritten_seqs, ranks.get(ranked_by or ""), retrain is not False)
                 if retrain == "group":
-                    apply_revisions(
-                        tx, consumer, _find_siblings(tx, [row.gid for row in index_rows], rewritten_seqs), None, True
-                    )
+                    siblings = _find_siblings(tx, [row.gid for row in index_rows], rewritten_seqs)
+                    apply_revisions(tx, consumer, siblings, None, True)
             if also is not None:
                 also(tx)
             if kind == "redacted":
-                blanked = [(new.eid.uid, tuple(names)) for _, _, _, new, names in rewritten]
-                append_deletions(book.store, [Deletion(uid, tx.now, author, reason, names) for uid, names in blanked])
-        return [i for i, *_ in rewritten]
+                deletions = [Deletion(r.new.eid.uid, tx.now, author, reason, tuple(r.fields)) for r in rewrites]
+                append_deletions(book.store, deletions)
+        return [rewrite.position for rewrite in rewrites]
     raise BookError(f"records {list(seqs)[:3]}...: other writers revised them during each of {_MAX_ATTEMPTS} attempts")
+
+
+class _Rewrite(NamedTuple):
+    """A record that is replaced."""
+
+    position: int
+    """Index among the records of the call."""
+    seq: int
+    old: Experience
+    new: Experience
+    fields: Sequence[str]
+    """Names of the fields that differ."""
+    revision: int
+    """Number of the new revision."""
+
+
+def _update_records(
+    tx: Transaction,
+    rewrites: Sequence[_Rewrite],
+    index_rows: Sequence[index_columns.IndexColumns],
+    place: Place,
+) -> None:
+    """Write the index columns of rewritten records, and where their frame is."""
+    share = -(-place.length // len(rewrites))
+    columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
+    location = (place.segment, place.offset, place.length)
+    tx.many(
+        f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
+        [
+            (*index_rows[slot], rewrite.revision, *location, slot, share, rewrite.seq)
+            for slot, rewrite in enumerate(rewrites)
+        ],
+    )
+
+
+def _add_revisions(
+    tx: Transaction, rewrites: Sequence[_Rewrite], hashes: Sequence[bytes], author: str, reason: str | None
+) -> None:
+    tx.many(
+        "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        [
+            (rewrite.seq, rewrite.revision, tx.now, author, reason, ",".join(rewrite.fields), content)
+            for rewrite, content in zip(rewrites, hashes, strict=True)
+        ],
+    )
+
+
+def _update_media(
+    tx: Transaction, rewrites: Sequence[_Rewrite], uses: Sequence[Sequence[str]], places: Mapping[str, Place]
+) -> None:
+    """Write which media the rewritten records use, by hash, and where new media are."""
+    tx.many("DELETE FROM media_uses WHERE seq = ?", [(rewrite.seq,) for rewrite in rewrites])
+    rows = [(key, rewrite.seq) for rewrite, keys in zip(rewrites, uses, strict=True) for key in keys]
+    tx.many(
+        "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
+        [(key, places[key].segment, places[key].offset, places[key].length) for key, _ in rows],
+    )
+    tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", rows)
+
+
+def _record_changes(tx: Transaction, rewrites: Sequence[_Rewrite], kind: str, author: str, reason: str | None) -> None:
+    """Write an event for each rewritten record; that of a revision has the small values before and after."""
+    events = []
+    for rewrite in rewrites:
+        detail: dict[str, Any] = {"author": author, "fields": list(rewrite.fields), "revision": rewrite.revision}
+        if kind == "revised":
+            detail["was"] = _event_values(rewrite.old, rewrite.fields)
+            detail["is"] = _event_values(rewrite.new, rewrite.fields)
+        events.append(queue.Event(kind, rewrite.seq, reason=reason, detail=detail))
+    queue.record_events(tx, events)
+
+
+def _event_values(record: Experience, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: _event_value(record, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _read_revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:

@@ -1,7 +1,7 @@
 """Rollouts in progress: the groups that rollout workers claim, the weights they load, and what they report.
 
 Groups are numbered from 0 in the order of the prompts. The trainer sets how many may be started (`set_limit`). A worker
-claims some (`claim_rollouts`), generates and appends their records, and finishes them (`finish_rollouts`).
+claims some (`claim_rollouts`), generates and appends their records, and finishes them (`finish_claims`).
 
 Invariant: a group is claimed by at most one worker at a time. A claim has a fence, a number that is never used again:
 after the claim was given to another worker, calls with the old fence change nothing.
@@ -134,15 +134,13 @@ class Weights(NamedTuple):
 
 
 @served(repeat=True)
-def open_rollouts(
-    book: Book, settings: Mapping[str, Any], *, next: int | None = None, returned: Sequence[int] = ()
-) -> None:
+def open_rollouts(book: Book, settings: Mapping[str, Any], *, next: int, returned: Sequence[int] = ()) -> None:
     """Void all claims, and let workers claim groups from `next` on, as far as `set_limit` allows.
 
     Args:
         book: The book.
         settings: What workers need to know, JSON-compatible.
-        next: Number of the first group that was not started; `None`: claim nothing until the next call.
+        next: Number of the first group that was not started.
         returned: Numbers of groups before `next` that were not finished.
 
     >>> import rollbook
@@ -150,33 +148,57 @@ def open_rollouts(
     >>> open_rollouts(book, {}, next=0)
     >>> set_limit(book, 2)
     >>> first, second = claim_rollouts(book, "a", 4, seconds=60)
-    >>> finish_rollouts(book, [first])
+    >>> finish_claims(book, [first])
     1
-    >>> return_rollouts(book, [second], "worker stopped")
+    >>> return_claims(book, [second], "worker stopped")
     1
     >>> [claim.number for claim in claim_rollouts(book, "b", 4, seconds=60)]
     [1]
-    >>> finish_rollouts(book, [second])  # "b" has it now
+    >>> finish_claims(book, [second])  # "b" has it now
     0
     """
     check_writable(book, "open_rollouts")
-    text = json.dumps(dict(settings))
     with book.ledger.write() as tx:
-        row = tx.one("SELECT next, fence FROM rollouts WHERE id = 0")
-        next_group, fence = row or (0, 0)
-        _void_claims(tx, "trainer started")
-        tx.run("DELETE FROM rollouts")
-        number = next_group if next is None else check_int("next", next)
-        tx.run(
-            "INSERT INTO rollouts (id, status, next, highest, fence, settings) VALUES (0, ?, ?, ?, ?, ?)",
-            (SUSPENDED if next is None else OPEN, number, number, fence, text),
-        )
-        for lost in sorted(set(returned)):
+        _restart_rollouts(tx, OPEN, settings, check_int("next", next))
+        for number in sorted(set(returned)):
             tx.run(
                 "INSERT INTO claims (number, fence, worker, version, claimed, expires, state) "
                 "VALUES (?, 0, '', 0, 0, 0, ?)",
-                (check_int("returned", lost), RETURNED),
+                (check_int("returned", number), RETURNED),
             )
+
+
+@served(repeat=True)
+def suspend_rollouts(book: Book, settings: Mapping[str, Any]) -> None:
+    """Void all claims, and let workers claim nothing until `open_rollouts`.
+
+    Args:
+        book: The book.
+        settings: What workers need to know, JSON-compatible.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> suspend_rollouts(book, {})
+    >>> set_limit(book, 1)
+    >>> claim_rollouts(book, "a", 1, seconds=60)
+    []
+    """
+    check_writable(book, "suspend_rollouts")
+    with book.ledger.write() as tx:
+        _restart_rollouts(tx, SUSPENDED, settings)
+
+
+def _restart_rollouts(tx: Transaction, status: str, settings: Mapping[str, Any], next: int | None = None) -> None:
+    """Void all claims and store a new state, with the number of the first group that was not started if it is known."""
+    row = tx.one("SELECT next, fence FROM rollouts WHERE id = 0")
+    last_next, fence = row or (0, 0)
+    _void_claims(tx, "trainer started")
+    tx.run("DELETE FROM rollouts")
+    number = last_next if next is None else next
+    tx.run(
+        "INSERT INTO rollouts (id, status, next, highest, fence, settings) VALUES (0, ?, ?, ?, ?, ?)",
+        (status, number, number, fence, json.dumps(dict(settings))),
+    )
 
 
 @served(repeat=True)
@@ -205,7 +227,7 @@ def _void_claims(tx: Transaction, reason: str) -> None:
         "SELECT number, fence, version, worker, claimed, expires FROM claims WHERE state = ? ORDER BY number",
         (CLAIMED,),
     )
-    _give_back(tx, [RolloutClaim(*values) for values in rows], reason)
+    _mark_returned(tx, [RolloutClaim(*values) for values in rows], reason)
     tx.run("DELETE FROM claims")
 
 
@@ -286,7 +308,7 @@ def read_generations(book: Book, count: int = 32) -> list[Generation]:
     >>> book = rollbook.open("memory:")
     >>> open_rollouts(book, {}, next=0)
     >>> set_limit(book, 1)
-    >>> finish_rollouts(book, claim_rollouts(book, "a", 1, seconds=60))
+    >>> finish_claims(book, claim_rollouts(book, "a", 1, seconds=60))
     1
     >>> [generation.worker for generation in read_generations(book)]
     ['a']
@@ -408,7 +430,7 @@ def _find_current(tx: Transaction, claims: Sequence[RolloutClaim]) -> list[Rollo
 
 
 @served(repeat=True)
-def renew_rollouts(book: Book, claims: Sequence[RolloutClaim], seconds: float) -> list[RolloutClaim]:
+def renew_claims(book: Book, claims: Sequence[RolloutClaim], seconds: float) -> list[RolloutClaim]:
     """Extend claims, including expired ones that no other worker was given.
 
     Args:
@@ -438,7 +460,7 @@ def renew_rollouts(book: Book, claims: Sequence[RolloutClaim], seconds: float) -
 
 
 @served(repeat=True)
-def finish_rollouts(book: Book, claims: Sequence[RolloutClaim], detail: Mapping[str, Any] | None = None) -> int:
+def finish_claims(book: Book, claims: Sequence[RolloutClaim], detail: Mapping[str, Any] | None = None) -> int:
     """Record that the groups of these claims are in the book and will not be generated again.
 
     Args:
@@ -518,7 +540,7 @@ def append_rollouts(
         result, _ = append_records(book, records, condition=AppendCondition(begin, dropped_for, reason))
         if result.admitted:
             return True
-    if finish_rollouts(book, [claim], detail):
+    if finish_claims(book, [claim], detail):
         return False
     # An earlier call may have taken effect, of which the answer was lost.
     with book.ledger.read() as tx:
@@ -526,7 +548,7 @@ def append_rollouts(
 
 
 @served(repeat=True)
-def return_rollouts(book: Book, claims: Sequence[RolloutClaim], reason: str) -> int:
+def return_claims(book: Book, claims: Sequence[RolloutClaim], reason: str) -> int:
     """Give groups back, for other workers to generate.
 
     Args:
@@ -543,14 +565,14 @@ def return_rollouts(book: Book, claims: Sequence[RolloutClaim], reason: str) -> 
 
     def transact(tx: Transaction) -> int:
         current = _find_current(tx, claims)
-        _give_back(tx, current, reason)
+        _mark_returned(tx, current, reason)
         return len(current)
 
     return write_once(book.ledger, transact, lambda tx, _: not _find_current(tx, claims))
 
 
 @served(repeat=True)
-def return_worker_rollouts(book: Book, worker: str, reason: str) -> int:
+def return_worker_claims(book: Book, worker: str, reason: str) -> int:
     """Give back all groups that a worker of this name has claimed, such as before it was restarted.
 
     Args:
@@ -572,13 +594,13 @@ def return_worker_rollouts(book: Book, worker: str, reason: str) -> int:
 
     def transact(tx: Transaction) -> int:
         claims = select(tx)
-        _give_back(tx, claims, reason)
+        _mark_returned(tx, claims, reason)
         return len(claims)
 
     return write_once(book.ledger, transact, lambda tx, _: not select(tx))
 
 
-def _give_back(tx: Transaction, claims: Sequence[RolloutClaim], reason: str) -> None:
+def _mark_returned(tx: Transaction, claims: Sequence[RolloutClaim], reason: str) -> None:
     fences = tx.array([claim.fence for claim in claims])
     tx.run(f"UPDATE claims SET state = ? WHERE fence {tx.in_ints}", (RETURNED, fences))
     events = [queue.Event("reassigned", reason=reason, lease=c.fence, detail=_describe(c)) for c in claims]
@@ -787,17 +809,18 @@ __all__ = [
     "close_rollouts",
     "count_open_groups",
     "fetch_weights",
-    "finish_rollouts",
+    "finish_claims",
     "groups_in_book",
     "open_rollouts",
     "publish_weights",
     "read_generations",
     "read_rollouts",
     "remove_worker",
-    "renew_rollouts",
+    "renew_claims",
     "report_worker",
-    "return_rollouts",
-    "return_worker_rollouts",
+    "return_claims",
+    "return_worker_claims",
     "set_limit",
+    "suspend_rollouts",
     "weights_version",
 ]

@@ -214,8 +214,6 @@ class Spans:
         self.starts = np.asarray(starts, dtype=np.int64)
         self.width = int(width)
         self.offsets = compute_offsets(self.lengths)
-        self.solid = False
-        """Whether a mask over these rows is known to be all ones."""
         self._gather_indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._slices = list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True))
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 VERSION = 1
 KEY = "rollbook"
 """The key of every line that holds the version of this layout."""
+_MALFORMED_KEY = "odd"
+"""The key of a line that lists the fields whose shape is not valid for the field."""
 
 
 def read(path: str, batch_rows: int, errors: ErrorHandler, *, max_row_bytes: int) -> Iterator[Experiences]:
@@ -178,7 +180,7 @@ def encode_line(row: Experience) -> bytes:
         elif entry or not field.always:
             line[name] = _encode_freeform(name, entry)
     if row.malformed_fields:
-        line["odd"] = sorted(row.malformed_fields)
+        line[_MALFORMED_KEY] = sorted(row.malformed_fields)
     try:
         return orjson.dumps(line)
     except TypeError as error:
@@ -219,7 +221,7 @@ def decode_line(text: bytes | None, max_row_bytes: int) -> Experience:
     version = line.pop(KEY, VERSION)
     if version != VERSION:
         raise WireError(f"layout version {version!r} is not supported, expected {VERSION}")
-    malformed = line.pop("odd", [])
+    malformed = line.pop(_MALFORMED_KEY, [])
     fields: dict[str, Any] = {}
     for name, value in line.items():
         field = FIELDS.get(name)

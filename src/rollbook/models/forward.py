@@ -16,7 +16,7 @@ import torch
 
 from rollbook.algorithms.layout import as_column
 from rollbook.batch import Batch
-from rollbook.batch.columns import Lengths, read_columns, token_counts
+from rollbook.batch.columns import Lengths, count_tokens, read_columns
 from rollbook.batch.plan import Layout, plan
 from rollbook.core.checks import check_int
 from rollbook.core.experience import Experience
@@ -79,7 +79,7 @@ def forward(
     >>> {name: column.lengths.tolist() for name, column in forward(actor, records, ("old_logprobs", "entropy")).items()}
     {'old_logprobs': [2, 2], 'entropy': [2, 2]}
     """
-    lengths, response_lengths = token_counts(records)
+    lengths, response_lengths = count_tokens(records)
     # Log-probs give the response length of a truncated prompt.
     truncated = "prompt_truncated" in records.values("truncate_status")
     narrow = records.select("truncate_status", "multi_modal_inputs", *(["logprobs"] if truncated else []))
@@ -113,7 +113,7 @@ def forward(
 def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tensor:
     """Replace numbers that are not finite by 0 where the mask is False."""
     columns = read_columns(records, ("action_mask",))
-    mask = columns.by_token.get("action_mask")
+    mask = columns.by_response_token.get("action_mask")
     if mask is None:
         return column
     return torch.where((concatenated(mask, columns.response_lengths) != 0) | column.isfinite(), column, 0.0)

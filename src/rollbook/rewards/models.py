@@ -59,8 +59,8 @@ class ModelReward(Reward):
         template: How texts are tokenized: through the chat template if there are messages (`auto`), always (`chat`), or
             concatenated (`text`).
         score: Function from the model's output to (B,), if it has several numbers per sample.
-        rows: Largest number of samples per batch.
-        tokens: Largest number of tokens per batch, with padding.
+        batch_size: Largest number of samples per batch.
+        token_budget: Largest number of tokens per batch, with padding.
         max_length: A longer sample is an error of that sample.
         padding_side: Matters only to modules that look at a fixed position.
         pad_token_id: Fills the padding.
@@ -71,7 +71,7 @@ class ModelReward(Reward):
     >>> class Longest(torch.nn.Module):
     ...     def forward(self, sequences, attention_mask):
     ...         return attention_mask.sum(-1)
-    >>> reward = ModelReward(Longest(), rows=2)
+    >>> reward = ModelReward(Longest(), batch_size=2)
     >>> reward([RewardInput(prompt="", response="", prompt_ids=[5], response_ids=[6] * n) for n in (3, 1, 2)]).rewards
     [4.0, 2.0, 3.0]
     """
@@ -85,8 +85,8 @@ class ModelReward(Reward):
         policy_tokenizer: Tokenizer | None = None,
         template: Literal["auto", "chat", "text"] = "auto",
         score: ScoreFunction | None = None,
-        rows: int = 16,
-        tokens: int | None = None,
+        batch_size: int = 16,
+        token_budget: int | None = None,
         max_length: int | None = None,
         padding_side: Literal["right", "left"] = "right",
         pad_token_id: int | None = None,
@@ -100,17 +100,17 @@ class ModelReward(Reward):
         self.name = name or type(self.model).__name__
         check_choice("template", template, ("auto", "chat", "text"))
         check_choice("padding_side", padding_side, ("right", "left"))
-        same = tokenizer is not None and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(policy_tokenizer)
-        self._tokenizer = None if same else tokenizer
+        is_same = tokenizer is not None and tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(policy_tokenizer)
+        self._tokenizer = None if is_same else tokenizer
         self._template = template
         self._score = score
-        self.rows = check_int("rows", rows, 1)
-        self.tokens = None if tokens is None else check_int("tokens", tokens, 1)
+        self.batch_size = check_int("batch_size", batch_size, 1)
+        self.token_budget = None if token_budget is None else check_int("token_budget", token_budget, 1)
         self.max_length = None if max_length is None else check_int("max_length", max_length, 1)
-        self._side = padding_side
-        self._pad = _find_pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
-        self._extras = _lightrft_arguments(self.model)
-        self._last = _decoder_classifier(self.model)
+        self._padding_side = padding_side
+        self._pad_id = _find_pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
+        self._extra_arguments = _lightrft_arguments(self.model)
+        self._classifier = _decoder_classifier(self.model)
         self.on_error: OnError = check_on_error(on_error)
 
     def __call__(self, inputs: Sequence[Any]) -> RewardResult:
@@ -119,20 +119,20 @@ class ModelReward(Reward):
         scores = RewardResult(rewards=[nan] * len(inputs))
         if not inputs:
             return scores
-        ids = [self._ids(scored) for scored in inputs]
-        fit: list[int] = []
+        ids = [self._tokenize(scored) for scored in inputs]
+        valid: list[int] = []
         for i, row in enumerate(ids):
             if not row:
                 scores.errors[i] = "got no token ids, expected prompt_ids and response_ids, or a tokenizer"
             elif self.max_length is not None and len(row) > self.max_length:
                 scores.errors[i] = f"got {len(row)} tokens, expected at most {self.max_length} (max_length)"
             else:
-                fit.append(i)
+                valid.append(i)
         with scoring(self.model):
-            for places in _plan_batches([len(ids[i]) for i in fit], self.rows, self.tokens):
-                some = [fit[k] for k in places]
-                values = self._scored([ids[i] for i in some], [inputs[i] for i in some])
-                for i, value in zip(some, values, strict=True):
+            for positions in _plan_batches([len(ids[i]) for i in valid], self.batch_size, self.token_budget):
+                batch = [valid[k] for k in positions]
+                batch_scores = self._score_batch([ids[i] for i in batch], [inputs[i] for i in batch])
+                for i, value in zip(batch, batch_scores, strict=True):
                     scores.rewards[i] = value
                     if not isfinite(value):
                         scores.errors[i] = f"gave {value}, expected a finite number"
@@ -142,50 +142,50 @@ class ModelReward(Reward):
                 scores.rewards[i] = failed_score(self.on_error, locate(inputs[i], i), f"{self.name}: {error}")
         return log_failures(self.name, scores)
 
-    def _ids(self, scored: RewardInput) -> list[int]:
+    def _tokenize(self, scored: RewardInput) -> list[int]:
         if self._tokenizer is None:
             return [*scored.prompt_ids, *scored.response_ids]
         tokenizer = self._tokenizer
-        chat = self._template == "chat" or (
+        uses_template = self._template == "chat" or (
             self._template == "auto" and scored.messages is not None and getattr(tokenizer, "chat_template", None)
         )
-        if not chat:
+        if not uses_template:
             return list(tokenizer(scored.query).input_ids)
-        before = scored.messages if scored.messages is not None else [{"role": "user", "content": scored.prompt}]
-        messages = [*(dict(message) for message in before), {"role": "assistant", "content": scored.response}]
+        prompt = scored.messages if scored.messages is not None else [{"role": "user", "content": scored.prompt}]
+        messages = [*(dict(message) for message in prompt), {"role": "assistant", "content": scored.response}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[attr-defined]
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _scored(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
+    def _score_batch(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
         parameter = next(chain(self.model.parameters(), self.model.buffers()), None)
         device = parameter.device if parameter is not None else torch.device("cpu")
         lengths = [len(row) for row in rows]
-        right = self._side == "right" or self._last is not None
-        spans = Spans(lengths, [0] * len(rows), max(lengths)) if right else Spans.right_aligned(lengths, max(lengths))
-        sequences = spans.pad(torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64), self._pad).to(device)
+        pads_right = self._padding_side == "right" or self._classifier is not None
+        width = max(lengths)
+        spans = Spans(lengths, [0] * len(rows), width) if pads_right else Spans.right_aligned(lengths, width)
+        sequences = spans.pad(torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64), self._pad_id).to(device)
         mask = spans.mask(torch.int64).to(device)
-        if self._last is not None and self._score is None:
+        if self._classifier is not None and self._score is None:
             # The classifier's own pooling takes the last token that is not the pad token, which is wrong if the pad
             # token is also the end token.
-            hidden = self._last.base_model(input_ids=sequences, attention_mask=mask).last_hidden_state
+            hidden = self._classifier.base_model(input_ids=sequences, attention_mask=mask).last_hidden_state
             last = hidden[torch.arange(len(rows), device=device), mask.sum(-1) - 1]
-            output: Any = self._last.score(last)
+            output: Any = self._classifier.score(last)
         else:
-            extras = {name: make(inputs) for name, make in self._extras.items()}
+            extras = {name: read(inputs) for name, read in self._extra_arguments.items()}
             if "attention_mask" in inspect.signature(self.model.forward).parameters:
                 output = self.model(sequences, attention_mask=mask, **extras)  # not always the second
             else:
                 output = self.model(sequences, mask, **extras)
-        values = self._score(output) if self._score is not None else _extract_scores(output)
-        values = torch.as_tensor(values)
-        if values.dim() == 2 and values.shape[1] == 1:
-            values = values[:, 0]
-        if tuple(values.shape) != (len(rows),):
-            more = "; score=... picks one of several numbers" if values.dim() > 1 else ""
+        scores = torch.as_tensor(self._score(output) if self._score is not None else _extract_scores(output))
+        if scores.dim() == 2 and scores.shape[1] == 1:
+            scores = scores[:, 0]
+        if tuple(scores.shape) != (len(rows),):
+            hint = "; score=... picks one of several numbers" if scores.dim() > 1 else ""
             raise ValueError(
-                f"{self.name}: gave scores of shape {list(values.shape)}, expected [{len(rows)}], one a sample{more}"
+                f"{self.name}: gave scores of shape {list(scores.shape)}, expected [{len(rows)}], one a sample{hint}"
             )
-        return [float(value) for value in values.detach().float().tolist()]
+        return [float(score) for score in scores.detach().float().tolist()]
 
 
 def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Module:
@@ -231,12 +231,12 @@ def _decoder_classifier(model: torch.nn.Module) -> Any:
 
 
 _LIGHTRFT_ARGUMENTS: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
-    "prompt_and_output": lambda some: [scored.query for scored in some],
-    "prompt_and_outputs": lambda some: [scored.query for scored in some],
-    "raw_images": lambda some: [list(scored.images) for scored in some],
-    "img_num": lambda some: [len(scored.images) for scored in some],
-    "references": lambda some: [scored.reference for scored in some],
-    "labels": lambda some: [scored.label for scored in some],
+    "prompt_and_output": lambda inputs: [scored.query for scored in inputs],
+    "prompt_and_outputs": lambda inputs: [scored.query for scored in inputs],
+    "raw_images": lambda inputs: [list(scored.images) for scored in inputs],
+    "img_num": lambda inputs: [len(scored.images) for scored in inputs],
+    "references": lambda inputs: [scored.reference for scored in inputs],
+    "labels": lambda inputs: [scored.label for scored in inputs],
 }
 
 
@@ -245,7 +245,7 @@ def _lightrft_arguments(model: torch.nn.Module) -> dict[str, Callable[[Sequence[
     named = inspect.signature(model.forward).parameters
     if not any(name.startswith("prompt_and_output") for name in named):
         return {}
-    return {name: make for name, make in _LIGHTRFT_ARGUMENTS.items() if name in named}
+    return {name: read for name, read in _LIGHTRFT_ARGUMENTS.items() if name in named}
 
 
 def _extract_scores(output: ModelOutput) -> torch.Tensor:
@@ -263,18 +263,21 @@ def _extract_scores(output: ModelOutput) -> torch.Tensor:
     )
 
 
-def _plan_batches(lengths: Sequence[int], rows: int, tokens: int | None) -> list[list[int]]:
+def _plan_batches(lengths: Sequence[int], batch_size: int, token_budget: int | None) -> list[list[int]]:
     """Assign samples to batches of similar lengths, the longest first, so that running out of memory shows at once.
 
-    >>> _plan_batches([3, 9, 4, 8], rows=2, tokens=None), _plan_batches([3, 9, 4, 8], rows=9, tokens=9)
-    ([[1, 3], [2, 0]], [[1], [3], [2, 0]])
+    >>> _plan_batches([3, 9, 4, 8], batch_size=2, token_budget=None)
+    [[1, 3], [2, 0]]
+    >>> _plan_batches([3, 9, 4, 8], batch_size=9, token_budget=9)
+    [[1], [3], [2, 0]]
     """
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        here = batches[-1] if batches else []
-        widest = lengths[here[0]] if here else 0
-        if not here or len(here) >= rows or (tokens is not None and widest * (len(here) + 1) > tokens):
+        batch = batches[-1] if batches else []
+        longest = lengths[batch[0]] if batch else 0
+        is_over_budget = token_budget is not None and longest * (len(batch) + 1) > token_budget
+        if not batch or len(batch) >= batch_size or is_over_budget:
             batches.append([i])
         else:
-            here.append(i)
+            batch.append(i)
     return batches

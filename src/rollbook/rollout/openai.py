@@ -249,10 +249,8 @@ class PromptJob:
                 piece.ids = [encoded for token in piece.tokens for encoded in self._encoded(token)]
                 texts = [self.context.tokenizer.decode([token]) for token in piece.ids]
                 if texts != piece.tokens:
-                    odd = next((i for i, text in enumerate(texts) if piece.tokens[i] != text), len(texts))
-                    raise BadReplyError(
-                        f"tokens[{odd}]: got {piece.tokens[odd]!r}, expected one token of the tokenizer"
-                    )
+                    i = next((i for i, text in enumerate(texts) if piece.tokens[i] != text), len(texts))
+                    raise BadReplyError(f"tokens[{i}]: got {piece.tokens[i]!r}, expected one token of the tokenizer")
         return piece.ids
 
     def _encoded(self, text: str) -> list[int]:
@@ -271,55 +269,16 @@ class PromptJob:
         """Return sample k from its parts."""
         request, sampling, before = self.request, self.request.sampling, self.request.started
         pieces = [piece for piece in self.parts[k] if not aborted or piece.ids is not None]
-        ids = list(before.response_ids) if before is not None else []
-        logprobs = list((before.logprobs if before is not None else None) or ())
-        versions = list((before.versions if before is not None else None) or ())
-        for piece in pieces:
-            new = self.ids(piece)
-            if sampling.logprobs is not None:
-                if piece.logprobs is None and new:
-                    name, hint = self.context.dialect.name, self.context.dialect.logprobs_from
-                    raise BadReplyError(f"{name} did not return the log-probs (logprobs=None requests none): {hint}")
-                if len(piece.logprobs or ()) != len(new):
-                    raise BadReplyError(
-                        f"logprobs: got {len(piece.logprobs or ())}, expected {len(new)}, one for each id"
-                    )
-                logprobs += piece.logprobs or ()
-            barred = next((token for token in new if token in sampling.suppress), None)
-            if barred is not None:
-                raise BadReplyError(f"suppress: the server sampled the suppressed token {barred}")
-            ids += new
-            versions += piece.versions()
+        ids, logprobs, versions = self._join_tokens(pieces)
         last = pieces[-1] if pieces else PartialSample()
-        reason: FinishReason = "abort"
-        if last.finish is not None or not aborted:
-            if last.finish not in FINISH_REASONS:
-                raise BadReplyError(f"finish_reason: got {last.finish!r}, expected one of {', '.join(FINISH_REASONS)}")
-            reason = FINISH_REASONS[last.finish]
-        if reason == "stop" and (last.message or {}).get("tool_calls"):
-            reason = "tool_calls"  # servers return "stop" for a call that was required by name
-        if reason == "length" and request.pauses and len(ids) - self.done >= request.budget:
-            reason = "abort"
-        if before is not None:
-            prompt_ids = list(before.prompt_ids) if before.prompt_ids else self.prompt_ids() if pieces else []
-        else:
-            prompt_ids = self.prompt_ids() if pieces else self.form.prompt_ids or []
-        most = sampling.max_prompt_tokens
-        if most is not None and before is None and len(prompt_ids) > most:  # known only now for images
-            raise ValueError(
-                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.form.uncut}"
-            )
+        reason = self._finish_reason(last, len(ids), aborted)
+        prompt_ids = self._sampled_prompt_ids(pieces)
         text = self._text(k, ids)
         info: dict[str, Any] = dict(before.info) if before is not None else {}
         if self._prompt_made or any(piece.retokenized for piece in pieces):
             info["retokenized"] = True
         if self.form.truncated_from is not None:
             info["prompt_truncated_from"] = self.form.truncated_from
-        message = None
-        if last.message is not None and len(pieces) == 1 and not self.done:
-            message = {key: value for key, value in last.message.items() if key == "content" or value is not None}
-        if message is None and request.prompt.messages is not None:
-            message = {"role": "assistant", "content": text}
         has_logprobs = len(logprobs) == len(ids) and sampling.logprobs is not None
         kind = resolve_logprobs_kind(
             self.context.logprobs_kind or self.context.dialect.logprobs_kind,
@@ -343,11 +302,71 @@ class PromptJob:
             sampling=self._options(k),
             run_id=self.context.run_id,
             group_size=before.group_size if before is not None else sampling.n,
-            message=message if reason != "abort" else None,
+            message=self._message(pieces, text) if reason != "abort" else None,
             media=self.form.media,
             metrics=self._metrics(k),
             info=info,
         )
+
+    def _join_tokens(self, pieces: Sequence[PartialSample]) -> tuple[list[int], list[float], list[int]]:
+        """Return the ids, log-probs and versions of a response: those of the continued sample, then of the parts."""
+        sampling, before = self.request.sampling, self.request.started
+        ids = list(before.response_ids) if before is not None else []
+        logprobs = list((before.logprobs if before is not None else None) or ())
+        versions = list((before.versions if before is not None else None) or ())
+        for piece in pieces:
+            new_ids = self.ids(piece)
+            if sampling.logprobs is not None:
+                if piece.logprobs is None and new_ids:
+                    name, hint = self.context.dialect.name, self.context.dialect.logprobs_from
+                    raise BadReplyError(f"{name} did not return the log-probs (logprobs=None requests none): {hint}")
+                if len(piece.logprobs or ()) != len(new_ids):
+                    raise BadReplyError(
+                        f"logprobs: got {len(piece.logprobs or ())}, expected {len(new_ids)}, one for each id"
+                    )
+                logprobs += piece.logprobs or ()
+            suppressed = next((token for token in new_ids if token in sampling.suppress), None)
+            if suppressed is not None:
+                raise BadReplyError(f"suppress: the server sampled the suppressed token {suppressed}")
+            ids += new_ids
+            versions += piece.versions()
+        return ids, logprobs, versions
+
+    def _finish_reason(self, last: PartialSample, length: int, aborted: bool) -> FinishReason:
+        """Return why a response of this length ended, by its last part."""
+        reason: FinishReason = "abort"
+        if last.finish is not None or not aborted:
+            if last.finish not in FINISH_REASONS:
+                raise BadReplyError(f"finish_reason: got {last.finish!r}, expected one of {', '.join(FINISH_REASONS)}")
+            reason = FINISH_REASONS[last.finish]
+        if reason == "stop" and (last.message or {}).get("tool_calls"):
+            return "tool_calls"  # servers return "stop" for a call that was required by name
+        if reason == "length" and self.request.pauses and length - self.done >= self.request.budget:
+            return "abort"
+        return reason
+
+    def _sampled_prompt_ids(self, pieces: Sequence[PartialSample]) -> list[int]:
+        """Return the ids of the prompt that the response was sampled from."""
+        before, most = self.request.started, self.request.sampling.max_prompt_tokens
+        if before is not None and before.prompt_ids:
+            return list(before.prompt_ids)
+        prompt_ids = self.prompt_ids() if pieces else []
+        if before is not None:
+            return prompt_ids
+        if not pieces:
+            prompt_ids = self.form.prompt_ids or []
+        if most is not None and len(prompt_ids) > most:  # known only now for images
+            raise ValueError(
+                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.form.uncut}"
+            )
+        return prompt_ids
+
+    def _message(self, pieces: Sequence[PartialSample], text: str) -> dict[str, Any] | None:
+        """Return the message of a chat: that of the server if it is the whole response, else made from the text."""
+        message = pieces[-1].message if len(pieces) == 1 and not self.done else None
+        if message is not None:
+            return {key: value for key, value in message.items() if key == "content" or value is not None}
+        return None if self.request.prompt.messages is None else {"role": "assistant", "content": text}
 
     def _prompt_text(self, prompt_ids: Sequence[int]) -> str | None:
         """Return the text of a chat, decoded once for all samples, if there is a tokenizer."""

@@ -1,8 +1,8 @@
 """Decoding with continuous batching over a paged key-value cache; on CUDA the decode step is a captured graph.
 
 An engine has one `PagedDecoder`, which owns the cache, the device buffers and the graphs. Each call of the engine has a
-`PagedBatch`: rows join when there is room, are decoded `WINDOW` tokens at a time, and are removed when they finish. The
-host reads the sampled tokens once per window, not once per token.
+`PagedBatch`: rows join when there is room, are decoded in windows of `STEPS_PER_SYNC` tokens, and are removed when they
+finish. The host reads the sampled tokens once per window, not once per token.
 
 Invariant: between two windows, only the keys and values are on the device alone. The rest of the state is on the host
 and is copied to the device at the start of each window, so rows, calls and weights can change between windows.
@@ -47,8 +47,8 @@ ATTENTION = "rollbook_paged"
 """Name under which transformers knows the attention of this module."""
 PAGE_SIZE = 64
 """Tokens per page of the cache."""
-WINDOW = 16
-"""Tokens per row and window. A row that ends within a window wastes half of the window on average."""
+STEPS_PER_SYNC = 16
+"""Tokens of each row in a window, after which the host reads them. A row wastes half of its last window on average."""
 PREFILL_TOKENS = 16_384
 """Largest number of prompt tokens in one forward pass; a longer prompt has a pass of its own."""
 GRAPH_ROWS = (8, 32, 128, 512, 2048)
@@ -545,7 +545,10 @@ def _find_floors(probs: torch.Tensor, targets: torch.Tensor, *, mass: bool) -> t
     if probs.device.type == "cuda":
         return decode_triton.find_floors(probs, targets, mass=mass)
     ordered = probs.sort(-1, descending=True).values
-    reached = ordered.double().cumsum(-1) if mass else torch.arange(1, probs.shape[1] + 1).expand_as(probs)
+    if mass:
+        reached = ordered.double().cumsum(-1)
+    else:
+        reached = torch.arange(1, probs.shape[1] + 1, device=probs.device).expand_as(probs)
     below = (reached < targets[:, None]).sum(-1, keepdim=True)
     floors = ordered.gather(1, below.clamp(max=probs.shape[1] - 1))
     return floors.masked_fill(below >= probs.shape[1], 0.0)
@@ -564,12 +567,12 @@ class StepState:
     def __init__(self, rows: int, pages: int, vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
         self.integers = torch.zeros((_STEP + 1, rows), dtype=torch.int64, device=device)
-        self.floats = torch.zeros((_UNIFORM + WINDOW, rows), dtype=torch.float64, device=device)
+        self.floats = torch.zeros((_UNIFORM + STEPS_PER_SYNC, rows), dtype=torch.float64, device=device)
         self.table = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self.forbidden = torch.zeros((2, rows, 0), dtype=torch.int64, device=device)
         self.stops = torch.zeros((1, vocabulary), dtype=torch.bool, device=device)
-        self.ids = torch.zeros((WINDOW, rows), dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros((WINDOW, rows), dtype=torch.float32, device=device)
+        self.ids = torch.zeros((STEPS_PER_SYNC, rows), dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros((STEPS_PER_SYNC, rows), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
         """Make all rows empty, so that a step writes to page 0 only."""
@@ -620,14 +623,14 @@ class PagedDecoder:
         """
         if self.graphs and self._fingerprint != self._model_fingerprint():
             self._drop_graphs()
-        pages = max(pages_for(tokens), pages_for(longest + WINDOW)) + 1
+        pages = max(pages_for(tokens), pages_for(longest + STEPS_PER_SYNC)) + 1
         size = 0 if self.cache is None else self.cache.pages
         if size < pages and not self.calls:
             self.release()
             layers = int(text_config(self.runner.base).num_hidden_layers)
             self.cache = _cache_class()(layers, pages)
             self.pool = PagePool(pages)
-        return bool(self.cache is not None and self.cache.pages > pages_for(longest + WINDOW))
+        return bool(self.cache is not None and self.cache.pages > pages_for(longest + STEPS_PER_SYNC))
 
     def release(self) -> None:
         """Free the cache and the graphs."""
@@ -752,7 +755,7 @@ class PagedDecoder:
         """Allocate the device buffers, if that was not done."""
         if self._state is None:
             positions = self.runner.max_positions or self.cache.pages * PAGE_SIZE
-            pages = min(pages_for(positions + WINDOW), self.cache.pages)
+            pages = min(pages_for(positions + STEPS_PER_SYNC), self.cache.pages)
             self._state = StepState(self.max_rows, pages, vocabulary, self.runner.device)
 
     @property
@@ -922,7 +925,7 @@ class PagedBatch:
             while group < len(waiting) and _prompt_key(waiting[group]) == _prompt_key(first):
                 group += 1
             shared = _length(first) // PAGE_SIZE
-            per_row = pages_for(_length(first) + WINDOW) - shared
+            per_row = pages_for(_length(first) + STEPS_PER_SYNC) - shared
             if not rows and not self.live:
                 group = min(group, self.free_rows)
                 while group > 1 and shared + group * per_row > available:
@@ -1000,7 +1003,7 @@ class PagedBatch:
         return rows
 
     def run_window(self, version: int) -> tuple[list[FinishedRow], list[DecodingRow]]:
-        """Sample up to `WINDOW` tokens for each row.
+        """Sample up to `STEPS_PER_SYNC` tokens for each row.
 
         Args:
             version: Version of the policy, recorded for the tokens.
@@ -1010,7 +1013,7 @@ class PagedBatch:
             and can be admitted again.
         """
         decoder = self.decoder
-        steps = min(WINDOW, max(live.row.limit - len(live.row.ids) for live in self.live))
+        steps = min(STEPS_PER_SYNC, max(live.row.limit - len(live.row.ids) for live in self.live))
         removed = self._extend_pages(steps)
         if not self.live:
             return [], removed
@@ -1081,7 +1084,7 @@ class PagedBatch:
         """Copy the state of the rows to the device."""
         state, live_rows, rows = self.decoder.state, len(self.live), variant.rows
         integers = np.zeros((_STEP + 1, rows), np.int64)
-        floats = np.zeros((_UNIFORM + WINDOW, rows))
+        floats = np.zeros((_UNIFORM + STEPS_PER_SYNC, rows))
         floats[_TEMPERATURE] = 1.0
         integer_fields: list[tuple[int, ...]] = []
         float_fields: list[tuple[float, ...]] = []

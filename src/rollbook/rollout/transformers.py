@@ -122,7 +122,7 @@ class PromptPreparer:
         if processed is not None:
             prepared = self._with_processed(prompt, processed)
         elif prompt.messages is not None:
-            messages, images, videos = _split_media(prompt)
+            messages, images, videos = split_media(prompt)
             prepared = self._tokenized(self._templated(prompt, messages), images, videos, special=False)
         elif prompt.token_ids is not None:
             prepared = self._with_ids(prompt)
@@ -275,7 +275,7 @@ def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
     return {name: value for entry in ready for name, value in entry.items()}
 
 
-def _split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+def split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
     """Move images and videos out of the messages; return the messages, the images and the videos in order."""
     beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
     inside: dict[str, list[Any]] = {"image": [], "video": []}

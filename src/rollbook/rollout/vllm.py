@@ -45,7 +45,7 @@ from rollbook.rollout.server import (
     ServerRequest,
     parse_version,
 )
-from rollbook.rollout.transformers import PromptPreparer, _split_media
+from rollbook.rollout.transformers import PromptPreparer, split_media
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -132,19 +132,19 @@ class Replica(JobEngine, ABC):
         """Remove a LoRA adapter."""
 
     @abstractmethod
-    async def transfer(self, step: str, info: TransferInfo = None) -> None:
-        """Take a step of vLLM's weight transfer: `init`, `start`, `update` or `finish`."""
+    async def transfer_step(self, step: str, info: TransferInfo = None) -> None:
+        """Do one step of vLLM's weight transfer: `init`, `start`, `update` or `finish`."""
 
     @abstractmethod
     async def world_size(self) -> int:
         """Return the number of workers."""
 
     @abstractmethod
-    async def release(self) -> None:
+    async def sleep(self) -> None:
         """Offload the weights and free the cache."""
 
     @abstractmethod
-    async def restore(self) -> None:
+    async def wake_up(self) -> None:
         """Load the weights back."""
 
     @abstractmethod
@@ -152,10 +152,10 @@ class Replica(JobEngine, ABC):
         """End a request. It returns what it has sampled."""
 
     async def _until_cancelled(
-        self, work: Coroutine[Any, Any, None], job: PromptJob, ks: list[int], request_id: str
+        self, exchange: Coroutine[Any, Any, None], job: PromptJob, ks: list[int], request_id: str
     ) -> None:
         """Run a request. If it is cancelled after its first token, abort it and receive the rest with its versions."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(exchange)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -211,7 +211,7 @@ class ServerReplica(OpenAIEngine, Replica):
         self._updating = False
         self.updated_by_other_process = False
         """Whether another process may update the weights while a chat is in flight."""
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # notified when a chat ends, or an update
 
     async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
         server = await super()._server(on_retry)
@@ -222,8 +222,8 @@ class ServerReplica(OpenAIEngine, Replica):
         self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         if request.messages is None:
-            work = super()._exchange(server, job, ks, self._with_adapter(request), finished)
-            return await self._until_cancelled(work, job, ks, f"generate-tokens-{request.request_id}")
+            exchange = super()._exchange(server, job, ks, self._with_adapter(request), finished)
+            return await self._until_cancelled(exchange, job, ks, f"generate-tokens-{request.request_id}")
         if self.updated_by_other_process:
             raise WeightSyncError(
                 "vLLM servers do not report the weight version of chats with tools or images: use rollout.mode=sync, "
@@ -288,17 +288,17 @@ class ServerReplica(OpenAIEngine, Replica):
     async def remove_adapter(self, name: str, number: int) -> None:
         await self._post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def transfer(self, step: str, info: TransferInfo = None) -> None:
+    async def transfer_step(self, step: str, info: TransferInfo = None) -> None:
         path = {"init": "/init_weight_transfer_engine", "update": "/update_weights"}.get(step, f"/{step}_weight_update")
         await self._post(path, None if info is None else {f"{step}_info": info})
 
     async def world_size(self) -> int:
         return int((await self._connection.json("/get_world_size", once=True))["world_size"])
 
-    async def release(self) -> None:
+    async def sleep(self) -> None:
         await self._post("/sleep?level=1")
 
-    async def restore(self) -> None:
+    async def wake_up(self) -> None:
         await self._post("/wake_up")
 
     async def abort(self, request_id: str) -> None:
@@ -329,14 +329,16 @@ class LocalReplica(Replica):
             loop.close()
             raise
         loop.closers.append(partial(_stop_vllm, self._llm))
-        kind = {"processed_logprobs": "processed", "raw_logprobs": "raw"}.get(self._llm.model_config.logprobs_mode)
+        logprobs_kind = {"processed_logprobs": "processed", "raw_logprobs": "raw"}.get(
+            self._llm.model_config.logprobs_mode
+        )
         super().__init__(
             loop,
             name,
             tokenizer if tokenizer is not None else self._llm.get_tokenizer(),
             version=version,
             render="local",
-            logprobs_kind=kind,  # type: ignore[arg-type]
+            logprobs_kind=logprobs_kind,  # type: ignore[arg-type]
         )
         import vllm
 
@@ -362,7 +364,7 @@ class LocalReplica(Replica):
         prepared = preparer.prepare(prompt, sampling)
         images, videos = list(prompt.images), list(prompt.videos)
         if prompt.messages is not None:
-            _, images, videos = _split_media(prompt)
+            _, images, videos = split_media(prompt)
         media = {"image": [load_image(f"prompt.images[{i}]", image) for i, image in enumerate(images)], "video": videos}
         ids = list(prepared.ids)
         data = {name: entries for name, entries in media.items() if entries}
@@ -371,8 +373,8 @@ class LocalReplica(Replica):
     async def _exchange(
         self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
-        work = self._generate(job, ks, request, finished)
-        await self._until_cancelled(work, job, ks, request.request_id)
+        generation = self._generate(job, ks, request, finished)
+        await self._until_cancelled(generation, job, ks, request.request_id)
 
     async def _generate(
         self, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
@@ -409,10 +411,10 @@ class LocalReplica(Replica):
 
         chat = ChatCompletionRequest(messages=list(prompt.messages or ()), tools=list(prompt.tools or ()))
         parser = ToolParserManager.get_tool_parser(self._tool_call_parser)(self.tokenizer, chat.tools)
-        found = parser.extract_tool_calls(text, chat)
-        message = {"role": "assistant", "content": found.content}
-        if found.tools_called:
-            message["tool_calls"] = [call.model_dump() for call in found.tool_calls]
+        extracted = parser.extract_tool_calls(text, chat)
+        message = {"role": "assistant", "content": extracted.content}
+        if extracted.tools_called:
+            message["tool_calls"] = [call.model_dump() for call in extracted.tool_calls]
         return message
 
     async def pause(self) -> None:
@@ -439,7 +441,7 @@ class LocalReplica(Replica):
     async def remove_adapter(self, name: str, number: int) -> None:
         await self._llm.remove_lora(number)
 
-    async def transfer(self, step: str, info: TransferInfo = None) -> None:
+    async def transfer_step(self, step: str, info: TransferInfo = None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
         if step == "init":
@@ -454,10 +456,10 @@ class LocalReplica(Replica):
     async def world_size(self) -> int:
         return int(self._llm.vllm_config.parallel_config.world_size_across_dp)
 
-    async def release(self) -> None:
+    async def sleep(self) -> None:
         await self._llm.sleep(level=1)
 
-    async def restore(self) -> None:
+    async def wake_up(self) -> None:
         await self._llm.wake_up()
 
     async def abort(self, request_id: str) -> None:
@@ -567,8 +569,8 @@ class VllmEngine(BaseEngine):
     ) -> None:
         check_choice("transfer", transfer, get_args(Transfer))
         self.transfer: Transfer = transfer
-        self._sleeps = check_bool("sleep", sleep)
-        self._asleep = False
+        self._can_sleep = check_bool("sleep", sleep)
+        self._is_asleep = False
         self._temporary = None if folder is not None else tempfile.TemporaryDirectory(prefix="rollbook-vllm-")
         self.folder = Path(folder if self._temporary is None else self._temporary.name).absolute()  # type: ignore[arg-type]
         self._sync_lock = threading.Lock()
@@ -578,7 +580,7 @@ class VllmEngine(BaseEngine):
         self._sender: Any = None  # vLLM's trainer side of a weight transfer, and the model that it sends
         self._sent_model: torch.nn.Module | None = None
         self._replicas: list[Replica] = []
-        urls = _urls(source)
+        urls = _find_urls(source)
         if urls:
             if engine_args:
                 raise ValueError("engine_args: got some with URLs, expected them for vLLM in this process")
@@ -596,12 +598,14 @@ class VllmEngine(BaseEngine):
             }
             self._replicas += [ServerReplica(url, model, tokenizer, **options) for url in urls]
         else:
-            self._replicas.append(self._start(source, tokenizer, version, dict(engine_args or {}), tool_call_parser))
+            self._replicas.append(
+                self._start_local(source, tokenizer, version, dict(engine_args or {}), tool_call_parser)
+            )
         self.tokenizer: Any = self._replicas[0].tokenizer
         self._in_flight = [0] * len(self._replicas)
         self.is_remote = bool(urls)
 
-    def _start(
+    def _start_local(
         self,
         source: Source,
         tokenizer: Tokenizer | None,
@@ -616,7 +620,7 @@ class VllmEngine(BaseEngine):
         name, processor = str(source), None
         defaults: dict[str, Any] = {
             "logprobs_mode": "processed_logprobs",
-            "enable_sleep_mode": self._sleeps,
+            "enable_sleep_mode": self._can_sleep,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "trust_remote_code": False,
@@ -632,13 +636,13 @@ class VllmEngine(BaseEngine):
                 defaults["max_lora_rank"] = next((rank for rank in _LORA_RANKS if rank >= max(ranks)), max(ranks))
             start = self.folder / "start"
             save_checkpoint(source, start)
-            for part in (tokenizer, processor):
-                save: Any = getattr(part, "save_pretrained", lambda folder: None)
+            for preprocessor in (tokenizer, processor):
+                save: Any = getattr(preprocessor, "save_pretrained", lambda folder: None)
                 save(start)
             device, source = source.device, start
         else:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        transfer = self._transfer_of(device, local=True)
+        transfer = self._choose_transfer(device, local=True)
         if transfer in ("ipc", "nccl"):
             # Handles of device memory are pickled, between this process and its children only.
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -700,21 +704,23 @@ class VllmEngine(BaseEngine):
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
-        return collect(partial(self._calls, requests, cancel))
+        return collect(partial(self._start_requests, requests, cancel))
 
     def _arun(self, requests: Sequence[Request], cancel: Cancel) -> AsyncGenerator[tuple[int, Sample], None]:
-        return acollect(partial(self._calls, requests, cancel))
+        return acollect(partial(self._start_requests, requests, cancel))
 
-    def _calls(self, requests: Sequence[Request], cancel: Cancel, emit: Emit) -> list[concurrent.futures.Future[None]]:
+    def _start_requests(
+        self, requests: Sequence[Request], cancel: Cancel, emit: Emit
+    ) -> list[concurrent.futures.Future[None]]:
         """Start the requests on their replicas."""
-        if self._asleep:
+        if self._is_asleep:
             with self._sync_lock:
                 self._wake()
         shares: dict[int, list[Request]] = {}
         with self._load_lock:
             for request in requests:
                 shares.setdefault(self._choose_replica(request), []).append(request)
-        return [self._call(i, share, cancel, emit) for i, share in shares.items()]
+        return [self._start_on_replica(i, share, cancel, emit) for i, share in shares.items()]
 
     def _choose_replica(self, request: Request) -> int:
         """Return the replica of a request, and count its samples there."""
@@ -728,24 +734,24 @@ class VllmEngine(BaseEngine):
         self._in_flight[replica_index] += len(request.eids)
         return replica_index
 
-    def _call(
+    def _start_on_replica(
         self, replica_index: int, requests: Sequence[Request], cancel: Cancel, emit: Emit
     ) -> concurrent.futures.Future[None]:
-        left = sum(len(request.eids) for request in requests)
+        unfinished = sum(len(request.eids) for request in requests)
 
-        def counted(entry: tuple[int, Sample]) -> None:
-            nonlocal left
+        def count_and_emit(entry: tuple[int, Sample]) -> None:
+            nonlocal unfinished
             with self._load_lock:
-                left -= 1
+                unfinished -= 1
                 self._in_flight[replica_index] -= 1
             emit(entry)
 
-        def ended(_: concurrent.futures.Future[None]) -> None:
+        def forget_unfinished(_: concurrent.futures.Future[None]) -> None:
             with self._load_lock:
-                self._in_flight[replica_index] -= left
+                self._in_flight[replica_index] -= unfinished
 
-        call = self._replicas[replica_index].start(requests, cancel, counted)
-        call.add_done_callback(ended)
+        call = self._replicas[replica_index].start(requests, cancel, count_and_emit)
+        call.add_done_callback(forget_unfinished)
         return call
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -763,7 +769,7 @@ class VllmEngine(BaseEngine):
                 if has_adapters(model):
                     self._send_adapters(model, version)
                 else:
-                    transfer = self._transfer_of(get_device(model), isinstance(self._replicas[0], LocalReplica))
+                    transfer = self._choose_transfer(get_device(model), isinstance(self._replicas[0], LocalReplica))
                     if transfer == "file":
                         self._send_file(model, version)
                     else:
@@ -797,7 +803,7 @@ class VllmEngine(BaseEngine):
                 )
         self._run_on_replicas(lambda replica: replica.follow(served["adapter"], served["version"], while_updated))  # type: ignore[attr-defined]
 
-    def _transfer_of(self, device: torch.device, local: bool) -> Transfer:
+    def _choose_transfer(self, device: torch.device, local: bool) -> Transfer:
         """Return how the weights of a model on `device` travel; `local`: to vLLM in this process."""
         if self.transfer != "auto":
             return self.transfer
@@ -881,14 +887,14 @@ class VllmEngine(BaseEngine):
         The next call, or the next weight update, loads the weights back.
         """
         with self._sync_lock:
-            if self._sleeps and not self._asleep:
-                self._run_on_replicas(lambda replica: replica.release())
-                self._asleep = True
+            if self._can_sleep and not self._is_asleep:
+                self._run_on_replicas(lambda replica: replica.sleep())
+                self._is_asleep = True
 
     def _wake(self) -> None:
-        if self._asleep:
-            self._run_on_replicas(lambda replica: replica.restore())
-            self._asleep = False
+        if self._is_asleep:
+            self._run_on_replicas(lambda replica: replica.wake_up())
+            self._is_asleep = False
 
 
 class _TransferClient:
@@ -905,18 +911,18 @@ class _TransferClient:
             info = dict(init_info)
             if "rank_offset" in info:  # ranks of NCCL, where the trainer is rank 0
                 info["rank_offset"] += self._offsets[id(replica)]
-            return replica.transfer("init", info)
+            return replica.transfer_step("init", info)
 
         self._run_on_replicas(init)
 
     def start_weight_update(self) -> None:
-        self._run_on_replicas(lambda replica: replica.transfer("start"))
+        self._run_on_replicas(lambda replica: replica.transfer_step("start"))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._run_on_replicas(lambda replica: replica.transfer("update", update_info))
+        self._run_on_replicas(lambda replica: replica.transfer_step("update", update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._run_on_replicas(lambda replica: replica.transfer("finish"))
+        self._run_on_replicas(lambda replica: replica.transfer_step("finish"))
 
 
 def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> None:
@@ -963,13 +969,19 @@ def require_vllm() -> None:
         raise ImportError("vLLM in this process needs vllm: install it with `pip install 'rollbook[vllm]'`") from None
 
 
-def _urls(source: Source) -> list[str]:
+def _find_urls(source: Source) -> list[str]:
     """Return the URLs of a source; none if it is a model."""
-    entries = [source] if isinstance(source, str) else source if isinstance(source, (list, tuple)) else []
-    urls = [entry for entry in entries if isinstance(entry, str) and entry.startswith(("http://", "https://"))]
-    if isinstance(source, (list, tuple)) and (len(urls) != len(source) or not urls):
+    if isinstance(source, str):
+        return [source] if _is_url(source) else []
+    if not isinstance(source, (list, tuple)):
+        return []
+    if not source or not all(map(_is_url, source)):
         raise ValueError(f"source: got {list(source)!r}, expected URLs")
-    return urls
+    return list(source)
+
+
+def _is_url(entry: Any) -> bool:
+    return isinstance(entry, str) and entry.startswith(("http://", "https://"))
 
 
 __all__ = ["VllmEngine", "save_checkpoint"]

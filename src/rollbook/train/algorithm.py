@@ -113,73 +113,91 @@ class AlgorithmConfig:
     `rollbook.algorithms.corrections.importance_weights`; null: none."""
 
     def __post_init__(self) -> None:
-        from rollbook.algorithms import ESTIMATORS, KL, LOSSES
-        from rollbook.algorithms.corrections import importance_weights
-        from rollbook.algorithms.registry import Entry
+        from rollbook.algorithms import LOSSES
 
-        put = object.__setattr__
-        losses = _named("loss", self.loss, LOSSES)
-        put(self, "loss", losses.name)
-        if losses.role != "policy" or "new_logprobs" not in losses.inputs:
+        loss = _named("loss", self.loss, LOSSES)
+        self._check_loss(loss)
+        self._check_estimator(loss)
+        self._check_correction(loss)
+        self._check_kl(loss)
+        self._check_numbers()
+        self._put("drop_constant_groups", check_bool("algorithm.drop_constant_groups", self.drop_constant_groups))
+        if self.normalize_advantages is not None:
+            check_choice("algorithm.normalize_advantages", self.normalize_advantages, ("mean", "mean_std"))
+        if self.reward_norm is not None:
+            check_choice("algorithm.reward_norm", self.reward_norm, ("std", "mean_std"))
+        if self.reward_clip is not None:
+            self._put("reward_clip", _bounds(self.reward_clip))
+        if self.refill and not self.drop_constant_groups:
+            raise ValueError(f"algorithm.refill: got {self.refill}, which requires drop_constant_groups")
+        if self.value_clip is not None:
+            value_clip = check_float("algorithm.value_clip", self.value_clip, 1e-30, expected="a positive number")
+            self._put("value_clip", value_clip)
+
+    def _put(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_loss(self, loss: LossEntry) -> None:
+        self._put("loss", loss.name)
+        if loss.role != "policy" or "new_logprobs" not in loss.inputs:
             raise ValueError(f"algorithm.loss: got {self.loss!r}, expected the loss of a policy")
-        if "denominators" not in losses.options:
+        if "denominators" not in loss.options:
             raise ValueError(f"algorithm.loss: {self.loss!r} has no option 'denominators', which micro-batches need")
-        put(self, "loss_options", _options("loss_options", self.loss_options, losses))
+        self._put("loss_options", _options("loss_options", self.loss_options, loss))
+
+    def _check_estimator(self, loss: LossEntry) -> None:
+        from rollbook.algorithms import ESTIMATORS
+
         if self.estimator is not None:
-            entry = _named("estimator", self.estimator, ESTIMATORS)
-            put(self, "estimator", entry.name)
-            put(self, "estimator_options", _options("estimator_options", self.estimator_options, entry))
+            estimator = _named("estimator", self.estimator, ESTIMATORS)
+            self._put("estimator", estimator.name)
+            self._put("estimator_options", _options("estimator_options", self.estimator_options, estimator))
         elif self.estimator_options:
             raise ValueError(f"algorithm.estimator_options: got {dict(self.estimator_options)}, and no estimator")
-        if self.estimator is None and "advantages" in losses.inputs:
+        if self.estimator is None and "advantages" in loss.inputs:
             raise ValueError(
                 f"algorithm.estimator: missing, required by the loss {self.loss!r}, which needs advantages"
             )
-        if self.correction is not None:
-            if "weights" not in losses.options:
-                raise ValueError(
-                    f"algorithm.correction: the loss {self.loss!r} has no option 'weights', which applies it"
-                )
-            weights = Entry("importance_weights", importance_weights, (), "", supplied=("process_group", "current"))
-            put(self, "correction", _options("correction", self.correction, weights))
+
+    def _check_correction(self, loss: LossEntry) -> None:
+        from rollbook.algorithms.corrections import importance_weights
+        from rollbook.algorithms.registry import Entry
+
+        if self.correction is None:
+            return
+        if "weights" not in loss.options:
+            raise ValueError(f"algorithm.correction: the loss {self.loss!r} has no option 'weights', which applies it")
+        weights = Entry("importance_weights", importance_weights, (), "", supplied=("process_group", "current"))
+        self._put("correction", _options("correction", self.correction, weights))
+
+    def _check_kl(self, loss: LossEntry) -> None:
+        from rollbook.algorithms import KL
+
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
         least = 0 if self.kl_in == "reward" else -1e9
-        put(self, "kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
-        if self.kl_coef and losses.data == "pairs":
+        self._put("kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
+        if self.kl_coef and loss.data == "pairs":
             raise ValueError(
                 f"algorithm.kl_coef: got {self.kl_coef:g}, expected 0: the loss {self.loss!r} compares pairs of "
                 "answers and has no KL term"
             )
         if self.kl_coef and self.kl_in == "reward" and self.estimator is None:
             raise ValueError("algorithm.kl_in: got 'reward', expected 'loss'; no estimator takes rewards")
-        put(self, "entropy_coef", check_float("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
+
+    def _check_numbers(self) -> None:
+        self._put("entropy_coef", check_float("algorithm.entropy_coef", self.entropy_coef, -1e9, 1e9))
         for name in ("gamma", "lam", "high_entropy_ratio"):
-            put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0, 1))
+            self._put(name, check_float(f"algorithm.{name}", getattr(self, name), 0, 1))
         for name in ("advantage_clip", "overlong_penalty"):
-            put(self, name, check_float(f"algorithm.{name}", getattr(self, name), 0))
+            self._put(name, check_float(f"algorithm.{name}", getattr(self, name), 0))
         for name, low, high in (
             ("group_size", 1, 10**4),
             ("refill", 0, 1000),
             ("overlong_buffer", 0, 10**7),
             ("critic_warmup", 0, 10**9),
         ):
-            put(self, name, check_int(f"algorithm.{name}", getattr(self, name), low, high))
-        put(self, "drop_constant_groups", check_bool("algorithm.drop_constant_groups", self.drop_constant_groups))
-        if self.normalize_advantages is not None:
-            check_choice("algorithm.normalize_advantages", self.normalize_advantages, ("mean", "mean_std"))
-        if self.reward_norm is not None:
-            check_choice("algorithm.reward_norm", self.reward_norm, ("std", "mean_std"))
-        if self.reward_clip is not None:
-            put(self, "reward_clip", _bounds(self.reward_clip))
-        if self.refill and not self.drop_constant_groups:
-            raise ValueError(f"algorithm.refill: got {self.refill}, which requires drop_constant_groups")
-        if self.value_clip is not None:
-            put(
-                self,
-                "value_clip",
-                check_float("algorithm.value_clip", self.value_clip, 1e-30, expected="a positive number"),
-            )
+            self._put(name, check_int(f"algorithm.{name}", getattr(self, name), low, high))
 
     @classmethod
     def preset(cls, algorithm: AlgorithmConfig | str, **changes: Any) -> AlgorithmConfig:
@@ -332,14 +350,14 @@ class AlgorithmConfig:
         >>> AlgorithmConfig.preset("grpo", kl_coef=0.0).loss_columns
         ('tokens', 'action_mask', 'old_logprobs', 'advantages', 'loss_weights')
         """
-        from rollbook.batch.columns import TOKEN_COLUMNS
+        from rollbook.batch.columns import RESPONSE_COLUMNS
 
         columns = {"tokens", "action_mask", "loss_weights", *self.loss_inputs}
         if self.kl_coef and self.kl_in == "loss":
             columns |= {"old_logprobs", "ref_logprobs"}
         if self.needs_critic:
             columns |= {"values", "returns"}
-        return tuple(name for name in ("tokens", "action_mask", *TOKEN_COLUMNS) if name in columns)
+        return tuple(name for name in ("tokens", "action_mask", *RESPONSE_COLUMNS) if name in columns)
 
     @cached_property
     def aggregation_mode(self) -> str:

@@ -78,12 +78,18 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("none", "ddp", "fsdp")
 _MODELS = ("policy", "reference", "critic", "teacher")
-_ERROR = "rollbook/error"
+_ERROR_KEY = "rollbook/error"
+"""Key of the first error of any rank, in the store of the process group."""
 _POLL_SECONDS = 1.0
+"""How often a rank checks whether another one failed."""
 _GRACE_SECONDS = 10.0
 """How long a rank that is told of an error of another may take to end on its own."""
-_RETURN, _RAISE = "return", "raise"
+_RELEASE = "return"
+"""Message of rank 0 that ends `follow` with a result."""
+_FAIL = "raise"
+"""Message of rank 0 that ends `follow` with an error."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks")
+"""Attributes of a module with the hooks of FSDP."""
 
 
 @dataclasses.dataclass
@@ -136,19 +142,22 @@ class Distributed:
             dist.init_process_group(backend, timeout=timedelta(hours=2), **single_rank_options)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # A rank that died closes its connections, so a long timeout delays no error.
-        self.control = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-        self._writers = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        self.group = ProcessGroup(self.control)
+        self.control_group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        """Carries calls and their results."""
+        self.writer_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        """Used by the threads that write the shards of checkpoints."""
+        self.group = ProcessGroup(self.control_group)
         """Exchanges objects between ranks, over gloo."""
         self.mesh = init_device_mesh(device.type, (self.size,))
         self.handlers: dict[str, Callable[[Any], Any]] = {}
         """What `call` calls on all ranks, by name."""
-        self.waited = 0.0
-        self._measured, self._planned = _BusyTime(), _BusyTime()
+        self._wait_seconds = 0.0
+        """Seconds that this rank waited for others in the current call."""
+        self._measured_time, self._planned_time = _BusyTime(), _BusyTime()
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._ended = threading.Event()
         if self.size > 1:
-            threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self._watch_for_errors, daemon=True).start()
 
     @property
     def is_main(self) -> bool:
@@ -187,7 +196,7 @@ class Distributed:
             RankError: The handler failed on another rank.
         """
         self._scatter([(name, share) for share in shares])
-        return self._handle(name, shares[0])
+        return self._run_handler(name, shares[0])
 
     def follow(self) -> Any:
         """Run the calls of rank 0 until it releases this rank, and return what it passed on.
@@ -197,91 +206,91 @@ class Distributed:
         """
         while True:
             name, share = self._scatter(None)
-            if name == _RETURN:
+            if name == _RELEASE:
                 return share
-            if name == _RAISE:
+            if name == _FAIL:
                 self._ended.set()
                 raise RankError(share)
-            self._handle(name, share)
+            self._run_handler(name, share)
 
     def release(self, result: Any = None) -> None:
         """End `follow` on the other ranks, which return `result`."""
-        self._scatter([(_RETURN, result)] * self.size)
+        self._scatter([(_RELEASE, result)] * self.size)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks about an exception of this one, which ends them."""
         if self.size > 1 and not self._ended.is_set():
-            text = self._record(error)
+            first_error = self._record_error(error)
             if self.is_main:
                 self._ended.set()
                 with suppress(RuntimeError):  # they have ended already
-                    self._scatter([(_RAISE, text)] * self.size)
+                    self._scatter([(_FAIL, first_error)] * self.size)
 
-    def _describe(self, error: BaseException) -> str:
+    def _describe_error(self, error: BaseException) -> str:
         return str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
 
-    def _record(self, error: BaseException) -> str:
+    def _record_error(self, error: BaseException) -> str:
         """Record an exception as the first of all ranks, unless there is one; return the first."""
-        text = self._describe(error)
+        text = self._describe_error(error)
         with suppress(RuntimeError):  # the store ends with the process that has it
-            self._store.compare_set(_ERROR, "", text)
-            text = self._store.get(_ERROR).decode()
+            self._store.compare_set(_ERROR_KEY, "", text)
+            text = self._store.get(_ERROR_KEY).decode()
         return text
 
     def _scatter(self, messages: list[Any] | None) -> Any:
         received: list[Any] = [None]
-        dist.scatter_object_list(received, messages, src=0, group=self.control)
+        dist.scatter_object_list(received, messages, src=0, group=self.control_group)
         return received[0]
 
-    def _handle(self, name: str, share: Any) -> list[Any]:
-        self.waited, start_time = 0.0, time.perf_counter()
+    def _run_handler(self, name: str, share: Any) -> list[Any]:
+        self._wait_seconds, start_time = 0.0, time.perf_counter()
         result: Any = None
         failure: BaseException | None = None
         try:
             result = self.handlers[name](share)
         except Exception as error:
-            text = self._record(error)
-            failure = error if text == self._describe(error) else RankError(text)
+            first_error = self._record_error(error)
+            failure = error if first_error == self._describe_error(error) else RankError(first_error)
         seconds = time.perf_counter() - start_time
         replies: list[Any] = [None] * self.size
-        reply = (failure is not None, result, seconds - self.waited)
+        reply = (failure is not None, result, seconds - self._wait_seconds)
         try:
-            dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control)
+            dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control_group)
         except RuntimeError:
             # A rank that waited for this one has ended, or a rank was killed.
             if failure is None:
                 raise
             if self.is_main or isinstance(failure, RankError):
                 raise failure from None
-            raise RankError(self._describe(failure)) from failure
+            raise RankError(self._describe_error(failure)) from failure
         if self.is_main:
-            busy = [spent for _, _, spent in replies]
-            self._measured.add(sum(busy), max(*busy, seconds) * self.size)
+            busy_seconds = [busy for _, _, busy in replies]
+            self._measured_time.add(sum(busy_seconds), max(*busy_seconds, seconds) * self.size)
             if any(failed for failed, _, _ in replies):
-                text = self._store.get(_ERROR).decode()
-                if failure is not None and text.startswith("rank 0:"):
+                first_error = self._store.get(_ERROR_KEY).decode()
+                if failure is not None and first_error.startswith("rank 0:"):
                     raise failure
-                raise RankError(text)
+                raise RankError(first_error)
         return [result for _, result, _ in replies] if self.is_main else []
 
-    def _watch(self) -> None:
+    def _watch_for_errors(self) -> None:
         """End this process if another rank failed and this one waits for it in a collective call."""
         try:
-            while not self._store.check([_ERROR]):
+            while not self._store.check([_ERROR_KEY]):
                 if self._ended.wait(_POLL_SECONDS):
                     return
-            text = self._store.get(_ERROR).decode()
+            first_error = self._store.get(_ERROR_KEY).decode()
         except RuntimeError:  # the store is gone, and so is the run
             return
         if not self._ended.wait(_GRACE_SECONDS):
-            print(text, file=sys.stderr, flush=True)
+            print(first_error, file=sys.stderr, flush=True)
             os._exit(1)
 
     def barrier(self) -> None:
         """Wait for all ranks. The time counts as waiting."""
         start_time = time.perf_counter()
-        dist.barrier(group=self.control)
-        self.waited += time.perf_counter() - start_time
+        dist.barrier(group=self.control_group)
+        self._wait_seconds += time.perf_counter() - start_time
 
     def add_plan(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Count how long ranks will wait for each other in an update, by the costs of its micro-batches."""
@@ -289,7 +298,7 @@ class Distributed:
         for micro in micro_batches:
             costs[micro.rank, micro.step] = micro.cost
         longest = costs.max(axis=0).sum() if self.strategy == "fsdp" else costs.sum(axis=1).max()
-        self._planned.add(costs.sum(), longest * self.size)
+        self._planned_time.add(costs.sum(), longest * self.size)
 
     def wait_metrics(self) -> dict[str, float]:
         """Return the shares of time that ranks waited for each other since the last call.
@@ -297,14 +306,14 @@ class Distributed:
         `ranks/wait_share` is measured, except within passes of sharded models, where ranks wait in every layer;
         `ranks/plan_wait_share` is that of the updates by their plans.
         """
-        times = {"ranks/wait_share": self._measured, "ranks/plan_wait_share": self._planned}
-        self._measured, self._planned = _BusyTime(), _BusyTime()
+        times = {"ranks/wait_share": self._measured_time, "ranks/plan_wait_share": self._planned_time}
+        self._measured_time, self._planned_time = _BusyTime(), _BusyTime()
         return {name: float(1 - entry.busy / entry.total) for name, entry in times.items() if entry.total}
 
-    def split(self, items: Sequence[Any]) -> list[Sequence[Any]]:
-        """Split a sequence into one part for each rank, in order."""
-        cuts = [len(items) * rank // self.size for rank in range(self.size + 1)]
-        return [items[begin:end] for begin, end in itertools.pairwise(cuts)]
+    def split(self, prompts: Sequence[Any]) -> list[Sequence[Any]]:
+        """Split prompts into one part for each rank, in order."""
+        bounds = [len(prompts) * rank // self.size for rank in range(self.size + 1)]
+        return [prompts[begin:end] for begin, end in itertools.pairwise(bounds)]
 
     # --- models -------------------------------------------------------------------------------------------------------
 
@@ -320,26 +329,26 @@ class Distributed:
             return
         if not isinstance(model, Wrapper):
             raise ValueError(f"model: got {type(model).__name__}, expected an Actor or a Critic for fsdp")
-        # Probed before, since parts of a sharded model cannot be called on their own.
+        # Computed here, since they call parts of the model on their own, which a sharded model cannot do.
         head = model.head if isinstance(model, Actor) else None
         packs = model.packs
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype == torch.bfloat16:
                 weight.data = weight.data.float()
-        # Of several ranks, the complete weights are in the memory of the host.
+        # With several ranks, the complete weights are in the memory of the host (see `build_device`).
         tensors = dict(_named_tensors(model)) if self.size > 1 else None
-        half = torch.bfloat16 if self.precision == "bfloat16" else None
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        gathered_dtype = torch.bfloat16 if self.precision == "bfloat16" else None
+        mixed_precision = MixedPrecisionPolicy(param_dtype=gathered_dtype, reduce_dtype=torch.float32)
         # On one rank, freeing gathered weights saves little: those of a trained model are kept until its update.
-        keep = self.size == 1 and any(weight.requires_grad for weight in model.parameters())
+        keep_gathered = self.size == 1 and any(weight.requires_grad for weight in model.parameters())
         for layer in _decoder_layers(model):
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy, reshard_after_forward=not keep)
+            fully_shard(layer, mesh=self.mesh, mp_policy=mixed_precision, reshard_after_forward=not keep_gathered)
         if isinstance(model, Critic):
             # Values are float32.
             fully_shard(model.value_head, mesh=self.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        fully_shard(model, mesh=self.mesh, mp_policy=policy)
+        fully_shard(model, mesh=self.mesh, mp_policy=mixed_precision)
         for module in _sharded_modules(model):
-            module.set_reshard_after_backward(not keep, recurse=False)
+            module.set_reshard_after_backward(not keep_gathered, recurse=False)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         method = "token_values" if isinstance(model, Critic) else "token_stats"
@@ -368,10 +377,16 @@ class Distributed:
         targets = dict(_named_tensors(model))
         names = self.group.gather([name for name in targets if tensors is not None and name in tensors])[0]
         for name in names:
-            self._copy_from_main(targets[name], None if tensors is None else tensors[name])
+            self.copy_from_main(targets[name], None if tensors is None else tensors[name])
 
     @torch.no_grad()
-    def _copy_from_main(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+    def copy_from_main(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Copy a complete tensor of rank 0 into a complete or sharded one on all ranks, called by all.
+
+        Args:
+            target: The tensor to write to.
+            source: On rank 0, the tensor to copy.
+        """
         device = target.device
         if self.is_main and source is not None:
             source = source.detach().to(device, target.dtype)
@@ -400,17 +415,17 @@ class Distributed:
     def gathered(self, model: nn.Module) -> Iterator[None]:
         """Gather the complete weights of a sharded model on every rank within the context, called by all."""
         modules = _sharded_modules(model) if self.strategy == "fsdp" else []
-        hooks = []
+        saved_hooks = []
         for module in modules:
             module.unshard()
             # The hooks of FSDP gather and free weights, which would break CUDA graphs and shard a state dict.
-            hooks.append({name: getattr(module, name) for name in _HOOKS})
+            saved_hooks.append({name: getattr(module, name) for name in _HOOKS})
             module.__dict__.update({name: OrderedDict() for name in _HOOKS})
         try:
             yield
         finally:
-            for module, saved in zip(modules, hooks, strict=True):
-                module.__dict__.update(saved)
+            for module, hooks in zip(modules, saved_hooks, strict=True):
+                module.__dict__.update(hooks)
                 module.reshard()
 
 
@@ -483,7 +498,7 @@ class DistributedLearner(Learner):
         critic_only: bool,
     ) -> dict[str, Any] | None:
         self.distributed.add_plan(micro_batches)
-        # What a rank without rows runs, to make the same calls as the others.
+        # A rank without rows runs these, to make the same calls as the others.
         lengths = rows.records.token_lengths()
         shortest = min(minibatch, key=lambda i: int(lengths[i]))
         filler_rows = [shortest]
@@ -491,17 +506,17 @@ class DistributedLearner(Learner):
             filler_rows = [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
         shares = []
         for rank in range(self.rank_count):
-            share = [micro for micro in micro_batches if micro.rank == rank]
+            rank_micro_batches = [micro for micro in micro_batches if micro.rank == rank]
             if self.distributed.strategy == "ddp":
-                share = [micro for micro in share if len(micro)]
-            chosen = [[minibatch[i] for i in micro.indices.tolist()] or filler_rows for micro in share]
-            used_rows = sorted({i for part in chosen for i in part})
-            position_of_row = {row: position for position, row in enumerate(used_rows)}
+                rank_micro_batches = [micro for micro in rank_micro_batches if len(micro)]
+            row_lists = [[minibatch[i] for i in micro.indices.tolist()] or filler_rows for micro in rank_micro_batches]
+            rank_rows = sorted({row for row_list in row_lists for row in row_list})
+            position_of_row = {row: position for position, row in enumerate(rank_rows)}
             planned = [
-                dataclasses.replace(micro, indices=np.array([position_of_row[i] for i in part], dtype=np.int64))
-                for micro, part in zip(share, chosen, strict=True)
+                dataclasses.replace(micro, indices=np.array([position_of_row[row] for row in row_list], dtype=np.int64))
+                for micro, row_list in zip(rank_micro_batches, row_lists, strict=True)
             ]
-            message = self._pack(rows.take(used_rows), rank) if used_rows else None
+            message = self._pack(rows.take(rank_rows), rank) if rank_rows else None
             shares.append((message, planned, normalizers, step, critic_only))
         metrics: dict[str, Any] | None = self.distributed.call("update", shares)[0]
         return metrics
@@ -531,18 +546,18 @@ class DistributedLearner(Learner):
         replicated = weights if self.distributed.strategy == "ddp" else []
         self.distributed.barrier()
         replies = self.distributed.group.gather([metrics, [weight.grad is not None for weight in replicated]])
-        pending = []
+        reductions = []
         for i, weight in enumerate(replicated):
             if any(flags[i] for _, flags in replies):
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
-                pending.append(dist.all_reduce(weight.grad, async_op=True))
-        for work in pending:
-            work.wait()
+                reductions.append(dist.all_reduce(weight.grad, async_op=True))
+        for reduction in reductions:
+            reduction.wait()
         totals: dict[str, float] = {}
-        for shares, _ in replies:
-            for name, share in shares.items():
-                totals[name] = totals.get(name, 0.0) + share
+        for rank_metrics, _ in replies:
+            for name, value in rank_metrics.items():
+                totals[name] = totals.get(name, 0.0) + value
         return totals
 
     def state_dict(self) -> dict[str, Any]:
@@ -592,13 +607,15 @@ class DistributedTrainer(Trainer):
         self._lead_depth = 0
         self._rank_reads_book: list[bool] = []
         """On rank 0: whether each rank reads the records of the book itself."""
-        # From leasing to the end of the update: the records of the step as they are in the books, and how many of them
-        # are leased. Those of the expert follow.
-        self._stored, self._leased_count = Experiences(), 0
-        # During a "copy": the weights or optimizer states that were read, by name.
-        self._source: Any = None
-        self._future: Future[Any] | None = None
-        self._pending: tuple[Path, int, set[str]] | None = None
+        self._step_records, self._leased_count = Experiences(), 0
+        """From leasing to the end of the update: the records of the step as they are in the books, and how many of them
+        are leased. Those of the expert follow."""
+        self._loaded_tensors: Any = None
+        """On rank 0, during a "copy": the weights or optimizer states that were read, by name."""
+        self._shard_write: Future[Any] | None = None
+        """The last write of shards of this rank."""
+        self._unfinished_checkpoint: tuple[Path, int, set[str]] | None = None
+        """On rank 0, while shards are being written: folder of the run, step, and checkpoints of the book to remove."""
         distributed.handlers = {
             "collect": self._collect_on_rank,
             "annotate": self._annotate_on_rank,
@@ -678,7 +695,7 @@ class DistributedTrainer(Trainer):
     def _step_now(self) -> StepReport:
         # Without its first checkpoint, a run whose book has records cannot start over. Later ones are complete when
         # their shards are written.
-        if self.global_step == 0 or (self._future is not None and self._future.done()):
+        if self.global_step == 0 or (self._shard_write is not None and self._shard_write.done()):
             self._finish_saving()
         return super().step()
 
@@ -750,12 +767,11 @@ class DistributedTrainer(Trainer):
         missing = [records.missing(entry.column) for entry in passes]
         rows = np.unique(np.concatenate(missing)) if missing else np.zeros(0, dtype=np.int64)
         if len(rows):
-            chosen = records.take(rows)
-            planned = plan(chosen.token_lengths(), ranks=self.distributed.size, empty="allow", micro_batches=1)
-            parts = [part[0].indices for part in planned]
-            replies = self.distributed.call(
-                "annotate", [self._pack(chosen.take(part), rows[part], rank) for rank, part in enumerate(parts)]
-            )
+            incomplete = records.take(rows)
+            planned = plan(incomplete.token_lengths(), ranks=self.distributed.size, empty="allow", micro_batches=1)
+            parts = [micro_batches[0].indices for micro_batches in planned]
+            messages = [self._pack_records(incomplete.take(part), rows[part], rank) for rank, part in enumerate(parts)]
+            replies = self.distributed.call("annotate", messages)
             for part, columns in zip(parts, replies, strict=True):
                 if len(part):
                     records = records.fill(rows[part], **columns)
@@ -763,7 +779,7 @@ class DistributedTrainer(Trainer):
 
     def _annotate_on_rank(self, message: Any) -> dict[str, list[Any]]:
         records = annotate(
-            self._unpack(message),
+            self._unpack_records(message),
             self.algorithm,
             self.models,
             old_logprobs=self._old_logprobs,
@@ -816,16 +832,22 @@ class DistributedTrainer(Trainer):
         self, leased: Experiences, weights: list[float] | None, step: int
     ) -> tuple[Experiences, list[bool] | None, list[float] | None]:
         result = super()._with_experts(leased, weights, step)
-        self._stored, self._leased_count = result[0], len(leased)
+        self._step_records, self._leased_count = result[0], len(leased)
         return result
 
-    def _pack(self, records: Experiences, sources: Sequence[int] | np.ndarray[Any, Any], rank: int) -> Any:
-        """Return records as ids for a rank that reads the book, else as they are; `sources` are places in `_stored`."""
+    def _pack_records(self, records: Experiences, sources: Sequence[int] | np.ndarray[Any, Any], rank: int) -> Any:
+        """Return records as ids for a rank that reads the book, else as they are.
+
+        Args:
+            records: The records.
+            sources: Their indices in `_step_records`.
+            rank: The rank that gets them.
+        """
         if rank == 0 or not self._rank_reads_book[rank]:
             return records
-        return [(int(i) >= self._leased_count, uid) for i, uid in zip(sources, _uids(records), strict=True)]
+        return [(int(i) >= self._leased_count, uid) for i, uid in zip(sources, _list_uids(records), strict=True)]
 
-    def _unpack(self, message: Any) -> Experiences:
+    def _unpack_records(self, message: Any) -> Experiences:
         if isinstance(message, Experiences):
             return message
         records: dict[tuple[bool, str], Experience] = {}
@@ -840,21 +862,21 @@ class DistributedTrainer(Trainer):
         if rank == 0 or not self._rank_reads_book[rank]:
             return rows
         sources = list(dict.fromkeys(rows.sources.tolist()))
-        stored = self._stored.take(sources)
-        base = _stored_rows(stored, rows.pairs is not None)
+        stored = self._step_records.take(sources)
+        base = _as_train_rows(stored, rows.pairs is not None)
         columns = {
             name: rows.records.values(name)
             for name in (*self.algorithm.loss_columns, "logprobs", "truncate_status")
-            if not _equal(rows.records.column(name), base.column(name))
+            if not _columns_equal(rows.records.column(name), base.column(name))
         }
         flags = {name: getattr(rows, name) for name in ("pairs", "chosen", "expert")}
-        return self._pack(stored, sources, rank), columns, flags, rows.sources, rows.record_count
+        return self._pack_records(stored, sources, rank), columns, flags, rows.sources, rows.record_count
 
     def _unpack_rows(self, message: Any) -> TrainRows:
         if isinstance(message, TrainRows):
             return message
         packed, columns, flags, sources, record_count = message
-        records = _stored_rows(self._unpack(packed), flags["pairs"] is not None)
+        records = _as_train_rows(self._unpack_records(packed), flags["pairs"] is not None)
         names = (*self.algorithm.loss_columns, "truncate_status", "multi_modal_inputs", "logprobs")
         records = records.select(*names).assign(**columns)
         return TrainRows(records, sources, record_count, **flags)
@@ -877,16 +899,16 @@ class DistributedTrainer(Trainer):
         random_states = self.distributed.call("save", [str(partial)] * self.distributed.size)
         all_states = {**state, "random": random_states[0], "random_by_rank": random_states}
         checkpoint.write_states(partial, self.global_step, all_states, trainer_state)
-        self._pending = (folder, self.global_step, replaced)
+        self._unfinished_checkpoint = (folder, self.global_step, replaced)
         return folder / checkpoint.CHECKPOINT_FOLDER / checkpoint.checkpoint_name(self.global_step)
 
     def _finish_saving(self) -> None:
         """Wait until the shards of the last checkpoint are written by all ranks, then commit it."""
-        if self._pending is None or self._future is None:
+        if self._unfinished_checkpoint is None or self._shard_write is None:
             return
-        folder, step, replaced = self._pending
-        self._pending = None
-        self._future.result()
+        folder, step, replaced = self._unfinished_checkpoint
+        self._unfinished_checkpoint = None
+        self._shard_write.result()
         hit_failpoint("shards saved")
         checkpoint.commit(folder, step)
         self._prune(folder, replaced)
@@ -899,8 +921,8 @@ class DistributedTrainer(Trainer):
                 if self.distributed.is_main:
                     with hide_progress_bars():
                         model.save_pretrained(Path(partial) / name, state_dict=state)
-        if self._future is not None:
-            self._future.result()
+        if self._shard_write is not None:
+            self._shard_write.result()
         # A copy, so that training can go on while it is written. On a GPU, `async_save` copies to the host.
         tensors = self.learner.tensors()
         if not self._on_one_machine:
@@ -909,10 +931,10 @@ class DistributedTrainer(Trainer):
         elif self.distributed.device.type == "cpu":
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         if self._on_one_machine or self.distributed.is_main:
-            self._future = async_save(  # type: ignore[assignment]
+            self._shard_write = async_save(  # type: ignore[assignment]
                 tensors,
                 storage_writer=FileSystemWriter(Path(partial) / checkpoint.SHARDS),
-                process_group=self.distributed._writers if self._on_one_machine else None,
+                process_group=self.distributed.writer_group if self._on_one_machine else None,
                 no_dist=not self._on_one_machine,
             )
         return checkpoint.random_state()
@@ -928,8 +950,8 @@ class DistributedTrainer(Trainer):
             self.load_weights(self.actor, saved.model)
             if self.models.critic is not None and saved.critic is not None:
                 self.load_weights(self.models.critic, saved.critic)
-            self._source = checkpoint.flatten_states(state["learner"], self.learner.optimizers)
-            self.distributed.call("copy", [(None, list(self._source))] * self.distributed.size)
+            self._loaded_tensors = checkpoint.flatten_states(state["learner"], self.learner.optimizers)
+            self.distributed.call("copy", [(None, list(self._loaded_tensors))] * self.distributed.size)
         else:
             state = checkpoint.load_state(saved, shards=False)
             self.distributed.call("load", [str(saved.shards)] * self.distributed.size)
@@ -937,7 +959,7 @@ class DistributedTrainer(Trainer):
         return state
 
     def load_weights(self, model: Any, folder: Path) -> None:
-        self._source = checkpoint.read_weights(model, folder)
+        self._loaded_tensors = checkpoint.read_weights(model, folder)
         name = next(name for name in _MODELS if getattr(self.models, name) is model)
         self._run_on_main(self.distributed.call, "copy", [(name, [])] * self.distributed.size)
 
@@ -947,7 +969,7 @@ class DistributedTrainer(Trainer):
         _reshard(self.actor)
         if self.models.critic is not None:
             _reshard(self.models.critic)
-        load_shards(self.learner.tensors(keys), storage_reader=reader, process_group=self.distributed.control)
+        load_shards(self.learner.tensors(keys), storage_reader=reader, process_group=self.distributed.control_group)
         for optimizer in self.learner.optimizers.values():
             optimizer.round_masters()
 
@@ -955,14 +977,14 @@ class DistributedTrainer(Trainer):
         """Copy weights or optimizer states that rank 0 has read."""
         name, keys = target
         if name is not None:
-            self.distributed.distribute(getattr(self.models, name), self._source)
+            self.distributed.distribute(getattr(self.models, name), self._loaded_tensors)
         else:
-            tensors = self.learner.tensors(keys)
+            targets, sources = self.learner.tensors(keys), self._loaded_tensors or {}
             for key in keys:
-                self.distributed._copy_from_main(tensors[key], None if self._source is None else self._source[key])
+                self.distributed.copy_from_main(targets[key], sources.get(key))
             for optimizer in self.learner.optimizers.values():
                 optimizer.round_masters()
-        self._source = None
+        self._loaded_tensors = None
 
     def _set_random_states(self, state: Mapping[str, Any]) -> None:
         states = list(state.get("random_by_rank", [state["random"]]))[: self.distributed.size]
@@ -976,16 +998,16 @@ class DistributedTrainer(Trainer):
             checkpoint.set_random_state(state)
 
 
-def _uids(records: Experiences) -> list[str]:
+def _list_uids(records: Experiences) -> list[str]:
     return [eid.uid for eid in records.eids()]
 
 
-def _stored_rows(records: Experiences, pairs: bool) -> Experiences:
+def _as_train_rows(records: Experiences, pairs: bool) -> Experiences:
     """Return the rows of records as `TrainRows` begins with them."""
     return mask_unpredicted(Experiences(split_preference_pairs(list(records))) if pairs else records)
 
 
-def _equal(column: Any, other: Any) -> bool:
+def _columns_equal(column: Any, other: Any) -> bool:
     """Return whether two columns have the same content."""
     if column is None or other is None or isinstance(column, Ragged) != isinstance(other, Ragged):
         return column is other

@@ -25,7 +25,7 @@ from rollbook.algorithms.kl import kl_loss
 from rollbook.algorithms.losses import entropy_loss, value_loss
 from rollbook.batch import Batch
 from rollbook.batch.batch import Tokens
-from rollbook.batch.columns import TOKEN_COLUMNS
+from rollbook.batch.columns import RESPONSE_COLUMNS
 from rollbook.batch.device import to
 from rollbook.batch.plan import Denominators, MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
@@ -186,7 +186,7 @@ def policy_loss(
     """
     mask, weights = batch.action_mask, batch.loss_weights
     ref: Any = batch.ref_logprobs if ref_logprobs is None else ref_logprobs
-    columns: dict[str, Any] = {name: getattr(batch, name) for name in TOKEN_COLUMNS}
+    columns: dict[str, Any] = {name: getattr(batch, name) for name in RESPONSE_COLUMNS}
     columns |= {"mask": mask, "ref_logprobs": ref if algorithm.needs_reference else None}
     columns |= {"new_logprobs": stats.logprobs, "step": step}
     columns |= {"expert_mask": rows.expert, "pairs": rows.pairs, "chosen": rows.chosen}

@@ -31,17 +31,17 @@ from rollbook.train import checkpoint
 from rollbook.train.config.schema import Config, RolloutSection
 from rollbook.train.config.values import ConfigError
 from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE, WORKERS_FOLDER, Run
-from rollbook.train.worker import WorkersFailedError, wait_for_trainer
+from rollbook.train.worker import MAX_FAILURES, WorkersFailedError, wait_for_trainer
 
 if TYPE_CHECKING:
     from rollbook.train.worker import RolloutWorker
 
 _POLL_SECONDS = 0.5
+"""How often the driver looks at its actors, and a worker without a trainer at the book."""
 _STOP_SECONDS = 10.0
+"""How long the driver waits for actors that end."""
 _LOCAL = "local"
 """The address of a new cluster on this machine."""
-_MAX_FAILURES = 5
-"""How often ranks may die, one time after another without a new checkpoint, before the run stops."""
 
 
 class TrainerDiedError(RollbookError, RuntimeError):
@@ -109,15 +109,15 @@ class RolloutActor:
         from rollbook.train.builders import build_worker
         from rollbook.train.config.files import load_config
 
-        opened = wait_for_trainer(book, self._stop)
+        found_trainer = wait_for_trainer(book, self._stop)
         # A finished run that continues with more steps is opened again by the trainer.
-        while opened is None and not self._stop.wait(_POLL_SECONDS):
-            opened = wait_for_trainer(book, self._stop)
-        if opened is None:
+        while found_trainer is None and not self._stop.wait(_POLL_SECONDS):
+            found_trainer = wait_for_trainer(book, self._stop)
+        if found_trainer is None:
             return {}
-        served, settings = opened
-        with served:
-            self._worker = build_worker(load_config(settings["config"]), served, settings, name)
+        opened_book, settings = found_trainer
+        with opened_book:
+            self._worker = build_worker(load_config(settings["config"]), opened_book, settings, name)
             if self._stop.is_set():
                 return {}
             with self._worker.engine:
@@ -191,17 +191,16 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
     is_new = address == _LOCAL
     if not is_new:
-        stated = address or os.environ.get("RAY_ADDRESS")
+        existing_address = address or os.environ.get("RAY_ADDRESS")
         try:
-            check_cluster_address(stated or "")
-            ray.init(stated or "auto", **options)
+            check_cluster_address(existing_address or "")
+            ray.init(existing_address or "auto", **options)
         except (ConnectionError, ValueError) as error:
-            if stated is not None:
-                raise ConfigError("--ray", f"cannot connect to the cluster at {stated}: {error}") from None
+            if existing_address is not None:
+                raise ConfigError("--ray", f"cannot connect to the cluster at {existing_address}: {error}") from None
             is_new = True
     if is_new:
-        needed = sum(_cpus(resources, count) for resources, count in _demands(config, ranks))
-        cpus = max(os.cpu_count() or 1, math.ceil(needed))
+        cpus = max(os.cpu_count() or 1, math.ceil(_count_cpus(config, ranks)))
         ray.init(_LOCAL, num_cpus=cpus, include_dashboard=False, **options)
     try:
         yield
@@ -222,26 +221,25 @@ def _check_resources(rollout: RolloutSection) -> None:
                 raise ConfigError(f"rollout.{name}.{option}", f"got {value!r}: {message}") from None
 
 
-def _demands(config: Config, ranks: int) -> list[tuple[Mapping[str, Any], int]]:
-    return [(config.rollout.worker_resources, config.rollout.workers), (config.rollout.trainer_resources, ranks)]
-
-
-def _cpus(resources: Mapping[str, Any], count: int) -> float:
-    cpus = resources.get("num_cpus", 1)
-    return float(1 if cpus is None else cpus) * count
+def _count_cpus(config: Config, ranks: int) -> float:
+    """Return how many CPUs the rollout workers and the ranks of the trainer need."""
+    rollout, total = config.rollout, 0.0
+    for resources, count in ((rollout.worker_resources, rollout.workers), (rollout.trainer_resources, ranks)):
+        cpus = resources.get("num_cpus", 1)
+        total += float(1 if cpus is None else cpus) * count
+    return total
 
 
 class _Cluster:
-    """The actors of a run."""
+    """The actors of a run: its book, rollout workers and ranks."""
 
     def __init__(self, config: Config, ranks: int, stream: TextIO | None) -> None:
         self.config, self.rank_count = config, ranks
         self.stream = sys.stderr if stream is None else stream
         self.folder = os.getcwd()
-        over = config.book or str(config.folder / BOOK_FOLDER)
-        place = over if config.book else os.path.abspath(over)
+        book_location = config.book or os.path.abspath(config.folder / BOOK_FOLDER)
         # The same command finds the book again, and commands in other folders do not.
-        self.book_address = f"ray://{config.name}-{xxhash.xxh3_64_hexdigest(place.encode())[:8]}"
+        self.book_address = f"ray://{config.name}-{xxhash.xxh3_64_hexdigest(book_location.encode())[:8]}"
         self.config = self._prepare()
         self.worker_actors: dict[int, Any] = {}
         self.rank_actors: list[Any] = []
@@ -265,8 +263,8 @@ class _Cluster:
 
         if kind is KeyboardInterrupt:
             checkpoints = checkpoint.list_checkpoints(self.config.folder)
-            start = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
-            self._log(f"\ninterrupted; the same command continues {start}")
+            resume_point = f"from {checkpoints[-1].path}" if checkpoints else "from the beginning"
+            self._log(f"\ninterrupted; the same command continues {resume_point}")
         with suppress(ray.exceptions.RayError):
             for worker in self.worker_actors.values():
                 worker.stop.remote()
@@ -302,15 +300,15 @@ class _Cluster:
         self._warn_about_resources()
         for number in range(self.config.rollout.workers):
             self._start_worker(number)
-        failures, last = 0, -1
+        failures, failed_step = 0, -1
         while True:
             try:
                 return self._train_once()
             except _RankDiedError as error:
-                saved = checkpoint.list_checkpoints(self.config.folder)
-                step = saved[-1].step if saved else -1
-                failures, last = (failures + 1 if step == last else 1), step
-                if failures >= _MAX_FAILURES:
+                checkpoints = checkpoint.list_checkpoints(self.config.folder)
+                step = checkpoints[-1].step if checkpoints else -1
+                failures, failed_step = (failures + 1 if step == failed_step else 1), step
+                if failures >= MAX_FAILURES:
                     raise TrainerDiedError(
                         f"the trainer died {failures} times in a row after step {max(step, 0)}: {error}"
                     ) from error
@@ -321,7 +319,7 @@ class _Cluster:
 
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         available = resources.get("CPU", 0.0)
-        needed = sum(_cpus(demand, count) for demand, count in _demands(self.config, self.rank_count))
+        needed = _count_cpus(self.config, self.rank_count)
         if needed > available:
             warn_user(
                 f"the run needs {needed:g} CPUs and the cluster has {available:g}: it waits until there are more; "
@@ -345,31 +343,36 @@ class _Cluster:
 
         try:
             results = self._start_trainer()
-            waiting = results
-            while waiting:
-                done, waiting = ray.wait(waiting, num_returns=1, timeout=_POLL_SECONDS)
+            pending = results
+            while pending:
+                done, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
                 self._print_output()
-                self._check_ranks(done, waiting)
+                self._check_ranks(done, pending)
                 self._check_workers()
             return dict(ray.get(results[0]))
         except ray.exceptions.RayTaskError as error:
             self._print_output()
-            raise self._explain(error, "trainer") from None
+            raise self._read_error(error, "trainer") from None
         except ray.exceptions.RayActorError as error:
-            raise _RankDiedError(f"a rank of the trainer died ({_check_creation(error)})") from error
+            raise _RankDiedError(f"a rank of the trainer died ({_describe_death(error)})") from error
         finally:
             for rank in self.rank_actors:
                 ray.kill(rank)
             self.rank_actors = []
 
-    def _check_ranks(self, done: list[Any], waiting: list[Any]) -> None:
-        """Raise the exception of a rank that failed; if another one died, which is the reason, raise that."""
+    def _check_ranks(self, done: list[Any], pending: list[Any]) -> None:
+        """Raise the exception of a rank that failed; if another one died, which is the reason, raise that.
+
+        Args:
+            done: References to the results of the ranks that have ended.
+            pending: Those of the others.
+        """
         import ray
 
         try:
             ray.get(done)
         except ray.exceptions.RayTaskError:
-            ended, _ = ray.wait(waiting, num_returns=len(waiting), timeout=_STOP_SECONDS)
+            ended, _ = ray.wait(pending, num_returns=len(pending), timeout=_STOP_SECONDS)
             for result in ended:
                 with suppress(ray.exceptions.RayTaskError):
                     ray.get(result)
@@ -380,10 +383,12 @@ class _Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options = {"num_cpus": 1, **self.config.rollout.trainer_resources}
-        here = ray.get_runtime_context().get_node_id()
+        driver_node = ray.get_runtime_context().get_node_id()
         for rank in range(self.rank_count):
             # Rank 0 writes the folder of the run: on the machine of this command, if that has the resources.
-            default_node = {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=True)} if rank == 0 else {}
+            default_node = (
+                {"scheduling_strategy": NodeAffinitySchedulingStrategy(driver_node, soft=True)} if rank == 0 else {}
+            )
             actor: Any = ray.remote(TrainerRank).options(
                 max_concurrency=2, max_restarts=0, **{**default_node, **options}
             )
@@ -419,15 +424,15 @@ class _Cluster:
             try:
                 ray.get(result)
                 # It is needed again if the trainer dies before it has saved the last checkpoint.
-                repeated = self.worker_actors[number].run.remote(self.book_address, f"worker-{number}")
-                self._worker_of_result[repeated] = number
+                next_result = self.worker_actors[number].run.remote(self.book_address, f"worker-{number}")
+                self._worker_of_result[next_result] = number
             except ray.exceptions.RayTaskError as error:
-                raise self._explain(error, f"worker-{number}") from None
+                raise self._read_error(error, f"worker-{number}") from None
             except ray.exceptions.RayActorError as error:
-                warn_user(f"worker-{number} exited ({_check_creation(error)}); restarting")
+                warn_user(f"worker-{number} exited ({_describe_death(error)}); restarting")
                 self._start_worker(number)
 
-    def _explain(self, error: Any, name: str) -> Exception:
+    def _read_error(self, error: Any, name: str) -> Exception:
         """Return the exception that an actor raised; one of other code than Rollbook's with its traceback in a file."""
         from rollbook.book.ray import describe_ray_error
 
@@ -445,7 +450,7 @@ class _RankDiedError(Exception):
     """A rank of the trainer died."""
 
 
-def _check_creation(error: BaseException) -> str:
+def _describe_death(error: BaseException) -> str:
     """Return the first line of the error of an actor that died.
 
     Raises:
@@ -453,10 +458,10 @@ def _check_creation(error: BaseException) -> str:
     """
     from rollbook.book.ray import describe_ray_error
 
-    text = describe_ray_error(error)
-    if text.is_creation:
-        raise TrainerDiedError(f"an actor could not be created: {text.last}") from error
-    return text.first
+    description = describe_ray_error(error)
+    if description.is_creation:
+        raise TrainerDiedError(f"an actor could not be created: {description.last}") from error
+    return description.first
 
 
 __all__ = ["TrainerDiedError", "train_on_ray"]

@@ -494,8 +494,8 @@ class Run:
         check(config)
         if self.is_main:
             self._check_book(resumed)
-        where = device if ranks is None else ranks.build_device
-        actor = builders.build_actor(config, where)
+        build_device = device if ranks is None else ranks.build_device
+        actor = builders.build_actor(config, build_device)
         if config.model.builder is not None:
             check_vocabulary(
                 actor.tokenizer, getattr(actor.model, "config", None), getattr(actor.model, "generation_config", None)
@@ -514,8 +514,8 @@ class Run:
         if config.warmup.steps and not resumed and self.is_main:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
             outcome.warmed = self._warm_up(actor.to(device), prompts, eval_reward)
-            actor.to(where)
-        models = builders.build_models(config, actor, where)
+            actor.to(build_device)
+        models = builders.build_models(config, actor, build_device)
         with self._open_book(actor) as book, contextlib.ExitStack() as stack:
             if self.is_main and book is not None:
                 self._check_unused(book, resumed)  # again: another run may have begun with it
@@ -530,18 +530,7 @@ class Run:
                     return RunResult(self.folder, trainer.global_step, time.monotonic() - self.start_time)
                 stack.enter_context(leader.lead())
             if trainer.resumed_from is not None:
-                if (
-                    models.reference is not None
-                    and config.reference is None
-                    and hasattr(models.reference, "state_dict")
-                ):
-                    first = checkpoint.list_checkpoints(self.folder)[0]
-                    if first.step:
-                        raise ConfigError(
-                            "reference",
-                            f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}",
-                        )
-                    trainer.load_weights(models.reference, first.model)
+                self._restore_reference(trainer, models.reference)
                 last = checkpoint.list_checkpoints(self.folder)[-1]
                 self.say(f"continuing after step {trainer.global_step}, from {last.path}")
             with self._tracked(trainer, resumed), self._working(trainer):
@@ -549,6 +538,17 @@ class Run:
             outcome.before, outcome.after = self._evaluations(trainer.book, trainer.global_step)
         outcome.steps, outcome.seconds = trainer.global_step, time.monotonic() - self.start_time
         return outcome
+
+    def _restore_reference(self, trainer: Trainer, reference: Actor | None) -> None:
+        """Load the policy that a resumed run began with into its reference, unless the configuration names another."""
+        if reference is None or self.config.reference is not None or not hasattr(reference, "state_dict"):
+            return
+        first = checkpoint.list_checkpoints(self.folder)[0]
+        if first.step:
+            raise ConfigError(
+                "reference", f"missing, and there is no {first.path.with_name(checkpoint.checkpoint_name(0))}"
+            )
+        trainer.load_weights(reference, first.model)
 
     def _check_sources(self, rewards: Mapping[str, Reward | None], resumed: bool) -> None:
         """Store the fingerprints of the rewards' code, and warn if a run is resumed with other code."""

@@ -63,7 +63,7 @@ from rollbook.train.pipeline import (
 )
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
-from rollbook.train.worker import RolloutConfig, RolloutPacer, retry_outages, trained_weights
+from rollbook.train.worker import RolloutConfig, RolloutPacer, retry_outages
 
 if TYPE_CHECKING:
     from rollbook.models import Critic
@@ -336,7 +336,7 @@ class Trainer:
         """Open the consumer group, and continue from the last checkpoint if there is one."""
         settings = self.replay.settings(self.seed)
         if self.pacer is not None:
-            settings |= {"sampler": OldestPolicy(), "max_staleness": self.pacer.config.bound}
+            settings |= {"sampler": OldestPolicy(), "max_staleness": self.pacer.config.staleness_bound}
         self.book.consumer(self.replay.consumer, create=True, change=True, **settings)
         if not self.resume():
             self._announce(rollouts={"next_group": 0})
@@ -671,7 +671,7 @@ class Trainer:
 
     def _publish(self, pacer: RolloutPacer) -> None:
         """Publish the weights for rollout workers."""
-        pacer.publish(self.actor, trained_weights(self.actor), self.global_step)
+        pacer.publish(self.actor, self.global_step)
 
     def _sync_engine(self, metrics: StepMetrics) -> None:
         """Send the weights to an engine that does not share them, every `sync_every` steps, and check that it has them.

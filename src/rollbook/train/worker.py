@@ -25,7 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,18 +49,19 @@ from rollbook.book.rollouts import (
     close_rollouts,
     count_open_groups,
     fetch_weights,
-    finish_rollouts,
+    finish_claims,
     groups_in_book,
     open_rollouts,
     publish_weights,
     read_generations,
     read_rollouts,
     remove_worker,
-    renew_rollouts,
+    renew_claims,
     report_worker,
-    return_rollouts,
-    return_worker_rollouts,
+    return_claims,
+    return_worker_claims,
     set_limit,
+    suspend_rollouts,
     weights_version,
 )
 from rollbook.core.addresses import redacted
@@ -102,23 +103,30 @@ WAIT_SHARE = 0.05
 SLOW_FACTOR = 12.0
 """A worker is slow that takes this many times as long for a group as the median."""
 _MIN_SLOW_SECONDS = 0.5
+"""Shortest time after which a worker is slow, and time between two checks."""
 _MIN_FINISHED = 4
 """Number of finished groups from which a median is known."""
 _IDLE_SECONDS = 60.0
 """How long after its last group a worker without one is taken to be idle, and not gone."""
-_BEAT_SECONDS = 2.0
-_MIN_POLL_SECONDS, _POLL_SHARE = 0.2, 0.02
-"""Interval at which a worker polls for new weights while it generates: a share of the time between two updates, and at
-least some seconds. Many workers share the book."""
+_HEARTBEAT_SECONDS = 2.0
+"""Longest time between two reports of a trainer or worker."""
+_POLL_SHARE = 0.02
+"""How often a worker polls for new weights while it generates: after this share of the time between two updates."""
+_MIN_POLL_SECONDS = 0.2
+"""Shortest time between two such polls. Many workers share the book."""
 _POLL_SECONDS = 1.0
+"""Time between two other calls that wait for something in the book."""
 _WARN_SECONDS = 60.0
+"""How often a trainer that waits for rollouts warns."""
+MAX_FAILURES = 5
+"""Failures in a row after which a run stops."""
 _EARLY_FAILURE_SECONDS = 60.0
 """A worker that fails within this time of its start counts as failing repeatedly."""
 _START_SECONDS = 60.0
 """Seconds for which a starting worker retries calls of a book that does not respond."""
 _OUTAGE_SECONDS = 600.0
 """Seconds for which a trainer retries calls of a book that does not respond."""
-_LOST = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError, StoreFullError)
+_RETRIABLE_ERRORS = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError, StoreFullError)
 """Errors of a book after which the same call may succeed later."""
 
 
@@ -142,8 +150,8 @@ class RolloutConfig:
         late_seconds: How long the trainer waits for a group that would become stale in this step.
         settings: What workers need to know; stored in the book.
 
-    >>> RolloutConfig(mode="one_step_off").bound, RolloutConfig(mode="async", max_staleness=4).bound
-    (1, 4)
+    >>> RolloutConfig(mode="one_step_off").staleness_bound
+    1
     """
 
     mode: str = "async"
@@ -157,7 +165,7 @@ class RolloutConfig:
         check_float("late_seconds", self.late_seconds, 0)
 
     @property
-    def bound(self) -> int:
+    def staleness_bound(self) -> int:
         """Maximum staleness of a group, in policy versions."""
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
@@ -182,7 +190,7 @@ def retry_outages(
     while True:
         try:
             return function(*arguments, **options)
-        except _LOST as error:
+        except _RETRIABLE_ERRORS as error:
             if time.monotonic() >= end or stop.is_set():
                 raise
             warn_user(f"book not responding, retrying: {error}")
@@ -249,13 +257,13 @@ class RolloutPacer:
         self._trainer = os.urandom(8).hex()
         """Identifies this trainer in the book, which has one."""
         self._is_open = False
-        self._reported = -math.inf
+        self._reported_at = -math.inf
         self._in_flight = 0
         self._queued_groups = 0
         self._times_reassigned: Counter[int] = Counter()
         """By number of a group."""
-        self._looked_for_slow = -math.inf
-        self._lead = self._min_lead = min(1.0, float(config.bound))
+        self._checked_slow_at = -math.inf
+        self._lead = self._min_lead = min(1.0, float(config.staleness_bound))
         self._leased_at: float | None = None
 
     def _settings(self) -> dict[str, Any]:
@@ -263,7 +271,7 @@ class RolloutPacer:
 
     def suspend(self) -> None:
         """Void the groups that workers are generating, and allow no new ones until `open`."""
-        retry_outages(open_rollouts, self.book, self._settings())
+        retry_outages(suspend_rollouts, self.book, self._settings())
 
     def open(self, next_group: int, returned: Sequence[int] = ()) -> None:
         """Start, or continue after a restart.
@@ -293,15 +301,14 @@ class RolloutPacer:
             raise TrainerReplacedError(f"{self.book.url}: another trainer is now using this book")
         return state
 
-    def publish(self, actor: Actor, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Publish weights for the workers.
+    def publish(self, actor: Actor, version: int) -> None:
+        """Publish the trained weights of a policy for the workers.
 
         Args:
-            actor: The policy, with these weights.
-            weights: Those that training changes.
-            version: Their version.
+            actor: The policy, with complete weights.
+            version: The policy version.
         """
-        self._publish(version, pack_weights(weights), {"probe": make_probe(actor)})
+        self._publish(version, pack_weights(trained_weights(actor)), {"probe": make_probe(actor)})
 
     def publish_served(self, engine: BaseEngine, version: int) -> None:
         """Publish which weights the servers of an engine have.
@@ -317,22 +324,26 @@ class RolloutPacer:
             self._read()  # raises if another trainer has published its own
         retry_outages(publish_weights, self.book, version, files, metadata)
 
-    def pace(self, steps_left: int | None = None) -> None:
+    def pace(self, steps_left: int | None = None) -> RolloutState:
         """Allow new groups, as far as the trainer needs them soon and the staleness bound permits.
 
         Args:
             steps_left: Number of steps until the end of the run; `None`: not known.
+
+        Returns:
+            The state of the rollouts.
         """
         state = self._read()
         self._in_flight = len(state.in_flight)
         self._queued_groups = retry_outages(count_open_groups, self.book, self.consumer)
-        bound = (1 + self._lead) * self.prompts_per_step
+        max_groups = (1 + self._lead) * self.prompts_per_step
         if steps_left is not None:
-            bound = min(bound, steps_left * self.prompts_per_step)
+            max_groups = min(max_groups, steps_left * self.prompts_per_step)
         started_groups = self._queued_groups + self._in_flight + len(state.returned)
-        limit = state.next + max(round(bound) - started_groups, 0)
+        limit = state.next + max(round(max_groups) - started_groups, 0)
         if limit != state.limit:
             retry_outages(set_limit, self.book, limit)
+        return replace(state, limit=limit)
 
     def lease(self, version: int, *, by: str, seconds: float, steps_left: int | None = None) -> Lease:
         """Lease the groups of a step, the oldest first, and wait until there are enough.
@@ -346,53 +357,52 @@ class RolloutPacer:
             seconds: Lease duration.
             steps_left: See `pace`.
         """
-        start = warned = time.monotonic()
+        start = warned_at = time.monotonic()
         count = self.prompts_per_step
         while True:
             if self.on_wait is not None:
                 self.on_wait()
-            self.pace(steps_left)
-            late = time.monotonic() - start > self.config.late_seconds
-            if late or not self._is_waiting_for_stale(version):
+            state = self.pace(steps_left)
+            is_late = time.monotonic() - start > self.config.late_seconds
+            if is_late or not self._is_waiting_for_stale(state, version):
                 # A timeout also limits the wait for other writers, which on a slow disk take seconds each.
-                ready = self._queued_groups >= count
+                is_ready = self._queued_groups >= count
                 lease = retry_outages(
                     self.book.lease,
                     count,
                     by=by,
                     consumer=self.consumer,
-                    timeout=0.0 if ready else _POLL_SECONDS,
+                    timeout=0.0 if is_ready else _POLL_SECONDS,
                     exact=True,
                     seconds=seconds,
                 )
                 if lease:
                     self._adapt(start)
                     return lease
-                if ready:
+                if is_ready:
                     time.sleep(0.05)
             else:
                 time.sleep(0.05)
-            self._reassign_slow_groups()
-            if time.monotonic() - self._reported > _BEAT_SECONDS:
+            self._reassign_slow_groups(state)
+            if time.monotonic() - self._reported_at > _HEARTBEAT_SECONDS:
                 self.report(state="waiting for rollouts", version=version)
-            if time.monotonic() - warned > _WARN_SECONDS:
-                warned = time.monotonic()
+            if time.monotonic() - warned_at > _WARN_SECONDS:
+                warned_at = time.monotonic()
                 warn_user(
-                    f"waited {warned - start:.0f} s for rollouts: {self._queued_groups} of {count} groups ready, "
+                    f"waited {warned_at - start:.0f} s for rollouts: {self._queued_groups} of {count} groups ready, "
                     f"{self._in_flight} in flight; `rollbook top {self.book.url}` shows the workers"
                 )
 
-    def _reassign_slow_groups(self) -> None:
+    def _reassign_slow_groups(self, state: RolloutState) -> None:
         """Give the groups of slow workers back while the trainer waits for them and other workers are idle.
 
         A group that was given back gets twice the time with its next worker, so that one that takes long for any
         worker is finished.
         """
         now = time.monotonic()
-        if now - self._looked_for_slow < _MIN_SLOW_SECONDS:
+        if now - self._checked_slow_at < _MIN_SLOW_SECONDS:
             return
-        self._looked_for_slow = now
-        state = self._read()
+        self._checked_slow_at = now
         if state.next < state.limit or state.returned:
             return  # workers that are idle have something to do
         finished = retry_outages(read_generations, self.book)
@@ -408,7 +418,7 @@ class RolloutPacer:
             if state.time - claim.claimed > limit * 2 ** self._times_reassigned[claim.number]
         ]
         if slow:
-            retry_outages(return_rollouts, self.book, slow, "slow worker")
+            retry_outages(return_claims, self.book, slow, "slow worker")
             self._times_reassigned.update(claim.number for claim in slow)
 
     def _adapt(self, start: float) -> None:
@@ -421,13 +431,13 @@ class RolloutPacer:
         if self._leased_at is not None:
             has_waited = now - start > WAIT_SHARE * (now - self._leased_at)
             lead = self._lead + (0.5 if has_waited else -0.1)
-            self._lead = min(max(lead, self._min_lead), float(self.config.bound))
+            self._lead = min(max(lead, self._min_lead), float(self.config.staleness_bound))
         self._leased_at = now
 
-    def _is_waiting_for_stale(self, version: int) -> bool:
+    def _is_waiting_for_stale(self, state: RolloutState, version: int) -> bool:
         """Return whether a group in flight must be trained on in this step."""
-        due = version - self.config.bound
-        return self.config.bound > 0 and any(group.version == due for group in self._read().in_flight)
+        due = version - self.config.staleness_bound
+        return self.config.staleness_bound > 0 and any(group.version == due for group in state.in_flight)
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of groups in flight and of queued or leased ones at the last `pace`, and how many steps
@@ -440,8 +450,8 @@ class RolloutPacer:
 
     def report(self, **details: Any) -> None:
         """Report what the trainer does, for `rollbook top`."""
-        self._reported = time.monotonic()
-        with suppress(*_LOST):
+        self._reported_at = time.monotonic()
+        with suppress(*_RETRIABLE_ERRORS):
             report_worker(self.book, self.name, role="trainer", host=socket.gethostname(), pid=os.getpid(), **details)
 
 
@@ -543,7 +553,7 @@ class RolloutWorker:
         self._groups: dict[int, _Group] = {}  # by fence: being generated, scored or appended
         self._scoring: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._cancel = Cancel()
-        self._activity = "starting"
+        self._stage = "starting"
         self._failure: BaseException | None = None
         self._claim_lost = False
         self._tokenizer = getattr(engine, "tokenizer", None) or getattr(actor, "tokenizer", None)
@@ -562,8 +572,10 @@ class RolloutWorker:
         Raises:
             StaleWeightsError: The model does not have the trainer's weights after it loaded them.
         """
-        self._retry(return_worker_rollouts, self.book, self.name, "worker restarted")
-        threads = [threading.Thread(target=target, daemon=True) for target in (self._score_groups, self._beat)]
+        self._retry(return_worker_claims, self.book, self.name, "worker restarted")
+        threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._score_groups, self._send_heartbeats)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -571,7 +583,7 @@ class RolloutWorker:
                 try:
                     if not self._generate_groups():
                         break
-                except _LOST as error:
+                except _RETRIABLE_ERRORS as error:
                     warn_user(f"book not responding, retrying: {error}")
                     self._claim_lost = True
                     self._stop.wait(_POLL_SECONDS)
@@ -581,11 +593,15 @@ class RolloutWorker:
             self._stop.set()
             threads[1].join()
             with suppress(BookError):
-                self._give_back("worker stopped" if self._failure is None else f"worker failed: {self._failure}")
+                self._return_claims("worker stopped" if self._failure is None else f"worker failed: {self._failure}")
                 remove_worker(self.book, self.name)
         if self._failure is not None:
             raise self._failure
         return self.result
+
+    @property
+    def _is_generating(self) -> bool:
+        return self._stage == "generating"
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -594,9 +610,9 @@ class RolloutWorker:
         if len(self._groups) >= 2 * self.prompts_per_claim:
             self._stop.wait(0.02)  # rewards are slower than generation
             return True
-        self._activity = "waiting for prompts"
+        self._stage = "waiting for prompts"
         if self._claim_lost:
-            self._return_unknown()
+            self._return_unknown_claims()
             self._claim_lost = False
         claims = claim_rollouts(
             self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=_POLL_SECONDS
@@ -613,8 +629,8 @@ class RolloutWorker:
         scoring: set[int] = set()
         try:
             self._generate(groups, scoring)
-        except _LOST:
-            # Forgotten, so that they are not renewed: `_return_unknown` gives them back.
+        except _RETRIABLE_ERRORS:
+            # Forgotten, so that they are not renewed: `_return_unknown_claims` gives them back.
             with self._lock:
                 for group in groups:
                     if group.claim.fence not in scoring:
@@ -631,21 +647,21 @@ class RolloutWorker:
                 self._finish(group)
         groups = [group for group in groups if _task_id(group) not in existing]
         if groups:
-            self._load_weights(groups)
-            groups = [group for group in groups if self._has(group)]
+            self._wait_for_weights(groups)
+            groups = [group for group in groups if self._is_claimed(group)]
         if groups:
-            self._activity = "generating"
+            self._stage = "generating"
             for group in self._sample(groups):
                 scoring.add(group.claim.fence)
                 self._scoring.put(group)
 
-    def _return_unknown(self) -> None:
+    def _return_unknown_claims(self) -> None:
         """Give back groups of a claim whose answer was lost; they would wait until the claim expires."""
         state = read_rollouts(self.book)
         claims = [] if state is None else [claim for claim in state.in_flight if claim.worker == self.name]
         with self._lock:
             unknown = [claim for claim in claims if claim.fence not in self._groups]
-        return_rollouts(self.book, unknown, "claim not received")
+        return_claims(self.book, unknown, "claim not received")
 
     def _sample(self, groups: Sequence[_Group]) -> Iterator[_Group]:
         """Yield groups as soon as their records are generated."""
@@ -736,7 +752,7 @@ class RolloutWorker:
                 self.result.records += len(rows)
 
     def _finish(self, group: _Group) -> None:
-        self._retry(finish_rollouts, self.book, [group.claim])
+        self._retry(finish_claims, self.book, [group.claim])
         with self._lock:
             self._groups.pop(group.claim.fence, None)
 
@@ -744,31 +760,31 @@ class RolloutWorker:
         """Call the book, for as long as its server is down: generated groups are not lost."""
         return retry_outages(function, *arguments, outage_seconds=math.inf, stop=self._stop, **options)
 
-    def _give_back(self, reason: str) -> None:
+    def _return_claims(self, reason: str) -> None:
         with self._lock:
             groups, self._groups = list(self._groups.values()), {}
         if groups:
-            return_rollouts(self.book, [group.claim for group in groups], reason[:200])
+            return_claims(self.book, [group.claim for group in groups], reason[:200])
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def _has(self, group: _Group) -> bool:
+    def _is_claimed(self, group: _Group) -> bool:
         """Return whether the claim of a group was not lost."""
         with self._lock:
             return group.claim.fence in self._groups
 
-    def _load_weights(self, groups: Sequence[_Group]) -> None:
+    def _wait_for_weights(self, groups: Sequence[_Group]) -> None:
         """Wait until the engine has weights of at least the version of these groups, or their claims are lost.
 
         A trainer that dies takes its weights along, and the next one may continue from an earlier version.
         """
-        self._activity = "loading weights"
+        self._stage = "loading weights"
         version = max(group.claim.version for group in groups)
-        while not self._stop.is_set() and self._failure is None and any(map(self._has, groups)):
+        while not self._stop.is_set() and self._failure is None and any(map(self._is_claimed, groups)):
             if not self.engine.takes_weights:
                 self.engine.version = max(self.book.policy_version or 0, version)
                 return
-            self._update_weights()
+            self._fetch_weights()
             if self._weights_version >= version:
                 break
             self._stop.wait(0.05)  # the trainer publishes before it announces a version, so this is rare
@@ -786,17 +802,17 @@ class RolloutWorker:
         if not isinstance(self.engine, TransformersEngine):
             check_sync(self.engine, self.actor, self.engine.version)
 
-    def _update_weights(self) -> None:
-        """Load the newest weights, unless the engine has them."""
+    def _fetch_weights(self) -> None:
+        """Fetch the newest weights and apply them to the engine, unless it has them."""
         with self._weights_lock:
-            published = weights_version(self.book)
-            if published is None or published[0] == self._weights_id:
+            newest = weights_version(self.book)
+            if newest is None or newest[0] == self._weights_id:
                 return
             try:
-                source = fetch_weights(self.book)
+                published = fetch_weights(self.book)
             except NoWeightsError:
                 return  # their trainer has died; the next one publishes its own
-            served = source.metadata.get("served")
+            served = published.metadata.get("served")
             if self.engine.is_remote:
                 self.engine.follow_weights(served or {}, while_updated=self.mode != "sync")
             elif served is not None:
@@ -805,14 +821,14 @@ class RolloutWorker:
                     f"VllmEngine with some of {', '.join(served['urls'])}"
                 )
             else:
-                self._load(unpack_weights(source.files), source.version)
-            self._probe = source.metadata.get("probe")
-            self._weights_id, self._weights_version = source.id, source.version
+                self._apply_weights(unpack_weights(published.files), published.version)
+            self._probe = published.metadata.get("probe")
+            self._weights_id, self._weights_version = published.id, published.version
             now = time.monotonic()
             self._update_seconds, self._updated = now - self._updated, now
             self.result.updates += 1
 
-    def _load(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def _apply_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         if isinstance(self.engine, TransformersEngine):
             self.engine.update_weights(weights, version)
         else:
@@ -824,35 +840,35 @@ class RolloutWorker:
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Renew claims, report, and in mode `async` load new weights, until the worker stops."""
-        beat = min(_BEAT_SECONDS, self.claim_seconds / 4)
-        reported = 0.0
+        report_interval = min(_HEARTBEAT_SECONDS, self.claim_seconds / 4)
+        reported_at = 0.0
         while True:
             # Poll rarely: many workers share the book.
-            poll = min(max(_POLL_SHARE * self._update_seconds, _MIN_POLL_SECONDS), beat)
-            if self._stop.wait(poll if self.mode == "async" else beat):
+            poll_interval = min(max(_POLL_SHARE * self._update_seconds, _MIN_POLL_SECONDS), report_interval)
+            if self._stop.wait(poll_interval if self.mode == "async" else report_interval):
                 return
             try:
-                if self.mode == "async" and self.engine.takes_weights and self._activity == "generating":
-                    self._update_weights()
-                if time.monotonic() - reported >= beat:
-                    self._renew()
+                if self.mode == "async" and self.engine.takes_weights and self._is_generating:
+                    self._fetch_weights()
+                if time.monotonic() - reported_at >= report_interval:
+                    self._renew_claims()
                     self.report()
-                    reported = time.monotonic()
-            except _LOST:
+                    reported_at = time.monotonic()
+            except _RETRIABLE_ERRORS:
                 continue
             except BaseException as error:  # raised by `run`
                 self._failure = error
                 self._cancel.request()
                 return
 
-    def _renew(self) -> None:
+    def _renew_claims(self) -> None:
         with self._lock:
             groups = dict(self._groups)
         if not groups:
             return
-        renewed = renew_rollouts(self.book, [group.claim for group in groups.values()], self.claim_seconds)
+        renewed = renew_claims(self.book, [group.claim for group in groups.values()], self.claim_seconds)
         lost = groups.keys() - {claim.fence for claim in renewed}
         with self._lock:
             for fence in lost:
@@ -870,7 +886,7 @@ class RolloutWorker:
             role="rollout",
             host=socket.gethostname(),
             pid=os.getpid(),
-            state=self._activity,
+            state=self._stage,
             version=self.engine.version,
             groups_in_flight=len(self._groups),
             groups=self.result.groups,
@@ -936,7 +952,7 @@ class LocalWorkers:
         max_failures: Failures in a row, each within 60 s of a start, after which the run stops.
     """
 
-    def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = 5) -> None:
+    def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = MAX_FAILURES) -> None:
         self.book, self.folder, self.max_failures = book, folder, max_failures
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
         self._failures = [0] * count

@@ -732,9 +732,24 @@ def _packed_lengths(batch: ExperienceBatch, values: dict[str, Any]) -> tuple[Len
     return tokens, responses
 
 
+class TokenSpans(Spans):
+    """Spans of the tokens of padded rows.
+
+    Args:
+        lengths: [B] Lengths of the rows.
+        starts: [B] First column of each row.
+        width: Columns of the matrix.
+        solid: Whether the attention mask is known to be 1 throughout the spans.
+    """
+
+    def __init__(self, lengths: Lengths, starts: Lengths, width: int, solid: bool) -> None:
+        super().__init__(lengths, starts, width)
+        self.solid = solid
+
+
 def find_spans(
     mask: torch.Tensor | None, count: int, width: int, slots: int, starts: Lengths, check_solid: bool = False
-) -> tuple[Spans, Spans]:
+) -> tuple[TokenSpans, Spans]:
     """Find the spans of tokens and of response slots in padded rows.
 
     The tokens of a row extend from the first attended one to the last. Slot j belongs to token `width - slots + j`.
@@ -745,7 +760,7 @@ def find_spans(
         width: S.
         slots: A.
         starts: [B] First slot of each row; those before are padding.
-        check_solid: Whether to check if a large mask is 1 throughout the spans (`Spans.solid`).
+        check_solid: Whether to check if a large mask is 1 throughout the spans (`TokenSpans.solid`).
     """
     solid = False
     if mask is None or not width:
@@ -754,9 +769,7 @@ def find_spans(
         first, last, solid = _row_edges(mask, check_solid)
     begin = np.maximum(starts, first - (width - slots))
     end = np.maximum(np.minimum(slots, last - (width - slots)), begin)
-    token_spans = Spans(last - first, first, width)
-    token_spans.solid = solid
-    return token_spans, Spans(end - begin, begin, slots)
+    return TokenSpans(last - first, first, width, solid), Spans(end - begin, begin, slots)
 
 
 def find_edges(flags: bytes) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
-from rollbook.batch.columns import custom_columns, mask_unpredicted, token_counts
+from rollbook.batch.columns import count_tokens, custom_columns, mask_unpredicted
 from rollbook.compat.lightrft.batch import (
     BATCH_FIELDS,
     BATCH_MEDIA,
@@ -697,7 +697,7 @@ def ragged_from_records(experiences: Records) -> RaggedBatch:
     """Convert the columns of records to a ragged batch."""
     records = mask_unpredicted(as_experiences(experiences))
     count = len(records)
-    tokens, responses = token_counts(records)
+    tokens, responses = count_tokens(records)
     ragged = RaggedBatch(tokens, responses, Origin(), long_tokens=True)
     used = set()
     for batch_field in BATCH_FIELDS.values():

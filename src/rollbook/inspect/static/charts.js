@@ -130,11 +130,11 @@ function chartFrame(options, draw) {
   const root = el("figure", { class: "panel chart" },
     el("div", { class: "chart-head" }, el("h2", { text: options.title, title: options.help || null }), options.actions || null, now, toggle),
     box, table, note);
-  let asked = 0;
+  let frameRequest = 0;
   function redraw() {
-    if (asked) return;
-    asked = requestAnimationFrame(() => {
-      asked = 0;
+    if (frameRequest) return;
+    frameRequest = requestAnimationFrame(() => {
+      frameRequest = 0;
       if (box.isConnected && !box.hidden) draw(canvas);
     });
   }
@@ -159,7 +159,7 @@ function chartFrame(options, draw) {
     destroy() {
       watch.disconnect();
       document.removeEventListener("themechange", redraw);
-      cancelAnimationFrame(asked);
+      cancelAnimationFrame(frameRequest);
     },
   };
   return frame;
@@ -178,27 +178,27 @@ function chartColumns(points, area) {
   // One column a pixel at most: ten thousand steps draw as fast as a thousand, and no spike is lost from the outer band.
   if (points.length <= area.width) return points;
   const columns = [];
-  let held = [];
+  let bucket = [];
   let at = null;
   const flush = () => {
-    if (!held.length) return;
-    const bands = held.map((p) => p.band).filter(Boolean);
+    if (!bucket.length) return;
+    const bands = bucket.map((p) => p.band).filter(Boolean);
     const mean = (key) => bands.reduce((sum, b) => sum + b[key], 0) / bands.length;
     columns.push({
-      x: held[held.length - 1].x,
+      x: bucket[bucket.length - 1].x,
       band: !bands.length ? null : bands[0].low !== undefined ? { low: Math.min(...bands.map((b) => b.low)), high: Math.max(...bands.map((b) => b.high)), mean: mean("mean") } : { p5: Math.min(...bands.map((b) => b.p5)), p25: mean("p25"), p50: mean("p50"), p75: mean("p75"), p95: Math.max(...bands.map((b) => b.p95)), mean: mean("mean") },
-      values: held[0].values ? held[0].values.map((_, i) => {
-        const there = held.map((p) => p.values[i]).filter((v) => v !== null && v !== undefined);
+      values: bucket[0].values ? bucket[0].values.map((_, i) => {
+        const there = bucket.map((p) => p.values[i]).filter((v) => v !== null && v !== undefined);
         return there.length ? there.reduce((a, b) => a + b, 0) / there.length : null;
       }) : null,
     });
-    held = [];
+    bucket = [];
   };
   for (const point of points) {
     const pixel = Math.round(area.x(point.x));
     if (pixel !== at) flush();
     at = pixel;
-    held.push(point);
+    bucket.push(point);
   }
   flush();
   return columns;
@@ -681,21 +681,21 @@ export function scatter(options) {
 /** A small curve of numbers (nulls are gaps), drawn again by redraw(values). */
 export function sparkline(values) {
   const canvas = el("canvas", { aria: { hidden: "true" } });
-  let held = values;
-  let asked = 0;
+  let numbers = values;
+  let frameRequest = 0;
   function draw() {
-    asked = 0;
+    frameRequest = 0;
     if (!canvas.isConnected) return;
     const { pen, width, height } = chartSurface(canvas);
-    const many = held.length > width ? held.slice(-Math.round(width)) : held;
-    const [low, high] = chartRange(many, true);
-    const place = (v, i) => [many.length < 2 ? width / 2 : 1 + (i / (many.length - 1)) * (width - 4), height - 2 - ((v - low) / (high - low || 1)) * (height - 4)];
+    const recent = numbers.length > width ? numbers.slice(-Math.round(width)) : numbers;
+    const [low, high] = chartRange(recent, true);
+    const place = (v, i) => [recent.length < 2 ? width / 2 : 1 + (i / (recent.length - 1)) * (width - 4), height - 2 - ((v - low) / (high - low || 1)) * (height - 4)];
     pen.strokeStyle = themeColor("--muted");
     pen.lineWidth = 1.25;
     pen.beginPath();
     let down = false;
     let last = null;
-    many.forEach((v, i) => {
+    recent.forEach((v, i) => {
       if (v === null || v === undefined) {
         down = false;
         return;
@@ -714,7 +714,7 @@ export function sparkline(values) {
     }
   }
   const ask = () => {
-    if (!asked) asked = requestAnimationFrame(draw);
+    if (!frameRequest) frameRequest = requestAnimationFrame(draw);
   };
   const watch = new ResizeObserver(ask);
   watch.observe(canvas);
@@ -722,7 +722,7 @@ export function sparkline(values) {
   return {
     canvas,
     redraw(next) {
-      held = next;
+      numbers = next;
       ask();
     },
     destroy() {

@@ -118,8 +118,8 @@ export function count(n) {
 }
 
 /** "1 sample", "512 samples". */
-export function plural(n, one, many) {
-  return count(n) + " " + (n === 1 ? one : many || one + "s");
+export function plural(n, singular, pluralForm) {
+  return count(n) + " " + (n === 1 ? singular : pluralForm || singular + "s");
 }
 
 /** How long ago a time (seconds since 1970) was. */
@@ -140,9 +140,9 @@ export function themeColor(name) {
 /** Runs `act` once, `wait` milliseconds after the last call. */
 export function debounce(act, wait) {
   let timer = 0;
-  return (...given) => {
+  return (...args) => {
     clearTimeout(timer);
-    timer = setTimeout(() => act(...given), wait);
+    timer = setTimeout(() => act(...args), wait);
   };
 }
 
@@ -155,10 +155,10 @@ export function explain(node, title, text) {
     domTip = el("div", { class: "tip", role: "tooltip" }, el("p", { class: "tip-title", text: title }), el("p", { text }));
     document.body.append(domTip);
     const at = node.getBoundingClientRect();
-    const own = domTip.getBoundingClientRect();
-    const under = at.bottom + own.height + 8 < window.innerHeight;
-    domTip.style.setProperty("left", Math.max(8, Math.min(at.left, window.innerWidth - own.width - 8)) + "px");
-    domTip.style.setProperty("top", (under ? at.bottom + 6 : at.top - own.height - 6) + "px");
+    const tipBox = domTip.getBoundingClientRect();
+    const under = at.bottom + tipBox.height + 8 < window.innerHeight;
+    domTip.style.setProperty("left", Math.max(8, Math.min(at.left, window.innerWidth - tipBox.width - 8)) + "px");
+    domTip.style.setProperty("top", (under ? at.bottom + 6 : at.top - tipBox.height - 6) + "px");
   };
   const hide = () => {
     if (domTip) domTip.remove();

@@ -31,9 +31,9 @@ export function filterSuggestions(text, columns) {
   const needsWord = /[\w"')\]]$/.test(before) && !/\b(and|or|not)$/.test(before);
   if (needsWord) return filterWords.slice(0, 2).filter((w) => w.startsWith(begun)).map((w) => ({ insert: w + " ", from, label: w, help: "" }));
   if (/[<>=~]$/.test(before)) return [];
-  const found = columns.filter((c) => c.name.toLowerCase().includes(begun));
-  found.sort((a, b) => Number(b.name.toLowerCase().startsWith(begun)) - Number(a.name.toLowerCase().startsWith(begun)));
-  const list = found.slice(0, 40).map((c) => ({ insert: c.name + (c.type === "flag" ? " " : ""), from, label: c.name, help: c.help || c.label || "" }));
+  const matches = columns.filter((c) => c.name.toLowerCase().includes(begun));
+  matches.sort((a, b) => Number(b.name.toLowerCase().startsWith(begun)) - Number(a.name.toLowerCase().startsWith(begun)));
+  const list = matches.slice(0, 40).map((c) => ({ insert: c.name + (c.type === "flag" ? " " : ""), from, label: c.name, help: c.help || c.label || "" }));
   if ("not".startsWith(begun)) list.push({ insert: "not ", from, label: "not", help: "negates the next condition" });
   return list;
 }

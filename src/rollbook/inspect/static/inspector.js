@@ -108,7 +108,7 @@ export function tokenInspector({ trajectory, run, onJump }) {
     if (trajectory.versions !== null && trajectory.versions[index] >= 0 && !lenses.some((lens) => lens.id === "version")) {
       rows.push(row("policy", `v${trajectory.versions[index]}`, versionChanges(trajectory).has(index) ? "changes at this token" : ""));
     }
-    const segment = trajectory.segments.find((one) => index >= one.start && index < one.stop);
+    const segment = trajectory.segments.find((part) => index >= part.start && index < part.stop);
     if (segment !== undefined) {
       const where = [segment.role, segment.kind === "text" ? "" : segment.kind.replace("_", " "), visible(segment.name)].filter((word) => word !== "").join(" · ");
       rows.push(row("segment", where, segment.role === "assistant" ? `turn ${segment.turn + 1}` : ""));
@@ -164,14 +164,14 @@ export function tokenInspector({ trajectory, run, onJump }) {
 
 // The `most` indices of the highest sizes, highest first.
 function inspectorTop(total, most, size) {
-  const held = []; // ascending by size
+  const largest = []; // ascending by size
   for (let i = 0; i < total; i += 1) {
-    const own = size(i);
-    if (!(own > -Infinity) || (held.length === most && own <= held[0][0])) continue;
+    const itemSize = size(i);
+    if (!(itemSize > -Infinity) || (largest.length === most && itemSize <= largest[0][0])) continue;
     let at = 0;
-    while (at < held.length && held[at][0] < own) at += 1;
-    held.splice(at, 0, [own, i]);
-    if (held.length > most) held.shift();
+    while (at < largest.length && largest[at][0] < itemSize) at += 1;
+    largest.splice(at, 0, [itemSize, i]);
+    if (largest.length > most) largest.shift();
   }
-  return held.reverse().map(([, index]) => index);
+  return largest.reverse().map(([, index]) => index);
 }

@@ -33,22 +33,22 @@ function lensRead(lens) {
 // lensScale(lens, low, high) -> {kind, low, high, middle, pinned} in the units that color is by; low and high are the
 // person's own ends as read (strings or numbers), or null.
 export function lensScale(lens, low = null, high = null) {
-  const given = lens.scale ?? {};
-  const kind = given.kind === "diverging" ? "diverging" : "sequential";
-  const asked = (value) => {
-    const own = lensNumber(value);
-    return own === null || (lens.id === "ratio" && own <= 0) ? null : own;
+  const domain = lens.scale ?? {};
+  const kind = domain.kind === "diverging" ? "diverging" : "sequential";
+  const readBound = (value) => {
+    const parsed = lensNumber(value);
+    return parsed === null || (lens.id === "ratio" && parsed <= 0) ? null : parsed;
   };
-  const pinnedLow = asked(low);
-  const pinnedHigh = asked(high);
+  const pinnedLow = readBound(low);
+  const pinnedHigh = readBound(high);
   const place = lens.id === "ratio" ? Math.log : lensIdentity;
-  let from = place(given.low ?? 0);
-  let to = place(given.high ?? 1);
+  let from = place(domain.low ?? 0);
+  let to = place(domain.high ?? 1);
   // The server gives the domain of a log-prob as it is recorded; color is by surprise, its negative.
   if (lensShown(lens) === lensNegative) [from, to] = [-to + 0, -from + 0];
   if (pinnedLow !== null) from = place(pinnedLow);
   if (pinnedHigh !== null) to = place(pinnedHigh);
-  const middle = kind === "diverging" ? place(given.middle ?? (lens.id === "ratio" ? 1 : 0)) : null;
+  const middle = kind === "diverging" ? place(domain.middle ?? (lens.id === "ratio" ? 1 : 0)) : null;
   if (!Number.isFinite(from)) from = kind === "diverging" ? -1 : 0;
   if (!Number.isFinite(to)) to = 1;
   if (kind === "diverging") {
@@ -81,13 +81,13 @@ export function lensValues(trajectory, lens) {
 
 // lensCodes(trajectory, lens, scale) -> Uint8Array, a bucket (0..15, OVER, UNDER, NONE) for each token.
 export function lensCodes(trajectory, lens, scale) {
-  let kept = lensKept.get(trajectory);
-  if (kept === undefined) {
-    kept = new Map();
-    lensKept.set(trajectory, kept);
+  let cached = lensKept.get(trajectory);
+  if (cached === undefined) {
+    cached = new Map();
+    lensKept.set(trajectory, cached);
   }
   const key = `${lens.id} ${scale.kind} ${scale.low} ${scale.high}`;
-  if (kept.has(key)) return kept.get(key);
+  if (cached.has(key)) return cached.get(key);
   const values = lensValues(trajectory, lens);
   if (values === null) return null;
   const shown = lensShown(lens);
@@ -108,8 +108,8 @@ export function lensCodes(trajectory, lens, scale) {
     else code = Math.min(15, Math.floor((place - low) * factor));
     codes[i] = code;
   }
-  if (kept.size > 12) kept.delete(kept.keys().next().value);
-  kept.set(key, codes);
+  if (cached.size > 12) cached.delete(cached.keys().next().value);
+  cached.set(key, codes);
   return codes;
 }
 
@@ -146,15 +146,15 @@ export function lensPercentile(trajectory, lens, value) {
   if (Array.isArray(quantiles) && quantiles.length > 1) {
     return { percent: (100 * lensBelow(quantiles, value)) / quantiles.length, of: "run" };
   }
-  let kept = lensSorted.get(trajectory);
-  if (kept === undefined) {
-    kept = {};
-    lensSorted.set(trajectory, kept);
+  let cached = lensSorted.get(trajectory);
+  if (cached === undefined) {
+    cached = {};
+    lensSorted.set(trajectory, cached);
   }
-  if (kept[lens.id] === undefined) {
-    kept[lens.id] = (lensValues(trajectory, lens) ?? new Float32Array()).filter((x) => Number.isFinite(x)).sort();
+  if (cached[lens.id] === undefined) {
+    cached[lens.id] = (lensValues(trajectory, lens) ?? new Float32Array()).filter((x) => Number.isFinite(x)).sort();
   }
-  const sorted = kept[lens.id];
+  const sorted = cached[lens.id];
   if (sorted.length < 2) return null;
   return { percent: (100 * lensBelow(sorted, value)) / sorted.length, of: "sample" };
 }
@@ -178,10 +178,10 @@ export function lensReason(trajectories, lens) {
 }
 
 // The lens that a page opens with: the one asked for, else entropy, else the first there is, else none.
-export function lensChosen(run, trajectories, asked) {
-  if (asked === "off") return null;
+export function lensChosen(run, trajectories, preferred) {
+  if (preferred === "off") return null;
   const usable = (run.lenses ?? []).filter((lens) => lensReason(trajectories, lens) === "");
-  return usable.find((lens) => lens.id === asked) ?? usable.find((lens) => lens.id === "entropy") ?? usable[0] ?? null;
+  return usable.find((lens) => lens.id === preferred) ?? usable.find((lens) => lens.id === "entropy") ?? usable[0] ?? null;
 }
 
 // lensBar({run, trajectories, params, onChange}) -> {element, lens(), scale(), choose(id), keys}: the buttons, the legend
@@ -208,13 +208,13 @@ export function lensBar({ run, trajectories, params, onChange }) {
     buttons.set(id, button);
     row.append(button);
   }
-  for (const one of lenses) {
-    add(one.id, one.key ? String(one.key) : null, one.label, one.help ?? one.label, lensReason(trajectories, one));
+  for (const option of lenses) {
+    add(option.id, option.key ? String(option.key) : null, option.label, option.help ?? option.label, lensReason(trajectories, option));
   }
   add("off", "0", "off", "plain text", "");
 
   function choose(id) {
-    const next = id === "off" ? null : lenses.find((one) => one.id === id);
+    const next = id === "off" ? null : lenses.find((candidate) => candidate.id === id);
     if (next === undefined || (next !== null && lensReason(trajectories, next) !== "")) return;
     lens = next;
     scale = lens === null ? null : lensScale(lens);
@@ -271,8 +271,8 @@ export function lensBar({ run, trajectories, params, onChange }) {
   draw();
 
   const keys = lenses
-    .filter((one) => one.key)
-    .map((one) => ({ key: String(one.key), label: `color by ${one.label}`, run: () => choose(one.id) }));
+    .filter((option) => option.key)
+    .map((option) => ({ key: String(option.key), label: `color by ${option.label}`, run: () => choose(option.id) }));
   keys.push({ key: "0", label: "no colors", run: () => choose("off") });
   return { element, lens: () => lens, scale: () => scale, choose, keys };
 }

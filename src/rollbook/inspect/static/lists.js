@@ -201,8 +201,8 @@ export function recordList(context, options) {
   }
   function paintFacts() {
     const total = source.total();
-    const what = isGroups() ? plural(total, "group") : plural(total, "sample");
-    const parts = [what];
+    const totalText = isGroups() ? plural(total, "group") : plural(total, "sample");
+    const parts = [totalText];
     if (milliseconds !== null) parts.push("query " + number(milliseconds, 1) + " ms");
     if (context.stars.count()) parts.push(plural(context.stars.count(), "star"));
     facts.textContent = parts.join(" · ");
@@ -267,10 +267,10 @@ export function recordList(context, options) {
 
   function paintSelection() {
     const ids = [params.get("x"), params.get("y")].filter(Boolean);
-    const what = isGroups() ? "group" : "sample";
+    const noun = isGroups() ? "group" : "sample";
     if (!ids.length) empty(chosen);
-    else if (ids.length === 1) empty(chosen, el("span", { class: "muted", text: "1 " + what + " selected; press x on another to compare" }), clearButton());
-    else empty(chosen, el("span", { class: "muted", text: "2 " + what + "s selected" }), el("button", { class: "button small primary", type: "button", on: { click: compare } }, "Compare"), clearButton());
+    else if (ids.length === 1) empty(chosen, el("span", { class: "muted", text: "1 " + noun + " selected; press x on another to compare" }), clearButton());
+    else empty(chosen, el("span", { class: "muted", text: "2 " + noun + "s selected" }), el("button", { class: "button small primary", type: "button", on: { click: compare } }, "Compare"), clearButton());
   }
   function clearButton() {
     return el("button", { class: "icon-button small", type: "button", aria: { label: "Clear selection" }, on: { click: () => {
@@ -301,16 +301,16 @@ export function recordList(context, options) {
     return true;
   }
   async function compareRows(x, y) {
-    const wanted = (isGroups() ? "gid" : "uid") + " in (" + JSON.stringify(x) + ", " + JSON.stringify(y) + ")";
-    const { rows } = await api.json("/api/list", { view: view(), filter: wanted, limit: 2 });
-    const one = rows.find((row) => keyOf(row) === x);
+    const pairFilter = (isGroups() ? "gid" : "uid") + " in (" + JSON.stringify(x) + ", " + JSON.stringify(y) + ")";
+    const { rows } = await api.json("/api/list", { view: view(), filter: pairFilter, limit: 2 });
+    const first = rows.find((row) => keyOf(row) === x);
     const other = rows.find((row) => keyOf(row) === y);
-    if (!one || !other) throw new Error("one of the two samples no longer exists");
-    if (!isGroups() && one.gid === other.gid) context.go(link("group", one.gid, { diff: x + "," + y }));
-    else if (one.prompt && one.prompt === other.prompt && one.step !== other.step) {
-      const [early, late] = one.step < other.step ? [one, other] : [other, one];
-      context.go(link("prompt", one.prompt, { a: early.step, b: late.step, ua: isGroups() ? null : early.uid, ub: isGroups() ? null : late.uid }));
-    } else context.go(link("samples", { filter: wanted, sort: "-reward" })); // different prompts: side by side in one list
+    if (!first || !other) throw new Error("one of the two samples no longer exists");
+    if (!isGroups() && first.gid === other.gid) context.go(link("group", first.gid, { diff: x + "," + y }));
+    else if (first.prompt && first.prompt === other.prompt && first.step !== other.step) {
+      const [early, late] = first.step < other.step ? [first, other] : [other, first];
+      context.go(link("prompt", first.prompt, { a: early.step, b: late.step, ua: isGroups() ? null : early.uid, ub: isGroups() ? null : late.uid }));
+    } else context.go(link("samples", { filter: pairFilter, sort: "-reward" })); // different prompts: side by side in one list
   }
 
   // ---- star, peek, export
@@ -372,11 +372,11 @@ export function recordList(context, options) {
       empty(peek, peekHead(rowName(row), sampleFacts(row), hrefOf(row)), el("div", { class: "peek-body" }, el("h3", { text: "Prompt" }), prompt, el("h3", { text: "End of response" }), end));
       context.announce("preview: " + rowName(row) + ", reward " + number(row.reward));
       try {
-        const [whole] = await api.frame([row.uid]);
+        const [trajectory] = await api.frame([row.uid]);
         if (mine !== peeks || !peek) return;
-        const start = whole.prompt_tokens > 0 ? whole.ends[whole.prompt_tokens - 1] : 0;
-        const said = whole.text.slice(start);
-        end.textContent = (said.length > 1600 ? "… " : "") + visible(said.slice(-1600));
+        const start = trajectory.prompt_tokens > 0 ? trajectory.ends[trajectory.prompt_tokens - 1] : 0;
+        const response = trajectory.text.slice(start);
+        end.textContent = (response.length > 1600 ? "… " : "") + visible(response.slice(-1600));
       } catch {
         // the row's own words have to do
       }
@@ -390,8 +390,8 @@ export function recordList(context, options) {
       if (mine !== peeks || !peek) return;
       const best = group.rows[0];
       const worst = group.rows[group.rows.length - 1];
-      for (const [name, each] of group.rows.length > 1 ? [["Best", best], ["Worst", worst]] : [["Only sample", best]]) {
-        if (each) body.append(el("div", { class: "bar" }, el("h3", { text: name }), sampleFacts(each)), el("p", { class: "peek-text", text: "…" + visible(each.closing || "") }));
+      for (const [name, sample] of group.rows.length > 1 ? [["Best", best], ["Worst", worst]] : [["Only sample", best]]) {
+        if (sample) body.append(el("div", { class: "bar" }, el("h3", { text: name }), sampleFacts(sample)), el("p", { class: "peek-text", text: "…" + visible(sample.closing || "") }));
       }
     } catch {
       // the group's row has to do
@@ -415,9 +415,9 @@ export function recordList(context, options) {
     if (context.closed) return;
     const at = params.get("at");
     if (at && source.find(at) >= 0) {
-      const wanted = params.get("peek") === "1";
+      const opensPeek = params.get("peek") === "1";
       table.focusKey(at);
-      if (wanted && table.current()) togglePeek();
+      if (opensPeek && table.current()) togglePeek();
     }
   });
 

@@ -55,12 +55,12 @@ function stripPooled(codes, diverging, from, total, per, reach) {
     let n = 0;
     for (let i = first; i < last; i += 1) {
       if (codes[i] === LENS_NONE) continue;
-      const own = lensRank(codes[i], diverging);
+      const tokenRank = lensRank(codes[i], diverging);
       const color = lensColor(codes[i]);
       sum += color;
       n += 1;
-      if (own > rank) {
-        rank = own;
+      if (tokenRank > rank) {
+        rank = tokenRank;
         strong[x] = color;
       }
     }

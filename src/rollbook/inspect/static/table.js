@@ -83,13 +83,13 @@ export function dataTable(options) {
       old.node.tabIndex = -1;
     }
     current = key;
-    const found = source.find(key);
-    if (found >= 0) place = found;
-    const held = nodes.get(key);
-    if (held) {
-      held.node.setAttribute("aria-current", "true");
-      held.node.tabIndex = 0;
-      if (options.onMove && held.row) options.onMove(held.row);
+    const index = source.find(key);
+    if (index >= 0) place = index;
+    const entry = nodes.get(key);
+    if (entry) {
+      entry.node.setAttribute("aria-current", "true");
+      entry.node.tabIndex = 0;
+      if (options.onMove && entry.row) options.onMove(entry.row);
     }
   }
   function draw(force) {
@@ -107,29 +107,29 @@ export function dataTable(options) {
     for (let i = range[0]; i < range[1]; i += 1) {
       const row = source.row(i);
       const key = row ? options.key(row) : "\u0000" + i;
-      let held = nodes.get(key);
-      if (!held || held.row !== row) {
+      let entry = nodes.get(key);
+      if (!entry || entry.row !== row) {
         const node = make(row, i);
-        if (held) {
-          const focused = held.node === document.activeElement;
-          held.node.replaceWith(node);
-          if (before === held.node) before = node;
+        if (entry) {
+          const focused = entry.node === document.activeElement;
+          entry.node.replaceWith(node);
+          if (before === entry.node) before = node;
           if (focused) stop = node;
         }
-        held = { node, row };
-        nodes.set(key, held);
+        entry = { node, row };
+        nodes.set(key, entry);
       }
       keep.add(key);
-      held.node.setAttribute("aria-rowindex", String(i + 2));
-      held.node.tabIndex = key === current ? 0 : -1;
-      held.node.setAttribute("aria-current", String(key === current));
-      if (options.selected && row) held.node.setAttribute("aria-selected", String(Boolean(options.selected(row))));
-      if (before === held.node) before = before.nextSibling;
-      else body.insertBefore(held.node, before);
+      entry.node.setAttribute("aria-rowindex", String(i + 2));
+      entry.node.tabIndex = key === current ? 0 : -1;
+      entry.node.setAttribute("aria-current", String(key === current));
+      if (options.selected && row) entry.node.setAttribute("aria-selected", String(Boolean(options.selected(row))));
+      if (before === entry.node) before = before.nextSibling;
+      else body.insertBefore(entry.node, before);
     }
-    for (const [key, held] of nodes) {
+    for (const [key, entry] of nodes) {
       if (keep.has(key)) continue;
-      held.node.remove();
+      entry.node.remove();
       nodes.delete(key);
     }
     if (!keep.has(current)) {
@@ -153,8 +153,8 @@ export function dataTable(options) {
   }
   function focus(key) {
     mark(key);
-    const held = nodes.get(key);
-    if (held && document.activeElement !== held.node) held.node.focus({ preventScroll: true });
+    const entry = nodes.get(key);
+    if (entry && document.activeElement !== entry.node) entry.node.focus({ preventScroll: true });
   }
   function goTo(i) {
     const total = size();
@@ -180,8 +180,8 @@ export function dataTable(options) {
     root: box,
     /** Draws again what the source holds now. */
     refresh() {
-      const found = current === null ? -1 : source.find(current);
-      if (found >= 0) place = found;
+      const index = current === null ? -1 : source.find(current);
+      if (index >= 0) place = index;
       draw(true);
       if (waiting !== null && source.row(waiting)) {
         const row = source.row(waiting);
@@ -191,7 +191,7 @@ export function dataTable(options) {
     },
     /** Draws again after rows came or went above: the row with the focus, else the first one in sight, stays where it is. */
     grew() {
-      const rows = [...nodes.values()].map((held) => held.node).filter((node) => node.isConnected);
+      const rows = [...nodes.values()].map((entry) => entry.node).filter((node) => node.isConnected);
       const inside = rows.find((node) => node === document.activeElement);
       const passed = body.getBoundingClientRect().top < 48;
       const anchor = inside || (passed ? rows.find((node) => node.getBoundingClientRect().top >= 80) : null);
@@ -211,14 +211,14 @@ export function dataTable(options) {
       if (current !== null) reveal(place);
     },
     current() {
-      const held = nodes.get(current);
-      return held ? held.row : null;
+      const entry = nodes.get(current);
+      return entry ? entry.row : null;
     },
     mark,
     open(event) {
-      const held = nodes.get(current);
-      if (!held || !held.row) return false;
-      options.onOpen(held.row, event);
+      const entry = nodes.get(current);
+      if (!entry || !entry.row) return false;
+      options.onOpen(entry.row, event);
       return true;
     },
     clear() {
@@ -244,7 +244,7 @@ export function heldRows(key) {
     total: () => rows.length,
     row: (i) => rows[i] || null,
     want: () => {},
-    find: (wanted) => rows.findIndex((row) => key(row) === wanted),
+    find: (rowKey) => rows.findIndex((row) => key(row) === rowKey),
   };
 }
 
@@ -303,10 +303,10 @@ export function pagedRows(key, fetchPage, onRows, onError) {
     want(from, to) {
       for (let at = Math.floor(from / size); at <= Math.floor((to - 1) / size); at += 1) if (!pages.has(at)) load(at);
     },
-    find: (wanted) => (places.has(wanted) ? places.get(wanted) : -1),
+    find: (rowKey) => (places.has(rowKey) ? places.get(rowKey) : -1),
     /** Puts another object in the place of a row: the table draws it anew. */
-    replace(wanted, row) {
-      const i = places.get(wanted);
+    replace(rowKey, row) {
+      const i = places.get(rowKey);
       const page = i === undefined ? null : pages.get(Math.floor(i / size));
       if (page) page[i % size] = row;
     },

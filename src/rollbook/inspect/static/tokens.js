@@ -86,18 +86,18 @@ const tokensTemplates = new WeakMap();
 
 // Which tokens are a chat template's own words: the role and the newline after an opening mark ("<|im_start|>assistant\n").
 function tokensTemplate(trajectory) {
-  let found = tokensTemplates.get(trajectory);
-  if (found !== undefined) return found;
+  let isTemplate = tokensTemplates.get(trajectory);
+  if (isTemplate !== undefined) return isTemplate;
   const { text, ends, flags } = trajectory;
-  found = new Uint8Array(ends.length);
+  isTemplate = new Uint8Array(ends.length);
   for (let i = 0; i + 1 < ends.length; i += 1) {
     if (!(flags[i] & SPECIAL_BIT) || flags[i + 1] & SPECIAL_BIT) continue;
     const words = /^(?:system|developer|user|assistant|tool|ipython|model)\n+/.exec(text.slice(ends[i], ends[i] + 16));
     if (words === null) continue;
-    for (let j = i + 1; j < ends.length && ends[j] <= ends[i] + words[0].length && !(flags[j] & SPECIAL_BIT); j += 1) found[j] = 1;
+    for (let j = i + 1; j < ends.length && ends[j] <= ends[i] + words[0].length && !(flags[j] & SPECIAL_BIT); j += 1) isTemplate[j] = 1;
   }
-  tokensTemplates.set(trajectory, found);
-  return found;
+  tokensTemplates.set(trajectory, isTemplate);
+  return isTemplate;
 }
 
 // The first i in [from, to) with ends[i] > offset.
@@ -205,17 +205,17 @@ const tokensChanges = new WeakMap();
 
 // The tokens at which another policy version went on than the one that sampled last; tokens that none sampled are passed over.
 export function versionChanges(trajectory) {
-  let found = tokensChanges.get(trajectory);
-  if (found !== undefined) return found;
-  found = new Set();
+  let changes = tokensChanges.get(trajectory);
+  if (changes !== undefined) return changes;
+  changes = new Set();
   let last = -1;
   (trajectory.versions ?? []).forEach((version, index) => {
     if (version < 0) return;
-    if (last >= 0 && version !== last) found.add(index);
+    if (last >= 0 && version !== last) changes.add(index);
     last = version;
   });
-  tokensChanges.set(trajectory, found);
-  return found;
+  tokensChanges.set(trajectory, changes);
+  return changes;
 }
 
 // How much of [start, stop) is not trained on, 0 to 1.
@@ -596,7 +596,7 @@ export class TokenPane {
     const someMasked = chunk.masked > 0 && chunk.masked < 1;
     const template = raw ? null : tokensTemplate(this.trajectory);
     const changes = versionChanges(this.trajectory);
-    const own = typeof Highlight === "undefined"; // no highlights in this browser: the cursor is a class
+    const drawsCursor = typeof Highlight === "undefined"; // no highlights in this browser: the cursor is a class
     const nodes = [];
     let spans = 0;
     let from = 0;
@@ -637,7 +637,7 @@ export class TokenPane {
       if (someMasked && !(flags[i] & MASK_BIT)) look |= TOKENS_MASKED;
       if (raw && i & 1) look |= TOKENS_EVEN;
       if (i === this.fork) look |= TOKENS_FORK;
-      if (own && i === this.cursor) look |= TOKENS_AT;
+      if (drawsCursor && i === this.cursor) look |= TOKENS_AT;
       let apart = false;
       if (changes.has(i)) {
         look |= TOKENS_VERSION;
@@ -789,11 +789,11 @@ export class TokenPane {
     if (text !== "") {
       const fold = text === text.toLowerCase();
       let place = tokenStart(this.trajectory, this.from);
-      const whole = fold ? this.trajectory.text.toLowerCase() : this.trajectory.text;
+      const folded = fold ? this.trajectory.text.toLowerCase() : this.trajectory.text;
       // A few letters change their length in lower case: then places would be off, and case counts after all.
-      const held = whole.length === this.trajectory.text.length ? whole : this.trajectory.text;
+      const haystack = folded.length === this.trajectory.text.length ? folded : this.trajectory.text;
       while (this.hits.length < 2000) {
-        const at = held.indexOf(text, place);
+        const at = haystack.indexOf(text, place);
         if (at < 0) break;
         this.hits.push([at, at + text.length]);
         place = at + text.length;
@@ -893,7 +893,7 @@ export class TokenPane {
   // ---- scrolling
 
   // Scrolls until a token is seen. Heights out of sight are estimates, so it looks again once they are known.
-  reveal(index, how = "near", again = 2) {
+  reveal(index, align = "near", again = 2) {
     this.turnTo(index);
     const chunk = this.chunkOf(index);
     if (chunk === null) return;
@@ -902,11 +902,11 @@ export class TokenPane {
     const box = this.range(chunk, from, to).getBoundingClientRect();
     const shown = box.height > 0 ? box : chunk.element.getBoundingClientRect();
     const room = Math.min(48, pane.height / 4);
-    if (how === "center") this.element.scrollTop += shown.top - pane.top - pane.height / 2;
-    else if (how === "top") this.element.scrollTop += shown.top - pane.top - 8;
+    if (align === "center") this.element.scrollTop += shown.top - pane.top - pane.height / 2;
+    else if (align === "top") this.element.scrollTop += shown.top - pane.top - 8;
     else if (shown.top < pane.top + room) this.element.scrollTop += shown.top - pane.top - room;
     else if (shown.bottom > pane.bottom - room) this.element.scrollTop += shown.bottom - pane.bottom + room;
-    if (again > 0) requestAnimationFrame(() => this.element.isConnected && this.reveal(index, how, again - 1));
+    if (again > 0) requestAnimationFrame(() => this.element.isConnected && this.reveal(index, align, again - 1));
   }
 
   // The token (with a fraction) at a height of the content.
@@ -984,17 +984,17 @@ export class TokenPane {
       const token = this.tokenAt(event.clientX, event.clientY);
       if (token !== null && this.options.onCursor) this.options.onCursor(token, this);
     });
-    let asked = null;
+    let pointer = null;
     element.addEventListener("pointermove", (event) => {
       if (!this.options.onHover) return;
-      if (asked === null) {
+      if (pointer === null) {
         requestAnimationFrame(() => {
-          const at = asked;
-          asked = null;
+          const at = pointer;
+          pointer = null;
           this.options.onHover(this.tokenAt(at[0], at[1]), this, at);
         });
       }
-      asked = [event.clientX, event.clientY];
+      pointer = [event.clientX, event.clientY];
     });
     element.addEventListener("pointerleave", () => this.options.onHover && this.options.onHover(null, this));
     element.addEventListener("copy", (event) => this.copy(event));
@@ -1046,8 +1046,8 @@ export function choiceBar(label, choices, value, choose) {
   const set = (next) => {
     for (const button of bar.children) button.setAttribute("aria-pressed", String(button.dataset.value === next));
   };
-  for (const [own, text, title] of choices) {
-    bar.append(el("button", { type: "button", text, title: title ?? null, data: { value: own }, on: { click: () => choose(own) } }));
+  for (const [choiceValue, text, title] of choices) {
+    bar.append(el("button", { type: "button", text, title: title ?? null, data: { value: choiceValue }, on: { click: () => choose(choiceValue) } }));
   }
   set(value);
   return { element: bar, set };
@@ -1078,11 +1078,11 @@ export function flagChips(flags) {
 
 /** Text of the last user segment of the prompt, without template marks, in one line. */
 export function questionText(trajectory) {
-  const asked = trajectory.segments.filter((segment) => segment.role === "user" && segment.start < trajectory.prompt_tokens).pop();
-  if (asked === undefined) return "";
+  const question = trajectory.segments.filter((segment) => segment.role === "user" && segment.start < trajectory.prompt_tokens).pop();
+  if (question === undefined) return "";
   const template = tokensTemplate(trajectory);
   let text = "";
-  for (let i = asked.start; i < Math.min(asked.stop, asked.start + 400); i += 1) {
+  for (let i = question.start; i < Math.min(question.stop, question.start + 400); i += 1) {
     if (!(trajectory.flags[i] & SPECIAL_BIT) && !template[i]) text += tokenText(trajectory, i);
   }
   return text.replace(/\s+/g, " ").trim();

@@ -85,9 +85,9 @@ export function forkTreeView({ trajectories, rewards, names, onFocus, most }) {
   const tree = forkTree(trajectories, most);
   const element = el("div", { class: "fork" });
   if (tree.root === null) return { element, tree };
-  const known = rewards.filter((reward) => Number.isFinite(reward));
-  const least = Math.min(...known);
-  const top = Math.max(...known);
+  const finite = rewards.filter((reward) => Number.isFinite(reward));
+  const least = Math.min(...finite);
+  const top = Math.max(...finite);
   const shade = (mean) => (mean === null || !(top > least) ? 7 : Math.round((15 * (mean - least)) / (top - least)));
   const placed = [];
   let row = 0;
@@ -163,19 +163,19 @@ export function forkTreeView({ trajectories, rewards, names, onFocus, most }) {
     holder.append(button);
   }
   holder.addEventListener("keydown", (event) => {
-    const node = placed.find((one) => one.button === event.target);
+    const node = placed.find((candidate) => candidate.button === event.target);
     if (node === undefined) return;
     let next = null;
     if (event.key === "ArrowLeft") next = node.parent;
     else if (event.key === "ArrowRight") next = node.children[0] ?? null;
     else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
-      const row = placed.filter((one) => one.depth === node.depth);
+      const row = placed.filter((candidate) => candidate.depth === node.depth);
       next = row[row.indexOf(node) + (event.key === "ArrowUp" ? -1 : 1)] ?? null;
     } else return;
     event.preventDefault();
     event.stopPropagation();
     if (next === null) return;
-    for (const one of placed) one.button.setAttribute("tabindex", one === next ? "0" : "-1");
+    for (const sibling of placed) sibling.button.setAttribute("tabindex", sibling === next ? "0" : "-1");
     next.button.focus();
   });
   element.append(el("div", { class: "fork-scroll" }, holder));

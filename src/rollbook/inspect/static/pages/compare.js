@@ -32,9 +32,9 @@ function compareChance(p) {
 }
 
 function compareSpan(text) {
-  const found = /^\s*(\d{1,15})\s*(?:(?:-|–|\.\.|to)\s*(\d{1,15}))?\s*$/.exec(text || "");
-  if (!found) return null;
-  const ends = [Number(found[1]), Number(found[2] === undefined ? found[1] : found[2])];
+  const match = /^\s*(\d{1,15})\s*(?:(?:-|–|\.\.|to)\s*(\d{1,15}))?\s*$/.exec(text || "");
+  if (!match) return null;
+  const ends = [Number(match[1]), Number(match[2] === undefined ? match[1] : match[2])];
   return ends[0] <= ends[1] ? ends : [ends[1], ends[0]];
 }
 
@@ -100,8 +100,8 @@ function compareOverlay(title, m, format) {
   frame.root.setAttribute("aria-valuetext", bin(0));
   frame.root.addEventListener("pointermove", (event) => {
     const x = frame.area().back(event.clientX - frame.root.getBoundingClientRect().left);
-    const found = edges.findIndex((edge, i) => i > 0 && x < edge);
-    move(found < 0 ? edges.length - 2 : found - 1);
+    const index = edges.findIndex((edge, i) => i > 0 && x < edge);
+    move(index < 0 ? edges.length - 2 : index - 1);
   });
   frame.root.addEventListener("pointerleave", () => move(null));
   frame.root.addEventListener("blur", () => move(null));
@@ -179,20 +179,20 @@ function compareSection(title, note, ...nodes) {
 }
 
 function compareMoved(link, rows) {
-  return plainTable(["Prompt", "Solved", "Mean of A", "of B", "Samples"], rows.map((each) => [
-    el("a", { class: "compare-prompt", href: link("prompt", each.prompt), title: visible(each.opening), text: visible(each.opening || each.gid_b) }),
-    each.solved_a + " → " + each.solved_b, number(each.a, 2), number(each.b, 2), el("span", { class: "muted", text: count(each.n_a) + " / " + count(each.n_b) })]));
+  return plainTable(["Prompt", "Solved", "Mean of A", "of B", "Samples"], rows.map((row) => [
+    el("a", { class: "compare-prompt", href: link("prompt", row.prompt), title: visible(row.opening), text: visible(row.opening || row.gid_b) }),
+    row.solved_a + " → " + row.solved_b, number(row.a, 2), number(row.b, 2), el("span", { class: "muted", text: count(row.n_a) + " / " + count(row.n_b) })]));
 }
 
 function comparePhrases(link, rows, show) {
-  const shown = rows.filter((each) => show === "all" || (show === "more" ? each.z > 0 : each.z < 0));
+  const shown = rows.filter((row) => show === "all" || (show === "more" ? row.z > 0 : row.z < 0));
   if (!shown.length) return emptyState(rows.length ? "None" : "No phrase changed clearly");
-  return plainTable(["Phrase", "", "In A", "In B", "Per response", "Reward corr.", ""], shown.map((each) => [
-    el("a", { class: "compare-phrase", href: link("search", { q: '"' + each.phrase + '"' }), title: "Search for it", text: visible(each.phrase) }),
-    compareBars(each.share_a, each.share_b), percent(each.share_a), percent(each.share_b),
-    number(each.a, 2) + " → " + number(each.b, 2),
-    each.reward === null ? "–" : el("span", { class: Math.abs(each.reward) < 0.1 ? "muted" : each.reward > 0 ? "good" : "bad", text: compareSigned(each.reward, (v) => number(v, 2)) }),
-    each.uids.length ? el("a", { href: link("t", each.uids[each.uids.length - 1], { q: each.phrase }), text: "example", aria: { label: "Show a response with “" + visible(each.phrase) + "”" } }) : ""]));
+  return plainTable(["Phrase", "", "In A", "In B", "Per response", "Reward corr.", ""], shown.map((row) => [
+    el("a", { class: "compare-phrase", href: link("search", { q: '"' + row.phrase + '"' }), title: "Search for it", text: visible(row.phrase) }),
+    compareBars(row.share_a, row.share_b), percent(row.share_a), percent(row.share_b),
+    number(row.a, 2) + " → " + number(row.b, 2),
+    row.reward === null ? "–" : el("span", { class: Math.abs(row.reward) < 0.1 ? "muted" : row.reward > 0 ? "good" : "bad", text: compareSigned(row.reward, (v) => number(v, 2)) }),
+    row.uids.length ? el("a", { href: link("t", row.uids[row.uids.length - 1], { q: row.phrase }), text: "example", aria: { label: "Show a response with “" + visible(row.phrase) + "”" } }) : ""]));
 }
 
 /** Opens the comparison of two spans of steps. */
@@ -288,10 +288,10 @@ export async function openCompare(context) {
     const share = answer.shares[id];
     return [name, percent(share.a), percent(share.b), compareSigned(share.b - share.a, percent).replace("-", "−")];
   }).concat(["none", "some", "all"].map((tag) => {
-    const [one, other] = [tagged("a", tag), tagged("b", tag)];
-    return ["Groups with " + tag + " solved", percent(one), percent(other), compareSigned(other - one, percent).replace("-", "−")];
+    const [solvedA, solvedB] = [tagged("a", tag), tagged("b", tag)];
+    return ["Groups with " + tag + " solved", percent(solvedA), percent(solvedB), compareSigned(solvedB - solvedA, percent).replace("-", "−")];
   })));
-  const means = (named) => Object.entries(named).map(([name, each]) => [visible(name), number(each.a), number(each.b), each.a === null || each.b === null ? "–" : compareSigned(each.b - each.a, number)]);
+  const means = (named) => Object.entries(named).map(([name, pair]) => [visible(name), number(pair.a), number(pair.b), pair.a === null || pair.b === null ? "–" : compareSigned(pair.b - pair.a, number)]);
   const numbers = [["Parts of the reward", means(answer.parts)], ["Metrics", means(answer.logged)]].filter(([, rows]) => rows.length);
   const prompts = answer.prompts;
   const phraseBox = el("div");

@@ -74,8 +74,8 @@ export async function openGroup(context) {
   const { root, params, run, api } = context;
   const gid = context.path[1] ?? "";
   const group = await api.json("/api/group", { gid });
-  const held = group.rows.filter((row) => !row.removed_reason);
-  const read = held.slice(0, GROUP_MOST_SAMPLES);
+  const present = group.rows.filter((row) => !row.removed_reason);
+  const read = present.slice(0, GROUP_MOST_SAMPLES);
   const trajectories = read.length === 0 ? [] : await api.frame(read.map((row) => row.uid));
   const several = new Set(read.map((row) => row.run)).size < read.length;
   const samples = [];
@@ -142,10 +142,10 @@ export async function openGroup(context) {
     run.features?.export && !api.isStatic ? el("button", { class: "button small", type: "button", title: "Export the group as one HTML file (e)", on: { click: exportHtml } }, icon("download"), "HTML") : null);
 
   const notices = [];
-  if (held.length < group.rows.length) notices.push(`The bytes of ${plural(group.rows.length - held.length, "sample")} were removed; their ledger entries are in the step's list.`);
-  if (read.length < held.length) notices.push(`Of ${count(held.length)} samples, the ${count(read.length)} with the best rewards are loaded.`);
-  if (trajectories.some((one) => one.tokenized === "ids")) notices.push("No tokenizer found, so token ids are shown. Start the viewer with --tokenizer DIR to see text.");
-  if (trajectories.length > 0 && trajectories.every((one) => one.tokenized === "words")) notices.push("Only text was recorded, so it is split into words instead of tokens.");
+  if (present.length < group.rows.length) notices.push(`The bytes of ${plural(group.rows.length - present.length, "sample")} were removed; their ledger entries are in the step's list.`);
+  if (read.length < present.length) notices.push(`Of ${count(present.length)} samples, the ${count(read.length)} with the best rewards are loaded.`);
+  if (trajectories.some((trajectory) => trajectory.tokenized === "ids")) notices.push("No tokenizer found, so token ids are shown. Start the viewer with --tokenizer DIR to see text.");
+  if (trajectories.length > 0 && trajectories.every((trajectory) => trajectory.tokenized === "words")) notices.push("Only text was recorded, so it is split into words instead of tokens.");
 
   // ---- prompt
   const first = trajectories[0];
@@ -231,14 +231,14 @@ export async function openGroup(context) {
 
   function column(sample) {
     const { trajectory, row } = sample;
-    const single = sample.turns.length === 1 && trajectory.segments.every((one) => one.role === "assistant" || one.stop <= trajectory.prompt_tokens);
+    const single = sample.turns.length === 1 && trajectory.segments.every((segment) => segment.role === "assistant" || segment.stop <= trajectory.prompt_tokens);
     const pane = new TokenPane({
       trajectory, from: trajectory.prompt_tokens, lens: bar.lens(), scale: bar.scale(), mask, quiet: single, label: `response of sample ${sample.name}`, width: Math.floor(1380 / Math.max(1, keysShown().length)),
       mediaUrl: (sha) => api.mediaUrl(sha), onPicture: (picture, name) => showPicture(api.mediaUrl(picture.sha256), name),
       onCursor: (token) => moveTo(sample, token, false), onHover: (token) => say(token === null ? activeSample() : sample, token === null ? cursor() : token, token !== null),
-      onScroll: (own) => {
-        sample.strip.view(own.topToken(), own.bottomToken());
-        if (own === leader) follow(own, sample);
+      onScroll: (scrolledPane) => {
+        sample.strip.view(scrolledPane.topToken(), scrolledPane.bottomToken());
+        if (scrolledPane === leader) follow(scrolledPane, sample);
       },
     });
     if (sample.fork >= 0) pane.setFork(sample.fork);
@@ -265,37 +265,37 @@ export async function openGroup(context) {
   }
 
   function layOut() {
-    const wanted = keysShown();
-    const tops = new Map([...shown].map(([key, one]) => [key, one.pane.element.scrollTop]));
-    for (const [key, one] of shown) {
-      if (wanted.includes(key)) continue;
-      one.pane.close();
-      one.element.remove();
-      one.sample.strip.view(null);
-      one.sample.strip.mark(null);
+    const visibleKeys = keysShown();
+    const tops = new Map([...shown].map(([key, shownColumn]) => [key, shownColumn.pane.element.scrollTop]));
+    for (const [key, shownColumn] of shown) {
+      if (visibleKeys.includes(key)) continue;
+      shownColumn.pane.close();
+      shownColumn.element.remove();
+      shownColumn.sample.strip.view(null);
+      shownColumn.sample.strip.mark(null);
       shown.delete(key);
     }
     const before = new Map(shown);
     shown.clear();
-    for (const key of wanted) shown.set(key, before.get(key) ?? column(byKey.get(key)));
-    const nodes = [...shown.values()].map((one) => one.element);
+    for (const key of visibleKeys) shown.set(key, before.get(key) ?? column(byKey.get(key)));
+    const nodes = [...shown.values()].map((shownColumn) => shownColumn.element);
     // Moving a node forgets how far it was scrolled, so a node that stands right is not moved.
     nodes.forEach((node, i) => {
       if (stage.children[i] !== node) stage.insertBefore(node, stage.children[i] ?? null);
     });
-    for (const [key, one] of shown) {
-      if (tops.has(key)) one.pane.element.scrollTop = tops.get(key);
-      one.pane.scrolled();
+    for (const [key, shownColumn] of shown) {
+      if (tops.has(key)) shownColumn.pane.element.scrollTop = tops.get(key);
+      shownColumn.pane.scrolled();
     }
     for (const sample of samples) sample.button.setAttribute("aria-pressed", String(shown.has(sample.key)));
-    if (active === null || !shown.has(active)) activate(byKey.get(wanted[0]));
+    if (active === null || !shown.has(active)) activate(byKey.get(visibleKeys[0]));
     for (const sample of groupSorted(samples, sort)) strips.append(sample.line);
   }
 
   function activate(sample) {
     if (sample === undefined) return;
     active = sample.key;
-    for (const [key, one] of shown) one.element.dataset.active = String(key === active);
+    for (const [key, shownColumn] of shown) shownColumn.element.dataset.active = String(key === active);
   }
 
   function activeSample() {
@@ -303,8 +303,8 @@ export async function openGroup(context) {
   }
 
   function cursor() {
-    const one = shown.get(active);
-    return one === undefined || one.pane.cursor < 0 ? null : one.pane.cursor;
+    const shownColumn = shown.get(active);
+    return shownColumn === undefined || shownColumn.pane.cursor < 0 ? null : shownColumn.pane.cursor;
   }
 
   function toggle(sample) {
@@ -320,10 +320,10 @@ export async function openGroup(context) {
   function seek(sample, token) {
     if (diff.length === 2) closeDiff();
     if (!shown.has(sample.key)) toggle(sample);
-    const one = shown.get(sample.key);
-    leader = one.pane;
+    const shownColumn = shown.get(sample.key);
+    leader = shownColumn.pane;
     activate(sample);
-    one.pane.reveal(token, "center");
+    shownColumn.pane.reveal(token, "center");
   }
 
   // ---- scrolling together
@@ -332,8 +332,8 @@ export async function openGroup(context) {
     const moves = [];
     if (sync === "percent") {
       const share = pane.element.scrollTop / Math.max(1, pane.element.scrollHeight - pane.element.clientHeight);
-      for (const one of shown.values()) {
-        if (one.pane !== pane) moves.push([one.pane.element, share * (one.pane.element.scrollHeight - one.pane.element.clientHeight)]);
+      for (const shownColumn of shown.values()) {
+        if (shownColumn.pane !== pane) moves.push([shownColumn.pane.element, share * (shownColumn.pane.element.scrollHeight - shownColumn.pane.element.clientHeight)]);
       }
     } else {
       const top = pane.element.scrollTop <= 0 ? 0 : pane.topToken() - sample.trajectory.prompt_tokens;
@@ -345,14 +345,14 @@ export async function openGroup(context) {
         const [from, to] = sample.turns[turn];
         share = (place - from) / Math.max(1, to - from);
       }
-      for (const one of shown.values()) {
-        if (one.pane === pane) continue;
-        let token = top + one.sample.trajectory.prompt_tokens;
+      for (const shownColumn of shown.values()) {
+        if (shownColumn.pane === pane) continue;
+        let token = top + shownColumn.sample.trajectory.prompt_tokens;
         if (sync === "turn") {
-          const [from, to] = one.sample.turns[Math.min(turn, one.sample.turns.length - 1)];
+          const [from, to] = shownColumn.sample.turns[Math.min(turn, shownColumn.sample.turns.length - 1)];
           token = from + Math.min(1, share) * (to - from);
         }
-        moves.push([one.pane.element, pane.element.scrollTop <= 0 ? 0 : one.pane.heightOf(token)]);
+        moves.push([shownColumn.pane.element, pane.element.scrollTop <= 0 ? 0 : shownColumn.pane.heightOf(token)]);
       }
     }
     // All heights are read before anything moves.
@@ -382,17 +382,17 @@ export async function openGroup(context) {
   }
 
   function moveTo(sample, token, scroll) {
-    for (const one of shown.values()) {
-      if (one.sample !== sample) {
-        one.pane.setCursor(null);
-        one.sample.strip.mark(null);
+    for (const shownColumn of shown.values()) {
+      if (shownColumn.sample !== sample) {
+        shownColumn.pane.setCursor(null);
+        shownColumn.sample.strip.mark(null);
       }
     }
     activate(sample);
-    const one = shown.get(sample.key);
+    const shownColumn = shown.get(sample.key);
     const target = Math.max(sample.trajectory.prompt_tokens, Math.min(sample.trajectory.ends.length - 1, token));
-    leader = one.pane;
-    one.pane.setCursor(target, scroll);
+    leader = shownColumn.pane;
+    shownColumn.pane.setCursor(target, scroll);
     sample.strip.mark(target);
     say(sample, target, false);
     params.set({ at: String(target), on: sample.key });
@@ -400,32 +400,32 @@ export async function openGroup(context) {
   }
 
   function step(by) {
-    const one = shown.get(active);
-    if (one === undefined) return;
-    moveTo(one.sample, one.pane.cursor < 0 ? Math.floor(one.pane.topToken()) : one.pane.cursor + by, "near");
+    const shownColumn = shown.get(active);
+    if (shownColumn === undefined) return;
+    moveTo(shownColumn.sample, shownColumn.pane.cursor < 0 ? Math.floor(shownColumn.pane.topToken()) : shownColumn.pane.cursor + by, "near");
   }
 
   function peak(by) {
-    const one = shown.get(active);
-    const codes = one === undefined || bar.lens() === null ? null : lensCodes(one.sample.trajectory, bar.lens(), bar.scale());
+    const shownColumn = shown.get(active);
+    const codes = shownColumn === undefined || bar.lens() === null ? null : lensCodes(shownColumn.sample.trajectory, bar.lens(), bar.scale());
     if (codes === null) {
       context.toast("select a lens first (1 to 9)");
       return;
     }
-    const peaks = lensPeaks(codes, bar.scale(), one.sample.trajectory.prompt_tokens, codes.length);
-    const now = one.pane.cursor;
+    const peaks = lensPeaks(codes, bar.scale(), shownColumn.sample.trajectory.prompt_tokens, codes.length);
+    const now = shownColumn.pane.cursor;
     const next = by > 0 ? peaks.find((token) => token > now) : peaks.filter((token) => token < (now < 0 ? Infinity : now)).pop();
     if (next === undefined) context.toast(by > 0 ? "no later peak" : "no earlier peak");
-    else moveTo(one.sample, next, "center");
+    else moveTo(shownColumn.sample, next, "center");
   }
 
   function turn(by) {
-    const one = shown.get(active);
-    if (one === undefined) return;
-    const now = one.pane.cursor >= 0 ? one.pane.cursor : Math.floor(one.pane.topToken());
-    const starts = one.sample.turns.map(([start]) => start);
+    const shownColumn = shown.get(active);
+    if (shownColumn === undefined) return;
+    const now = shownColumn.pane.cursor >= 0 ? shownColumn.pane.cursor : Math.floor(shownColumn.pane.topToken());
+    const starts = shownColumn.sample.turns.map(([start]) => start);
     const next = by > 0 ? starts.find((start) => start > now) : starts.filter((start) => start < now).pop();
-    if (next !== undefined) moveTo(one.sample, next, "top");
+    if (next !== undefined) moveTo(shownColumn.sample, next, "top");
   }
 
   function across(by) {
@@ -440,7 +440,7 @@ export async function openGroup(context) {
 
   // ---- settings
   function recolor(lens, scale) {
-    for (const one of shown.values()) one.pane.setLens(lens, scale);
+    for (const shownColumn of shown.values()) shownColumn.pane.setLens(lens, scale);
     for (const sample of samples) sample.strip.draw(lens, scale);
     say(activeSample(), cursor(), false);
   }
@@ -448,7 +448,7 @@ export async function openGroup(context) {
   function setMask(mode) {
     mask = mode;
     masks.set(mode);
-    for (const one of shown.values()) one.pane.setMask(mode);
+    for (const shownColumn of shown.values()) shownColumn.pane.setMask(mode);
     params.set({ mask: mode === "dim" ? null : mode });
     context.announce(`masked tokens: ${mode}`);
   }
@@ -458,7 +458,7 @@ export async function openGroup(context) {
     syncs.set(mode);
     params.set({ sync: mode === "token" ? null : mode });
     context.announce(`scroll together: ${mode}`);
-    if (leader !== null) for (const one of shown.values()) if (one.pane === leader) follow(one.pane, one.sample);
+    if (leader !== null) for (const shownColumn of shown.values()) if (shownColumn.pane === leader) follow(shownColumn.pane, shownColumn.sample);
   }
 
   function setSort(next) {
@@ -486,21 +486,21 @@ export async function openGroup(context) {
     if (next === "tree" && !treeMade) {
       treeMade = true;
       const drawTree = (most) => {
-        const made = forkTreeView({
+        const treeView = forkTreeView({
           trajectories: samples.map((sample) => sample.trajectory), rewards: samples.map((sample) => sample.row.reward), names: samples.map((sample) => sample.name), most,
           onFocus: (indices, position) => {
             chosen = indices.slice(0, 6).map((i) => samples[i].key);
             params.set({ show: joined(chosen) });
             if (diff.length === 2) closeDiff();
             layOut();
-            for (const one of shown.values()) {
-              const at = one.sample.trajectory.prompt_tokens + position;
-              if (at < one.sample.trajectory.ends.length) one.pane.reveal(at, "center");
+            for (const shownColumn of shown.values()) {
+              const at = shownColumn.sample.trajectory.prompt_tokens + position;
+              if (at < shownColumn.sample.trajectory.ends.length) shownColumn.pane.reveal(at, "center");
             }
             context.announce(`${plural(indices.length, "sample")} on this branch`);
           },
         });
-        empty(tree, made.element, made.tree.cut === 0 ? null : el("p", { class: "gp-prompt-note muted" }, `${plural(made.tree.cut, "more fork")} `,
+        empty(tree, treeView.element, treeView.tree.cut === 0 ? null : el("p", { class: "gp-prompt-note muted" }, `${plural(treeView.tree.cut, "more fork")} `,
           el("button", { class: "button small", type: "button", text: "show all", on: { click: () => drawTree(Infinity) } })));
       };
       drawTree();
@@ -518,7 +518,7 @@ export async function openGroup(context) {
 
   // The best sample against the worst; any other against the best.
   function diffWith(sample) {
-    const other = sample === best ? groupSorted(samples, "worst").find((one) => one !== best) : best;
+    const other = sample === best ? groupSorted(samples, "worst").find((candidate) => candidate !== best) : best;
     if (other === undefined) context.toast("the group has only one sample");
     else openDiff(sample.key, other.key);
   }
@@ -607,7 +607,7 @@ export async function openGroup(context) {
       { key: ["e", "H"], label: api.isStatic ? "" : "export as HTML", run: () => (api.isStatic ? false : exportHtml()) },
     ],
     close() {
-      for (const one of shown.values()) one.pane.close();
+      for (const shownColumn of shown.values()) shownColumn.pane.close();
       for (const sample of samples) sample.strip.close();
       if (promptPane !== null) promptPane.close();
     },

@@ -45,8 +45,8 @@ function metricsSections(keys) {
   for (const name of [...new Set(rest.map(home))].sort((a, b) => (a === "other") - (b === "other") || (a < b ? -1 : 1))) {
     sections.set(name, rest.filter((key) => home(key) === name));
   }
-  const whole = (key) => (ends.has(key + "/low") ? 0 : 1);
-  sections.get(metricsEvaluation).sort((a, b) => whole(a) - whole(b)); // those with an interval come first
+  const lacksInterval = (key) => (ends.has(key + "/low") ? 0 : 1);
+  sections.get(metricsEvaluation).sort((a, b) => lacksInterval(a) - lacksInterval(b)); // those with an interval come first
   return [...sections].filter(([, list]) => list.length);
 }
 
@@ -77,23 +77,23 @@ export async function openMetrics(context) {
   let charts = new Map(); // key -> chart
 
   function points(key, list) {
-    const found = [];
+    const series = [];
     for (const [step, numbers] of list) {
       const value = numbers[key];
       if (value === undefined) continue;
       if (typeof value !== "number") {
-        found.push({ x: step, band: null, text: visible(value) });
+        series.push({ x: step, band: null, text: visible(value) });
         continue;
       }
       const [low, high] = [numbers[key + "/low"], numbers[key + "/high"]];
       const wide = typeof low === "number" && typeof high === "number";
-      found.push({ x: step, band: { low: wide ? low : value, mean: value, high: wide ? high : value } });
+      series.push({ x: step, band: { low: wide ? low : value, mean: value, high: wide ? high : value } });
     }
-    return found;
+    return series;
   }
   function chart(key) {
     const evaluation = key.startsWith(metricsEvaluation + "/");
-    const made = stepChart({
+    const view = stepChart({
       title: visible(key), help: metricsHelp[key] || null, group, line: true, format: metricsNumber,
       onPick: (step) => context.go(link("step", step, { evaluation: evaluation ? 1 : null })),
       onRange: evaluation ? null : (a, b) => context.go(link("compare", { a: a + "-" + a, b: b + "-" + b })),
@@ -103,28 +103,28 @@ export async function openMetrics(context) {
         params.set({ tables: [...tables].sort().map(encodeURIComponent).join(",") });
       },
     });
-    charts.set(key, made);
-    return made.root;
+    charts.set(key, view);
+    return view.root;
   }
   function feed(only) {
     const list = ordered();
-    for (const [key, made] of charts) if (!only || only.includes(key)) made.update(points(key, list));
+    for (const [key, view] of charts) if (!only || only.includes(key)) view.update(points(key, list));
   }
   function destroy() {
-    for (const made of charts.values()) made.destroy();
+    for (const view of charts.values()) view.destroy();
     charts = new Map();
   }
   function section(name, list) {
     const titles = { training: "Training", eval: "Evaluation", time: "Time", other: "Other" };
     const usual = name === "training" || name === metricsEvaluation;
-    const told = new Set(params.get("open", "").split(",").filter(Boolean).map(decodeURIComponent));
+    const openNames = new Set(params.get("open", "").split(",").filter(Boolean).map(decodeURIComponent));
     const cards = el("div", { class: "cards" });
     const fill = () => {
       if (cards.childElementCount) return;
       cards.append(...list.map(chart));
       feed(list);
     };
-    const node = el("details", { class: "metrics-section", open: told.has(name) !== usual, on: { toggle: () => {
+    const node = el("details", { class: "metrics-section", open: openNames.has(name) !== usual, on: { toggle: () => {
       if (node.open) fill();
       const now = new Set(params.get("open", "").split(",").filter(Boolean).map(decodeURIComponent));
       if (node.open !== usual) now.add(name);
@@ -144,18 +144,18 @@ export async function openMetrics(context) {
       return;
     }
     if (words.length) {
-      const found = sections.flatMap(([, list]) => list).filter((key) => words.every((word) => key.toLowerCase().includes(word)));
-      if (!found.length) {
+      const matches = sections.flatMap(([, list]) => list).filter((key) => words.every((word) => key.toLowerCase().includes(word)));
+      if (!matches.length) {
         empty(body, el("section", { class: "panel" }, emptyState("No matching name", "The search covers names such as " + visible([...keys][0]) + ".")));
         return;
       }
-      empty(body, el("p", { class: "muted", role: "status", text: plural(found.length, "name") + " found" }), el("div", { class: "cards" }, found.map(chart)));
+      empty(body, el("p", { class: "muted", role: "status", text: plural(matches.length, "name") + " found" }), el("div", { class: "cards" }, matches.map(chart)));
       feed();
       return;
     }
-    const made = sections.map(([name, list]) => section(name, list));
-    empty(body, made.map((each) => each.node));
-    for (const each of made) if (each.node.open) each.fill();
+    const views = sections.map(([name, list]) => section(name, list));
+    empty(body, views.map((view) => view.node));
+    for (const view of views) if (view.node.open) view.fill();
   }
   const search = debounce(() => {
     if (context.closed) return;
@@ -178,8 +178,8 @@ export async function openMetrics(context) {
       // The last step is asked for again: an evaluation may have been added to it.
       let answer = await api.json("/api/metrics", { since: Math.max(0, ...rows.keys()) });
       if (context.closed) return;
-      const held = new Set([...rows.keys(), ...answer.steps.map(([step]) => step)]);
-      if (held.size !== answer.count) {
+      const knownSteps = new Set([...rows.keys(), ...answer.steps.map(([step]) => step)]);
+      if (knownSteps.size !== answer.count) {
         answer = await api.json("/api/metrics"); // the run was rewound
         if (context.closed) return;
         rows = new Map();

@@ -36,11 +36,11 @@ export async function openOverview(context) {
   // The doctor takes seconds on a large run, so findings are shown when they arrive.
   const loadFindings = () => api.json("/api/findings", { evaluation: evaluation() });
   const steps = await api.json("/api/steps", { evaluation: evaluation() });
-  const held = new Map(steps.steps.map((step) => [step.step, step]));
+  const rowByStep = new Map(steps.steps.map((step) => [step.step, step]));
   let cursor = steps.cursor;
   let ordered = [];
   const order = () => {
-    ordered = [...held.values()].filter((step) => step.n > 0).sort((a, b) => a.step - b.step);
+    ordered = [...rowByStep.values()].filter((step) => step.n > 0).sort((a, b) => a.step - b.step);
   };
   order();
 
@@ -308,9 +308,9 @@ export async function openOverview(context) {
     if (context.closed) return;
     try {
       const answer = await loadFindings();
-      const held = [...findingList.querySelectorAll("a, button")].indexOf(document.activeElement);
+      const focusedIndex = [...findingList.querySelectorAll("a, button")].indexOf(document.activeElement);
       paintFindings(answer);
-      const again = findingList.querySelectorAll("a, button")[held];
+      const again = findingList.querySelectorAll("a, button")[focusedIndex];
       if (again) again.focus({ preventScroll: true });
     } catch {
       // the old findings stay
@@ -332,8 +332,8 @@ export async function openOverview(context) {
       const first = !ordered.length;
       let added = 0;
       for (const step of answer.steps) {
-        if (!held.has(step.step)) added += 1;
-        held.set(step.step, step);
+        if (!rowByStep.has(step.step)) added += 1;
+        rowByStep.set(step.step, step);
       }
       order();
       if (first) {

@@ -23,10 +23,10 @@ export function promptSteps(rows) {
     steps.get(row.step).push(row);
   }
   const rank = (row) => (row.reward === null ? -Infinity : row.reward);
-  return [...steps.entries()].sort((a, b) => a[0] - b[0]).map(([step, held]) => {
-    const rewards = held.map((row) => row.reward).filter((r) => r !== null).sort((a, b) => a - b);
+  return [...steps.entries()].sort((a, b) => a[0] - b[0]).map(([step, stepRows]) => {
+    const rewards = stepRows.map((row) => row.reward).filter((r) => r !== null).sort((a, b) => a - b);
     const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
-    return { step, rows: [...held].sort((a, b) => rank(b) - rank(a)), n: held.length, mean, p25: promptQuantile(rewards, 0.25), p50: promptQuantile(rewards, 0.5), p75: promptQuantile(rewards, 0.75) };
+    return { step, rows: [...stepRows].sort((a, b) => rank(b) - rank(a)), n: stepRows.length, mean, p25: promptQuantile(rewards, 0.25), p50: promptQuantile(rewards, 0.5), p75: promptQuantile(rewards, 0.75) };
   });
 }
 
@@ -121,8 +121,8 @@ export async function openPrompt(context) {
   const answer = await api.json("/api/prompt", { prompt: context.path[1] || "" });
   const steps = promptSteps(answer.rows);
   const at = (step) => steps.find((s) => s.step === step);
-  const asked = (name, otherwise) => (at(Number(params.get(name))) && params.get(name) !== undefined ? Number(params.get(name)) : otherwise);
-  const sides = { a: asked("a", steps[0].step), b: asked("b", steps[steps.length - 1].step) };
+  const stepParam = (name, otherwise) => (at(Number(params.get(name))) && params.get(name) !== undefined ? Number(params.get(name)) : otherwise);
+  const sides = { a: stepParam("a", steps[0].step), b: stepParam("b", steps[steps.length - 1].step) };
   // With one step alone, its best sample stands beside its worst.
   const chosen = (side) => {
     const rows = at(sides[side]).rows;
@@ -146,7 +146,7 @@ export async function openPrompt(context) {
     const sample = el("select", { class: "select", aria: { label: "Sample of side " + name }, on: { change: () => {
       params.set({ ["u" + side]: at(sides[side]).rows[Number(sample.value)].uid });
       show();
-    } } }, at(sides[side]).rows.map((each, i) => el("option", { value: String(i), selected: each.uid === row.uid, text: "#" + (i + 1) + " · reward " + number(each.reward, 2) + " · " + plural(each.length, "token") + (each.status === "finished" ? "" : " · " + visible(each.status)) })));
+    } } }, at(sides[side]).rows.map((optionRow, i) => el("option", { value: String(i), selected: optionRow.uid === row.uid, text: "#" + (i + 1) + " · reward " + number(optionRow.reward, 2) + " · " + plural(optionRow.length, "token") + (optionRow.status === "finished" ? "" : " · " + visible(optionRow.status)) })));
     return el("div", { class: "bar" }, el("span", { class: "side side-" + side, text: name }), step, sample, el("a", { class: "button small", href: link("t", row.uid), text: "Open" }));
   }
   function pick(side, step) {
@@ -156,10 +156,10 @@ export async function openPrompt(context) {
     show();
   }
   function swap() {
-    const held = { a: sides.b, b: sides.a, ua: chosen("b").uid, ub: chosen("a").uid };
-    sides.a = held.a;
-    sides.b = held.b;
-    params.set(held);
+    const swapped = { a: sides.b, b: sides.a, ua: chosen("b").uid, ub: chosen("a").uid };
+    sides.a = swapped.a;
+    sides.b = swapped.b;
+    params.set(swapped);
     if (chart) chart.redraw();
     show();
   }
@@ -174,9 +174,9 @@ export async function openPrompt(context) {
         empty(body, emptyState("The same sample on both sides", "Select another step or sample on one side."));
         return;
       }
-      const found = await api.frame(uids);
+      const trajectories = await api.frame(uids);
       if (mine !== turn || context.closed) return;
-      empty(body, diffView(found[0], found[1], { by: "word", labels: ["a", "b"].map((side, i) => "step " + sides[side] + ", reward " + number(found[i].reward)) }));
+      empty(body, diffView(trajectories[0], trajectories[1], { by: "word", labels: ["a", "b"].map((side, i) => "step " + sides[side] + ", reward " + number(trajectories[i].reward)) }));
       context.announce("step " + sides.a + " beside step " + sides.b);
     } catch (error) {
       if (mine === turn && !context.closed) empty(body, emptyState("These samples are not available", visible(error.message)));

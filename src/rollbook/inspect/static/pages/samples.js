@@ -11,15 +11,15 @@ export async function openSamples(context) {
     el("div", { class: "bar" }, el("h1", { text: "Samples" }),
       el("span", { class: "muted", text: context.api.isStatic ? "of this file" : "of all steps; filter by any column, such as reward < 0.2 and truncated" })),
     list.root);
-  let known = run.records;
+  let knownCount = run.records;
   return {
     title: "Samples",
     crumbs: [{ text: "samples" }],
     ready: list.ready(),
     keys: list.keys,
     live(change) {
-      if (change.records > known) list.grew(change.records - known);
-      known = change.records;
+      if (change.records > knownCount) list.grew(change.records - knownCount);
+      knownCount = change.records;
     },
     close: list.close,
   };

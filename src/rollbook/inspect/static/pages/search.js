@@ -101,19 +101,19 @@ export async function openSearch(context) {
     abort = new AbortController();
     const late = setTimeout(() => mine === turn && (state.textContent = "Searching…"), first ? 150 : 60000);
     try {
-      const found = await api.json("/api/search", { q, mode, limit, step: step.value || null }, abort.signal);
+      const answer = await api.json("/api/search", { q, mode, limit, step: step.value || null }, abort.signal);
       if (mine !== turn || context.closed) return;
-      let words = found.rows.length === 0 ? "No results" : found.total === null ? "The first " + plural(found.rows.length, "match", "matches") : found.total > found.rows.length ? "The first " + count(found.rows.length) + " of " + plural(found.total, "match", "matches") : plural(found.total, "match", "matches");
-      words += ", newest step first · " + number(found.milliseconds, 1) + " ms";
-      if (found.mode && found.mode !== mode) words += " · substring search: this script does not separate words";
-      show(found.rows);
-      more.hidden = found.rows.length < limit || limit >= searchMost || found.rows.length === found.total;
-      if (!found.complete) {
+      let words = answer.rows.length === 0 ? "No results" : answer.total === null ? "The first " + plural(answer.rows.length, "match", "matches") : answer.total > answer.rows.length ? "The first " + count(answer.rows.length) + " of " + plural(answer.total, "match", "matches") : plural(answer.total, "match", "matches");
+      words += ", newest step first · " + number(answer.milliseconds, 1) + " ms";
+      if (answer.mode && answer.mode !== mode) words += " · substring search: this script does not separate words";
+      show(answer.rows);
+      more.hidden = answer.rows.length < limit || limit >= searchMost || answer.rows.length === answer.total;
+      if (!answer.complete) {
         const progress = (await api.json("/api/run")).progress;
         if (mine !== turn || context.closed) return;
         words += " · indexing texts: " + count(progress.searchable) + " of " + count(progress.total) + " searched";
         timer = setTimeout(() => mine === turn && !context.closed && ask(q, mine, false), 1500);
-      } else if (!found.rows.length) {
+      } else if (!answer.rows.length) {
         empty(note, el("section", { class: "panel" }, emptyState("No results", mode === "phrase" ? "“Words” matches whole words. Use “Anywhere” for substrings." : mode === "regex" ? "Regular expressions are case-sensitive; start with (?i) to ignore case." : "No text contains this substring.", step.value ? "Only step " + step.value + " was searched." : null)));
       } else empty(note);
       state.textContent = words;

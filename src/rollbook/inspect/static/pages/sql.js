@@ -53,13 +53,13 @@ function sqlCell(context, name, value) {
 function sqlRecent(run) {
   const key = "rollbook.sql." + run.name;
   try {
-    const held = JSON.parse(localStorage.getItem(key) || "[]").filter((each) => typeof each === "string");
-    return { all: () => held, add(query) {
-      const at = held.indexOf(query);
-      if (at >= 0) held.splice(at, 1);
-      held.unshift(query);
-      held.splice(sqlKept);
-      localStorage.setItem(key, JSON.stringify(held));
+    const queries = JSON.parse(localStorage.getItem(key) || "[]").filter((query) => typeof query === "string");
+    return { all: () => queries, add(query) {
+      const at = queries.indexOf(query);
+      if (at >= 0) queries.splice(at, 1);
+      queries.unshift(query);
+      queries.splice(sqlKept);
+      localStorage.setItem(key, JSON.stringify(queries));
     } };
   } catch {
     return { all: () => [], add: () => {} }; // a browser that keeps nothing
@@ -76,14 +76,14 @@ export async function openSql(context) {
   const recent = sqlRecent(run);
   const box = el("textarea", { class: "sql-box", rows: "9", spellcheck: "false", autocomplete: "off", autocapitalize: "off", aria: { label: "SQL", keyshortcuts: "Control+Enter" } });
   box.value = params.get("q", sqlExamples[0][1]);
-  const given = params.get("q") !== undefined;
+  const hasQuery = params.get("q") !== undefined;
   const state = el("span", { class: "muted", role: "status" });
   const button = el("button", { class: "button primary", type: "button", on: { click: () => ask(sqlFirst) } }, "Run", el("kbd", { text: "Ctrl ⏎", aria: { hidden: "true" } }));
   const save = el("button", { class: "button small", type: "button", text: "CSV", title: "Save as CSV, at most " + count(sqlMost) + " rows", hidden: true, on: { click: csv } });
   const more = el("button", { class: "button small", type: "button", text: "Up to " + count(sqlMost) + " rows", hidden: true, on: { click: () => ask(sqlMost) } });
   const facts = el("span", { class: "muted" });
   const result = el("div", { class: "sql-result", tabindex: "0", role: "region", aria: { label: "Rows" } });
-  let asked = null; // the query whose rows are shown
+  let shownQuery = null; // the query whose rows are shown
   let busy = false;
   let watch = null;
   box.addEventListener("keydown", (event) => {
@@ -101,18 +101,18 @@ export async function openSql(context) {
   function grid(answer) {
     const body = el("tbody");
     const end = el("tr", { class: "sql-end" }, el("td", { colspan: String(Math.max(1, answer.columns.length)) }));
-    let made = 0;
+    let shownCount = 0;
     const add = () => {
-      const rows = answer.rows.slice(made, made + sqlPiece);
-      made += rows.length;
+      const rows = answer.rows.slice(shownCount, shownCount + sqlPiece);
+      shownCount += rows.length;
       end.before(...rows.map((row) => el("tr", null, row.map((value, i) => sqlCell(context, answer.columns[i], value)))));
-      if (made >= answer.rows.length) {
+      if (shownCount >= answer.rows.length) {
         watch.disconnect();
         end.remove();
       }
     };
     if (watch) watch.disconnect();
-    watch = new IntersectionObserver((seen) => seen.some((each) => each.isIntersecting) && add(), { root: result, rootMargin: "600px" });
+    watch = new IntersectionObserver((seen) => seen.some((entry) => entry.isIntersecting) && add(), { root: result, rootMargin: "600px" });
     body.append(end);
     add();
     if (end.isConnected || end.parentNode) watch.observe(end);
@@ -121,7 +121,7 @@ export async function openSql(context) {
   }
 
   async function ask(rows) {
-    const query = rows === sqlMost && asked !== null ? asked : box.value;
+    const query = rows === sqlMost && shownQuery !== null ? shownQuery : box.value;
     if (busy || !query.trim()) return;
     busy = true;
     params.set({ q: box.value });
@@ -132,7 +132,7 @@ export async function openSql(context) {
     try {
       const answer = await api.post("/api/sql", { query, rows });
       if (context.closed) return;
-      asked = query;
+      shownQuery = query;
       recent.add(query);
       paintRecent();
       state.textContent = "";
@@ -159,7 +159,7 @@ export async function openSql(context) {
   async function csv() {
     save.disabled = true;
     try {
-      const file = await api.file("/api/sql", { query: asked, rows: sqlMost, format: "csv" });
+      const file = await api.file("/api/sql", { query: shownQuery, rows: sqlMost, format: "csv" });
       const url = URL.createObjectURL(file.blob);
       el("a", { href: url, download: file.name }).click();
       setTimeout(() => URL.revokeObjectURL(url), 60000);
@@ -177,9 +177,9 @@ export async function openSql(context) {
     if (chosen !== undefined) put(chosen);
   } } });
   function paintRecent() {
-    const held = recent.all();
-    last.hidden = !held.length;
-    empty(last, el("option", { value: "", text: "Recent…" }), held.map((query, i) => el("option", { value: String(i), text: visible(query.replace(/\s+/g, " ")).slice(0, 60) })));
+    const queries = recent.all();
+    last.hidden = !queries.length;
+    empty(last, el("option", { value: "", text: "Recent…" }), queries.map((query, i) => el("option", { value: String(i), text: visible(query.replace(/\s+/g, " ")).slice(0, 60) })));
   }
   paintRecent();
   empty(root, el("div", { class: "bar" }, el("h1", { text: "SQL" }), el("span", { class: "muted", text: "DuckDB on this book, read-only" })),
@@ -189,6 +189,6 @@ export async function openSql(context) {
       el("section", { class: "panel", aria: { label: "Tables" } }, el("div", { class: "panel-head" }, el("h2", { text: "Tables" }), el("span", { class: "muted", text: "click to list columns" })),
         el("dl", { class: "sql-tables" }, sqlTables.map(([name, words]) => [el("dt", null, el("button", { class: "sql-table", type: "button", text: name, title: "List the columns", on: { click: () => put("describe " + name) } })), el("dd", { text: words })])))),
     el("section", { class: "panel sql-panel", aria: { label: "Answer" } }, el("div", { class: "panel-head" }, el("h2", { text: "Rows" }), facts, el("span", { class: "spring" }), more, save), result));
-  empty(result, emptyState(given ? "This query is from the URL and has not run" : "No query yet", given ? "Review it, then press Run or Control+Enter." : plural(run.records, "record") + ". Press Run or Control+Enter."));
+  empty(result, emptyState(hasQuery ? "This query is from the URL and has not run" : "No query yet", hasQuery ? "Review it, then press Run or Control+Enter." : plural(run.records, "record") + ". Press Run or Control+Enter."));
   return { title: "SQL", crumbs: [{ text: "SQL" }], keys: [{ key: "i", label: "focus the query", run: () => box.focus() }], close: () => watch && watch.disconnect() };
 }

@@ -92,12 +92,12 @@ export async function openStep(context) {
     const nodes = [];
     const none = [];
     for (const [id, name, column, format] of stepHistograms) {
-      const made = (answer.histograms || {})[id];
-      if (!made || !made.counts.length) {
+      const distribution = (answer.histograms || {})[id];
+      if (!distribution || !distribution.counts.length) {
         none.push(name.toLowerCase());
         continue;
       }
-      const chart = histogram({ title: name, help: "Distribution over the step's samples; click a bar to list its samples", edges: made.edges, counts: made.counts, format, onPick: pick(column), table: tables.has(id), onTable: onTable(id) });
+      const chart = histogram({ title: name, help: "Distribution over the step's samples; click a bar to list its samples", edges: distribution.edges, counts: distribution.counts, format, onPick: pick(column), table: tables.has(id), onTable: onTable(id) });
       charts.push(chart);
       nodes.push(chart.root);
     }

@@ -32,7 +32,7 @@ export function jsonTree(value, name = null, open = true) {
   const more = () => {
     const next = entries.slice(shown, shown + TRAJECTORY_JSON_PAGE);
     shown += next.length;
-    node.append(...next.map(([own, item]) => jsonTree(item, own, false)));
+    node.append(...next.map(([childName, item]) => jsonTree(item, childName, false)));
     if (shown < entries.length) {
       const rest = el("button", { class: "button small", type: "button", text: `${count(entries.length - shown)} more`, on: { click: () => {
         rest.remove();
@@ -79,8 +79,8 @@ export function rewardBars(parts, total) {
 
 function trajectoryDetails(run, trajectory, row) {
   const { parts, metrics } = splitNumbers(run, trajectory.parts);
-  const made = [];
-  const add = (title, open, ...children) => made.push(el("details", { class: "tp-detail", open }, el("summary", { text: title }), el("div", null, children)));
+  const sections = [];
+  const add = (title, open, ...children) => sections.push(el("details", { class: "tp-detail", open }, el("summary", { text: title }), el("div", null, children)));
   const info = { ...(trajectory.info ?? {}) };
   const judged = {};
   for (const name of Object.keys(info)) {
@@ -109,7 +109,7 @@ function trajectoryDetails(run, trajectory, row) {
   if (Object.keys(logged).length > 0) add("Metrics", false, trajectoryTable(logged));
   if (trajectory.sampling && Object.keys(trajectory.sampling).length > 0) add("Sampling", false, trajectoryTable(trajectory.sampling));
   if (trajectory.tools?.length > 0) add(`Tools (${trajectory.tools.length})`, false, el("div", { class: "json" }, jsonTree(trajectory.tools)));
-  return made;
+  return sections;
 }
 
 function trajectoryTime(seconds) {
@@ -209,9 +209,9 @@ export async function openTrajectory(context) {
   // ---- head
   const starred = el("button", { class: "icon-button", type: "button", title: "Star (*)", "aria-label": "star", on: { click: star } }, icon("star"));
   const walk = (label, before, after, name) => el("span", { class: "tp-walk" },
-    before ? el("a", { class: "icon-button small", href: context.link("t", before, kept()), title: `previous ${name}`, "aria-label": `previous ${name}` }, icon("left")) : el("button", { class: "icon-button small", type: "button", disabled: true, "aria-label": `no previous ${name}` }, icon("left")),
+    before ? el("a", { class: "icon-button small", href: context.link("t", before, viewParams()), title: `previous ${name}`, "aria-label": `previous ${name}` }, icon("left")) : el("button", { class: "icon-button small", type: "button", disabled: true, "aria-label": `no previous ${name}` }, icon("left")),
     label,
-    after ? el("a", { class: "icon-button small", href: context.link("t", after, kept()), title: `next ${name}`, "aria-label": `next ${name}` }, icon("right")) : el("button", { class: "icon-button small", type: "button", disabled: true, "aria-label": `no next ${name}` }, icon("right")));
+    after ? el("a", { class: "icon-button small", href: context.link("t", after, viewParams()), title: `next ${name}`, "aria-label": `next ${name}` }, icon("right")) : el("button", { class: "icon-button small", type: "button", disabled: true, "aria-label": `no next ${name}` }, icon("right")));
   const { parts } = splitNumbers(run, trajectory.parts);
   const versions = segmentVersions(trajectory, 0, trajectory.ends.length);
   const head = el("div", { class: "tp-head" },
@@ -251,18 +251,18 @@ export async function openTrajectory(context) {
 
   // ---- panes
   const folds = new Set(params.get("fold", "").split(",").filter((x) => x !== "").map(Number));
-  const side = el("div");
-  const sides = shown.map((one, index) => {
+  const sidebar = el("div");
+  const sides = shown.map((sideTrajectory, index) => {
     const pane = new TokenPane({
-      trajectory: one, raw: view === "raw", lens: bar.lens(), scale: bar.scale(), mask, folds: index === 0 ? folds : [], width: 960,
+      trajectory: sideTrajectory, raw: view === "raw", lens: bar.lens(), scale: bar.scale(), mask, folds: index === 0 ? folds : [], width: 960,
       label: index === 0 ? "tokens of the sample" : "tokens of the rejected answer", mediaUrl: (sha) => api.mediaUrl(sha),
       onPicture: (picture, name) => showPicture(api.mediaUrl(picture.sha256), name),
       onCursor: (token) => moveTo(token, index, false),
       onScroll: () => index === active && strip.view(pane.topToken(), pane.bottomToken()),
       onFold: (now) => index === 0 && params.set({ fold: [...now].sort((a, b) => a - b).join(",") || null }),
     });
-    const inspector = tokenInspector({ trajectory: one, run, onJump: (token) => moveTo(token, index, "center") });
-    return { trajectory: one, pane, inspector };
+    const inspector = tokenInspector({ trajectory: sideTrajectory, run, onJump: (token) => moveTo(token, index, "center") });
+    return { trajectory: sideTrajectory, pane, inspector };
   });
   const zoom = /^(\d+)-(\d+)$/.exec(params.get("zoom", ""));
   const curve = new TokenCurve({
@@ -277,26 +277,26 @@ export async function openTrajectory(context) {
   const strips = el("div", { class: "tp-strips" }, measured ? curve.element : null, strip.element);
   const stage = el("div", { class: "tp-view" });
   const note = run.features?.annotate && !api.isStatic ? trajectoryNote(context, uid) : null;
-  const aside = el("div", { class: "tp-aside" }, side, note === null ? null : note.element, trajectoryDetails(run, trajectory, row));
+  const aside = el("div", { class: "tp-aside" }, sidebar, note === null ? null : note.element, trajectoryDetails(run, trajectory, row));
   const main = el("div", { class: "tp-main" }, el("div", { class: "tp-left" }, toolbar, stage), aside);
   empty(root, el("div", { class: "tk-top" }, head, notices, bar.element, strips), main);
 
-  function kept() {
+  function viewParams() {
     const all = params.all();
     return { lens: all.lens, lo: all.lo, hi: all.hi, mask: all.mask, view: all.view };
   }
 
   function recolor(lens, scale) {
-    for (const one of sides) one.pane.setLens(lens, scale);
+    for (const side of sides) side.pane.setLens(lens, scale);
     strip.draw(lens, scale);
     curve.draw(lens, scale);
     announceToken();
-    if (lens !== null && lens.id !== "version") for (const one of sides) one.inspector.order(lens);
+    if (lens !== null && lens.id !== "version") for (const side of sides) side.inspector.order(lens);
   }
 
   function announceToken() {
-    const one = sides[active];
-    if (one.pane.cursor >= 0) context.announce(inspectorWords(one.trajectory, one.pane.cursor, bar.lens()));
+    const side = sides[active];
+    if (side.pane.cursor >= 0) context.announce(inspectorWords(side.trajectory, side.pane.cursor, bar.lens()));
   }
 
   function moveTo(token, index, scroll) {
@@ -304,12 +304,12 @@ export async function openTrajectory(context) {
     if (index !== active) {
       sides[active].pane.setCursor(null);
       active = index;
-      empty(side, sides[active].inspector.element);
+      empty(sidebar, sides[active].inspector.element);
     }
-    const one = sides[active];
-    const target = Math.max(0, Math.min(one.trajectory.ends.length - 1, token));
-    one.pane.setCursor(target, scroll === undefined ? "near" : scroll);
-    one.inspector.show(target);
+    const side = sides[active];
+    const target = Math.max(0, Math.min(side.trajectory.ends.length - 1, token));
+    side.pane.setCursor(target, scroll === undefined ? "near" : scroll);
+    side.inspector.show(target);
     if (active === 0) {
       strip.mark(target);
       curve.mark(target);
@@ -319,36 +319,36 @@ export async function openTrajectory(context) {
   }
 
   function step(by) {
-    const one = sides[active];
-    const now = one.pane.cursor;
-    moveTo(now < 0 ? (by > 0 ? Math.floor(one.pane.topToken()) : Math.floor(one.pane.bottomToken())) : now + by, active);
+    const side = sides[active];
+    const now = side.pane.cursor;
+    moveTo(now < 0 ? (by > 0 ? Math.floor(side.pane.topToken()) : Math.floor(side.pane.bottomToken())) : now + by, active);
   }
 
   function peak(by) {
-    const one = sides[active];
+    const side = sides[active];
     const lens = bar.lens();
-    const codes = lens === null ? null : lensCodes(one.trajectory, lens, bar.scale());
+    const codes = lens === null ? null : lensCodes(side.trajectory, lens, bar.scale());
     if (codes === null) {
       context.toast("select a lens first (1 to 9)");
       return;
     }
     const peaks = lensPeaks(codes, bar.scale(), 0, codes.length);
-    const now = one.pane.cursor;
+    const now = side.pane.cursor;
     const next = by > 0 ? peaks.find((token) => token > now) : peaks.filter((token) => token < (now < 0 ? Infinity : now)).pop();
     if (next === undefined) context.toast(by > 0 ? "no later peak" : "no earlier peak");
     else moveTo(next, active, "center");
   }
 
   function turn(by) {
-    const one = sides[active];
+    const side = sides[active];
     const starts = [];
     let last = "";
-    for (const segment of one.trajectory.segments) {
+    for (const segment of side.trajectory.segments) {
       const key = `${segment.role} ${segment.role === "assistant" ? segment.turn : ""}`;
       if (key !== last) starts.push(segment.start);
       last = key;
     }
-    const now = one.pane.cursor >= 0 ? one.pane.cursor : Math.floor(one.pane.topToken());
+    const now = side.pane.cursor >= 0 ? side.pane.cursor : Math.floor(side.pane.topToken());
     const next = by > 0 ? starts.find((start) => start > now) : starts.filter((start) => start < now).pop();
     if (next !== undefined) moveTo(next, active, "top");
   }
@@ -356,7 +356,7 @@ export async function openTrajectory(context) {
   function setMask(mode) {
     mask = mode;
     masks.set(mode);
-    for (const one of sides) one.pane.setMask(mode);
+    for (const side of sides) side.pane.setMask(mode);
     params.set({ mask: mode === "dim" ? null : mode });
     context.announce(`masked tokens: ${mode}`);
   }
@@ -379,20 +379,20 @@ export async function openTrajectory(context) {
     if (tokens) {
       if (sides.length === 1) empty(stage, sides[0].pane.element);
       else {
-        empty(stage, el("div", { class: "tp-pair" }, sides.map((one, index) => el("div", { class: "tp-side" },
-          el("div", { class: "tp-side-head", text: index === 0 ? `Chosen · ${count(one.trajectory.ends.length - one.trajectory.prompt_tokens)} tokens` : `Rejected · ${count(one.trajectory.ends.length - one.trajectory.prompt_tokens)} tokens` }), one.pane.element))));
+        empty(stage, el("div", { class: "tp-pair" }, sides.map((side, index) => el("div", { class: "tp-side" },
+          el("div", { class: "tp-side-head", text: index === 0 ? `Chosen · ${count(side.trajectory.ends.length - side.trajectory.prompt_tokens)} tokens` : `Rejected · ${count(side.trajectory.ends.length - side.trajectory.prompt_tokens)} tokens` }), side.pane.element))));
       }
-      for (const one of sides) one.pane.setRaw(view === "raw");
+      for (const side of sides) side.pane.setRaw(view === "raw");
       strip.paint();
       curve.paint();
       return;
     }
     empty(stage, el("div", { class: "tp-scroll muted", text: "…" }));
-    const asked = view;
+    const loadedView = view;
     const load = view === "json"
       ? api.json("/api/record", { uid }).then((record) => el("div", { class: "json", tabindex: "0" }, jsonTree(record)))
       : api.json("/api/history", { uid }).then((history) => trajectoryLedger(history.entries ?? []));
-    load.then((node) => view === asked && empty(stage, node), (error) => view === asked && empty(stage, emptyState(visible(error.message))));
+    load.then((node) => view === loadedView && empty(stage, node), (error) => view === loadedView && empty(stage, emptyState(visible(error.message))));
   }
 
   function star() {
@@ -422,12 +422,12 @@ export async function openTrajectory(context) {
 
   const go = (target) => {
     if (!target) return false;
-    context.go(context.link("t", target, kept()));
+    context.go(context.link("t", target, viewParams()));
     return true;
   };
 
   draw();
-  empty(side, sides[active].inspector.element);
+  empty(sidebar, sides[active].inspector.element);
   strip.draw(bar.lens(), bar.scale());
   curve.draw(bar.lens(), bar.scale());
   if (words !== "") {
@@ -439,7 +439,7 @@ export async function openTrajectory(context) {
   else if (words === "" && trajectory.prompt_tokens > 400) sides[0].pane.reveal(Math.min(trajectory.prompt_tokens, trajectory.ends.length - 1), "top");
   strip.view(sides[0].pane.topToken(), sides[0].pane.bottomToken());
 
-  const found = { at: -1 };
+  const searchState = { at: -1 };
   const crumbs = [];
   if (trajectory.step !== null && !api.isStatic) crumbs.push({ text: `step ${trajectory.step}`, href: context.link("step", trajectory.step) });
   crumbs.push({ text: `group ${trajectory.task || trajectory.gid}`, href: context.link("group", trajectory.gid, { lens: params.get("lens", null) }) });
@@ -467,8 +467,8 @@ export async function openTrajectory(context) {
       { key: "n", label: words === "" ? "" : "next match", run: () => {
         const hits = sides[0].pane.find(words);
         if (hits.length === 0) return false;
-        found.at = (found.at + 1) % hits.length;
-        moveTo(hits[found.at], 0, "center");
+        searchState.at = (searchState.at + 1) % hits.length;
+        moveTo(hits[searchState.at], 0, "center");
         return true;
       } },
       { key: "y", label: "copy the id", run: () => { copyId(); } },
@@ -477,7 +477,7 @@ export async function openTrajectory(context) {
       { key: ["e", "H"], label: api.isStatic ? "" : "export as HTML", run: () => (api.isStatic ? false : exportHtml()) },
     ],
     close() {
-      for (const one of sides) one.pane.close();
+      for (const side of sides) side.pane.close();
       strip.close();
       curve.close();
     },
