@@ -36,10 +36,12 @@ from rollbook.book.errors import (
     NotABookError,
     OutcomeUnknownError,
     ReadOnlyError,
+    StoreFullError,
     moved_error,
 )
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import FILE_MODE
+from rollbook.core.metrics import warn_user
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -55,6 +57,9 @@ _WRITE_LOCK_BYTE = 120
 """The byte of the file `-shm` that a writer locks."""
 RETRY_SECONDS = 30.0
 """Seconds for which a write transaction is retried after broken connections."""
+OUTAGE_SECONDS = 600.0
+"""Seconds for which `retry_outages` repeats a call."""
+_OUTAGE_POLL_SECONDS = 1.0
 WAL_SUFFIX = "-wal"
 """Suffix of the file name of SQLite's write-ahead log."""
 _DAMAGE_PHRASES = ("malformed", "not a database", "corrupt", "Could not decode", "too big", "integer overflow")
@@ -65,6 +70,8 @@ MAX_IN_VALUES = 500
 
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
+RETRIABLE_ERRORS = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError, StoreFullError)
+"""Errors of a book after which the same call may succeed later."""
 LedgerValue = int | float | str | bytes | None
 """A value of any column: SQLite stores values of other types than the column's, too."""
 _IN_JSON_ARRAY = "IN (SELECT value FROM json_each(?))"
@@ -80,6 +87,33 @@ def _to_json_array(values: Sequence[Any]) -> str:
 
 class ConcurrentChangeError(RollbookError):
     """Another transaction inserted the same row, or the two deadlocked; nothing was written, retry."""
+
+
+def retry_outages(
+    function: Callable[..., Result],
+    *arguments: Any,
+    outage_seconds: float = OUTAGE_SECONDS,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> Result:
+    """Call a function of a book, and repeat the call while the book's server does not respond.
+
+    Args:
+        function: The function; a second call after one whose outcome is unknown must do no harm.
+        arguments: Its arguments.
+        outage_seconds: Seconds after which the error is raised.
+        stop: Ends the attempts earlier.
+        options: Its keyword arguments.
+    """
+    end, stop = time.monotonic() + outage_seconds, threading.Event() if stop is None else stop
+    while True:
+        try:
+            return function(*arguments, **options)
+        except RETRIABLE_ERRORS as error:
+            if time.monotonic() >= end or stop.is_set():
+                raise
+            warn_user(f"book not responding, retrying: {error}")
+            stop.wait(_OUTAGE_POLL_SECONDS)
 
 
 class Transaction(Protocol):

@@ -27,6 +27,7 @@ from rollbook.models.head import (
     Slots,
     Wrapper,
     get_backbone,
+    has_adapters,
     model_inputs,
     run,
     text_config,
@@ -34,7 +35,7 @@ from rollbook.models.head import (
 )
 from rollbook.models.loading import BASE, VALUE_HEAD, load_model, load_tokenizers
 from rollbook.models.logprobs import TokenStats
-from rollbook.models.lora import Reference, attach, has_adapters, save_base
+from rollbook.models.lora import Reference, attach, save_base
 
 if TYPE_CHECKING:
     from peft import LoraConfig

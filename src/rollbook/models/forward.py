@@ -24,7 +24,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.process_group import ProcessGroup
 from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import concatenated
-from rollbook.models.head import scoring, text_config
+from rollbook.models.head import has_adapters, scoring, text_config
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.protocols import Policy, ValueModel
 
@@ -247,6 +247,5 @@ class _Clock:
 def without_adapters(model: Policy) -> Policy:
     """Return the reference of an actor that has adapters; any other model as it is."""
     from rollbook.models.actor import Actor
-    from rollbook.models.lora import has_adapters
 
     return model.reference() if isinstance(model, Actor) and has_adapters(model.model) else model

@@ -134,6 +134,11 @@ def unwrap(model: nn.Module) -> Any:
     return inner()
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Whether peft has wrapped this model."""
+    return getattr(model, "peft_config", None) is not None and hasattr(model, "disable_adapter")
+
+
 def get_backbone(model: nn.Module) -> Any:
     """Return the backbone of a transformers model, which computes hidden states; `None` if it has none."""
     inner = getattr(unwrap(model), "base_model", None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rollbook.models.head import scoring, unwrap
+from rollbook.models.head import has_adapters, scoring, unwrap
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -65,11 +65,6 @@ def save_base(
         if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             weights[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = value
     inner.save_pretrained(folder, state_dict=weights, **options)
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has wrapped this model."""
-    return getattr(model, "peft_config", None) is not None and hasattr(model, "disable_adapter")
 
 
 @contextmanager

@@ -30,9 +30,9 @@ from rollbook.core.media import load_image
 from rollbook.core.sampling import LogprobsKind, Prompt, RunInfo, Sample
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.actor import Actor
-from rollbook.models.head import get_device, unwrap
+from rollbook.models.head import get_device, has_adapters, unwrap
 from rollbook.models.loading import hide_progress_bars
-from rollbook.models.lora import has_adapters, save_base
+from rollbook.models.lora import save_base
 from rollbook.rollout.chat import has_media_parts
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError, get_module
 from rollbook.rollout.openai import Emit, JobEngine, OpenAIEngine, PromptForm, PromptJob, Server, acollect, collect

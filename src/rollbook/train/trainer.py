@@ -28,6 +28,7 @@ from rollbook.book.checkpoint import forget_checkpoint
 from rollbook.book.disk import hit_failpoint
 from rollbook.book.errors import ConflictError
 from rollbook.book.lease import Lease
+from rollbook.book.ledger import retry_outages
 from rollbook.book.sampler import OldestPolicy
 from rollbook.core.checks import check_float, check_int
 from rollbook.core.errors import RollbookError
@@ -63,7 +64,7 @@ from rollbook.train.pipeline import (
 )
 from rollbook.train.replay_config import ReplayConfig
 from rollbook.train.supervised import records_from_answers
-from rollbook.train.worker import RolloutConfig, RolloutPacer, retry_outages
+from rollbook.train.worker import RolloutConfig, RolloutPacer
 
 if TYPE_CHECKING:
     from rollbook.models import Critic

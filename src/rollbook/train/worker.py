@@ -27,20 +27,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollbook.book.book import open as open_book
 from rollbook.book.errors import (
     BookError,
-    ConnectionLostError,
-    LockTimeoutError,
     MissingBookError,
     NoWeightsError,
-    OutcomeUnknownError,
-    StoreFullError,
 )
+from rollbook.book.ledger import RETRIABLE_ERRORS, retry_outages
 from rollbook.book.rollouts import (
     FINISHED,
     RolloutClaim,
@@ -93,8 +90,6 @@ if TYPE_CHECKING:
     from rollbook.train.algorithm import AlgorithmConfig
     from rollbook.train.prompts import Prompts
 
-Result = TypeVar("Result")
-
 MODES = ("sync", "one_step_off", "async")
 WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
@@ -124,10 +119,6 @@ _EARLY_FAILURE_SECONDS = 60.0
 """A worker that fails within this time of its start counts as failing repeatedly."""
 _START_SECONDS = 60.0
 """Seconds for which a starting worker retries calls of a book that does not respond."""
-_OUTAGE_SECONDS = 600.0
-"""Seconds for which a trainer retries calls of a book that does not respond."""
-_RETRIABLE_ERRORS = (ConnectionLostError, OutcomeUnknownError, LockTimeoutError, StoreFullError)
-"""Errors of a book after which the same call may succeed later."""
 
 
 class WorkersFailedError(RollbookError, RuntimeError):
@@ -168,33 +159,6 @@ class RolloutConfig:
     def staleness_bound(self) -> int:
         """Maximum staleness of a group, in policy versions."""
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
-
-
-def retry_outages(
-    function: Callable[..., Result],
-    *arguments: Any,
-    outage_seconds: float = _OUTAGE_SECONDS,
-    stop: threading.Event | None = None,
-    **options: Any,
-) -> Result:
-    """Call a function of a book, and repeat the call while the book's server does not respond.
-
-    Args:
-        function: The function; a second call after one whose outcome is unknown must do no harm.
-        arguments: Its arguments.
-        outage_seconds: Seconds after which the error is raised.
-        stop: Ends the attempts earlier.
-        options: Its keyword arguments.
-    """
-    end, stop = time.monotonic() + outage_seconds, threading.Event() if stop is None else stop
-    while True:
-        try:
-            return function(*arguments, **options)
-        except _RETRIABLE_ERRORS as error:
-            if time.monotonic() >= end or stop.is_set():
-                raise
-            warn_user(f"book not responding, retrying: {error}")
-            stop.wait(_POLL_SECONDS)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -451,7 +415,7 @@ class RolloutPacer:
     def report(self, **details: Any) -> None:
         """Report what the trainer does, for `rollbook top`."""
         self._reported_at = time.monotonic()
-        with suppress(*_RETRIABLE_ERRORS):
+        with suppress(*RETRIABLE_ERRORS):
             report_worker(self.book, self.name, role="trainer", host=socket.gethostname(), pid=os.getpid(), **details)
 
 
@@ -583,7 +547,7 @@ class RolloutWorker:
                 try:
                     if not self._generate_groups():
                         break
-                except _RETRIABLE_ERRORS as error:
+                except RETRIABLE_ERRORS as error:
                     warn_user(f"book not responding, retrying: {error}")
                     self._claim_lost = True
                     self._stop.wait(_POLL_SECONDS)
@@ -629,7 +593,7 @@ class RolloutWorker:
         scoring: set[int] = set()
         try:
             self._generate(groups, scoring)
-        except _RETRIABLE_ERRORS:
+        except RETRIABLE_ERRORS:
             # Forgotten, so that they are not renewed: `_return_unknown_claims` gives them back.
             with self._lock:
                 for group in groups:
@@ -856,7 +820,7 @@ class RolloutWorker:
                     self._renew_claims()
                     self.report()
                     reported_at = time.monotonic()
-            except _RETRIABLE_ERRORS:
+            except RETRIABLE_ERRORS:
                 continue
             except BaseException as error:  # raised by `run`
                 self._failure = error

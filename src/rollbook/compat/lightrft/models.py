@@ -34,9 +34,8 @@ from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
 from rollbook.models.actor import Critic as NativeCritic
 from rollbook.models.forward import TOKEN_BUDGET, run_micro_batches
-from rollbook.models.head import model_inputs, run, unwrap
+from rollbook.models.head import has_adapters, model_inputs, run, unwrap
 from rollbook.models.lora import Reference as NativeReference
-from rollbook.models.lora import has_adapters
 from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.transformers import TransformersEngine
 
