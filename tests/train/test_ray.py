@@ -14,7 +14,7 @@ from rollbook.book.rollouts import open_rollouts, publish_weights, read_rollouts
 from rollbook.train.builders import build_rollouts, build_worker, load_prompts
 from rollbook.train.config import Config, load_config
 from rollbook.train.config.values import ConfigError
-from rollbook.train.ray import train_on_ray
+from rollbook.train.ray import TrainerRank, train_on_ray
 from rollbook.train.worker import pack_weights, trained_weights
 from tests.book.postgres import CARELESS, Server
 from tests.train import ray_trials
@@ -36,6 +36,16 @@ def small(folder: Path, *changes: str) -> Config:
 
 
 # --- errors before actors start ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_reports_its_output_and_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rank = TrainerRank(str(tmp_path))
+    assert rank.poll("run") == ("", -1)
+    (tmp_path / "run/checkpoints/step-000004").mkdir(parents=True)
+    print("step 4", file=rank._output)
+    assert rank.poll("run") == ("step 4\n", 4)
+    assert rank.poll("run") == ("", 4)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import xxhash
@@ -91,9 +92,14 @@ class TrainerRank:
         result = Run(Config.from_dict(config), stream=self._output, book=book).train()  # type: ignore[arg-type]
         return result.to_dict()
 
-    def take_output(self) -> str:
-        """Return what was printed since the last call."""
-        return self._output.take()
+    def poll(self, folder: str) -> tuple[str, int]:
+        """Return what was printed since the last call, and the step of the last checkpoint, -1 if there is none.
+
+        Args:
+            folder: Folder of the run.
+        """
+        checkpoints = checkpoint.list_checkpoints(Path(folder))
+        return self._output.take(), checkpoints[-1].step if checkpoints else -1
 
 
 class RolloutActor:
@@ -245,6 +251,8 @@ class _Cluster:
         self.rank_actors: list[Any] = []
         self._worker_of_result: dict[Any, int] = {}
         """Number of the worker by the reference to the result of its `run`."""
+        self._saved_step = -1
+        """Step of the last checkpoint that rank 0 reported; -1: none."""
 
     def _prepare(self) -> Config:
         """Prepare the folder of the run before its book is opened; return the configuration that continues with it."""
@@ -305,8 +313,7 @@ class _Cluster:
             try:
                 return self._train_once()
             except _RankDiedError as error:
-                checkpoints = checkpoint.list_checkpoints(self.config.folder)
-                step = checkpoints[-1].step if checkpoints else -1
+                step = self._saved_step
                 failures, failed_step = (failures + 1 if step == failed_step else 1), step
                 if failures >= MAX_FAILURES:
                     raise TrainerDiedError(
@@ -346,12 +353,12 @@ class _Cluster:
             pending = results
             while pending:
                 done, pending = ray.wait(pending, num_returns=1, timeout=_POLL_SECONDS)
-                self._print_output()
+                self._poll_main_rank()
                 self._check_ranks(done, pending)
                 self._check_workers()
             return dict(ray.get(results[0]))
         except ray.exceptions.RayTaskError as error:
-            self._print_output()
+            self._poll_main_rank()
             raise self._read_error(error, "trainer") from None
         except ray.exceptions.RayActorError as error:
             raise _RankDiedError(f"a rank of the trainer died ({_describe_death(error)})") from error
@@ -407,11 +414,13 @@ class _Cluster:
         pairs = zip(self.rank_actors, environments, strict=True)
         return [rank.run.remote(config, self.book_address, environment) for rank, environment in pairs]
 
-    def _print_output(self) -> None:
+    def _poll_main_rank(self) -> None:
+        """Print the output of rank 0, and read the step of its last checkpoint: its node may be another one."""
         import ray
 
         with suppress(ray.exceptions.RayError):
-            text = ray.get(self.rank_actors[0].take_output.remote(), timeout=5.0)
+            polled = self.rank_actors[0].poll.remote(str(self.config.folder))
+            text, self._saved_step = ray.get(polled, timeout=5.0)
             print(text, end="", file=self.stream, flush=True)
 
     def _check_workers(self) -> None:
