@@ -307,10 +307,11 @@ def _collate_rows(
     if single and rows == list(range(rows[0], rows[0] + len(rows))):
         # Copied at once, as when a whole buffer is read in order for a forward pass.
         bounds = [axis_bounds[rows[0] : rows[-1] + 2] for axis_bounds in first.bounds]
-        spans = [slice(axis_bounds[0], axis_bounds[-1]) for axis_bounds in bounds]
+        extents = [slice(axis_bounds[0], axis_bounds[-1]) for axis_bounds in bounds]
         lengths = [[stop - start for start, stop in pairwise(axis_bounds)] for axis_bounds in bounds]
         return {
-            name: Rows(_joined([array[spans[axis]]], dtype), lengths[axis]) for name, axis, dtype, array in plain_fields
+            name: Rows(_joined([array[extents[axis]]], dtype), lengths[axis])
+            for name, axis, dtype, array in plain_fields
         }
     spans = [[slice(ragged.bounds[axis][i], ragged.bounds[axis][i + 1]) for ragged, i in sources] for axis in (0, 1)]
     lengths = [[span.stop - span.start for span in axis_spans] for axis_spans in spans]
