@@ -141,11 +141,15 @@ class Rows(list[torch.Tensor]):
             lengths = map(len, parts)
             values = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         self.values: torch.Tensor = values  # type: ignore[assignment]
-        self.lengths = list(map(int, lengths))
-        if sum(self.lengths) != self.values.shape[0]:
+        self.lengths = sizes = list(map(int, lengths))
+        try:
+            rows = values.split_with_sizes(sizes) if sizes else ()  # type: ignore[union-attr]
+        except RuntimeError:
+            rows = None
+        if rows is None or (not sizes and len(self.values)):
             total = self.values.shape[0]
-            raise ValueError(f"rows: got {total} values, expected {sum(self.lengths)}, the sum of lengths")
-        list.__init__(self, self.values.split_with_sizes(self.lengths) if self.lengths else ())
+            raise ValueError(f"rows: got {total} values, expected {sum(sizes)}, the sum of lengths")
+        list.__init__(self, rows)
 
     @property
     def offsets(self) -> NDArray[np.int64]:

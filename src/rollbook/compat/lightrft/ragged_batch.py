@@ -278,16 +278,18 @@ class RaggedBatch:
 
         `None` unless all samples have masks and the same fields, of types that numpy has, without media and extras.
         """
+        columns = self.columns
         if not self.regular or any(self.media.values()) or self.lists.get("raw_images") or self.origin.absent:
             return None
-        if not self.columns.keys() <= BATCH_FIELDS.keys() or any(self.columns.get(name) is None for name in _MASKS):
+        if not columns.keys() <= BATCH_FIELDS.keys() or any(columns.get(name) is None for name in _MASKS):
             return None
         fields = []
-        for name, column in self.columns.items():
+        for name, column in columns.items():
             if column is not None:
-                if not isinstance(column, torch.Tensor) or column.dtype not in NUMPY:
+                dtype = column.dtype
+                if dtype not in NUMPY or not isinstance(column, torch.Tensor):
                     return None
-                fields.append((name, is_token_axis(name), column.dtype, memory(column)))
+                fields.append((name, name in _ON_TOKENS, dtype, memory(column)))
         return fields
 
     @cached_property

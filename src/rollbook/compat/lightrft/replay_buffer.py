@@ -288,9 +288,11 @@ def collate_detached(items: Sequence[Any], pad_token_id: int, packing_samples: b
 
 def _joined(rows: list[NDArray[Any]], dtype: torch.dtype) -> torch.Tensor:
     """Concatenate arrays of one type to a tensor."""
+    if len(rows) == 1 and rows[0].nbytes < LARGE:
+        return torch.from_numpy(rows[0].copy())
     total = sum(map(len, rows))
     if total * dtype.itemsize < LARGE:
-        return torch.from_numpy(rows[0].copy() if len(rows) == 1 else np.concatenate(rows))
+        return torch.from_numpy(np.concatenate(rows))
     values = empty((total, *rows[0].shape[1:]), dtype)
     np.concatenate(rows, out=memory(values))
     return values
@@ -305,9 +307,10 @@ def _collate_rows(
     if single and rows == list(range(rows[0], rows[0] + len(rows))):
         # Copied at once, as when a whole buffer is read in order for a forward pass.
         bounds = [axis_bounds[rows[0] : rows[-1] + 2] for axis_bounds in first.bounds]
+        extents = [slice(axis_bounds[0], axis_bounds[-1]) for axis_bounds in bounds]
         lengths = [[stop - start for start, stop in pairwise(axis_bounds)] for axis_bounds in bounds]
         return {
-            name: Rows(_joined([array[bounds[axis][0] : bounds[axis][-1]]], dtype), lengths[axis])
+            name: Rows(_joined([array[extents[axis]]], dtype), lengths[axis])
             for name, axis, dtype, array in plain_fields
         }
     spans = [[slice(ragged.bounds[axis][i], ragged.bounds[axis][i + 1]) for ragged, i in sources] for axis in (0, 1)]
