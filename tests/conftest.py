@@ -10,10 +10,14 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 from hypothesis import Phase, settings
+
+from benchmarks import peers
 
 settings.register_profile("patient", deadline=None, max_examples=50)
 settings.register_profile("quick", phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None, max_examples=50)
@@ -50,3 +54,12 @@ def pytest_collection() -> Iterator[None]:
 def pytest_sessionfinish() -> None:
     """Some libraries look for what was never freed when the process ends."""
     gc.unfreeze()
+
+
+def _skip_unsupported(*_: object) -> NoReturn:
+    pytest.skip("verl and Trinity-RFT support Python up to 3.12")
+
+
+if sys.version_info >= (3, 13):
+    for name in ("verl", "trinity", "trinity_storage"):
+        setattr(peers, name, _skip_unsupported)

@@ -127,6 +127,14 @@ def test_what_cannot_be_kept(value: Any) -> None:
         dumps(value)
 
 
+def test_the_padding_of_long_doubles_is_zero() -> None:
+    bits = np.array([np.longdouble(1) / 3] * 2)
+    if np.finfo(np.longdouble).nmant == 63:
+        bits.view(np.uint8).reshape(2, -1)[1, 10:] = 7
+    first, second = (dumps({"x": np.asarray(bits[i])}) for i in range(2))
+    assert first == second and loads(first)["x"] == bits[0]
+
+
 def test_depth() -> None:
     value: Any = 1
     for level in range(MAX_DEPTH):

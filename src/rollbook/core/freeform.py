@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.core.ragged import check_shape, tensor_bytes, tensor_from_bytes
@@ -142,7 +143,7 @@ def _tag(value: Json, depth: int) -> Any:
         if array.shape == () and array[()] != value and value == value:
             raise _UnsupportedValueError(f"numpy drops the zeros at the end of {value!r}, which cannot be kept")
         if array.dtype.names is None and _NUMPY_DTYPE.fullmatch(array.dtype.str):
-            described = {"dtype": array.dtype.str, "data": _base64(array.tobytes())}
+            described = {"dtype": array.dtype.str, "data": _base64(_array_bytes(array))}
             return (
                 {"$array": {**described, "shape": list(array.shape)}} if kind is np.ndarray else {"$scalar": described}
             )
@@ -158,6 +159,15 @@ def _tag(value: Json, depth: int) -> Any:
             ) from None
         return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "data": encoded}}
     raise _UnsupportedValueError(f"a value of type {kind.__qualname__} cannot be kept")
+
+
+def _array_bytes(array: NDArray[Any]) -> bytes:
+    """Return the memory of an array, with zeros in the padding of long doubles, where numpy leaves any bytes."""
+    if array.dtype.char not in "gG" or np.finfo(np.longdouble).nmant != 63:
+        return array.tobytes()
+    numbers = np.frombuffer(bytearray(array.tobytes()), np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)
+    numbers[:, 10:] = 0
+    return numbers.tobytes()
 
 
 def _tag_dict(mapping: dict[Any, Any], depth: int) -> Any:
