@@ -7,6 +7,7 @@ asks the network for, logs or throws is kept (`Page.requests`, `Page.problems`):
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import itertools
 import json
@@ -79,6 +80,10 @@ def find() -> str:
     if program is None:
         raise BrowserError(f"the browser tests need Chromium: install it, or name it in CHROMIUM ({failure})")
     return program
+
+
+class NavigatedError(BrowserError):
+    """The page navigated while a script ran in it."""
 
 
 class Chrome:
@@ -157,7 +162,9 @@ class Chrome:
                 raise BrowserError(f"{method}: the browser has ended, with status {self._process.poll()}")
             reply = self._replies.pop(number)
         if "error" in reply:
-            raise BrowserError(f"{method}: {reply['error'].get('message')}")
+            text = str(reply["error"].get("message"))
+            navigated = "navigated" in text or "context was destroyed" in text
+            raise (NavigatedError if navigated else BrowserError)(f"{method}: {text}")
         result: dict[str, Any] = reply["result"]
         return result
 
@@ -255,9 +262,10 @@ class Page:
         """The expression's value, once it is true."""
         end = time.monotonic() + timeout
         while True:
-            value = self.eval(script)
-            if value:
-                return value
+            with contextlib.suppress(NavigatedError):
+                value = self.eval(script)
+                if value:
+                    return value
             if time.monotonic() > end:
                 raise BrowserError(f"never true: {script}\nthe page: {self.text()[:2000]}\nproblems: {self.problems}")
             time.sleep(0.02)

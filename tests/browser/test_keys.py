@@ -152,7 +152,7 @@ def test_the_key_of_the_address_is_traded_and_dropped(chrome: Chrome, server: Se
     page.goto("about:blank")
     page.goto(server.address + "/#/step/3?view=samples")
     page.wait("!!document.querySelector('.locked')")
-    page.eval(f"location.hash = '#token={server.token}'")  # the address, opened in the same tab
+    page.eval(f"void setTimeout(() => location.hash = '#token={server.token}')")  # the address, opened in the same tab
     page.wait("document.querySelectorAll('tr[aria-rowindex]').length > 0")
     assert page.hash() == "#/step/3?view=samples"  # what was asked for
     assert server.token
