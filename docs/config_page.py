@@ -43,7 +43,7 @@ optimizer: {lr: 1e-5, schedule: linear}
 - **YAML** is read by the rules of version 1.2: `1e-5` is a number, `no` and `12:30` are text. Duplicate keys and tags are errors. TOML has no null: leave the key out.
 - **Errors** name the key, the file and the line: `optimizer.lr: got -1.0, expected a number >= 0 (my.yaml, line 12)`. Unknown keys are errors, with the closest match.
 - **Paths** in a file are relative to that file, or else to the working directory. `out` and paths on the command line are relative to the working directory.
-- **Code.** Reading a file runs no code. Training imports and calls what the file names (`builder`, `function`, reward functions), so read a file from others before you train with it. See [which command runs which code](training.md#running-other-people-s-runs).
+- **Code.** Reading a file runs no code. Training imports and calls what the file names (`builder`, `function`, reward functions), so read a file from others before you train with it. See [which command runs which code](training.md#code-executed-from-shared-runs).
 - **Secrets** must not be in a file, because the run folder repeats it. A password or token in a URL, a header or an option such as `api_key` is an error. Write `${NAME}` to read an environment variable: `remote: "https://user:${REWARD_PASSWORD}@host/score"`, `options: {headers: {Authorization: "Bearer ${REWARD_TOKEN}"}}`, `replay: {expert: "postgresql://user:${BOOK_PASSWORD}@host/runs"}`. `engine.api_key_env` names the variable of the engine's key.
 - **Resume.** Only keys marked ↻ may change when a run is resumed.
 """  # noqa: E501

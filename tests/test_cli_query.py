@@ -415,7 +415,7 @@ def test_diff_of_words(run: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", run]) in (0, 1)
     assert "records" in capsys.readouterr().out
-    names = [each["name"] for each in json.loads(said(capsys, "doctor", run, "--thresholds", "--json"))]
+    names = [each["name"] for each in json.loads(said(capsys, "doctor", "--thresholds", "--json"))]
     assert len(names) > 10 and all(name in said(capsys, "doctor", run, "--thresholds") for name in names)
     with rollbook.open(tmp_path / "sick") as book:
         book.append(

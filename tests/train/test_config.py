@@ -254,6 +254,8 @@ BAD = {
     "sampling.temperature: got inf, expected a number in (0, 10000]": {"sampling": {"temperature": float("inf")}},
     "sampling.n: unknown key; did you mean 'algorithm.group_size'?": {"sampling": {"n": 8}},
     "learning_rate: unknown key": {"learning_rate": 1},
+    "batch.prompts: unknown key; did you mean 'prompts_per_step'?": {"batch": {"prompts": 8}},
+    "optimizer.grad_clip: unknown key; did you mean 'max_grad_norm'?": {"optimizer": {"grad_clip": 1.0}},
     "model.precision: got 'bf16', expected one of float32, bfloat16, autocast": {"model": {"precision": "bf16"}},
     "model.builder: got it together with path, expected one of path, config, builder":
         {"model": {"path": "a", "builder": "b:c"}},

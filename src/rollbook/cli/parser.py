@@ -292,7 +292,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--once", action="store_true", help="print once and exit, as if the output is not a terminal")
 
-    doctor = command("doctor", "show:doctor", path=RUN)
+    doctor = command("doctor", "show:doctor", path=None)
+    doctor.add_argument("path", metavar="PATH", nargs="?", help=RUN)
     doctor.add_argument("--steps", metavar="A-B", help="check only these steps")
     doctor.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="change a threshold")
     doctor.add_argument("--verbose", action="store_true", help="also list passed checks")

@@ -390,6 +390,8 @@ def doctor(options: argparse.Namespace) -> int:
     thresholds = Thresholds.of(*options.set)
     if options.thresholds:
         return _print_thresholds(thresholds, options)
+    if options.path is None:
+        raise ValueError("PATH: missing, expected a book, the folder of a run, or saved rollouts")
     from rollbook.inspect.comparison import parse_steps
 
     steps = None if options.steps is None else parse_steps(options.steps)

@@ -26,12 +26,14 @@ def suggest(name: str, names: Iterable[str]) -> str:
     ("; did you mean 'eps'? (eps, gamma)", '; choose from eps, gamma')
     >>> suggest("refrence", ["ref", "reference"]), suggest("learning_rate", ["lr", "eps"])
     ("; did you mean 'reference'? (ref, reference)", "; did you mean 'lr'? (lr, eps)")
+    >>> suggest("grad_clip", ["lr", "max_grad_norm"])
+    "; did you mean 'max_grad_norm'? (lr, max_grad_norm)"
     """
     names, name = list(names), str(name)
     by_lower = {candidate.lower(): candidate for candidate in names}
     words = name.split("_")
     # A misspelling first; then names that are part of the unknown one (mask for action_mask, eps for epsilon) or its
-    # initials (lr for learning_rate); then any similar name.
+    # initials (lr for learning_rate); then any similar name, and one that shares a word.
     guesses = [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.85)]
     guesses += [
         candidate
@@ -41,6 +43,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
         or (len(candidate) > 1 and candidate == "".join(word[:1] for word in words))
     ]
     guesses += [by_lower[close] for close in difflib.get_close_matches(name.lower(), by_lower, n=1)]
+    guesses += [candidate for candidate in names if {word for word in words if len(word) > 2} & {*candidate.split("_")}]
     if guesses:
         return f"; did you mean {guesses[0]!r}? ({', '.join(names)})"
     return f"; choose from {', '.join(names)}" if names else "; none exist"

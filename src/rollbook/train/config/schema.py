@@ -854,11 +854,17 @@ _SYNONYMS = {"n": "group_size"}
 
 
 def _suggest_section(error: ConfigError) -> ConfigError:
-    """Suggest the section of an unknown key: `optimizer.lr` for `lr`."""
-    name = error.path.rpartition(".")[2]
+    """Suggest the section of an unknown key: `optimizer.lr` for `lr`.
+
+    A key of the same section that begins with the name comes first: `batch.prompts_per_step` for `batch.prompts`.
+    """
+    section, _, name = error.path.rpartition(".")
     if not error.message.startswith("unknown key"):
         return error
     top = get_section(Config)
+    own_section = find_section(top.keys[section].kind) if section in top.keys else None
+    if own_section and any(own_key.startswith(f"{name}_") for own_key in own_section.keys):
+        return error
     name = _SYNONYMS.get(name, name)
     places = [
         f"{section_name}.{name}"
