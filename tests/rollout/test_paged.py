@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.paged import PagedDecoder, PagePool, unsupported_reason
+from rollbook.rollout.paged import PAGE_SIZE, STEPS_PER_SYNC, PagedDecoder, PagePool, pages_for, unsupported_reason
 from tests import tiny
 
 SHAPE: dict[str, Any] = {
@@ -217,6 +218,40 @@ def test_hidden_positions_stay_hidden_when_short_rows_leave() -> None:
             logits = model(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.response_ids)[:, None])[:, 0]
         assert sample.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_the_cache_is_allocated_a_few_times_for_ragged_calls() -> None:
+    decoder = PagedDecoder(paged_engine(make_model()).runner, 8, capture=False)
+    generator = torch.Generator().manual_seed(0)
+    caches: dict[int, Any] = {}
+    for _ in range(100):
+        lengths = torch.randint(20, 2000, (8,), generator=generator).tolist()
+        assert decoder.reserve(max(lengths), sum(lengths), 1 << 20)
+        caches[decoder.cache.pages] = decoder.cache
+        assert sum(lengths) <= (decoder.cache.pages - 1) * PAGE_SIZE
+    assert len(caches) <= 3
+
+    decoder.reserve(1000, 1 << 20, 20_000)  # bounded
+    assert decoder.cache.pages == pages_for(20_000) + 1
+    decoder.release()
+    assert decoder.reserve(1000, 8000, 64)  # there is room for one row
+    assert decoder.cache.pages == pages_for(1000 + STEPS_PER_SYNC) + 1
+
+
+def test_memory_is_released_above_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = paged_engine(make_model())
+    decoder = engine._paged
+    assert decoder is not None
+    engine.generate(make_prompts(), max_tokens=3, ignore_eos=True)
+    storage = decoder.cache.storage.nbytes
+    assert decoder.nbytes > storage + decoder.state.stops.nbytes
+    memory = SimpleNamespace(total_memory=8 * decoder.nbytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    engine.release_memory()
+    assert decoder.cache is not None
+    memory.total_memory -= 1
+    engine.release_memory()
+    assert decoder.cache is None and decoder.nbytes == 0
 
 
 def test_pages_are_counted() -> None:

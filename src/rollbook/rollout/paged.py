@@ -608,22 +608,28 @@ class PagedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache."""
-        return 0 if self.cache is None or self.cache.storage is None else int(self.cache.storage.nbytes)
+        """Bytes of the cache and the device buffers, without the memory of the graphs."""
+        buffers = () if self._state is None else vars(self._state).values()
+        tensors = (getattr(self.cache, "storage", None), *buffers)
+        return sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
-    def reserve(self, longest: int, tokens: int) -> bool:
+    def reserve(self, longest: int, tokens: int, max_tokens: int) -> bool:
         """Allocate a larger cache if needed, and drop the graphs if the weights moved to other addresses.
 
+        The number of pages is rounded up to a power of two, since a larger cache needs all graphs to be captured again.
+
         Args:
-            longest: Largest number of tokens of a row.
-            tokens: Number of tokens that the cache should hold.
+            longest: Largest number of tokens of a row, for which there is always room.
+            tokens: Number of tokens of all rows.
+            max_tokens: Largest number of tokens that the cache holds for several rows, rounded up to pages.
 
         Returns:
             Whether the cache can hold the longest row. It cannot grow while another call uses it.
         """
         if self.graphs and self._fingerprint != self._model_fingerprint():
             self._drop_graphs()
-        pages = max(pages_for(tokens), pages_for(longest + STEPS_PER_SYNC)) + 1
+        rounded = 1 << (pages_for(tokens) - 1).bit_length()
+        pages = max(min(rounded, pages_for(max_tokens)), pages_for(longest + STEPS_PER_SYNC)) + 1
         size = 0 if self.cache is None else self.cache.pages
         if size < pages and not self.calls:
             self.release()

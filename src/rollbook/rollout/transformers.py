@@ -318,7 +318,7 @@ def split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[A
 
 _IDLE_SECONDS = 0.01
 _MEMORY_SHARE = 8
-"""`release_memory` keeps a cache of less than 1 / _MEMORY_SHARE of the device's memory, to save capturing again."""
+"""`release_memory` keeps what takes less than 1 / _MEMORY_SHARE of the device's memory, to save capturing again."""
 _TURN = 32
 """Number of tokens after which another call can use the model."""
 _WINDOW = 4
@@ -351,8 +351,9 @@ class TransformersEngine(BaseEngine):
         tokenizer: Tokenizer, or a processor. Without one, prompts are token ids.
         processor: Processor for images and videos; it has the tokenizer too.
         max_batch_rows: Largest number of samples per batch.
-        max_batch_tokens: Largest number of tokens per batch, if every sample becomes as long as it may. A batch that
-            does not fit in memory is split in halves.
+        max_batch_tokens: Largest number of tokens per batch, if every sample becomes as long as it may; a longer sample
+            is a batch of its own. A batch that does not fit in memory is split in halves. On CUDA, the key-value cache
+            has this many tokens at most, in pages of 64, and one more page; it has more if a sample needs them.
         version: Number of the policy, to be set when the weights change.
         device: Device of the inputs; by default that of the model's input embeddings.
         add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
@@ -523,7 +524,7 @@ class TransformersEngine(BaseEngine):
         """Decode rows over a paged cache. Return the unfinished rows if that fails, for `_decode_batch`."""
         longest = max(row.longest for row in rows)
         with self._model_lock:
-            if not decoder.reserve(longest, min(self.max_batch_tokens, sum(row.longest for row in rows))):
+            if not decoder.reserve(longest, sum(row.longest for row in rows), self.max_batch_tokens):
                 warnings.warn(
                     f"decoding token by token, without CUDA graphs: rows of up to {longest} tokens do not fit into the "
                     "key-value cache of another call that is in progress, which cannot grow",
@@ -582,7 +583,7 @@ class TransformersEngine(BaseEngine):
         return self._admit_rows(batch, rows[:half]) + self._admit_rows(batch, rows[half:])
 
     def release_memory(self) -> None:
-        """Free the key-value cache and the captured graphs, unless the cache is small.
+        """Free the key-value cache and the captured graphs, unless cache and decoding buffers are small.
 
         The trainer calls it before an update on the same device. The next call allocates them again.
         """
