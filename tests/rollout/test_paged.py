@@ -16,7 +16,9 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from rollbook.algorithms.kernels import decode_triton
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
@@ -24,6 +26,7 @@ from rollbook.rollout.paged import (
     _ALIVE,
     PAGE_SIZE,
     STEPS_PER_SYNC,
+    FusedKernels,
     PagedDecoder,
     PagePool,
     UnsupportedModelError,
@@ -297,6 +300,38 @@ def test_memory_is_released_above_a_share_of_the_device(monkeypatch: pytest.Monk
     memory.total_memory -= 1
     engine.release_memory()
     assert decoder.cache is None and decoder.nbytes == 0
+
+
+def test_fused_kernels_are_used_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels have no gradients, so a training pass in another thread must not get them."""
+
+    def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, offset: bool) -> torch.Tensor:
+        normed = hidden.detach() * torch.rsqrt(hidden.detach().square().mean(-1, keepdim=True) + epsilon)
+        return normed * (weight.detach() + offset)
+
+    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(query.detach(), key.detach(), cos, sin)
+
+    monkeypatch.setattr(decode_triton, "rms_norm", rms_norm)
+    monkeypatch.setattr(decode_triton, "rotate", rotate)
+    model = make_model()
+    fused = FusedKernels(model)
+    ids = torch.tensor([[5]])
+    expected = model(ids).logits
+
+    def weights_with_gradients() -> int:
+        model.zero_grad()
+        logits = model(ids).logits
+        torch.testing.assert_close(logits, expected)
+        if logits.requires_grad:
+            logits.sum().backward()
+        return sum(parameter.grad is not None for parameter in model.parameters())
+
+    count = len(list(model.parameters()))
+    with fused(), ThreadPoolExecutor(1) as other:
+        assert other.submit(weights_with_gradients).result() == count
+        assert weights_with_gradients() < count
+    assert weights_with_gradients() == count
 
 
 def test_images_are_decoded_after_their_own_prefill() -> None:

@@ -376,7 +376,7 @@ class FusedKernels:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._norms: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._norms: list[tuple[Any, bool]] = []
         self._rotary: list[tuple[Any, Callable[..., Any]]] = []
         offsets: dict[type, bool | None] = {}
         for module in model.modules():
@@ -386,7 +386,7 @@ class FusedKernels:
                 offsets[type(module)] = _norm_offset(module)
             offset = offsets[type(module)]
             if offset is not None:
-                self._norms.append((module, _fused_norm(module, offset)))
+                self._norms.append((module, offset))
         for source in {sys.modules.get(type(module).__module__) for module in model.modules()}:
             rotate = getattr(source, _ROTARY, None)
             if rotate is not None and _rotates_halves(rotate, next(model.parameters())):
@@ -396,8 +396,8 @@ class FusedKernels:
     def __call__(self) -> Iterator[None]:
         """Use the kernels in the forward passes of the current thread."""
         thread = threading.get_ident()
-        for module, norm in self._norms:
-            module.forward = norm
+        for module, offset in self._norms:
+            module.forward = _fused_norm(module, offset, thread)
         for source, rotate in self._rotary:
             setattr(source, _ROTARY, _fused_rotary(rotate, thread))
         try:
@@ -440,11 +440,12 @@ def _norm_offset(norm: Any) -> bool | None:
     return None
 
 
-def _fused_norm(norm: Any, offset: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fused_norm(norm: Any, offset: bool, thread: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that calls `decode_triton.rms_norm`, which has no gradient, in one thread only."""
     forward, epsilon = norm.forward, _norm_epsilon(norm)
 
     def fused(hidden_states: torch.Tensor) -> torch.Tensor:
-        if hidden_states.dtype != norm.weight.dtype or epsilon is None:
+        if threading.get_ident() != thread or hidden_states.dtype != norm.weight.dtype or epsilon is None:
             return forward(hidden_states)  # type: ignore[no-any-return]
         return decode_triton.rms_norm(hidden_states, norm.weight, epsilon, offset=offset)
 
