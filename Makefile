@@ -31,6 +31,7 @@ test-fast: $(STAMP)  ## the tests to run while editing: records, batches, algori
 test-gpu:  ## on a machine with a CUDA device, with the Python that has its torch: what only a device shows
 	PYTHONPATH=src $(PYTHON) -m pytest tests_gpu
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_device
+	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_generation
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_kernels
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_rollouts
 	PYTHONPATH=src $(PYTHON) -m benchmarks.bench_training

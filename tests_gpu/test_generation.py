@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,10 +25,11 @@ from transformers import (
 )
 
 from rollbook.algorithms.kernels import decode_triton
-from rollbook.core.sampling import Sample
+from rollbook.core.sampling import Prompt, Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.paged import PAGE_SIZE, DecodeAttention, FusedKernels, _find_floors
+from rollbook.rollout.paged import PAGE_SIZE, DecodeAttention, FusedKernels, PackedAttention, _find_floors
+from tests import tiny
 
 DEVICE = torch.device("cuda")
 SHAPE: dict[str, Any] = {
@@ -45,6 +49,7 @@ MODELS = {
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(**SHAPE, head_dim=16, query_pre_attn_scalar=16, sliding_window=50)
     ),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=50)),
 }
 
 
@@ -100,6 +105,67 @@ def test_graphs_sample_what_the_loop_does(name: str, options: dict[str, Any]) ->
     # 18 samples in 12 rows: some join later. A sample may differ where rounding decides between two tokens.
     assert_same(samples, token_by_token(model, max_batch_rows=12).generate(make_prompts(), **arguments), 0.8)
     assert engine._paged.pool.available == engine._paged.cache.pages - 1
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_log_probs_in_16_bits(name: str) -> None:
+    """Prompts run packed through another kernel in 16 bits (not with soft caps); with windows, too."""
+    model = make_model(name, torch.bfloat16)
+    engine = TransformersEngine(model, max_batch_rows=12)
+    samples = engine.generate(make_prompts(), n=2, max_tokens=40, seed=3, ignore_eos=True, logprobs="raw")
+    assert engine._paged is not None and engine._paged.graphs
+    exact = model.float()
+    for sample in samples:
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], device=DEVICE)
+        with torch.no_grad():
+            logits = exact(input_ids=ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sample.logprobs), expected.cpu(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_packed_attention_in_16_bits(window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths = (1, 64, 3, 130)
+    query, key, value = (torch.randn(1, heads, sum(lengths), 64) for heads in (4, 2, 2))
+    expected = PackedAttention(lengths, torch.device("cpu"))(query, key, value, 0.125, window, None)
+    inputs = (tensor.to(DEVICE, torch.bfloat16) for tensor in (query, key, value))
+    output = PackedAttention(lengths, DEVICE)(*inputs, 0.125, window, None)
+    torch.testing.assert_close(output.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images(dtype: torch.dtype) -> None:
+    model = tiny.qwen_vl().to(DEVICE, dtype)  # positions in space
+    media = {"pixel_values": torch.randn(16, 1176), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    ids = [5, tiny.START, *[tiny.IMAGE] * 4, tiny.END, 7, 8]
+    prompts = [Prompt(token_ids=ids, images=media), Prompt(token_ids=[5, 6, 7])]
+    arguments: dict[str, Any] = {"n": 3, "max_tokens": 20, "seed": 3, "ignore_eos": True}
+    engine = TransformersEngine(model)
+    samples = engine.generate(prompts, **arguments)
+    assert engine._paged is not None and engine._paged.graphs
+    if dtype == torch.float32:
+        assert_same(samples, token_by_token(model).generate(prompts, **arguments), 0.6)
+    assert [sample.error for sample in samples] == [None] * 6
+
+
+def test_another_thread_allocates_during_a_capture() -> None:
+    engine = TransformersEngine(make_model())
+    decoder = engine._paged_decoder()
+    assert decoder is not None
+    step, sizes = decoder._step, []
+
+    def step_beside_allocation(variant: Any) -> None:
+        step(variant)
+        if torch.cuda.is_current_stream_capturing():  # no such block is cached: CUDA must allocate it
+            sizes.append(other.submit(torch.zeros, 1 << 26, device=DEVICE).result().numel())
+
+    decoder._step = step_beside_allocation  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as other, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samples = engine.generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True)
+    assert sizes == [1 << 26] and decoder.graphs
+    assert [len(sample.response_ids) for sample in samples] == [20] * 6
 
 
 def test_a_sample_does_not_depend_on_its_neighbors() -> None:

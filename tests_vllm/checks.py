@@ -153,12 +153,6 @@ def check_update_during_generation(engine: VllmEngine, actor: Actor) -> None:
         for before_update in (2.0, 4.0, 8.0):  # seconds; on a busy machine it takes some until there are tokens
             samples = update_during_generation(is_canceled, before_update)
             assert not any(sample.failed for sample in samples), [sample.error for sample in samples]
-            print(
-                "DEBUG",
-                is_canceled,
-                before_update,
-                [(len(x.versions), x.versions.count(version + 1), x.versions.count(version + 2)) for x in samples],
-            )
             if all(set(sample.versions) == {version + 1, version + 2} for sample in samples):
                 break
         after = {name: tensor.clone() for name, tensor in actor.model.state_dict().items()}

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from rollbook.algorithms.kernels import decode_triton
 from rollbook.core.sampling import Prompt, Sample
 from rollbook.rollout import TransformersEngine
 from rollbook.rollout.engine import Cancel
-from rollbook.rollout.paged import PagedDecoder, PagePool, unsupported_reason
+from rollbook.rollout.paged import (
+    _ALIVE,
+    PAGE_SIZE,
+    STEPS_PER_SYNC,
+    FusedKernels,
+    PagedDecoder,
+    PagePool,
+    UnsupportedModelError,
+    pages_for,
+    unsupported_reason,
+)
 from tests import tiny
 
 SHAPE: dict[str, Any] = {
@@ -153,32 +173,166 @@ def test_a_failing_prompt_fails_alone() -> None:
 
 
 def test_models_that_cannot_be_paged_are_decoded_token_by_token() -> None:
-    model = make_model()
-    forward = model.model.norm.forward
-
-    def fail_on_one_token(hidden: torch.Tensor) -> torch.Tensor:
-        if model.config._attn_implementation == "rollbook_paged" and hidden.shape[1] == 1:
-            raise RuntimeError("cannot be captured")
-        return forward(hidden)
-
-    model.model.norm.forward = fail_on_one_token
+    torch.manual_seed(0)
+    config = GptOssConfig(**SHAPE, head_dim=8, num_local_experts=2, num_experts_per_tok=1, rope_parameters=None)
+    model = GptOssForCausalLM(config).eval()  # attention sinks, which a prefill finds
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 5, "seed": 1, "ignore_eos": True, "batch": 1}
     engine = paged_engine(model)
-    with pytest.warns(UserWarning, match="without CUDA graphs: RuntimeError: cannot be captured"):
-        samples = engine.generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True, batch=1)
-    assert [len(sample.response_ids) for sample in samples] == [20] * len(LENGTHS)
-    assert model.config._attn_implementation == "sdpa"
-    assert_same(
-        samples, TransformersEngine(model).generate(make_prompts(), max_tokens=20, seed=1, ignore_eos=True, batch=1)
-    )
-    assert "does not let its attention be replaced" in str(
-        unsupported_reason(TransformersEngine(_without_backend()).runner)
-    )
+    with pytest.warns(UserWarning, match="without CUDA graphs: UnsupportedModelError: its attention has s_aux"):
+        samples = engine.generate(make_prompts(), **arguments)
+    assert model.config._attn_implementation != "rollbook_paged"
+    assert_same(samples, TransformersEngine(model).generate(make_prompts(), **arguments))
+    assert engine._not_paged is not None and engine._paged is None
 
-
-def _without_backend() -> Any:
     model = make_model()
     model._supports_attention_backend = False
-    return model
+    assert "does not let its attention be replaced" in str(unsupported_reason(TransformersEngine(model).runner))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_disabled"), [(torch.OutOfMemoryError("full"), False), (UnsupportedModelError("no capture"), True)]
+)
+@pytest.mark.parametrize("failing_window", [0, 1])  # after rows that their first token ended; after rows were removed
+def test_every_row_is_finished_if_a_window_fails(failing_window: int, error: Exception, is_disabled: bool) -> None:
+    model, prompts = make_model(), make_prompts((40, 42, 9))
+    options = [{"max_tokens": count} for count in (30, 30, 1)]
+    arguments: dict[str, Any] = {"n": 4, "seed": 3, "ignore_eos": True, "batch": 1}
+    expected = TransformersEngine(model).generate(prompts, options, **arguments)
+    engine = paged_engine(model, rows=12, max_batch_tokens=768)
+    decoder = engine._paged
+    assert decoder is not None
+    rows_by_window: list[int] = []
+    run_steps = decoder.run_steps
+
+    def fail_once(variant: Any, count: int) -> None:
+        rows_by_window.append(int(decoder.state.integers[_ALIVE].sum()))
+        if len(rows_by_window) == failing_window + 1:
+            raise error
+        run_steps(variant, count)
+
+    decoder.run_steps = fail_once  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match=f"without CUDA graphs: {type(error).__name__}: {error}"):
+        samples = engine.generate(prompts, options, **arguments)
+    assert_same(samples, expected)
+    assert rows_by_window == [8, 6][: failing_window + 1]
+    assert decoder.cache is None and decoder.calls == 0  # the loop needs its memory
+    assert (engine._not_paged is not None) is is_disabled
+    if not is_disabled:
+        assert_same(engine.generate(prompts, options, **arguments), expected)
+        assert len(rows_by_window) > failing_window + 1
+
+
+def test_a_prompt_that_fails_in_prefill() -> None:
+    model = make_model()
+    arguments: dict[str, Any] = {"n": 2, "max_tokens": 10, "seed": 3, "ignore_eos": True, "batch": 1}
+    expected = TransformersEngine(model).generate(make_prompts(), **arguments)
+    engine = paged_engine(model, rows=12)
+    assert engine._paged is not None
+    prefill = engine._paged.prefill
+    error: Exception = RuntimeError("broken")
+
+    def fail(rows: Any, pages: Any) -> Any:
+        if any(len(row.prepared.ids) == 130 for row in rows):
+            raise error
+        return prefill(rows, pages)
+
+    engine._paged.prefill = fail  # type: ignore[method-assign]
+    samples = engine.generate(make_prompts(), **arguments)
+    failed = [sample for sample in samples if sample.failed]
+    assert [len(sample.prompt_ids) for sample in failed] == [130, 130] and "broken" in str(failed[0].error)
+    assert_same([s for s in samples if not s.failed], [e for e in expected if len(e.prompt_ids) != 130])
+    assert engine.stats.splits == 3 and engine.stats.prompts == 5  # groups are not cut
+    assert engine._paged.pool.available == engine._paged.cache.pages - 1
+
+    error = torch.OutOfMemoryError("full")  # the loop may have room for it
+    with pytest.warns(UserWarning, match="without CUDA graphs: OutOfMemoryError: full"):
+        assert_same(engine.generate(make_prompts(), **arguments), expected)
+
+
+@pytest.mark.parametrize("cause", [None, torch.OutOfMemoryError("full")])
+def test_a_capture_that_fails(cause: Exception | None) -> None:
+    engine = paged_engine(make_model())
+    decoder = engine._paged
+    assert decoder is not None
+
+    def fail(variant: Any) -> None:
+        try:
+            if cause is not None:
+                raise cause
+        finally:
+            raise RuntimeError("the capture is invalid")
+
+    decoder.capture, decoder._capture = True, fail  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="the capture is invalid"):
+        samples = engine.generate(make_prompts(), max_tokens=3, ignore_eos=True)
+    assert [len(sample.response_ids) for sample in samples] == [3] * len(LENGTHS)
+    assert (engine._not_paged is None) is (cause is not None)
+
+
+def test_the_cache_is_allocated_a_few_times_for_ragged_calls() -> None:
+    decoder = PagedDecoder(paged_engine(make_model()).runner, 8, capture=False)
+    generator = torch.Generator().manual_seed(0)
+    caches: dict[int, Any] = {}
+    for _ in range(100):
+        lengths = torch.randint(20, 2000, (8,), generator=generator).tolist()
+        assert decoder.reserve(max(lengths), sum(lengths), 1 << 20)
+        caches[decoder.cache.pages] = decoder.cache
+        assert sum(lengths) <= (decoder.cache.pages - 1) * PAGE_SIZE
+    assert len(caches) <= 3
+
+    decoder.reserve(1000, 1 << 20, 20_000)  # bounded
+    assert decoder.cache.pages == pages_for(20_000) + 1
+    decoder.release()
+    assert decoder.reserve(1000, 8000, 64)  # there is room for one row
+    assert decoder.cache.pages == pages_for(1000 + STEPS_PER_SYNC) + 1
+
+
+def test_memory_is_released_above_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = paged_engine(make_model())
+    decoder = engine._paged
+    assert decoder is not None
+    engine.generate(make_prompts(), max_tokens=3, ignore_eos=True)
+    storage = decoder.cache.storage.nbytes
+    assert decoder.nbytes > storage + decoder.state.stops.nbytes
+    memory = SimpleNamespace(total_memory=8 * decoder.nbytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    engine.release_memory()
+    assert decoder.cache is not None
+    memory.total_memory -= 1
+    engine.release_memory()
+    assert decoder.cache is None and decoder.nbytes == 0
+
+
+def test_fused_kernels_are_used_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels have no gradients, so a training pass in another thread must not get them."""
+
+    def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float, *, offset: bool) -> torch.Tensor:
+        normed = hidden.detach() * torch.rsqrt(hidden.detach().square().mean(-1, keepdim=True) + epsilon)
+        return normed * (weight.detach() + offset)
+
+    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(query.detach(), key.detach(), cos, sin)
+
+    monkeypatch.setattr(decode_triton, "rms_norm", rms_norm)
+    monkeypatch.setattr(decode_triton, "rotate", rotate)
+    model = make_model()
+    fused = FusedKernels(model)
+    ids = torch.tensor([[5]])
+    expected = model(ids).logits
+
+    def weights_with_gradients() -> int:
+        model.zero_grad()
+        logits = model(ids).logits
+        torch.testing.assert_close(logits, expected)
+        if logits.requires_grad:
+            logits.sum().backward()
+        return sum(parameter.grad is not None for parameter in model.parameters())
+
+    count = len(list(model.parameters()))
+    with fused(), ThreadPoolExecutor(1) as other:
+        assert other.submit(weights_with_gradients).result() == count
+        assert weights_with_gradients() < count
+    assert weights_with_gradients() == count
 
 
 def test_images_are_decoded_after_their_own_prefill() -> None:
@@ -226,6 +380,8 @@ def test_pages_are_counted() -> None:
     pool.release(pages)
     assert pool.available == 2
     pool.release(pages[:2])
+    with pytest.raises(ValueError, match="count: got 5, expected at most 4"):
+        pool.take(5)
     assert pool.available == 4 and 0 not in pool.take(4)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollbook.models import Actor
 from rollbook.rollout import (
@@ -21,7 +25,7 @@ from rollbook.rollout import (
     WeightSyncError,
     check_sync,
 )
-from rollbook.rollout.vllm import ServerReplica, save_checkpoint
+from rollbook.rollout.vllm import LocalReplica, ServerReplica, save_checkpoint
 from tests import tiny
 
 
@@ -120,6 +124,68 @@ def test_tied_embeddings_are_saved_apart(tmp_path: Any) -> None:
     assert model.config.tie_word_embeddings and not loaded.config.tie_word_embeddings
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+class ParamMeta(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], SimpleNamespace]:
+    """Connect vLLM's side of a weight transfer, replaced by what it is given."""
+
+    def trainer_init(init_info: dict[str, Any], client: Any, source: Any) -> SimpleNamespace:
+        return SimpleNamespace(source=source, **init_info)
+
+    package = "vllm.distributed.weight_transfer"
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        package: {},
+        f"{package}.base": {"ParamMeta": ParamMeta},
+        f"{package}.factory": {"WeightTransferTrainerFactory": SimpleNamespace(trainer_init=trainer_init)},
+        f"{package}.ipc_engine": {"IPCTrainerInitInfo": dict},
+        f"{package}.nccl_engine": {"NCCLTrainerInitInfo": lambda *arguments, rank: {"arguments": arguments}},
+        "vllm.utils": {},
+        "vllm.utils.network_utils": {"get_ip": lambda: "10.0.0.1", "get_open_port": lambda: 9},
+    }
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))  # type: ignore[arg-type]
+
+    def connect(model: Any, transfer: str) -> SimpleNamespace:
+        engine = object.__new__(VllmEngine)
+        engine._replicas = [object.__new__(LocalReplica)]
+        engine._run_on_replicas = lambda work: [2]  # type: ignore[method-assign]
+        return engine._connect(model, transfer)  # type: ignore[arg-type, no-any-return]
+
+    return connect
+
+
+def qwen3_moe() -> Any:
+    config = Qwen3MoeConfig(**tiny.SIZES, vocab_size=97, head_dim=8, num_experts=3, moe_intermediate_size=16)
+    return Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [qwen3_moe, lambda: tiny.llava()[0], tiny.qwen_vl, tiny.qwen3])
+def test_tensors_are_sent_as_checkpoints_name_them(
+    make: Callable[[], Any], connected: Callable[[Any, str], SimpleNamespace], tmp_path: Any
+) -> None:
+    model = make()
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    source = connected(model, "nccl").source
+    sent = dict(source)
+    assert sent.keys() == expected.keys() and all(torch.equal(sent[name], expected[name]) for name in sent)
+    assert source.metadata() == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+
+
+def test_the_buffer_of_ipc_holds_the_largest_tensor(connected: Callable[[Any, str], SimpleNamespace]) -> None:
+    assert connected(tiny.llama(), "ipc").packed_buffer_size_bytes == 1 << 30
+    with torch.device("meta"):
+        large = LlamaForCausalLM(LlamaConfig(**{**tiny.SIZES, "hidden_size": 4096}, vocab_size=152_064))
+    assert connected(large.bfloat16(), "ipc").packed_buffer_size_bytes == 2 * 4096 * 152_064 > 1 << 30
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

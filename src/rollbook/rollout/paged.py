@@ -63,6 +63,13 @@ class UnsupportedModelError(RollbookError):
     """A model cannot be decoded over a paged cache."""
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether device memory ran out. In a capture, CUDA raises another error after that one."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def unsupported_reason(runner: ModelRunner) -> str | None:
     """Return why a model cannot be decoded over a paged cache, or `None` if nothing is known to prevent it."""
     model = runner.base
@@ -112,7 +119,13 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take free pages; the caller has checked that there are enough."""
+        """Take free pages: all of them, or none if there are too few.
+
+        Raises:
+            ValueError: There are too few.
+        """
+        if count > self.available:
+            raise ValueError(f"count: got {count}, expected at most {self.available}, the number of free pages")
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._users[page] = 1
@@ -363,7 +376,7 @@ class FusedKernels:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._norms: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = []
+        self._norms: list[tuple[Any, bool]] = []
         self._rotary: list[tuple[Any, Callable[..., Any]]] = []
         offsets: dict[type, bool | None] = {}
         for module in model.modules():
@@ -373,7 +386,7 @@ class FusedKernels:
                 offsets[type(module)] = _norm_offset(module)
             offset = offsets[type(module)]
             if offset is not None:
-                self._norms.append((module, _fused_norm(module, offset)))
+                self._norms.append((module, offset))
         for source in {sys.modules.get(type(module).__module__) for module in model.modules()}:
             rotate = getattr(source, _ROTARY, None)
             if rotate is not None and _rotates_halves(rotate, next(model.parameters())):
@@ -383,8 +396,8 @@ class FusedKernels:
     def __call__(self) -> Iterator[None]:
         """Use the kernels in the forward passes of the current thread."""
         thread = threading.get_ident()
-        for module, norm in self._norms:
-            module.forward = norm
+        for module, offset in self._norms:
+            module.forward = _fused_norm(module, offset, thread)
         for source, rotate in self._rotary:
             setattr(source, _ROTARY, _fused_rotary(rotate, thread))
         try:
@@ -427,11 +440,12 @@ def _norm_offset(norm: Any) -> bool | None:
     return None
 
 
-def _fused_norm(norm: Any, offset: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fused_norm(norm: Any, offset: bool, thread: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that calls `decode_triton.rms_norm`, which has no gradient, in one thread only."""
     forward, epsilon = norm.forward, _norm_epsilon(norm)
 
     def fused(hidden_states: torch.Tensor) -> torch.Tensor:
-        if hidden_states.dtype != norm.weight.dtype or epsilon is None:
+        if threading.get_ident() != thread or hidden_states.dtype != norm.weight.dtype or epsilon is None:
             return forward(hidden_states)  # type: ignore[no-any-return]
         return decode_triton.rms_norm(hidden_states, norm.weight, epsilon, offset=offset)
 
@@ -608,22 +622,28 @@ class PagedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache."""
-        return 0 if self.cache is None or self.cache.storage is None else int(self.cache.storage.nbytes)
+        """Bytes of the cache and the device buffers, without the memory of the graphs."""
+        buffers = () if self._state is None else vars(self._state).values()
+        tensors = (getattr(self.cache, "storage", None), *buffers)
+        return sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
-    def reserve(self, longest: int, tokens: int) -> bool:
+    def reserve(self, longest: int, tokens: int, max_tokens: int) -> bool:
         """Allocate a larger cache if needed, and drop the graphs if the weights moved to other addresses.
 
+        The number of pages is rounded up to a power of two, since a larger cache needs all graphs to be captured again.
+
         Args:
-            longest: Largest number of tokens of a row.
-            tokens: Number of tokens that the cache should hold.
+            longest: Largest number of tokens of a row, for which there is always room.
+            tokens: Number of tokens of all rows.
+            max_tokens: Largest number of tokens that the cache holds for several rows, rounded up to pages.
 
         Returns:
             Whether the cache can hold the longest row. It cannot grow while another call uses it.
         """
         if self.graphs and self._fingerprint != self._model_fingerprint():
             self._drop_graphs()
-        pages = max(pages_for(tokens), pages_for(longest + STEPS_PER_SYNC)) + 1
+        rounded = 1 << (pages_for(tokens) - 1).bit_length()
+        pages = max(min(rounded, pages_for(max_tokens)), pages_for(longest + STEPS_PER_SYNC)) + 1
         size = 0 if self.cache is None else self.cache.pages
         if size < pages and not self.calls:
             self.release()
@@ -798,9 +818,22 @@ class PagedDecoder:
             graph.replay()
 
     def capture_step(self, variant: Variant) -> None:
-        """Capture the graph of a variant, if there is none. This overwrites the state on the device."""
+        """Capture the graph of a variant, if there is none. This overwrites the state on the device.
+
+        Raises:
+            UnsupportedModelError: The step of this model cannot be captured.
+        """
         if not self.capture or variant in self.graphs:
             return
+        try:
+            self._capture(variant)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UnsupportedModelError(f"{type(error).__name__}: {error}") from error
+        self._fingerprint = self._model_fingerprint()
+
+    def _capture(self, variant: Variant) -> None:
         state = self.state
         state.clear()
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -811,11 +844,11 @@ class PagedDecoder:
         torch.cuda.current_stream().wait_stream(stream)
         state.clear()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
+        # Other threads may allocate memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
             self._step(variant)
         self._graph_pool = graph.pool()
         self.graphs[variant] = graph
-        self._fingerprint = self._model_fingerprint()
 
     def _step(self, variant: Variant) -> None:
         """Sample the next token of each row, and advance the rows that have not ended."""
@@ -908,15 +941,15 @@ class PagedBatch:
         """Number of rows that can join."""
         return self.decoder.max_rows - len(self.live)
 
-    def next_rows(self, waiting: deque[DecodingRow]) -> list[DecodingRow]:
-        """Remove the rows that can join now from the front of a queue, and return them.
+    def next_groups(self, waiting: deque[DecodingRow]) -> list[list[DecodingRow]]:
+        """Remove the rows that can join now from the front of a queue, and return them in groups.
 
-        Rows of one prompt join together, so that the prompt runs once. If they do not fit in an empty batch, as many as
-        fit join.
+        The rows of a group have one prompt, which runs once. If they do not fit in an empty batch, as many as fit join.
         """
         if self.live and self.free_rows < max(1, self.decoder.max_rows // REFILL_SHARE):
             return []
-        rows: list[DecodingRow] = []
+        groups: list[list[DecodingRow]] = []
+        free_rows = self.free_rows
         # Each row in the batch may need another page for the next window.
         available = self.decoder.pool.available - len(self.live)
         while waiting:
@@ -926,63 +959,65 @@ class PagedBatch:
                 group += 1
             shared = _length(first) // PAGE_SIZE
             per_row = pages_for(_length(first) + STEPS_PER_SYNC) - shared
-            if not rows and not self.live:
-                group = min(group, self.free_rows)
+            if not groups and not self.live:
+                group = min(group, free_rows)
                 while group > 1 and shared + group * per_row > available:
                     group -= 1
-            if len(rows) + group > self.free_rows or shared + group * per_row > available:
+            if group > free_rows or shared + group * per_row > available:
                 break
+            free_rows -= group
             available -= shared + group * per_row
-            rows += [waiting.popleft() for _ in range(group)]
-        return rows
+            groups.append([waiting.popleft() for _ in range(group)])
+        return groups
 
-    def admit(self, rows: Sequence[DecodingRow], version: int) -> list[FinishedRow]:
-        """Run the prompts of rows and sample their first tokens.
+    def admit(self, groups: Sequence[Sequence[DecodingRow]], version: int) -> list[FinishedRow]:
+        """Run the prompts of groups of rows and sample the first token of each row.
 
         Args:
-            rows: Rows that `next_rows` returned.
+            groups: Groups that `next_groups` returned.
             version: Version of the policy, recorded for the tokens.
 
         Returns:
             The rows that their first token finishes. If it raises, the rows are unchanged.
         """
-        decoder = self.decoder
-        members: dict[int, list[DecodingRow]] = {}
-        for row in rows:
-            members.setdefault(_prompt_key(row), []).append(row)
-        groups = list(members.values())
-        lengths = [_length(group[0]) for group in groups]
-        group_pages: list[list[int]] = []
+        decoder, pool = self.decoder, self.decoder.pool
+        rows = [row for group in groups for row in group]
+        group_of_row = [i for i, group in enumerate(groups) for _ in group]
+        pages: list[list[int]] = []  # of each row
+        prompt_pages: list[list[int]] = []
+        sources: list[int] = []
+        targets: list[int] = []
         try:
-            group_pages.extend(decoder.pool.take(pages_for(length)) for length in lengths)
-            logits, next_positions = decoder.prefill([group[0] for group in groups], group_pages)
+            for group in groups:
+                prompt_pages.append(pool.take(pages_for(_length(group[0]))))
+                pages.append(prompt_pages[-1])
+                full = _length(group[0]) // PAGE_SIZE
+                for _ in group[1:]:  # full pages are shared; the last page, which the response continues, is copied
+                    copies = pool.take(len(prompt_pages[-1]) - full)
+                    pool.share(prompt_pages[-1][:full])
+                    pages.append(prompt_pages[-1][:full] + copies)
+                    sources += prompt_pages[-1][full:]
+                    targets += copies
+            logits, next_positions = decoder.prefill([group[0] for group in groups], prompt_pages)
             decoder.make_state(logits.shape[1])
-            group_of_row = [i for i, group in enumerate(groups) for _ in group]
-            row_logits = logits[torch.tensor(group_of_row, device=logits.device)]
-            finished = _sample_first([row for group in groups for row in group], row_logits, version)
+            if targets:
+                decoder.copy_pages(sources, targets)
+            joined = [
+                self._live_row(row, row_pages, next_positions[i] - _length(row))
+                for row, row_pages, i in zip(rows, pages, group_of_row, strict=True)
+            ]
+            finished = _sample_first(rows, logits[torch.tensor(group_of_row, device=logits.device)], version)
         except BaseException:
-            for pages in group_pages:
-                decoder.pool.release(pages)
+            for row_pages in pages:
+                pool.release(row_pages)
             raise
         decoder.runner.stats.tokens += len(rows)
         ended = {id(row) for row, _, _ in finished}
-        sources: list[int] = []
-        targets: list[int] = []
-        for group, length, pages, position in zip(groups, lengths, group_pages, next_positions, strict=True):
-            alive = [row for row in group if id(row) not in ended]
-            shared = pages[: length // PAGE_SIZE]
-            for k, row in enumerate(alive):
-                row_pages = pages
-                if k:  # full pages are shared; the last page, which the response continues, is copied
-                    decoder.pool.share(shared)
-                    row_pages = shared + decoder.pool.take(len(pages) - len(shared))
-                    sources += pages[len(shared) :]
-                    targets += row_pages[len(shared) :]
-                self.live.append(self._live_row(row, row_pages, position - length))
-            if not alive:
-                decoder.pool.release(pages)
-        if targets:
-            decoder.copy_pages(sources, targets)
+        for live in joined:
+            if id(live.row) in ended:
+                pool.release(live.pages)
+            else:
+                self.live.append(live)
         return finished
 
     def _live_row(self, row: DecodingRow, pages: list[int], offset: int) -> LiveRow:
@@ -994,29 +1029,27 @@ class PagedBatch:
         in_vocabulary = tuple(pair for pair in forbidden if pair[0] < self.decoder.state.vocabulary)
         return LiveRow(row, pages, offset, self.decoder.stop_set(stops), in_vocabulary)
 
-    def remove_all(self) -> list[DecodingRow]:
-        """Remove all rows and return them, with their tokens so far."""
-        rows = [live.row for live in self.live]
+    def remove_all(self) -> None:
+        """Remove all rows. They keep their tokens."""
         for live in self.live:
             self.decoder.pool.release(live.pages)
         self.live = []
-        return rows
 
-    def run_window(self, version: int) -> tuple[list[FinishedRow], list[DecodingRow]]:
+    def run_window(self, version: int, waiting: deque[DecodingRow]) -> list[FinishedRow]:
         """Sample up to `STEPS_PER_SYNC` tokens for each row.
 
         Args:
             version: Version of the policy, recorded for the tokens.
+            waiting: Takes the rows that are removed because the cache is full. They keep their tokens.
 
         Returns:
-            The finished rows, and the rows that were removed because the cache is full. The latter keep their tokens
-            and can be admitted again.
+            The finished rows. If it raises, no row has more tokens than before.
         """
         decoder = self.decoder
         steps = min(STEPS_PER_SYNC, max(live.row.limit - len(live.row.ids) for live in self.live))
-        removed = self._extend_pages(steps)
+        self._extend_pages(steps, waiting)
         if not self.live:
-            return [], removed
+            return []
         variant = self._variant()
         decoder.capture_step(variant)
         self._upload(variant, steps)
@@ -1039,12 +1072,11 @@ class PagedBatch:
                 finished.append(end)
                 decoder.pool.release(live.pages)
         self.live = remaining
-        return finished, removed
+        return finished
 
-    def _extend_pages(self, steps: int) -> list[DecodingRow]:
-        """Take pages for the next tokens. If there are too few, remove and return the rows that joined last."""
+    def _extend_pages(self, steps: int, waiting: deque[DecodingRow]) -> None:
+        """Take pages for the next tokens. If there are too few, the rows that joined last go back to a queue."""
         pool = self.decoder.pool
-        removed: list[DecodingRow] = []
         i = 0
         while i < len(self.live):
             live = self.live[i]
@@ -1057,8 +1089,7 @@ class PagedBatch:
                 continue
             last = self.live.pop()
             pool.release(last.pages)
-            removed.append(last.row)
-        return removed
+            waiting.appendleft(last.row)
 
     def _variant(self) -> Variant:
         """Return the variant of the step that the sampling options of the rows need."""

@@ -51,7 +51,13 @@ from rollbook.rollout.decoding import (
     find_stop_start,
 )
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError
-from rollbook.rollout.paged import PagedBatch, PagedDecoder, UnsupportedModelError, unsupported_reason
+from rollbook.rollout.paged import (
+    PagedBatch,
+    PagedDecoder,
+    UnsupportedModelError,
+    is_out_of_memory,
+    unsupported_reason,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -318,11 +324,15 @@ def split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[A
 
 _IDLE_SECONDS = 0.01
 _MEMORY_SHARE = 8
-"""`release_memory` keeps a cache of less than 1 / _MEMORY_SHARE of the device's memory, to save capturing again."""
+"""`release_memory` keeps what takes less than 1 / _MEMORY_SHARE of the device's memory, to save capturing again."""
 _TURN = 32
 """Number of tokens after which another call can use the model."""
 _WINDOW = 4
 """Number of batches whose prompts are prepared and sorted by length before the first is run."""
+
+
+def _warn_slow(reason: str) -> None:
+    warnings.warn(f"decoding token by token, without CUDA graphs: {reason}", stacklevel=4)
 
 
 class _FairLock:
@@ -351,8 +361,9 @@ class TransformersEngine(BaseEngine):
         tokenizer: Tokenizer, or a processor. Without one, prompts are token ids.
         processor: Processor for images and videos; it has the tokenizer too.
         max_batch_rows: Largest number of samples per batch.
-        max_batch_tokens: Largest number of tokens per batch, if every sample becomes as long as it may. A batch that
-            does not fit in memory is split in halves.
+        max_batch_tokens: Largest number of tokens per batch, if every sample becomes as long as it may; a longer sample
+            is a batch of its own. A batch that does not fit in memory is split in halves. On CUDA, the key-value cache
+            has this many tokens at most, in pages of 64, and one more page; it has more if a sample needs them.
         version: Number of the policy, to be set when the weights change.
         device: Device of the inputs; by default that of the model's input embeddings.
         add_special_tokens: Whether the tokenizer adds special tokens to a prompt of plain text.
@@ -504,7 +515,8 @@ class TransformersEngine(BaseEngine):
             if self._paged is None:
                 reason = unsupported_reason(self.runner) if decode_triton.READY else "Triton is not installed"
                 if reason is not None:
-                    self._decode_token_by_token(reason)
+                    self._not_paged = reason
+                    _warn_slow(reason)
                     return None
                 self._paged = PagedDecoder(self.runner, self.max_batch_rows, capture=True)
             if self._paged.max_rows != self.max_batch_rows and not self._paged.calls:
@@ -512,77 +524,83 @@ class TransformersEngine(BaseEngine):
                 self._paged = PagedDecoder(self.runner, self.max_batch_rows, capture=True)
             return self._paged
 
-    def _decode_token_by_token(self, reason: str) -> None:
-        """Disable the paged cache of this engine, with a warning."""
-        self._not_paged, self._paged = reason, None
-        warnings.warn(f"decoding token by token, without CUDA graphs: {reason}", stacklevel=3)
-
     def _decode_paged(
         self, rows: list[DecodingRow], decoder: PagedDecoder, cancel: Cancel
     ) -> Generator[tuple[int, Sample], None, list[DecodingRow]]:
-        """Decode rows over a paged cache. Return the unfinished rows if that fails, for `_decode_batch`."""
+        """Decode rows over a paged cache. If that fails, return the unfinished rows, for `_decode_batch`."""
         longest = max(row.longest for row in rows)
         with self._model_lock:
-            if not decoder.reserve(longest, min(self.max_batch_tokens, sum(row.longest for row in rows))):
-                warnings.warn(
-                    f"decoding token by token, without CUDA graphs: rows of up to {longest} tokens do not fit into the "
-                    "key-value cache of another call that is in progress, which cannot grow",
-                    stacklevel=3,
+            if not decoder.reserve(longest, sum(row.longest for row in rows), self.max_batch_tokens):
+                _warn_slow(
+                    f"rows of up to {longest} tokens do not fit into the key-value cache of another call that is in "
+                    "progress, which cannot grow"
                 )
                 return rows
             decoder.calls += 1
         batch, waiting = PagedBatch(decoder), deque(rows)
+        unfinished = {row.index: row for row in rows}
+        failure: Exception | None = None
         try:
-            while waiting or batch.live:
-                if cancel.requested:
-                    for row in (*batch.remove_all(), *waiting):
-                        yield row.index, self._sample(row, "abort")
-                    return []
+            while unfinished and failure is None and not cancel.requested:
                 finished: list[FinishedRow] = []
                 try:
                     # Other calls can use the model between windows.
                     with self._model_lock, scoring(self.model):
-                        finished += self._admit_rows(batch, batch.next_rows(waiting))
+                        self._admit_groups(batch, batch.next_groups(waiting), finished)
                         if batch.live:
-                            ended, removed = batch.run_window(self.version)
-                            finished += ended
-                            waiting.extendleft(removed)
-                            idle = False
-                        else:
-                            idle = not finished
+                            finished += batch.run_window(self.version, waiting)
                 except Exception as error:
-                    self._decode_token_by_token(f"{type(error).__name__}: {error}")
-                    return [*batch.remove_all(), *waiting]
+                    failure = error.with_traceback(None)  # its frames hold memory
                 for row, reason, stop in finished:
+                    del unfinished[row.index]
                     yield row.index, self._sample(row, reason, stop)
-                if idle:
+                if not finished and not batch.live:
                     time.sleep(_IDLE_SECONDS)  # another call has all pages
-            return []
         finally:
             batch.remove_all()
             decoder.calls -= 1
+        if failure is not None:
+            with self._model_lock:
+                if not decoder.calls:
+                    decoder.release()
+            problem = f"{type(failure).__name__}: {failure}"
+            if isinstance(failure, UnsupportedModelError):
+                self._not_paged, self._paged = problem, None
+            _warn_slow(problem)
+            return list(unfinished.values())
+        for row in unfinished.values():
+            yield row.index, self._sample(row, "abort")
+        return []
 
-    def _admit_rows(self, batch: PagedBatch, rows: list[DecodingRow]) -> list[FinishedRow]:
-        """Run the prompts of rows. If that fails, the halves are tried; a single prompt that fails is an error."""
-        if not rows:
-            return []
+    def _admit_groups(self, batch: PagedBatch, groups: list[list[DecodingRow]], finished: list[FinishedRow]) -> None:
+        """Run the prompts of groups of rows. If that fails, halves are tried; a single group that fails is an error.
+
+        Args:
+            batch: The batch that the rows join.
+            groups: Rows of one prompt each.
+            finished: Takes the rows that end with their first token, or with an error.
+        """
+        if not groups:
+            return
         try:
-            return batch.admit(rows, self.version)
-        except UnsupportedModelError:
-            raise
+            finished += batch.admit(groups, self.version)
+            return
         except Exception as error:
+            if isinstance(error, UnsupportedModelError) or (len(groups) == 1 and is_out_of_memory(error)):
+                raise
             failure = error.with_traceback(None)  # its frames hold memory
-        prompts = {id(row.prepared) for row in rows}
-        if len(prompts) == 1:
-            return [FinishedRow(row, "error", failure) for row in rows]
+        if len(groups) == 1:
+            finished += [FinishedRow(row, "error", failure) for row in groups[0]]
+            return
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.runner.stats.splits += 1
-        half = len(rows) // 2
-        return self._admit_rows(batch, rows[:half]) + self._admit_rows(batch, rows[half:])
+        half = len(groups) // 2
+        self._admit_groups(batch, groups[:half], finished)
+        self._admit_groups(batch, groups[half:], finished)
 
     def release_memory(self) -> None:
-        """Free the key-value cache and the captured graphs, unless the cache is small.
+        """Free the key-value cache and the captured graphs, unless cache and decoding buffers are small.
 
         The trainer calls it before an update on the same device. The next call allocates them again.
         """

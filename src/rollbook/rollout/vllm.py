@@ -65,6 +65,8 @@ ABORT_SECONDS = 5.0
 """Time to receive the rest of a response after its request was aborted."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM takes as `max_lora_rank`."""
+_MIN_IPC_BUFFER = 1 << 30
+"""Smallest size in bytes of the buffer for IPC, which must hold each tensor; vLLM's default."""
 _MAX_TRACKED_TASKS = 1 << 16
 """Number of tasks whose replica is remembered."""
 
@@ -850,7 +852,7 @@ class VllmEngine(BaseEngine):
             self._run_on_replicas(lambda replica: replica.remove_adapter(*oldest))
             shutil.rmtree(self.folder / oldest[0], ignore_errors=True)
 
-    def _send_tensors(self, model: torch.nn.Module, version: int, transfer: Transfer) -> None:
+    def _send_tensors(self, model: PreTrainedModel, version: int, transfer: Transfer) -> None:
         """Send weights by vLLM's weight transfer (NCCL or IPC)."""
         if self._sender is None:
             self._sender, self._sent_model = self._connect(model, transfer), model
@@ -861,10 +863,9 @@ class VllmEngine(BaseEngine):
         self._run_on_replicas(lambda replica: replica.label(version))
         self._run_on_replicas(lambda replica: replica.resume())
 
-    def _connect(self, model: torch.nn.Module, transfer: Transfer) -> Any:
+    def _connect(self, model: PreTrainedModel, transfer: Transfer) -> Any:
         """Return vLLM's trainer side of a weight transfer, connected to the workers."""
         require_vllm()
-        from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -873,11 +874,15 @@ class VllmEngine(BaseEngine):
         if transfer == "ipc" and not isinstance(self._replicas[0], LocalReplica):
             raise WeightSyncError("transfer: got 'ipc', which needs vLLM in this process; expected 'nccl' or 'file'")
         sizes = self._run_on_replicas(lambda replica: replica.world_size())
-        init_info: Any = IPCTrainerInitInfo(rank=0, packed=True)
+        source = CheckpointSource(model)
+        init_info: Any
         if transfer == "nccl":
             init_info = NCCLTrainerInitInfo(get_ip(), get_open_port(), 1 + sum(sizes), rank=0)
+        else:
+            buffer_size = max(_MIN_IPC_BUFFER, source.largest)
+            init_info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_size)
         client = _TransferClient(self._run_on_replicas, self._replicas, sizes)
-        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
+        return WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=source)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -895,6 +900,51 @@ class VllmEngine(BaseEngine):
         if self._is_asleep:
             self._run_on_replicas(lambda replica: replica.wake_up())
             self._is_asleep = False
+
+
+class CheckpointSource:
+    """The weights of a model under the names of its checkpoints, as a `WeightSource` of vLLM's weight transfer.
+
+    In memory, transformers fuses or renames some weights (experts, vision-language models). These are converted as in
+    `save_pretrained`; fused ones are copied, all of them before the first is sent.
+
+    Args:
+        model: A transformers model.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1)
+    >>> dict(CheckpointSource(LlamaForCausalLM(config)))["model.norm.weight"].shape
+    torch.Size([8])
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._convert().items())
+
+    def metadata(self) -> list[Any]:
+        """Return the names, types and shapes in vLLM's form, in the order of the weights."""
+        from vllm.distributed.weight_transfer.base import ParamMeta
+
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._convert("meta").items()]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(tensor.nbytes for tensor in self._convert("meta").values())
+
+    def _convert(self, device: str | None = None) -> dict[str, torch.Tensor]:
+        """Return the weights as `save_pretrained` writes them; on the device `meta`, without their data."""
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+        weights = remove_tied_weights_from_state_dict(self._model.state_dict(), self._model)
+        if device is not None:
+            weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        converted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, weights)
+        return converted
 
 
 class _TransferClient:
