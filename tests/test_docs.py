@@ -281,7 +281,7 @@ def test_training_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = scope["outcome"]
     assert outcome.after.success > outcome.before.success + 0.1
     assert scope["after"].success > scope["before"].success
-    assert len(scope["records"]) == 8 and scope["own"].needs_reference
+    assert len(scope["records"]) == 8 and scope["custom"].needs_reference
     for name in presets():
         assert f"`{name}`" in text, name
     known = set(outcome.reports[-1]) | {"excluded/no_trainable_token", "excluded/no_reward", "peak_memory_gib"}
