@@ -860,6 +860,13 @@ def result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
     return joined
 
 
+def check_records(records: Sequence[Experience]) -> None:
+    """Raise `ValueError` if an entry is not an `Experience`."""
+    for i, record in enumerate(records):
+        if not isinstance(record, Experience):
+            raise ValueError(f"record {i}: got {type(record).__name__}, expected an Experience")
+
+
 def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
     """Split each preference pair into two single-turn records.
 
@@ -881,6 +888,8 @@ def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
     [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
     """
     halves = []
+    records = list(records)
+    check_records(records)
     for i, pair in enumerate(records):
         if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
             raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")

@@ -540,12 +540,10 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     Raises:
         ValueError: A row is not a valid record.
     """
-    from rollbook.core.experience import Experience, validate
+    from rollbook.core.experience import check_records, validate
 
     with gc_paused():
-        for i, row in enumerate(rows):
-            if not isinstance(row, Experience):
-                raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
+        check_records(rows)
         states = list(map(vars, rows))
         names = set[str]().union(*states)
         malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
