@@ -186,6 +186,22 @@ def test_dataclass_tools() -> None:
     assert Experience(**as_dict) == record
 
 
+class TaggedRecord(Experience):
+    tag = "kept"
+
+
+def test_copies_of_a_subclass_are_of_the_subclass() -> None:
+    record = TaggedRecord(tokens=[1, 2])
+    for new in (record.replace(reward=1.0), dataclasses.replace(record), copy.copy(record), copy.deepcopy(record)):
+        assert type(new) is TaggedRecord and new.tag == "kept"
+
+
+def test_to_dict_has_what_is_not_none() -> None:
+    parts = Experience(tokens=[1, 2], prompt_text="", messages=[], tools=[], sampling={}).to_dict()
+    assert (parts["prompt_text"], parts["messages"], parts["tools"], parts["sampling"]) == ("", [], [], {})
+    assert "response_text" not in parts and "chosen_messages" not in parts
+
+
 def test_compact_frees_a_row_from_its_parent() -> None:
     many = Experiences([Experience(tokens=list(range(1000)), info={"i": i}) for i in range(50)])
     row = many[7]

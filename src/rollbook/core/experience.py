@@ -557,7 +557,7 @@ class Experience:
                 continue
             if field.kind == "number":
                 parts[name] = float(entry)
-            elif field.kind in ("text", "integer") or (field.kind == "json" and entry):
+            elif field.kind in ("text", "integer", "json"):
                 parts[name] = own(entry)
         return parts
 
@@ -580,7 +580,7 @@ class Experience:
         if "action_mask" not in changes and implied_mask(self):
             del arguments["action_mask"]  # recreated for the new tokens
         # A record that was read with invalid shapes keeps them unless they are changed.
-        new = restore(arguments, "replace") if self.malformed_fields else Experience(**arguments)
+        new = restore(arguments, "replace") if self.malformed_fields else type(self)(**arguments)
         if self.unknown:
             new.__dict__["unknown"] = dict(self.unknown)
         return new
