@@ -527,7 +527,7 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
 
-def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
+def from_rows(rows: Sequence[Any], copy: bool = True) -> Experiences:
     """Return the columns of rows.
 
     Args:
@@ -540,38 +540,44 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     Raises:
         ValueError: A row is not a valid record.
     """
-    from rollbook.core.experience import check_records, validate
+    from rollbook.core.experience import check_records, convert_assigned
 
+    check_records(rows)
     with gc_paused():
-        check_records(rows)
-        states = list(map(vars, rows))
-        names = set[str]().union(*states)
-        malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
-        parts: Columns = {}
-        for name, field in FIELDS.items():
-            if name not in names:
-                continue
-            values = list(map(methodcaller("get", name), states))
-            try:
-                parts.update(columns.encode(field, values, malformed, copy))
-            except (AttributeError, LookupError, TypeError) as error:
-                raise ValueError(f"{name}: a record holds a value that its constructor rejects: {error}") from None
-        if "unknown" in names:
-            for name in dict.fromkeys(name for row in rows for name in row.unknown):
-                unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
-                parts.update(columns.concat(unknown))
-        # Rows with values in side columns are validated as rows, the rest as columns.
-        for name, column in parts.items():
-            if name.endswith("__other"):
-                for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
-                    validate(rows[i], f"record {i}: ")
         try:
-            if rows:
-                columns.check_columns(parts, len(rows))
-        except ValueError:
-            for i, row in enumerate(rows):
-                validate(row, f"record {i}: ")
-            raise
+            return _from_stored_rows(rows, copy)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            # Values that were assigned later may not have the form that the constructor gives: rare, so tried last.
+            return _from_stored_rows(convert_assigned(rows), copy)
+
+
+def _from_stored_rows(rows: Sequence[Any], copy: bool) -> Experiences:
+    from rollbook.core.experience import validate
+
+    states = list(map(vars, rows))
+    names = set[str]().union(*states)
+    malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
+    parts: Columns = {}
+    for name, field in FIELDS.items():
+        if name in names:
+            values = list(map(methodcaller("get", name), states))
+            parts.update(columns.encode(field, values, malformed, copy))
+    if "unknown" in names:
+        for name in dict.fromkeys(name for row in rows for name in row.unknown):
+            unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
+            parts.update(columns.concat(unknown))
+    # Rows with values in side columns are validated as rows, the rest as columns.
+    for name, column in parts.items():
+        if name.endswith("__other"):
+            for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
+                validate(rows[i], f"record {i}: ")
+    try:
+        if rows:
+            columns.check_columns(parts, len(rows))
+    except ValueError:
+        for i, row in enumerate(rows):
+            validate(row, f"record {i}: ")
+        raise
     return Experiences._wrap(parts, len(rows))
 
 
