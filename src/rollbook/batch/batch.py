@@ -90,6 +90,14 @@ class Batch:
     media: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     spans: tuple[Spans, Spans] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "action_mask"):
+            if not isinstance(getattr(self, name), (torch.Tensor, Rows)):
+                raise ValueError(
+                    f"{name}: got {type(getattr(self, name)).__name__}, expected a tensor, or Rows; "
+                    "Batch.from_records builds a batch from records"
+                )
+
     # --- from records -------------------------------------------------------------------------------------------------
 
     @classmethod
