@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rollbook
 from rollbook import CustomField, Experience, Experiences
 from rollbook.batch import Batch
 from rollbook.batch.columns import RESPONSE_COLUMNS, read_columns
@@ -25,6 +26,8 @@ NAMES = {
 }
 """A batch's fields, and those of an `ExperienceBatch` that hold the same."""
 SIDES = {"left": "left", "right": "prompt_left_response_right"}
+ZEROS = dict.fromkeys((*RESPONSE_COLUMNS, "policy_versions", "routed_experts"), 0.0)
+"""As LightRFT's batches have it: 0 in the rows of records that lack a column."""
 
 
 @st.composite
@@ -72,7 +75,7 @@ def same(one: Any, other: Any) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(records=record_lists(), packed=st.booleans(), side=st.sampled_from(["left", "right"]))
 def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: bool, side: str) -> None:
-    batch = Batch.from_records(records, packed=packed, pad_token_id=7, side=side)  # type: ignore[arg-type]
+    batch = Batch.from_records(records, fill=ZEROS, packed=packed, pad_token_id=7, side=side)  # type: ignore[arg-type]
     other = from_experiences(records, packing_samples=packed, pad_token_id=7, layout=SIDES[side])
     for name, theirs in NAMES.items():
         if not (packed and name == "attention_mask"):
@@ -101,17 +104,17 @@ def test_the_same_numbers_as_an_experience_batch(records: Experiences, packed: b
 @settings(max_examples=80, deadline=None)
 @given(records=record_lists(), side=st.sampled_from(["left", "right"]), seed=st.integers(0, 9))
 def test_pack_pad_and_split(records: Experiences, side: Any, seed: int) -> None:
-    padded = Batch.from_records(records, side=side, pad_token_id=3)
-    packed = Batch.from_records(records, packed=True)
+    padded = Batch.from_records(records, fill=ZEROS, side=side, pad_token_id=3)
+    packed = Batch.from_records(records, fill=ZEROS, packed=True)
     assert padded.pack() == packed and packed.pad(3, side) == padded and packed.pack() is packed
-    assert padded.pad(5, "left") == Batch.from_records(records, pad_token_id=5)
+    assert padded.pad(5, "left") == Batch.from_records(records, fill=ZEROS, pad_token_id=5)
     cut = seed % (len(records) + 1)
     for batch in (padded, packed):
         parts = batch.split([cut, len(records) - cut])
         assert [len(part) for part in parts] == [cut, len(records) - cut]
         for part, rows in zip(parts, (records[:cut], records[cut:]), strict=True):
             if len(rows):
-                alone = Batch.from_records(rows, packed=True)
+                alone = Batch.from_records(rows, fill=ZEROS, packed=True)
                 for name in ("tokens", "action_mask"):
                     assert same(getattr(part.pack(), name), getattr(alone, name))
     with pytest.raises(ValueError, match="sizes: got"):
@@ -127,12 +130,39 @@ def test_only_the_columns_that_are_named() -> None:
     batch = Batch.from_records(records, ("tokens",))
     assert batch.action_mask.tolist() == [[True, True], [False, True]]  # every response token
     assert all(getattr(batch, name) is None for name in (*RESPONSE_COLUMNS, "reward")) and not batch.extra
-    batch = Batch.from_records(records, ("action_mask", "old_logprobs", "returns"))
+    batch = Batch.from_records(records, ("action_mask", "logprobs"))
     assert batch.action_mask.tolist() == [[True, False], [False, True]]
-    assert batch.old_logprobs is not None and batch.old_logprobs.tolist() == [[-3.0, -4.0], [0.0, 0.0]]
-    assert batch.logprobs is None and batch.returns is None and batch.advantages is None
+    assert batch.logprobs is not None and batch.logprobs.tolist() == [[-1.0, -2.0], [0.0, -5.0]]
+    assert batch.old_logprobs is None and batch.returns is None and batch.advantages is None
     with pytest.raises(ValueError, match="columns: 'advantage' is neither a column of a batch nor a custom field"):
         Batch.from_records(records, ("advantage",))
+
+
+def test_a_column_that_a_record_lacks_is_never_made_up() -> None:
+    records = [
+        Experience(tokens=[1, 2, 3], advantages=[1.0, 2.0], eid={"task": 1, "suffix": "a"}),
+        Experience(tokens=[4, 5], loss_weights=[0.5], eid={"task": 2, "suffix": "b"}),
+    ]
+    missing = r"record 1 \(/2/0/0/b\): advantages: missing, expected it in every record of the batch; fill="
+    for names in (None, ("advantages",)):
+        with pytest.raises(ValueError, match=missing):
+            Batch.from_records(records, names)
+    with pytest.raises(ValueError, match=r"record 0 .*: returns: missing"):
+        Batch.from_records(records, ("returns",))
+    book = rollbook.open("memory:")
+    book.append(records)
+    with book.lease(2) as lease:
+        with pytest.raises(ValueError, match=missing):
+            lease.batch()
+        batch = lease.batch(fill={"advantages": -1.0})
+        lease.ack()
+    assert batch.advantages.tolist() == [[1.0, 2.0], [0.0, -1.0]] and batch.returns is None
+    assert batch.loss_weights.tolist() == [[1.0, 1.0], [0.0, 0.5]], "records without weights count as 1"
+    assert Batch.from_records(records, ("returns",), fill={"returns": 0.0}).returns.tolist() == [[0.0, 0.0]] * 2
+    assert Batch.from_records(records[:1], ("loss_weights",)).loss_weights.tolist() == [[1.0, 1.0]]
+    for fill, message in (({"reward": 0.0}, "fill: 'reward' is not a field"), (0.0, "fill: got float")):
+        with pytest.raises(ValueError, match=message):
+            Batch.from_records(records, fill=fill)  # type: ignore[arg-type]
 
 
 def test_custom_fields() -> None:
@@ -154,6 +184,9 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Batch.from_records(records, **options)
+    for wrong, message in ((5, "rows: got int"), ([1], "record 0: got int, expected an Experience")):
+        with pytest.raises(ValueError, match=message):
+            Batch.from_records(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got a preference pair, expected a response"):
         Batch.from_records(Experiences([Experience(tokens=[1], chosen=[2], rejected=[3])]))
     with pytest.raises(ValueError, match="cu_seqlens: the batch is padded"):
@@ -254,7 +287,7 @@ def test_columns_travel_together() -> None:
             Experience(tokens=[4, 5]),
         ]
     )
-    columns = read_columns(records)
+    columns = read_columns(records, fill=ZEROS)
     sources = {"tokens": columns.tokens, **columns.by_response_token}
     lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_response_token)]
     copies = copy_columns(list(zip(sources.values(), lengths, strict=True)), torch.device("cpu"))

@@ -549,3 +549,30 @@ def test_split_errors_name_the_record(bad: Experience, word: str, columns: bool)
     rows = [pair(), bad]
     with pytest.raises(ValueError, match=f"record 1 .*bad.*{word}"):
         split_dpo_experience_to_single_turn(Experiences(rows) if columns else rows)
+
+
+def test_entries_that_are_no_records_are_refused() -> None:
+    for call in (
+        lambda rows: gather_token_ids(rows, 1, 1, 0),
+        lambda rows: gather_attention_masks(rows, 1, 1),
+        lambda rows: gather_action_masks(rows, 1),
+        lambda rows: gather_response_attrs(rows, "logprobs", 1),
+        gather_multi_modal_inputs,
+        lambda rows: group_by(rows, "task"),
+        split_dpo_experience_to_single_turn,
+    ):
+        with pytest.raises(ValueError, match="record 1: got int, expected an Experience"):
+            call([Experience(tokens=[1, 2], chosen=[3], rejected=[4]), 1])
+
+
+@pytest.mark.parametrize("limit", [None, 1.5, -1, True])
+def test_maxima_are_integers(limit: Any) -> None:
+    rows = [Experience(tokens=[1, 2])]
+    for call in (
+        lambda: gather_token_ids(rows, limit, 1, 0),
+        lambda: gather_attention_masks(rows, limit, 1),
+    ):
+        with pytest.raises(ValueError, match=f"max_prompt_length: got {limit}, expected an integer >= 0"):
+            call()
+    with pytest.raises(ValueError, match=f"max_response_length: got {limit}, expected an integer >= 0"):
+        gather_action_masks(rows, limit)

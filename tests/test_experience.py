@@ -14,6 +14,7 @@ import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.core.fields import FIELDS
+from rollbook.core.wire import to_trxp
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,22 @@ def test_dataclass_tools() -> None:
     assert Experience(**as_dict) == record
 
 
+class TaggedRecord(Experience):
+    tag = "kept"
+
+
+def test_copies_of_a_subclass_are_of_the_subclass() -> None:
+    record = TaggedRecord(tokens=[1, 2])
+    for new in (record.replace(reward=1.0), dataclasses.replace(record), copy.copy(record), copy.deepcopy(record)):
+        assert type(new) is TaggedRecord and new.tag == "kept"
+
+
+def test_to_dict_has_what_is_not_none() -> None:
+    parts = Experience(tokens=[1, 2], prompt_text="", messages=[], tools=[], sampling={}).to_dict()
+    assert (parts["prompt_text"], parts["messages"], parts["tools"], parts["sampling"]) == ("", [], [], {})
+    assert "response_text" not in parts and "chosen_messages" not in parts
+
+
 def test_compact_frees_a_row_from_its_parent() -> None:
     many = Experiences([Experience(tokens=list(range(1000)), info={"i": i}) for i in range(50)])
     row = many[7]
@@ -259,19 +276,60 @@ def test_replacing_tokens_makes_an_implied_mask_again() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("eid", {"task": 1}, "eid"),
-        ("prompt_length", None, "prompt_length"),
-        ("custom_fields", [1], "custom_fields"),
-        ("advantages", np.array([1.0]), "record 0: advantages: got ndarray, expected a tensor"),
-        ("info", [1], "record 0: info: got list, expected a dict"),
-        ("reward", "x", "reward"),
+        ("eid", "b/t", "eid: got str"),
+        ("tokens", None, "tokens: got None"),
+        ("tokens", torch.ones(2), "tokens: got a tensor of float32, expected integers"),
+        ("prompt_length", None, "prompt_length: got None"),
+        ("prompt_length", 99, "prompt_length: got 99"),
+        ("custom_fields", [1], "CustomField: got 1"),
+        ("advantages", np.array([1.0, 2.0]), "advantages: got 2 entries, expected 1"),
+        ("advantages", torch.ones(1, dtype=torch.complex64), "advantages: got a tensor of complex64"),
+        ("info", [1], "info: got list"),
+        ("reward", "x", "reward: got str 'x', expected a number"),
+        ("experience_type", "zz", "experience_type: got 'zz'"),
+        ("group_size", 0, "group_size: got 0"),
     ],
 )
-def test_what_is_assigned_is_checked_before_it_is_written(name: str, value: Any, message: str) -> None:
+@pytest.mark.parametrize("write", [Experiences, Experience.serialize_many, to_trxp])
+def test_what_is_assigned_is_checked_before_it_is_written(write: Any, name: str, value: Any, message: str) -> None:
     record = Experience(tokens=[1, 2])
     setattr(record, name, value)
-    with pytest.raises(ValueError, match=message):
-        record.serialize()
+    for rows in ([record], [Experience(tokens=[1, 2]), record]):
+        with pytest.raises(ValueError, match=f"^record {len(rows) - 1}: {message}"):
+            write(rows)
+
+
+def test_what_is_assigned_is_converted_when_records_are_collected() -> None:
+    values: dict[str, Any] = {
+        "tokens": [1, 2, 3],
+        "eid": {"batch": 1, "suffix": "a"},
+        "reward": torch.tensor(1.0),
+        "advantages": (1.0, 2.0),
+        "returns": np.ones(2),
+        "policy_versions": np.int64(3),
+        "prompt_length": np.int64(1),
+        "multi_modal_inputs": {"pixel_values": [[0.5]]},
+        "custom_fields": [{"source_field": "a", "destination_field": "b", "data_type": "int32"}],
+        "info": None,
+    }
+    record, untouched = Experience(tokens=[4, 5, 6]), Experience(tokens=[7, 8])
+    for name, value in values.items():
+        setattr(record, name, value)
+    expected = [untouched, Experience(**values)]
+    for rows in (
+        Experiences([untouched, record]),
+        Experience.deserialize_many(Experience.serialize_many([untouched, record])),
+        Experience.deserialize_many(to_trxp([untouched, record])),
+    ):
+        assert list(rows) == expected
+    assert record.reward is values["reward"] and record.tokens is values["tokens"], "the record is left alone"
+
+
+@pytest.mark.parametrize("data", [5, "text", None, [b"x"]])
+def test_only_bytes_are_deserialized(data: Any) -> None:
+    for read in (Experience.deserialize, Experience.deserialize_many):
+        with pytest.raises(ValueError, match=f"data: got {type(data).__name__}, expected bytes"):
+            read(data)
 
 
 def test_parts_of_an_id_that_were_set_are_checked_before_they_are_written() -> None:

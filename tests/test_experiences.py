@@ -268,6 +268,21 @@ def test_concat_of_types_shapes_and_fields_that_differ() -> None:
     assert exact_rows(decode(encode(joined))) == exact_rows(rows)
 
 
+def test_columns_that_are_no_columns_are_refused() -> None:
+    records = Experiences([Experience(tokens=[1, 2, 3], reward=1.0)])
+    for call, message in (
+        (lambda: Experiences.concat([records, 1]), "rows: got int, expected an iterable of records"),
+        (lambda: Experiences.concat(1), "parts: got int"),
+        (lambda: records.assign(reward=1.0), "assign: 'reward': got float, expected a value for each of 1 records"),
+        (lambda: records.fill(reward=torch.tensor(1.0)), "fill: 'reward': got Tensor"),
+        (lambda: records.assign(reward=[1.0, 2.0]), "assign: 'reward' has 2 rows, expected 1"),
+        (lambda: records.select("rewrd"), "select: 'rewrd' is not a field; did you mean 'reward'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert Experiences.concat([records, list(records)]) == [*records, *records]
+
+
 def test_concat_of_nothing() -> None:
     assert len(Experiences.concat([])) == 0
     assert len(Experiences.concat([Experiences(), Experiences()])) == 0

@@ -180,13 +180,6 @@ def test_optional_fields_survive_in_any_order() -> None:
 # --- the buffer -----------------------------------------------------------------------------------------------------
 
 
-def test_signature() -> None:
-    parameters = inspect.signature(NaiveReplayBuffer).parameters
-    assert list(parameters)[:4] == ["sample_batch_size", "limit", "cpu_offload", "packing_samples"]
-    assert [parameters[name].default for name in list(parameters)[1:4]] == [0, True, False]
-    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[4:])
-
-
 def test_append_keeps_the_samples_without_padding() -> None:
     buffer = NaiveReplayBuffer(2)
     batch = batch_of()

@@ -82,7 +82,8 @@ def test_any_rows_give_what_columns_give(rows: list[Experience]) -> None:
     ("name", "value"),
     [
         ("tokens", None),
-        ("tokens", [1, 2, 3]),
+        ("tokens", [1.5, 2, 3]),
+        ("tokens", torch.ones(3)),
         ("logprobs", torch.zeros(7)),
         ("prompt_length", 9),
         ("prompt_length", 0),

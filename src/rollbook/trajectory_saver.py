@@ -1,4 +1,4 @@
-"""Names of `lightrft.trainer.trajectory_saver`"""
+"""Names of `lightrft.utils.trajectory_saver`."""
 
 from rollbook.compat.lightrft.saver import *
 from rollbook.compat.lightrft.saver import __all__ as __all__

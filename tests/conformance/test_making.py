@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import json
 from pathlib import Path
@@ -184,7 +185,10 @@ def test_packed_samples() -> None:
         if isinstance(expected, torch.Tensor):
             assert torch.equal(value, expected) and value.dtype == expected.dtype
         else:
-            assert (value.tolist() if isinstance(value, torch.Tensor) else value) == expected
+            assert value == expected
+    for counts in (found.num_actions, copy.deepcopy(found).packed_seq_lens, found.to_device("cpu").num_actions):
+        assert counts.dtype == torch.int64 and counts.shape == (2,)
+        assert counts != [2] and torch.equal(counts == torch.tensor([0, 1]), torch.tensor([False, False]))
 
 
 def test_packed_experience_is_the_padded_one() -> None:

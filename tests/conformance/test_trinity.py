@@ -308,6 +308,21 @@ def test_ser_version2() -> None:
         Experience.deserialize(data)
 
 
+def test_values_that_frames_cannot_keep_are_converted() -> None:
+    record = Experience(tokens=[1, 2])
+    record.info = {
+        "s": {3, 1, 2},
+        "f": [frozenset("ba")],
+        "m": {1, "a"},
+        "c": 1 + 2j,
+        "b": bytearray(b"x"),
+        "k": {2j: ()},
+    }
+    back = Experience.deserialize(to_trxp([record]))
+    assert back.info == {"s": [1, 2, 3], "f": [["a", "b"]], "m": ["a", 1], "c": 1 + 2j, "b": b"x", "k": {2j: ()}}
+    assert Experience.deserialize(back.serialize()) == back
+
+
 @pytest.mark.parametrize("name", GOLDENS)
 def test_golden(name: str) -> None:
     """A payload that Trinity wrote gives back what went into it, its kind included, which Trinity itself loses."""

@@ -327,3 +327,9 @@ def test_records_go_through_in_one_pass_with_gradients() -> None:
         assert actor.model.lm_head.weight.grad.abs().sum() > 0
         for row, record in zip(found.logprobs, records, strict=True):
             torch.testing.assert_close(row, zoo.naive(actor.model, record)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["/no/such/folder", "./none", "../none", "a/b/c"])
+def test_a_folder_that_does_not_exist(folder: str) -> None:
+    with pytest.raises(ValueError, match=f"model: got {folder!r}, which does not exist"):
+        Actor(folder)

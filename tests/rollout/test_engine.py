@@ -4,6 +4,8 @@ failures where they belong, streams, event loops, cancelling, going on, and reco
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import inspect
 import json
 import threading
 import time
@@ -17,8 +19,19 @@ from hypothesis import strategies as st
 
 from rollbook import EID, Experience
 from rollbook.core.vocabulary import template_fingerprint, tokenizer_fingerprint
-from rollbook.rollout import BaseEngine, Cancel, Line, Prompt, RunInfo, Sample, Sampling, ScriptedEngine
+from rollbook.rollout import (
+    BaseEngine,
+    Cancel,
+    Line,
+    Prompt,
+    RunInfo,
+    Sample,
+    Sampling,
+    ScriptedEngine,
+    TransformersEngine,
+)
 from rollbook.rollout.server import Backoff, parse_retry_after
+from rollbook.train import AlgorithmConfig
 from tests import tiny
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -542,3 +555,23 @@ def test_an_engine_that_answers_twice_is_told() -> None:
 
     with pytest.raises(ValueError, match="Odd: unexpected or repeated place 0"):
         Odd(twice).generate(["a", "b"])
+
+
+def test_a_script_and_a_version_are_checked() -> None:
+    for script in (5, None, "text"):
+        with pytest.raises(ValueError, match=f"script: got {type(script).__name__}, expected a function, a list"):
+            ScriptedEngine(script)  # type: ignore[arg-type]
+    engine = ScriptedEngine([[7]])
+    for version in ("x", -5, True):
+        for call in (lambda v: ScriptedEngine([[7]], version=v), lambda v: engine.update_weights(None, v)):
+            with pytest.raises(ValueError, match=f"version: got {version!r}, expected an integer >= 0"):
+                call(version)
+    assert engine.generate("a")[0].versions == [0]
+
+
+def test_help_shows_what_users_write() -> None:
+    parameters = inspect.signature(TransformersEngine).parameters
+    assert list(parameters)[:3] == ["model", "tokenizer", "processor"] and "max_batch_rows" in parameters
+    described = inspect.getdoc(AlgorithmConfig).partition("Args:\n")[2]
+    for field in dataclasses.fields(AlgorithmConfig):
+        assert f"\n    {field.name}: " in f"\n{described}"

@@ -29,6 +29,7 @@ from rollbook.compat.lightrft.saver import (
     _check_reflection_pattern,
     create_trajectory_saver,
 )
+from rollbook.core.experience import restore
 from rollbook.models.logprobs import entropy_from_logits, from_logits
 from rollbook.rollout import ScriptedEngine
 from tests.saver.making import END, TEXTS, TOKENIZER, batches, ids, read, record, rollout
@@ -159,10 +160,13 @@ def test_texts_of_tokens_are_the_text(tmp_path: Path, texts: list[str], draw: An
     assert min(scores.values()) >= max((e for j, e in enumerate(own) if j not in scores), default=-1) - 1e-6
 
 
-def test_a_response_that_is_masked_as_a_whole_is_shown(tmp_path: Path) -> None:
+def test_a_response_without_sampled_tokens_has_none(tmp_path: Path) -> None:
     row = record("Q", "so", experience_type="multi_turn", action_mask=[False] * 3)
-    (found,) = read(saver(tmp_path).save_trajectories([row], 1)[0])
-    assert found["generated_text"] == "so" and found["mask"] == [0, 0, 0]
+    path, stats = saver(tmp_path, mark_high_entropy_tokens=True).save_trajectories([row], 1, compute_stats=True)
+    (found,) = read(path)
+    assert found["generated_text"] == found["pure_generated_text"] == "" and found["mask"] == [0, 0, 0]
+    assert found["response_token_count"] == stats["trajectory/response_token_count_mean"] == 0
+    assert found["text"].startswith("Qso"), "the whole response is there"
 
 
 def test_a_preference_pair(tmp_path: Path) -> None:
@@ -244,6 +248,20 @@ def test_an_array_that_does_not_fit_is_left_out_and_named(tmp_path: Path) -> Non
     assert "values" not in found and found["notes"] == ["values: got 3 entries, expected 2; left out"]
     assert found["action_log_probs"] == [0, 0] and stats == {"trajectory/save_errors": 1.0}
     assert found["advantages"] == 0.25  # one number for all tokens is that
+
+
+def test_a_mask_that_does_not_fit_counts_as_none(tmp_path: Path) -> None:
+    row = restore({"tokens": ids("abc"), "action_mask": [False]}, "a payload of another framework")
+    with pytest.warns(UserWarning, match="action_mask: got 1 entries, expected 2; left out"):
+        (found,) = read(saver(tmp_path).save_trajectories([row], 1)[0])
+    assert (found["response_token_count"], found["mask"]) == (2, [1, 1])
+
+
+def test_a_batch_without_axes_is_skipped(tmp_path: Path) -> None:
+    scalar = ExperienceBatch(torch.tensor(5), *[None] * 8)
+    with pytest.warns(UserWarning, match="sequences: got a 0-dimensional tensor"):
+        path, stats = saver(tmp_path).save_trajectories([scalar, record("Q", "so")], 1)
+    assert len(read(path)) == 1 and stats == {"trajectory/save_errors": 1.0}
 
 
 def columns(**changed: Any) -> ExperienceBatch:
@@ -608,6 +626,9 @@ def test_made_from_arguments(tmp_path: Path) -> None:
     args.mark_high_entropy_tokens, args.high_entropy_token_ratio = True, 0.0
     made = create_trajectory_saver(args, TOKENIZER)
     assert made is not None and (made.mark_high_entropy_tokens, made.high_entropy_token_ratio) == (True, 0.0)
+    args.high_entropy_token_ratio = None
+    made = create_trajectory_saver(args, TOKENIZER)
+    assert made is not None and made.high_entropy_token_ratio == 0.2
     assert create_trajectory_saver(SimpleNamespace(save_trajectories=False), TOKENIZER) is None
 
 

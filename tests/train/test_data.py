@@ -227,6 +227,14 @@ def test_every_kind_of_file_gives_the_same(tmp_path: Path) -> None:
         assert first.reference == "1" and first.info == {"level": 1} and len(prompts) == 4
 
 
+def test_texts_are_prompts() -> None:
+    expected = [prompt.text for prompt in Prompts([{"prompt": "a"}, {"prompt": "b"}]).every()]
+    assert [prompt.text for prompt in Prompts(["a", "b"]).every()] == expected
+    assert Prompts(["a"], columns={"prompt": "question"}).every()[0].text == "a"
+    with pytest.raises(ValueError, match="row 1: prompt: got ''"):
+        Prompts(["a", ""])
+
+
 def test_lines_that_are_wrong(tmp_path: Path) -> None:
     file = tmp_path / "task.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": \n')

@@ -518,3 +518,9 @@ def test_rows_without_weights_beside_others_weigh_one() -> None:
             mind = learner(minibatch=MinibatchConfig(shuffle=False, token_budget=budget))
             losses.append(mind.update(rows.assign(loss_weights=column), step=1).metrics["loss"])
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5) and losses[:2] == losses[2:]
+
+
+def test_an_actor_is_a_model() -> None:
+    for wrong in (None, 5, torch.nn.Linear(1, 1)):
+        with pytest.raises(ValueError, match=f"actor: got {type(wrong).__name__}, expected an Actor"):
+            Learner(wrong, "grpo")  # type: ignore[arg-type]

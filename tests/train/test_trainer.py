@@ -113,6 +113,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             trainer(actor, KL, **options)
+    with pytest.raises(ValueError, match=r"algorithm.group_size: got 1, and rloo \(rloo\) compares the responses"):
+        trainer(actor, AlgorithmConfig.preset("rloo", group_size=1))
+    with pytest.raises(ValueError, match=r"algorithm.kl_coef: got -1"):
+        AlgorithmConfig(kl_coef=-1.0)
     with pytest.warns(UserWarning, match=r"samples are drawn at 0.5 and the actor's log-probs are at 1"):
         trainer(actor, KL, sampling={"temperature": 0.5})
 

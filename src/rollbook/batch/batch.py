@@ -7,7 +7,7 @@ rows end to end. `batch.pack().pad(...)` and `Batch.from_records` of the same re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +19,7 @@ import torch
 from rollbook.batch.columns import RESPONSE_COLUMNS, BatchColumns, Lengths, read_columns
 from rollbook.batch.device import Device, copy_columns, pin_memory, to
 from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
-from rollbook.core.experiences import Experiences
+from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.freeform import same
 from rollbook.core.ids import EID
@@ -27,6 +27,7 @@ from rollbook.core.rows import Column, Rows, Spans, concatenated
 
 if TYPE_CHECKING:
     from rollbook.batch.media import ModelConfig
+    from rollbook.core.experience import Experience
 
 Tokens: TypeAlias = torch.Tensor | Rows
 """An entry for each token: [B, S] or [B, R] padded; `Rows` packed."""
@@ -60,10 +61,10 @@ class Batch:
         spans: Padded: positions of the tokens and of the response of each row. `None`: as `attention_mask` states.
 
     >>> from rollbook import Experience
-    >>> records = Experiences([Experience(tokens=[5, 6, 7], logprobs=[-0.5, -0.25]), Experience(tokens=[8, 9])])
+    >>> records = [Experience(tokens=[5, 6, 7], logprobs=[-0.5, -0.25]), Experience(tokens=[8, 9], logprobs=[-0.75])]
     >>> batch = Batch.from_records(records, ("tokens", "action_mask", "logprobs"))
     >>> batch.tokens.tolist(), batch.action_mask.tolist(), batch.logprobs.tolist()
-    ([[5, 6, 7], [0, 8, 9]], [[True, True], [False, True]], [[-0.5, -0.25], [0.0, 0.0]])
+    ([[5, 6, 7], [0, 8, 9]], [[True, True], [False, True]], [[-0.5, -0.25], [0.0, -0.75]])
     >>> packed = batch.pack()
     >>> packed.tokens.values.tolist(), packed.cu_seqlens.tolist(), packed.position_ids.tolist()
     ([5, 6, 7, 8, 9], [0, 3, 5], [[0, 1, 2, 0, 1]])
@@ -89,14 +90,23 @@ class Batch:
     media: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     spans: tuple[Spans, Spans] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "action_mask"):
+            if not isinstance(getattr(self, name), (torch.Tensor, Rows)):
+                raise ValueError(
+                    f"{name}: got {type(getattr(self, name)).__name__}, expected a tensor, or Rows; "
+                    "Batch.from_records builds a batch from records"
+                )
+
     # --- from records -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_records(
         cls,
-        records: Experiences,
+        records: Experiences | Sequence[Experience],
         columns: Sequence[str] | None = None,
         *,
+        fill: Mapping[str, float] | None = None,
         packed: bool = False,
         pad_token_id: int = 0,
         side: Side = "left",
@@ -105,10 +115,12 @@ class Batch:
         """Build a batch from columns of records, each copied once.
 
         Args:
-            records: Any records except preference pairs.
-            columns: Fields of the batch to read beside tokens, media and ids. `None`: all that the records have.
-                Without `action_mask`, the mask covers every response token. A field that some records lack is 0 in
-                their rows; a field that all lack is `None`.
+            records: `Experiences`, or a list of records, except preference pairs.
+            columns: Fields of the batch to read beside tokens, media and ids, which every record must have. `None`:
+                all that any record has; the others are `None`. Without `action_mask`, the mask covers every response
+                token.
+            fill: By name, the value of each token of a record that lacks a column, such as `{"advantages": 0.0}`. By
+                default True for `action_mask` and 1 for `loss_weights`.
             packed: Whether rows are packed end to end instead of padded.
             pad_token_id: Token id of the padding.
             side: Side of the padding: `left`, so that all rows end together; `right`, after the responses, which begin
@@ -119,9 +131,10 @@ class Batch:
             The batch.
 
         Raises:
-            ValueError: If a column is unknown or has another length than its record, or a record is a preference pair.
+            ValueError: If a record lacks a column without a value in `fill`, a column is unknown or has another length
+                than its record, or a record is a preference pair.
         """
-        read = read_columns(records, columns)
+        read = read_columns(as_experiences(records), columns, fill)
         return cls.from_columns(read, packed=packed, pad_token_id=pad_token_id, side=side, device=device)
 
     @classmethod

@@ -1,6 +1,7 @@
 """`read_columns` reads the columns of records that a batch needs: `BatchColumns`, one entry per token.
 
-Invariant: a column is copied, row by row, only if some records lack it or its rows differ in dtype.
+Invariant: a column is copied, row by row, only if some records lack it or its rows differ in dtype. No value is made
+up: a record that lacks a column raises, unless the caller gives the value.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ RESPONSE_COLUMNS = (
     *("values", "advantages", "returns", "loss_weights"),
 )
 """Fields of a `Batch` with an entry for each response token, besides `action_mask`."""
+_DEFAULT_FILL: dict[str, float] = {"action_mask": True, "loss_weights": 1.0}
+"""What a record without a column means: no mask, and equal weights."""
 
 
 @dataclass
@@ -50,20 +53,30 @@ class BatchColumns:
     eids: list[EID] = field(default_factory=list)
 
 
-def read_columns(records: Experiences, names: Sequence[str] | None = None) -> BatchColumns:
+def read_columns(
+    records: Experiences, names: Sequence[str] | None = None, fill: Mapping[str, float] | None = None
+) -> BatchColumns:
     """Read the columns that a batch needs.
 
     Args:
         records: Records without preference pairs.
-        names: Columns to read besides tokens, media and ids. `None`: all columns.
+        names: Columns to read besides tokens, media and ids. `None`: all columns that any record has.
+        fill: By name, the value of each token of a record that lacks a column. By default True for `action_mask` and 1
+            for `loss_weights`.
 
     Returns:
-        The columns. A record that lacks a column has entries of 0 in it (of True in `action_mask`). A column that no
-        record has is left out.
+        The columns.
 
     Raises:
-        ValueError: If a name is unknown, a record is a preference pair, or an entry has the wrong length.
+        ValueError: If a record lacks a column without a value in `fill`, a name is unknown, a record is a preference
+            pair, or an entry has the wrong length.
     """
+    if fill is not None and not isinstance(fill, Mapping):
+        raise ValueError(f"fill: got {type(fill).__name__}, expected values by column name")
+    fill = {**_DEFAULT_FILL, **(fill or {})}
+    for name in fill:
+        if name not in FIELDS or FIELDS[name].axis != "response":
+            raise ValueError(f"fill: {name!r} is not a field of the response axis")
     lengths, response_lengths = count_tokens(records)
     tokens = _read_column(records, "tokens", lengths)
     if tokens is None:
@@ -77,7 +90,7 @@ def read_columns(records: Experiences, names: Sequence[str] | None = None) -> Ba
     for name in FIELDS if names is None else names:
         record_field = FIELDS.get(name)
         if record_field is not None and record_field.kind == "tensor" and record_field.axis == "response":
-            column = _read_column(records, name, response_lengths)
+            column = _read_column(records, name, response_lengths, fill.get(name), required=names is not None)
             if column is not None:
                 columns.by_response_token[name] = column
         elif names is not None and name not in ("tokens", "reward"):
@@ -159,8 +172,13 @@ def mask_unpredicted(records: Experiences) -> Experiences:
     return records.assign(action_mask=masks)
 
 
-def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | None:
-    """Return a tensor field with an entry for each token: the stored column, or a copy in which gaps are filled."""
+def _read_column(
+    records: Experiences, name: str, lengths: Lengths, fill: float | None = None, required: bool = False
+) -> Column | None:
+    """Return a tensor field with an entry for each token: the stored column, or a copy in which gaps have `fill`.
+
+    `None`: no record has the field, and it is not `required`.
+    """
     column = records.column(name)
     if isinstance(column, Ragged) and column.valid is None and column.codes is None:
         if not np.array_equal(column.lengths, lengths):
@@ -168,8 +186,14 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
         return column
     rows = records.values(name)
     present = [row for row in rows if row is not None]
-    if not present:
+    if not rows or (not present and not required):
         return None
+    if fill is None and len(present) < len(rows):
+        i = next(i for i, row in enumerate(rows) if row is None)
+        raise ValueError(
+            f"record {i} ({records.eids()[i]}): {name}: missing, expected it in every record of the batch; "
+            f"fill={{{name!r}: 0.0}} gives a value to records without it"
+        )
     tensors = [row for row in present if isinstance(row, torch.Tensor)]  # the others are one number for all tokens
     record_field = FIELDS[name]
     dtypes = {str(row.dtype).removeprefix("torch.") for row in tensors} or {record_field.dtype}
@@ -178,11 +202,11 @@ def _read_column(records: Experiences, name: str, lengths: Lengths) -> Column | 
         raise ValueError(f"{name}: got rows of {', '.join(sorted(dtypes))}, expected types that one can hold exactly")
     dtype = getattr(torch, common)
     trailing = tuple(tensors[0].shape[1:]) if tensors else ()
-    fill = int(name == "action_mask")  # without a mask, every token is an action
+    gap = 0.0 if fill is None else fill
     filled = [
         row.to(dtype)
         if isinstance(row, torch.Tensor)
-        else torch.full((int(length), *trailing), fill if row is None else row, dtype=dtype)
+        else torch.full((int(length), *trailing), gap if row is None else row, dtype=dtype)
         for row, length in zip(rows, lengths, strict=True)
     ]
     counts = np.array([len(row) if row.dim() == 1 + record_field.trailing else 0 for row in filled], dtype=np.int64)

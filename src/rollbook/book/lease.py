@@ -863,7 +863,7 @@ def check_request(
     create: bool = False,
 ) -> LeaseRequest:
     """Check the arguments of a lease."""
-    check_int("lease", count, 1)
+    check_int("n", count, 1)
     check_choice("by", by, ("experience", "group"))
     if max_staleness is not None:
         check_int("max_staleness", max_staleness)

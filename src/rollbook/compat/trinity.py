@@ -6,7 +6,6 @@ maximum length raises an error that names it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,8 +14,16 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from rollbook.core.experience import CustomField, Experience, dtype_name, implied_mask, result_dtype
-from rollbook.core.experience import split_preference_pairs as split_dpo_experience_to_single_turn
+from rollbook.core.checks import check_int
+from rollbook.core.experience import (
+    CustomField,
+    Experience,
+    check_records,
+    dtype_name,
+    implied_mask,
+    result_dtype,
+    split_preference_pairs,
+)
 from rollbook.core.experiences import Experiences, as_experiences, id_part
 from rollbook.core.fields import FIELDS, Field
 from rollbook.core.ids import EID
@@ -30,10 +37,16 @@ if TYPE_CHECKING:
 Records: TypeAlias = Sequence[Experience] | Experiences
 
 
-def _checked_lengths(experiences: Records, max_prompt: int | None, max_response: int) -> tuple[Any, Any]:
-    """Return the prompt and response lengths [N], checked against the maxima."""
+def _check_sequence(experiences: Records) -> None:
     if not isinstance(experiences, Sequence):
         raise ValueError(f"experiences: got {type(experiences).__name__}, expected a list or Experiences")
+    if not isinstance(experiences, Experiences):
+        check_records(experiences)
+
+
+def _lengths(experiences: Records) -> tuple[Any, Any]:
+    """Return the prompt and response lengths, each [N]."""
+    _check_sequence(experiences)
     if isinstance(experiences, Experiences):
         prompts = experiences.prompt_lengths()
         totals = experiences.token_lengths()
@@ -42,18 +55,20 @@ def _checked_lengths(experiences: Records, max_prompt: int | None, max_response:
         totals = np.array([len(row.tokens) for row in experiences], dtype=np.int64)
     # A truncated prompt may have fewer tokens than `prompt_length`: then all tokens are prompt.
     prompts = np.minimum(prompts, totals)
-    if max_prompt is not None:
-        _check_limit("max_prompt_length", max_prompt, prompts, experiences)
-    responses = totals - prompts
+    return prompts, totals - prompts
+
+
+def _checked_lengths(experiences: Records, max_prompt: int, max_response: int) -> tuple[Any, Any]:
+    """Return the prompt and response lengths, each [N], checked against the maxima."""
+    prompts, responses = _lengths(experiences)
+    _check_limit("max_prompt_length", max_prompt, prompts, experiences)
     _check_limit("max_response_length", max_response, responses, experiences)
     return prompts, responses
 
 
 def _check_limit(name: str, limit: int, lengths: NDArray[np.int64], experiences: Records) -> None:
-    over = np.flatnonzero(lengths > limit)
-    if limit < 0 or over.size:
-        if not over.size:
-            raise ValueError(f"{name}: got {limit}, expected 0 or more")
+    over = np.flatnonzero(lengths > check_int(name, limit))
+    if over.size:
         i = int(over[0])
         raise ValueError(
             f"{name}: got {limit}, expected at least {int(lengths.max())}: "
@@ -63,7 +78,7 @@ def _check_limit(name: str, limit: int, lengths: NDArray[np.int64], experiences:
 
 def _response_lengths(experiences: Records) -> Any:
     """Return the response lengths [N]. With a truncated prompt, it is the number of log-probs."""
-    _, responses = _checked_lengths(experiences, None, sys.maxsize)
+    _, responses = _lengths(experiences)
     if isinstance(experiences, Experiences):
         status, logprobs = experiences.values("truncate_status"), experiences.values("logprobs")
     else:
@@ -237,6 +252,7 @@ def gather_response_attrs(
     if field is None or field.kind != "tensor" or field.axis != "response":
         names = ", ".join(f.name for f in FIELDS.values() if f.axis == "response")
         raise ValueError(f"attr_name: got {attr_name!r}, expected a response-axis field: {names}")
+    _check_sequence(experiences)
     column = experiences.column(attr_name) if isinstance(experiences, Experiences) else None
     if isinstance(column, Ragged) and column.valid is None:
         lengths = column.lengths
@@ -260,6 +276,7 @@ def gather_multi_modal_inputs(experiences: Records) -> dict[str, list[torch.Tens
     >>> [tuple(t.shape) for t in gather_multi_modal_inputs(rows)["p"]]
     [(2, 2), (0, 2)]
     """
+    _check_sequence(experiences)
     if isinstance(experiences, Experiences):
         inputs = experiences.values("multi_modal_inputs")
     else:
@@ -290,6 +307,7 @@ def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
     >>> [(tid, len(group)) for tid, group in group_by(rows, "task").items()]
     [('0/0', 2), ('0/1', 2)]
     """
+    _check_sequence(experiences)
     if isinstance(experiences, Experiences):
         return experiences.group_by(id_type)
     part = id_part(id_type)
@@ -297,6 +315,28 @@ def group_by(experiences: Records, id_type: str) -> dict[str, Any]:
     for row in experiences:
         groups.setdefault(getattr(row.eid, part), []).append(row)
     return groups
+
+
+def split_dpo_experience_to_single_turn(experiences: Records) -> list[Experience]:
+    """Split each preference pair into two single-turn records.
+
+    Everything that applies to both answers is copied to both; see `rollbook.core.experience.split_preference_pairs`.
+
+    Args:
+        experiences: Preference pairs.
+
+    Returns:
+        Two records for each pair, the chosen one first. `parent` is the uid of the pair; suffixes are new.
+
+    Raises:
+        ValueError: If a record is not a preference pair, or an answer is empty.
+
+    >>> from rollbook import Experience
+    >>> pair = Experience(tokens=[1, 2], chosen=[3, 4], rejected=[5])
+    >>> [half.tokens.tolist() for half in split_dpo_experience_to_single_turn([pair])]
+    [[1, 2, 3, 4], [1, 2, 5]]
+    """
+    return split_preference_pairs(experiences)
 
 
 def to_hf_datasets(experiences: Records, *, for_trinity: bool = False) -> Any:

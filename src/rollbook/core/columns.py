@@ -797,6 +797,10 @@ def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
                     raise ValueError(
                         f"record {i}: action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
                     )
+    for field in TENSOR_FIELDS[None]:
+        column = columns.get(field.name) if field.accepts == "integer" else None
+        if isinstance(column, Ragged) and not INTEGERS.issuperset({column.dtype, *column.row_dtypes()}):
+            raise ValueError(f"{field.name}: got values of {column.dtype}, expected integers")
     for field in TENSOR_FIELDS["response"]:
         column = columns.get(field.name)
         if isinstance(column, Ragged):

@@ -41,6 +41,7 @@ except ModuleNotFoundError as error:
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
+_INTEGER_DTYPES = frozenset(TORCH_DTYPES[name] for name in INTEGERS if name in TORCH_DTYPES)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ class CustomField:
         return cls(data["source_field"], data["destination_field"], kind)
 
 
+def _check_dtype(field: Field, tensor: torch.Tensor, where: str = "") -> None:
+    if tensor.is_complex() or (field.accepts == "integer" and tensor.dtype not in _INTEGER_DTYPES):
+        expected = "integers" if field.accepts == "integer" else "real numbers"
+        raise ValueError(f"{where}{field.name}: got a tensor of {dtype_name(tensor)}, expected {expected}")
+
+
 def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
     """Convert a value of a tensor field.
 
@@ -124,11 +131,7 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
     """
     name = field.name
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        if field.accepts == "integer" and kind not in INTEGERS:
-            raise ValueError(f"{name}: got a tensor of {kind}, expected integers")
-        if value.is_complex():
-            raise ValueError(f"{name}: got a tensor of {kind}, expected real numbers")
+        _check_dtype(field, value)
         return value
     try:
         array = np.asarray(value)
@@ -259,6 +262,71 @@ def convert(field: Field, value: FieldValue) -> Any:
         return own(value if isinstance(value, dict) or not isinstance(value, Mapping) else dict(value))
     except RecursionError:
         raise ValueError(f"{name}: nested too deeply, or contains itself") from None
+
+
+_STORED_TYPES: dict[str, frozenset[type]] = {
+    "eid": frozenset((EID,)),
+    "tensor": frozenset((torch.Tensor,)),
+    "number": frozenset((float,)),
+    "integer": frozenset((int,)),
+    "text": frozenset((str,)),
+    "media": frozenset((dict,)),
+    "custom_fields": frozenset((list,)),
+}
+"""Types of the values that `convert` returns, by kind of field."""
+
+
+def _is_stored_form(field: Field, values: list[Any]) -> bool:
+    """Return whether values have the form that `convert` gives, judged by their types."""
+    types = set(map(type, values)) - {type(None)}
+    if field.broadcast:
+        types.discard(int)
+    if field.kind == "json":
+        return not field.holds or types <= ({dict} if field.holds == "dict" else {list, tuple})
+    if not types <= _STORED_TYPES[field.kind]:
+        return False
+    if field.kind in ("media", "custom_fields"):
+        kind = torch.Tensor if field.kind == "media" else CustomField
+        entries = (entry for value in values if value for entry in (value.values() if field.kind == "media" else value))
+        return all(isinstance(entry, kind) for entry in entries)
+    return True
+
+
+def convert_assigned(rows: Sequence[Experience]) -> Sequence[Experience]:
+    """Convert values that were assigned to attributes of records as the constructor converts its arguments.
+
+    Args:
+        rows: The records, which do not change.
+
+    Returns:
+        The records, with copies in place of those that have a converted value.
+
+    Raises:
+        ValueError: An entry is not a record, or a value does not fit its field.
+
+    >>> record = Experience(tokens=[1, 2])
+    >>> record.advantages = [0.5]
+    >>> convert_assigned([record])[0].advantages, record.advantages
+    (tensor([0.5000]), [0.5])
+    """
+    check_records(rows)
+    states = list(map(vars, rows))
+    names = set[str]().union(*states)
+    changes: dict[int, dict[str, Any]] = {}
+    for name, field in FIELDS.items():
+        if name not in names:
+            continue
+        values = [state.get(name) for state in states]
+        if _is_stored_form(field, values):
+            continue
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            try:
+                changes.setdefault(i, {})[name] = convert(field, value)
+            except ValueError as error:
+                raise ValueError(f"record {i}: {error}") from None
+    return [row_from_values(states[i] | changes[i]) if i in changes else row for i, row in enumerate(rows)]
 
 
 def _number(name: str, value: FieldValue) -> float:
@@ -557,7 +625,7 @@ class Experience:
                 continue
             if field.kind == "number":
                 parts[name] = float(entry)
-            elif field.kind in ("text", "integer") or (field.kind == "json" and entry):
+            elif field.kind in ("text", "integer", "json"):
                 parts[name] = own(entry)
         return parts
 
@@ -580,7 +648,7 @@ class Experience:
         if "action_mask" not in changes and implied_mask(self):
             del arguments["action_mask"]  # recreated for the new tokens
         # A record that was read with invalid shapes keeps them unless they are changed.
-        new = restore(arguments, "replace") if self.malformed_fields else Experience(**arguments)
+        new = restore(arguments, "replace") if self.malformed_fields else type(self)(**arguments)
         if self.unknown:
             new.__dict__["unknown"] = dict(self.unknown)
         return new
@@ -696,6 +764,8 @@ def validate(record: Experience, where: str = "") -> None:
         raise ValueError(f"{where}tokens: got None, expected token ids")
     if not isinstance(prompt, int):
         raise ValueError(f"{where}prompt_length: got {prompt!r}, expected an int")
+    if record.group_size is not None and record.group_size < 1:
+        raise ValueError(f"{where}group_size: got {record.group_size}, expected at least 1")
     if kind not in EXPERIENCE_TYPES:
         raise ValueError(f"{where}experience_type: got {kind!r}, expected one of {', '.join(EXPERIENCE_TYPES)}")
     for field in fields.TENSOR_FIELDS[None]:
@@ -704,6 +774,7 @@ def validate(record: Experience, where: str = "") -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{where}{field.name}: got {type(tensor).__name__}, expected a tensor")
+        _check_dtype(field, tensor, where)
         if tensor.dim() != 1 + field.trailing:
             raise ValueError(
                 f"{where}{field.name}: got shape {list(tensor.shape)}, expected {1 + field.trailing} dimension(s)"
@@ -860,6 +931,13 @@ def result_dtype(name: str, dtypes: set[str], fill: float = 0) -> str:
     return joined
 
 
+def check_records(records: Sequence[Experience]) -> None:
+    """Raise `ValueError` if an entry is not an `Experience`."""
+    for i, record in enumerate(records):
+        if not isinstance(record, Experience):
+            raise ValueError(f"record {i}: got {type(record).__name__}, expected an Experience")
+
+
 def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
     """Split each preference pair into two single-turn records.
 
@@ -881,6 +959,8 @@ def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
     [([1, 2, 3, 4], 2, '//0/0/p'), ([1, 2, 5], 2, '//0/0/p')]
     """
     halves = []
+    records = list(records)
+    check_records(records)
     for i, pair in enumerate(records):
         if pair.experience_type != "dpo" or pair.chosen is None or pair.rejected is None:
             raise ValueError(f"record {i} ({pair.eid}): experience_type: got {pair.experience_type!r}, expected 'dpo'")

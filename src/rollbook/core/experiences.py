@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollbook.core import columns
+from rollbook.core.checks import suggest
 from rollbook.core.columns import Column, Columns
 from rollbook.core.fields import COLUMN_NAMES, COLUMNAR, DTYPES, FIELDS, INTEGERS, OWNERS, Field
 from rollbook.core.ids import EID
@@ -62,8 +63,10 @@ def id_part(id_type: str) -> str:
 class Experiences(Sequence["Experience"]):
     """A sequence of `Experience` records, stored as columns.
 
-    Rows are created on demand. Their tensors are views of the columns, so in-place changes are visible in both, except
-    if a row has another dtype than its column. Assigning to an attribute of a row changes only that row.
+    Rows are created on demand, anew by each index and loop. Assigning to an attribute of a row changes only that row,
+    which the next loop does not see: after `for row in records: row.reward = 7.0`, the rewards of `records` are as
+    before. `records.assign(reward=...)` and `fill` return records with new values. Tensors of rows are views of the
+    columns, so in-place changes of them are visible in both, except if a row has another dtype than its column.
 
     Args:
         rows: The records.
@@ -140,19 +143,21 @@ class Experiences(Sequence["Experience"]):
         return cls._wrap(parts, count)
 
     @classmethod
-    def concat(cls, parts: Iterable[Experiences]) -> Experiences:
+    def concat(cls, parts: Iterable[Iterable[Experience]]) -> Experiences:
         """Concatenate records.
 
         Args:
-            parts: The records, in order.
+            parts: `Experiences`, or lists of records, in order.
 
         Returns:
             All records. If only one part has records, that part itself.
 
         Raises:
-            ValueError: Unknown columns have different types in the parts.
+            ValueError: A part is not valid, or unknown columns have different types in the parts.
         """
-        nonempty = [part for part in parts if len(part)]
+        if not isinstance(parts, Iterable):
+            raise ValueError(f"parts: got {type(parts).__name__}, expected a list of Experiences")
+        nonempty = [part for part in map(as_experiences, parts) if len(part)]
         if len(nonempty) <= 1:
             return nonempty[0] if nonempty else cls()
         return cls._wrap(
@@ -354,8 +359,7 @@ class Experiences(Sequence["Experience"]):
             field = FIELDS.get(name)
             if field is None:
                 raise ValueError(f"assign: {name!r} is not a field; the fields are {', '.join(FIELDS)}")
-            if len(entries) != self._count:
-                raise ValueError(f"assign: {name!r} has {len(entries)} rows, expected {self._count}")
+            _check_count("assign", name, entries, self._count)
             encoded = _encode_column(field, entries)
             for key in COLUMN_NAMES[name]:
                 parts.pop(key, None)
@@ -409,8 +413,7 @@ class Experiences(Sequence["Experience"]):
         is_all = np.array_equal(chosen, np.arange(self._count))
         filled: dict[str, Any] = {}
         for name, new_values in columns.items():
-            if len(new_values) != len(chosen):
-                raise ValueError(f"fill: {name!r} has {len(new_values)} rows, expected {len(chosen)}")
+            _check_count("fill", name, new_values, len(chosen))
             absent = self.missing(name)
             if is_all and (overwrite or len(absent) == self._count):
                 filled[name] = new_values
@@ -432,10 +435,16 @@ class Experiences(Sequence["Experience"]):
         Returns:
             Records with these fields.
 
+        Raises:
+            ValueError: A name is not a field.
+
         >>> records = Experiences.from_columns({"tokens": (np.arange(5), [0, 3, 5]), "reward": [0.0, 1.0]})
         >>> sorted(records.select().columns)
         ['eid', 'experience_type', 'prompt_length', 'tokens']
         """
+        for name in names:
+            if name not in FIELDS:
+                raise ValueError(f"select: {name!r} is not a field{suggest(name, FIELDS)}")
         selected = {"eid", "tokens", "prompt_length", "experience_type", *names}
         parts: Columns = {}
         for key, column in self.columns.items():
@@ -527,7 +536,7 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
 
-def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
+def from_rows(rows: Sequence[Any], copy: bool = True) -> Experiences:
     """Return the columns of rows.
 
     Args:
@@ -540,41 +549,55 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
     Raises:
         ValueError: A row is not a valid record.
     """
-    from rollbook.core.experience import Experience, validate
+    from rollbook.core.experience import check_records, convert_assigned
 
+    check_records(rows)
     with gc_paused():
-        for i, row in enumerate(rows):
-            if not isinstance(row, Experience):
-                raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
-        states = list(map(vars, rows))
-        names = set[str]().union(*states)
-        malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
-        parts: Columns = {}
-        for name, field in FIELDS.items():
-            if name not in names:
-                continue
-            values = list(map(methodcaller("get", name), states))
-            try:
-                parts.update(columns.encode(field, values, malformed, copy))
-            except (AttributeError, LookupError, TypeError) as error:
-                raise ValueError(f"{name}: a record holds a value that its constructor rejects: {error}") from None
-        if "unknown" in names:
-            for name in dict.fromkeys(name for row in rows for name in row.unknown):
-                unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
-                parts.update(columns.concat(unknown))
-        # Rows with values in side columns are validated as rows, the rest as columns.
-        for name, column in parts.items():
-            if name.endswith("__other"):
-                for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
-                    validate(rows[i], f"record {i}: ")
         try:
-            if rows:
-                columns.check_columns(parts, len(rows))
-        except ValueError:
-            for i, row in enumerate(rows):
-                validate(row, f"record {i}: ")
-            raise
+            return _from_stored_rows(rows, copy)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            # Values that were assigned later may not have the form that the constructor gives: rare, so tried last.
+            return _from_stored_rows(convert_assigned(rows), copy)
+
+
+def _from_stored_rows(rows: Sequence[Any], copy: bool) -> Experiences:
+    from rollbook.core.experience import validate
+
+    states = list(map(vars, rows))
+    names = set[str]().union(*states)
+    malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
+    parts: Columns = {}
+    for name, field in FIELDS.items():
+        if name in names:
+            values = list(map(methodcaller("get", name), states))
+            parts.update(columns.encode(field, values, malformed, copy))
+    if "unknown" in names:
+        for name in dict.fromkeys(name for row in rows for name in row.unknown):
+            unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
+            parts.update(columns.concat(unknown))
+    # Rows with values in side columns are validated as rows, the rest as columns.
+    for name, column in parts.items():
+        if name.endswith("__other"):
+            for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
+                validate(rows[i], f"record {i}: ")
+    try:
+        if rows:
+            columns.check_columns(parts, len(rows))
+    except ValueError:
+        for i, row in enumerate(rows):
+            validate(row, f"record {i}: ")
+        raise
     return Experiences._wrap(parts, len(rows))
+
+
+def _check_count(function: str, name: str, entries: ColumnValues, count: int) -> None:
+    try:
+        length = len(entries)
+    except TypeError:
+        kind = type(entries).__name__
+        raise ValueError(f"{function}: {name!r}: got {kind}, expected a value for each of {count} records") from None
+    if length != count:
+        raise ValueError(f"{function}: {name!r} has {length} rows, expected {count}")
 
 
 def _encode_column(field: Field, entries: ColumnValues) -> Columns:

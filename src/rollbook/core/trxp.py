@@ -735,7 +735,10 @@ def read_any(data: bytes | bytearray | memoryview, limits: Limits | None = None)
     from rollbook.core import wire
 
     limits = wire.DEFAULT_LIMITS if limits is None else limits
-    view = memoryview(data).cast("B")
+    try:
+        view = memoryview(data).cast("B")
+    except TypeError:
+        raise ValueError(f"data: got {type(data).__name__}, expected bytes") from None
     if bytes(view[:4]) == wire.MAGIC[:4]:
         return wire.decode(view, limits=limits).rows()
     return read(view, limits)
@@ -883,15 +886,37 @@ def _from_item(item: Mapping[str, Any], stored: Mapping[str, StoredTensor], inde
 
 
 def _build_record(values: dict[str, Any], where: str) -> Experience:
-    from rollbook.core.experience import own, restore
+    from rollbook.core.experience import restore
 
     for name, field in FIELDS.items():
-        # A pickle can have one object in many places, but records must not share it.
         if field.kind == "json" and name in values:
-            values[name] = own(values[name], tensors=True)
+            values[name] = _copy_freeform(values[name])
     if values.get("experience_type") is None:
         values["experience_type"] = _infer_kind(values)
     return restore(values, where)
+
+
+def _copy_freeform(value: Pickled) -> Any:
+    """Copy a free-form value, since a pickle can have one object in many places, but records must not share it.
+
+    What frames cannot keep is converted: sets to sorted lists, bytearrays to bytes, complex numbers to those of numpy.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {_copy_freeform(key): _copy_freeform(entry) for key, entry in value.items()}
+    if kind in (list, tuple):
+        return kind(map(_copy_freeform, value))
+    if kind in (set, frozenset):
+        members = list(map(_copy_freeform, value))
+        try:
+            return sorted(members)
+        except TypeError:  # of types without a common order
+            return sorted(members, key=repr)
+    if kind is complex:
+        return np.complex128(value)
+    if kind is bytearray:
+        return bytes(value)
+    return value.clone() if hasattr(value, "untyped_storage") else value.copy() if kind is np.ndarray else value
 
 
 def _infer_kind(values: Mapping[str, Any]) -> str | None:
@@ -961,12 +986,11 @@ def write(experiences: Iterable[Experience]) -> bytes:
 
     The mask of a single turn is left out: Trinity creates it again, and with it the right kind.
     """
-    from rollbook.core.experience import Experience, implied_mask
+    from rollbook.core.experience import convert_assigned, implied_mask, validate
 
     items, tensors = [], {}
-    for i, row in enumerate(experiences):
-        if not isinstance(row, Experience):
-            raise ValueError(f"record {i}: got {type(row).__name__}, expected an Experience")
+    for i, row in enumerate(convert_assigned(list(experiences))):
+        validate(row, f"record {i}: ")
         items.append(_to_item(row))
         for name, field in FIELDS.items():
             entry = getattr(row, name)
@@ -986,7 +1010,7 @@ def write(experiences: Iterable[Experience]) -> bytes:
 def _to_item(row: Experience) -> dict[str, Any]:
     item: dict[str, Any] = {"eid": row.eid.to_dict()}
     item.update({name: _compact(getattr(row, name)) for name in _META})
-    item["custom_fields"] = [custom.to_dict() for custom in row.custom_fields]
+    item["custom_fields"] = [custom.to_dict() for custom in row.custom_fields or ()]
     item["multi_modal_input_keys"] = list(row.multi_modal_inputs or {})
     standard = {"eid", "custom_fields", *_META}
     item[EXTRA] = {}

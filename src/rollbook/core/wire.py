@@ -61,7 +61,7 @@ from rollbook.core.columns import (
 )
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences, from_rows
-from rollbook.core.fields import DTYPES, FIELDS, OWNERS, Field, observe
+from rollbook.core.fields import DTYPES, FIELDS, INTEGERS, OWNERS, Field, observe
 from rollbook.core.freeform import MAX_DEPTH
 from rollbook.core.ids import EID
 from rollbook.core.ragged import Ragged, allocate, populate
@@ -904,6 +904,8 @@ class RowLayout:
         present = [tensor for tensor in values if tensor is not None]
         dtype = None if field.trailing else uniform_dtype(present)
         if dtype is None or columns.implied(storage := DTYPES[dtype].storage, field) != dtype:
+            raise _NotPlainError
+        if field.accepts == "integer" and dtype not in INTEGERS:
             raise _NotPlainError
         nulls = len(values) - len(present)
         measure = torch.Tensor.numel

@@ -34,6 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -1249,7 +1250,7 @@ class TrajectorySet:
                 group=eid.tid,
                 has_id=has_id,
                 reward=reward,
-                tokens=slots if mask is None or len(mask) != slots or not mask.any() else int(np.count_nonzero(mask)),
+                tokens=slots if mask is None or len(mask) != slots else int(np.count_nonzero(mask)),
                 truncated=finish_reason in _TRUNCATED or info.get("truncate_status") in _TRUNCATED,
                 error=failed or (reward is not None and math.isnan(reward)),
                 mismatch=self._mismatch(samples, i, mask),
@@ -1296,7 +1297,7 @@ class TrajectorySet:
             mask=mask,
         )
         if len(mask) != slots:
-            trajectory.mask = np.zeros(slots, dtype=np.bool_)
+            trajectory.mask = np.ones(slots, dtype=np.bool_)
             trajectory.notes.append(f"action_mask: got {len(mask)} entries, expected {slots}; left out")
         arrays: dict[str, NDArray[Any] | None]
         if encoder is None:
@@ -1538,7 +1539,7 @@ class Response:
 
     Attributes:
         ids: [n] Token ids.
-        sampled: [R] Which tokens of the response they are: those of the mask, or all if it is all False.
+        sampled: [R] Which tokens of the response they are: those of the mask.
         text: Their text without special tokens.
         ends: [n] Index in the text at which each token ends; special tokens are empty.
         pure: Number of tokens before the end token.
@@ -1563,14 +1564,13 @@ def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
         trajectory: The sample.
         decoder: Decoder of its tokenizer.
     """
-    sampled = trajectory.mask if trajectory.mask.any() else np.ones_like(trajectory.mask)
-    ids = trajectory.tokens[trajectory.prompt :][sampled]
+    ids = trajectory.tokens[trajectory.prompt :][trajectory.mask]
     special = decoder.is_special(ids)
     text, text_ends = decoder.decode_with_ends(ids[~special])
     ends = np.zeros(len(ids), dtype=np.int64)
     ends[~special] = text_ends
     ended = len(ids) > 0 and (bool(special[-1]) or int(ids[-1]) in decoder.end_ids)
-    return Response(ids, sampled, text, np.maximum.accumulate(ends), len(ids) - ended)
+    return Response(ids, trajectory.mask, text, np.maximum.accumulate(ends), len(ids) - ended)
 
 
 def measure_response(trajectory: Trajectory, response: Response) -> ResponseStats:
@@ -1662,7 +1662,7 @@ class TrajectoryEncoder:
         """Return the JSON of each token [n]: its text, whether it is marked, and if so its entropy."""
         ends = response.ends.tolist()
         text = response.text
-        tokens = [self._token_json[text[start:end]] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        tokens = [self._token_json[text[start:end]] for start, end in pairwise([0, *ends])]
         if len(self._token_json) > _MAX_CACHED_TOKENS:
             self._token_json.clear()
         if not len(entropy):

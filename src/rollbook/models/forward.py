@@ -113,9 +113,7 @@ def forward(
 def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tensor:
     """Replace numbers that are not finite by 0 where the mask is False."""
     columns = read_columns(records, ("action_mask",))
-    mask = columns.by_response_token.get("action_mask")
-    if mask is None:
-        return column
+    mask = columns.by_response_token["action_mask"]
     return torch.where((concatenated(mask, columns.response_lengths) != 0) | column.isfinite(), column, 0.0)
 
 

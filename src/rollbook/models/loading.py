@@ -146,6 +146,8 @@ def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
 def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_implementation: str | None) -> nn.Module:
     transformers = transformers_module()
     folder = Path(name)
+    if not folder.exists() and (folder.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1):
+        raise ValueError(f"model: got {name!r}, which does not exist, expected a folder or a name on the hub")
     if (folder / "adapter_config.json").is_file():
         from rollbook.models.lora import load_adapter
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollbook.core.checks import check_int
 from rollbook.core.sampling import FinishReason, Prompt, RunInfo, Sample, token_ids
 from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource
@@ -57,6 +58,9 @@ class ScriptedEngine(BaseEngine):
         tokenizer: Converts texts to ids and ids to text. Not needed for scripts of token ids.
         version: Version of the policy.
 
+    Raises:
+        ValueError: An argument has the wrong type.
+
     >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
     >>> [sample.response_ids for sample in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
     [[4], [5, 6], [4]]
@@ -67,9 +71,13 @@ class ScriptedEngine(BaseEngine):
             raise ValueError(
                 "script: got records, expected responses; ScriptedEngine.replaying(records) replays records"
             )
+        if not (callable(script) or isinstance(script, (Sequence, Mapping))) or isinstance(script, (str, bytes)):
+            raise ValueError(
+                f"script: got {type(script).__name__}, expected a function, a list of responses, or a mapping"
+            )
         self.script = script
         self.tokenizer: Any = tokenizer
-        self.version = version
+        self.version = check_int("version", version)
         self._next = 0
         """Index of the next response, if the script is a list."""
 
@@ -129,7 +137,7 @@ class ScriptedEngine(BaseEngine):
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Set the version; a script has no weights."""
-        self.version = version
+        self.version = check_int("version", version)
 
     def _run(self, requests: Sequence[Request], cancel: Cancel) -> Iterator[tuple[int, Sample]]:
         run_id = self.run.id  # once, since the fingerprint of a large tokenizer is slow

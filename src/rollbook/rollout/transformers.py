@@ -18,6 +18,7 @@ with token ids that contain their placeholders: `Prompt(token_ids=..., images={"
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import time
@@ -796,6 +797,13 @@ class TransformersEngine(BaseEngine):
             group_size=before.group_size if before is not None else request.sampling.n,
             **fields,
         )
+
+
+# `help` would show the arguments of `__new__`.
+_signature = inspect.signature(TransformersEngine.__init__)
+TransformersEngine.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=list(_signature.parameters.values())[1:], return_annotation=inspect.Signature.empty
+)
 
 
 def _has_media(prompt: Prompt) -> bool:

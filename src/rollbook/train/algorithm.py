@@ -45,9 +45,38 @@ class Pass(NamedTuple):
 class AlgorithmConfig:
     """Settings of a training algorithm: advantage estimator, loss, KL divergence, group size, filters.
 
-    Attributes:
-        The fields, each described below its declaration and, as keys of `algorithm`, on the reference page; and
-        properties derived from the registries of `rollbook.algorithms`.
+    Args:
+        name: Name in logs: that of the preset, or any.
+        estimator: Advantage estimator (a key of `rollbook.algorithms.ESTIMATORS`); null if the loss uses no advantages.
+        estimator_options: Keyword arguments of the estimator.
+        loss: Policy loss (a key of `rollbook.algorithms.LOSSES`).
+        loss_options: Keyword arguments of the loss; `mode` is the aggregation over tokens.
+        kl_estimator: Estimator of the KL divergence from the reference (a key of `rollbook.algorithms.KL`).
+        kl_coef: Coefficient of the KL divergence; 0: no reference model.
+        kl_in: Where the KL divergence is added: to the `loss`, or to the `reward` of each token.
+        entropy_coef: Coefficient of the entropy bonus in the loss.
+        gamma: Discount factor of estimators over time.
+        lam: Lambda of GAE.
+        group_size: Number of responses per prompt.
+        advantage_clip: Clip advantages to plus and minus this value; 0: no clipping.
+        normalize_advantages: Normalize advantages over all samples of a step: subtract the `mean`, or also divide by
+            the standard deviation (`mean_std`); null: neither. Estimators that normalize themselves are left alone.
+        reward_clip: Bounds (low, high) of rewards; estimators that score rows clip their scores instead. null: no
+            bounds.
+        reward_norm: Divide rewards by the standard deviation of all rewards so far (`std`), or subtract their mean
+            first (`mean_std`); null: neither.
+        drop_constant_groups: Drop groups whose rewards are all equal; the ledger records them as dropped.
+        refill: Maximum number of further rounds of prompts that replace dropped groups. Rollout workers replace all of
+            them.
+        overlong_buffer: Length of DAPO's soft overlong penalty: the last N tokens before the maximum response length;
+            0: none.
+        overlong_penalty: Penalty at the end of that buffer.
+        high_entropy_ratio: Train only on this share of the tokens of a response, those with the highest entropy; 0: all
+            tokens.
+        value_clip: Clipping range of the critic's values around the old ones; null: no clipping.
+        critic_warmup: Number of steps at the beginning that train only the critic.
+        correction: Importance correction between the log-probs of the engine and of the trainer: options of
+            `rollbook.algorithms.corrections.importance_weights`; null: none.
 
     >>> AlgorithmConfig.preset("grpo", kl_coef=0.0, loss_options={"clip_high": 0.28}).needs_reference
     False
@@ -61,56 +90,29 @@ class AlgorithmConfig:
     """
 
     name: str = "own"
-    """Name in logs: that of the preset, or any."""
     estimator: str | None = "grpo"
-    """Advantage estimator (a key of `rollbook.algorithms.ESTIMATORS`); null if the loss uses no advantages."""
     estimator_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the estimator."""
     loss: str = "ppo"
-    """Policy loss (a key of `rollbook.algorithms.LOSSES`)."""
     loss_options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the loss; `mode` is the aggregation over tokens."""
     kl_estimator: str = "k2"
-    """Estimator of the KL divergence from the reference (a key of `rollbook.algorithms.KL`)."""
     kl_coef: float = 0.0
-    """Coefficient of the KL divergence; 0: no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence is added: to the `loss`, or to the `reward` of each token."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus in the loss."""
     gamma: float = 1.0
-    """Discount factor of estimators over time."""
     lam: float = 1.0
-    """Lambda of GAE."""
     group_size: int = 8
-    """Number of responses per prompt."""
     advantage_clip: float = 0.0
-    """Clip advantages to plus and minus this value; 0: no clipping."""
     normalize_advantages: Literal["mean", "mean_std"] | None = None
-    """Normalize advantages over all samples of a step: subtract the `mean`, or also divide by the standard deviation
-    (`mean_std`); null: neither. Estimators that normalize themselves are left alone."""
     reward_clip: tuple[float, float] | None = None
-    """Bounds (low, high) of rewards; estimators that score rows clip their scores instead. null: no bounds."""
     reward_norm: Literal["std", "mean_std"] | None = None
-    """Divide rewards by the standard deviation of all rewards so far (`std`), or subtract their mean first
-    (`mean_std`); null: neither."""
     drop_constant_groups: bool = False
-    """Drop groups whose rewards are all equal; the ledger records them as dropped."""
     refill: int = 0
-    """Maximum number of further rounds of prompts that replace dropped groups. Rollout workers replace all of them."""
     overlong_buffer: int = 0
-    """Length of DAPO's soft overlong penalty: the last N tokens before the maximum response length; 0: none."""
     overlong_penalty: float = 1.0
-    """Penalty at the end of that buffer."""
     high_entropy_ratio: float = 0.0
-    """Train only on this share of the tokens of a response, those with the highest entropy; 0: all tokens."""
     value_clip: float | None = 0.2
-    """Clipping range of the critic's values around the old ones; null: no clipping."""
     critic_warmup: int = 0
-    """Number of steps at the beginning that train only the critic."""
     correction: Mapping[str, Any] | None = None
-    """Importance correction between the log-probs of the engine and of the trainer: options of
-    `rollbook.algorithms.corrections.importance_weights`; null: none."""
 
     def __post_init__(self) -> None:
         from rollbook.algorithms import LOSSES
@@ -175,8 +177,7 @@ class AlgorithmConfig:
 
         _named("kl_estimator", self.kl_estimator, KL)
         check_choice("algorithm.kl_in", self.kl_in, ("loss", "reward"))
-        least = 0 if self.kl_in == "reward" else -1e9
-        self._put("kl_coef", check_float("algorithm.kl_coef", self.kl_coef, least, 1e9))
+        self._put("kl_coef", check_float("algorithm.kl_coef", self.kl_coef, 0, 1e9))
         if self.kl_coef and loss.data == "pairs":
             raise ValueError(
                 f"algorithm.kl_coef: got {self.kl_coef:g}, expected 0: the loss {self.loss!r} compares pairs of "
@@ -303,6 +304,16 @@ class AlgorithmConfig:
         """Whether the entropies of the policy before the update are required."""
         entry = self.estimator_entry
         return self.high_entropy_ratio > 0 or (entry is not None and entry.inputs.get("entropy", False))
+
+    @cached_property
+    def needs_groups(self) -> bool:
+        """Whether one response per prompt carries no signal: the estimator compares responses to a prompt.
+
+        >>> [AlgorithmConfig.preset(name).needs_groups for name in ("grpo", "rloo", "ppo")]
+        [True, True, False]
+        """
+        entry = self.estimator_entry
+        return entry is not None and entry.compares_runs and self.estimator_options.get("singleton", "zero") == "zero"
 
     @cached_property
     def takes_rewards(self) -> bool:

@@ -308,6 +308,8 @@ class Learner:
         nonfinite_limit: int = 3,
     ) -> None:
         self.actor, self.critic, self.reference = actor, critic, reference
+        if not callable(getattr(actor, "token_stats", None)):
+            raise ValueError(f"actor: got {type(actor).__name__}, expected an Actor")
         self.algorithm = AlgorithmConfig.preset(algorithm)
         self.minibatch = MinibatchConfig() if minibatch is None else minibatch
         self.precision = precision
@@ -484,10 +486,12 @@ class Learner:
         sums: dict[str, Any] = {}
         for planned in micro_batches:
             micro = rows.take([minibatch[i] for i in planned.indices.tolist()])
-            # One transfer of the columns that the losses read; actor and critic share the batch.
+            # One transfer of the columns that the losses read; actor and critic share the batch. Optional ones
+            # (`loss_weights`) may be in no record.
+            columns = [n for n in self.algorithm.loss_columns if len(micro.records.missing(n)) < len(micro)]
             batch = Batch.from_records(
                 micro.records,
-                self.algorithm.loss_columns,
+                columns,
                 packed=self.packed,
                 pad_token_id=self.actor.pad_token_id,
                 device=self.actor.device,

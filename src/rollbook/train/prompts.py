@@ -614,7 +614,7 @@ class Prompts:
     answers. A chat that ends with a message of the assistant is a prompt and its `response`.
 
     Args:
-        rows: Rows as mappings or `Prompt`s, or a function that returns them, called on first use.
+        rows: Rows as texts, mappings or `Prompt`s, or a function that returns them, called on first use.
         seed: Seed of the order.
         shuffle: Whether to shuffle the rows in each epoch.
         name: Name of the data in errors.
@@ -637,7 +637,7 @@ class Prompts:
 
     def __init__(
         self,
-        rows: Sequence[Mapping[str, Any] | Prompt] | Callable[[], Sequence[Mapping[str, Any] | Prompt]],
+        rows: Sequence[str | Mapping[str, Any] | Prompt] | Callable[[], Sequence[str | Mapping[str, Any] | Prompt]],
         *,
         seed: int = 0,
         shuffle: bool = True,
@@ -651,7 +651,8 @@ class Prompts:
             source = rows() if callable(rows) else rows
             if isinstance(source, (str, bytes, Mapping)) or not hasattr(source, "__iter__"):
                 raise ValueError(f"{reader.name}: got {type(source).__name__}, expected a list of rows")
-            return ((f"row {i}", row) for i, row in enumerate(source))
+            column = reader.columns["prompt"] or "prompt"
+            return ((f"row {i}", {column: row} if isinstance(row, str) else row) for i, row in enumerate(source))
 
         self._set(lambda: _read(reader, placed()), seed, shuffle, name)
         if not callable(rows):

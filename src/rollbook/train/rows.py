@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.corrections import importance_weights
 from rollbook.algorithms.filters import high_entropy_mask
-from rollbook.batch.columns import mask_unpredicted
+from rollbook.batch.columns import RESPONSE_COLUMNS, mask_unpredicted
 from rollbook.core.experience import split_preference_pairs
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import FIELDS
@@ -105,7 +105,7 @@ class TrainRows:
         rows._check_columns(algorithm)
         if algorithm.correction is not None:
             rows._correct(algorithm, version)
-        rows._fill_columns()
+        rows._fill_columns(algorithm)
         if algorithm.high_entropy_ratio > 0:
             rows._mask_low_entropy(algorithm.high_entropy_ratio)
         rows._leave_out_empty(drop_zero_advantages and "advantages" in algorithm.loss_inputs)
@@ -187,11 +187,11 @@ class TrainRows:
                     f"loss {algorithm.loss!r}; rollbook.train.pipeline computes what is missing"
                 )
 
-    def _fill_columns(self) -> None:
+    def _fill_columns(self, algorithm: AlgorithmConfig) -> None:
         """Fill columns that only some rows have.
 
         Missing `old_logprobs` are filled with `logprobs`. Expert rows get 0, which the loss does not read. If some rows
-        have `loss_weights`, the others get 1.
+        have `loss_weights`, the others get 1 in a batch.
         """
         columns: dict[str, Sequence[Any]] = {}
         if len(self.records.missing("old_logprobs")):
@@ -201,9 +201,10 @@ class TrainRows:
             names = ("advantages", "ref_logprobs", "old_logprobs")
             columns = {name: self.records.values(name) for name in names} | columns
             columns = {name: self._zero_expert(column) for name, column in columns.items()}
-        if 0 < len(self.records.missing("loss_weights")) < len(self):
-            rows = zip(self.records.values("loss_weights"), self.lengths(), strict=True)
-            columns["loss_weights"] = [torch.ones(length) if row is None else row for row, length in rows]
+            for name in {*RESPONSE_COLUMNS}.intersection(algorithm.loss_columns) - columns.keys() - {"loss_weights"}:
+                if 0 < len(self.records.missing(name)) < len(self):
+                    rows = zip(self.records.values(name), self._zero_expert(self.records.values(name)), strict=True)
+                    columns[name] = [zero if row is None else row for row, zero in rows]
         if columns:
             self.records = self.records.assign(**columns)
 

@@ -356,6 +356,11 @@ class Trainer:
             if self.reward is not None:
                 raise ValueError("prompts: missing, required by the reward, which scores rollouts")
             return
+        if algorithm.group_size == 1 and algorithm.needs_groups:
+            raise ValueError(
+                f"algorithm.group_size: got 1, and {algorithm.name} ({algorithm.estimator}) compares the responses to "
+                "a prompt, expected at least 2"
+            )
         if algorithm.needs_rollouts and self.engine is None:
             raise ValueError(f"engine: missing, required by {algorithm.name} with a {type(self.actor).__name__}")
         if algorithm.needs_rollouts and algorithm.takes_rewards and self.reward is None and self.environment is None:

@@ -953,6 +953,28 @@ def token_fields(holder: ExperienceBatch | BufferItem, axis: str | None = None) 
     return columns
 
 
+class Counts(torch.Tensor):
+    """[B] Integers that compare equal to a list of the same numbers, which LightRFT has in their place.
+
+    >>> counts = torch.tensor([2, 3]).as_subclass(Counts)
+    >>> counts == [2, 3], counts != [2, 3], [2, 4] == counts, (counts == torch.tensor([2, 4])).tolist()
+    (True, False, False, [True, False])
+    """
+
+    def __eq__(self, other: object) -> Any:
+        return self.tolist() == other if isinstance(other, list) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.tolist() != other if isinstance(other, list) else super().__ne__(other)
+
+    __hash__ = torch.Tensor.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+
 @dataclass(eq=False)
 class Samples(Movable):
     """Responses of an engine to B prompts, before models and rewards.
@@ -961,8 +983,8 @@ class Samples(Movable):
         sequences: (B, S) or, packed, (1, tokens).
         attention_mask: (B, S) or, packed, (1, tokens) with the number of the sample, from 1.
         action_mask: (B, A); packed `None`.
-        num_actions: A; packed [B].
-        packed_seq_lens: `None`; packed [B].
+        num_actions: A; packed [B], which also compares equal to a list.
+        packed_seq_lens: `None`; packed [B], likewise.
         response_length: [B] floats.
         total_length: [B] floats.
         prompts: [B]
@@ -975,8 +997,8 @@ class Samples(Movable):
 
     >>> packed = Samples(torch.tensor([[5, 6, 7]]), torch.tensor([[1, 1, 2]]), None, [1, 1], [2, 1], None, None,
     ...                  ["a", "b"], None)
-    >>> packed.packed_seq_lens
-    tensor([2, 1])
+    >>> packed.packed_seq_lens == [2, 1]
+    True
     """
 
     sequences: Any
@@ -995,35 +1017,42 @@ class Samples(Movable):
     records: Experiences | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_actions, list):
-            self.num_actions = torch.tensor(self.num_actions, dtype=torch.int64)
-        if isinstance(self.packed_seq_lens, list):
-            self.packed_seq_lens = torch.tensor(self.packed_seq_lens, dtype=torch.int64)
+        for name in ("num_actions", "packed_seq_lens"):
+            counts = getattr(self, name)
+            if isinstance(counts, list) or (isinstance(counts, torch.Tensor) and counts.dim() == 1):
+                setattr(self, name, torch.as_tensor(counts, dtype=torch.int64).as_subclass(Counts))
 
 
 class _ArgumentOrder(type):
-    """Metaclass of a class whose call takes the arguments of another class in another order, and builds that class."""
+    """Metaclass of a class with the arguments of its base in another order. Calling it builds the base.
+
+    Subclasses of that class are built as usual.
+    """
 
     built: type
     signature: inspect.Signature
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
+        if "built" in cls.__dict__:
+            return cls.built(**cls.bind(args, options))
+        return super().__call__(*args, **options)
+
+    def bind(cls, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, with `None` for those that only the base requires."""
         try:
             bound = cls.signature.bind(*args, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}() {error}") from None
-        defaults: dict[str, Any] = {
-            f.name: None for f in dataclasses.fields(cls.built) if f.default is dataclasses.MISSING
-        }
-        defaults.pop("origin", None)
-        return cls.built(**defaults | bound.arguments)
+        by_name = cls.built.__dataclass_fields__.values()  # type: ignore[attr-defined]
+        required = [f.name for f in by_name if f.default is f.default_factory is dataclasses.MISSING]
+        return dict.fromkeys(required) | bound.arguments
 
     @property
     def __signature__(cls) -> inspect.Signature:
         return cls.signature
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.built)
+        return isinstance(instance, cls.built) if "built" in cls.__dict__ else super().__instancecheck__(instance)
 
 
 def _make_signature(built: type, first: str) -> inspect.Signature:
@@ -1039,7 +1068,7 @@ if TYPE_CHECKING:
     BufferItemVL = BufferItem
 else:
 
-    class ExperienceVL(metaclass=_ArgumentOrder):
+    class ExperienceVL(ExperienceBatch, metaclass=_ArgumentOrder):
         """`ExperienceBatch` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
 
         Args:
@@ -1058,7 +1087,10 @@ else:
             "references",
         )
 
-    class BufferItemVL(metaclass=_ArgumentOrder):
+        def __init__(self, *args, **options):
+            super().__init__(**type(self).bind(args, options))  # of a subclass
+
+    class BufferItemVL(BufferItem, metaclass=_ArgumentOrder):
         """`BufferItem` with its arguments in the order of LightRFT's vision class; only `sequences` is required.
 
         Args:
@@ -1074,6 +1106,9 @@ else:
             "sequences pixel_values image_grid_thws pixel_values_videos video_grid_thws raw_images action_log_probs "
             "base_action_log_probs values returns advantages attention_mask action_mask info action_entropy",
         )
+
+        def __init__(self, *args, **options):
+            super().__init__(**type(self).bind(args, options))  # of a subclass
 
 
 def from_experiences(

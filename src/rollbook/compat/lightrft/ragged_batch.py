@@ -74,6 +74,8 @@ def split_media(batch: ExperienceBatch) -> dict[str, list[Any] | None]:
                     f"{grids}: got {len(shapes)} rows for {count} samples, expected info[{number!r}] with the number "
                     "of each sample"
                 )
+        elif isinstance(shapes, (list, tuple)):
+            shapes = [s[None] if isinstance(s, torch.Tensor) and s.dim() == 1 else s for s in shapes]
         result[grids] = _split_parts(grids, shapes, rows.get(grids), count, batch.origin.absent.get(grids), empty=None)
         if isinstance(data, torch.Tensor):
             rows[pixels] = list(media_rows.get(pixels) or _pixel_rows(pixels, data, result[grids], counts, count))

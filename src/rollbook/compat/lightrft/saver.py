@@ -116,6 +116,8 @@ def _source(number: int, entry: Saved | Sample, problems: list[str]) -> Trajecto
         return ItemSource(number, entry)
     other: Any = entry
     sequences: Any = getattr(other, "sequences", None)
+    if isinstance(sequences, torch.Tensor) and sequences.dim() == 0:
+        raise ValueError("sequences: got a 0-dimensional tensor, expected one or two dimensions; left out")
     is_item = isinstance(sequences, torch.Tensor) and sequences.dim() == 1
     if isinstance(entry, ExperienceBatch):
         return BatchSource(
@@ -814,11 +816,12 @@ def create_trajectory_saver(args: SaverArgs, tokenizer: Tokenizer) -> Trajectory
     """
     if not getattr(args, "save_trajectories", False):
         return None
+    ratio = getattr(args, "high_entropy_token_ratio", None)
     return TrajectorySaver(
         Path(args.save_path) / "trajectories",
         tokenizer,
         mark_high_entropy_tokens=bool(getattr(args, "mark_high_entropy_tokens", False)),
-        high_entropy_token_ratio=getattr(args, "high_entropy_token_ratio", 0.2),
+        high_entropy_token_ratio=0.2 if ratio is None else ratio,
     )
 
 
@@ -981,11 +984,7 @@ def _calculate_entropy_from_log_probs(log_probs: torch.Tensor | None) -> float:
 
 
 __all__ = [
-    "BatchSource",
-    "ItemSource",
     "TrajectorySaver",
-    "coerce_batch",
     "create_high_entropy_mask",
     "create_trajectory_saver",
-    "read_sources",
 ]

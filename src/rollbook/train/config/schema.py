@@ -743,9 +743,7 @@ class Config:
             )
         if algorithm.mixed and self.replay.expert is None:
             raise ConfigError("replay.expert", f"missing, required by {algorithm.name}, expected the path of a book")
-        entry = algorithm.estimator_entry
-        lone = algorithm.estimator_options.get("singleton", "zero")
-        if algorithm.group_size == 1 and entry is not None and entry.compares_runs and lone == "zero":
+        if algorithm.group_size == 1 and algorithm.needs_groups:
             raise ConfigError(
                 "algorithm.group_size",
                 f"got 1, and {algorithm.name} ({algorithm.estimator}) compares the responses to a prompt, expected at "

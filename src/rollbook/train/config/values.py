@@ -451,23 +451,27 @@ def parse_annotation(hint: Any, limits: Mapping[str, Any]) -> Kind:
 
 @functools.cache
 def read_field_docs(cls: type) -> dict[str, str]:
-    """Return the strings under the fields of a dataclass, each in one line.
+    """Return the descriptions of the fields of a dataclass, each in one line.
+
+    They are in the section `Args` of the class, or in strings under the fields.
 
     Args:
         cls: The dataclass.
 
     Returns:
-        Descriptions by field; empty if the source code is not installed.
+        Descriptions by field; those under the fields only if the source code is installed.
 
     >>> from rollbook.train.optimizer import OptimizerConfig
     >>> read_field_docs(OptimizerConfig)["eps"]
     "Term added to AdamW's denominator."
     """
+    arguments = re.search(r"^Args:\n((?:    .*\n)*)", inspect.cleandoc(cls.__doc__ or "") + "\n", re.MULTILINE)
+    entries = re.split(r"^    (\w+): ", "" if arguments is None else arguments[1], flags=re.MULTILINE)
+    docs = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except OSError:
-        return {}
-    docs: dict[str, str] = {}
+        return docs
     lines = body.body if isinstance(body, ast.ClassDef) else []
     for line, after in itertools.pairwise(lines):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
