@@ -152,10 +152,16 @@ def make_experience_batch(items: Sequence[Item], packing_samples: bool = False) 
     return Batch(info=info, **columns)
 
 
-def end_to_end(batch: Batch) -> dict[str, Tensor]:
-    """What its trainer makes of a packed batch: one tensor for each field that is a list."""
+def end_to_end(batch: Batch) -> dict[str, Any]:
+    """What its trainer makes of a packed batch: a tensor for each list, lengths, an attention mask of row numbers."""
     columns = {name: getattr(batch, name) for name in TENSORS}
-    return {name: torch.cat(rows) for name, rows in columns.items() if isinstance(rows, list)}
+    columns["attention_mask"] = [torch.full_like(row, i) for i, row in enumerate(batch.sequences, 1)]
+    joined: dict[str, Any] = {
+        name: torch.cat(rows).unsqueeze(0) for name, rows in columns.items() if isinstance(rows, list)
+    }
+    joined["packed_seq_lens"] = [row.numel() for row in batch.sequences]
+    joined["num_actions"] = [row.numel() for row in batch.advantages]
+    return joined
 
 
 class ReplayBuffer:

@@ -218,7 +218,14 @@ def test_vision_is_what_carries_media() -> None:
         "media": {"sound": torch.zeros(1)},
     }.items():
         assert is_vl_experience(item(**{name: value})), name
-        assert is_vl_experience(batch_of(**{name: value})), name
+        batch = batch_of()
+        assert not batch.may_have_media
+        setattr(batch, name, value)
+        copies = copy.copy(batch), copy.deepcopy(batch), dataclasses.replace(batch), pickle.loads(pickle.dumps(batch))
+        assert all(map(is_vl_experience, (batch_of(**{name: value}), batch, *copies))), name
+        setattr(batch, name, None)
+        assert not is_vl_experience(batch), name
+    assert is_vl_experience(make_experience_batch([item(raw_images=["a path"])]))
 
 
 # --- devices --------------------------------------------------------------------------------------------------------

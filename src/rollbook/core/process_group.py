@@ -118,6 +118,5 @@ def check_process_group(process_group: ProcessGroup) -> ProcessGroup:
 
 def current_process_group() -> ProcessGroup:
     """Return the group of all processes of a distributed run, or `SINGLE_PROCESS`."""
-    import torch.distributed as dist
-
+    dist = torch.distributed
     return ProcessGroup() if dist.is_available() and dist.is_initialized() else SINGLE_PROCESS

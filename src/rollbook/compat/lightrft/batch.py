@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -441,6 +441,7 @@ class BufferItem(Movable):
     action_start: int = 0
     implied: frozenset[str] = frozenset()
     info_kinds: dict[Any, Any] | None = None
+    may_have_media: ClassVar[bool] = True
 
     if not TYPE_CHECKING:
         # Written by hand, as that of ExperienceBatch. `peek_field` returns the defaults of fields that are not set.
@@ -656,6 +657,8 @@ class ExperienceBatch(Movable):
     extras: dict[str, Any] | None = None
     action_starts: torch.Tensor | None = None
     origin: Origin = field(default_factory=Origin)
+    may_have_media: ClassVar[bool] = False
+    """False on batches on which no media field was set."""
 
     if not TYPE_CHECKING:
         # Written by hand: callers pass about ten of 23 fields, and setting all would take most of the time. Fields that
@@ -705,6 +708,8 @@ class ExperienceBatch(Movable):
         state = batch.__dict__
         state.update(_EMPTY_FIELDS)
         state.update(fields)
+        if not fields.keys().isdisjoint(MEDIA_FIELDS):
+            state["may_have_media"] = True
         origin.describe(batch)
         state["origin"] = origin
         return batch
@@ -727,7 +732,7 @@ class ExperienceBatch(Movable):
         return {**self.__dict__, "origin": self.origin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, may_have_media=True)  # states of earlier versions do not say
         origin = self.__dict__["origin"] = state["origin"].copy()
         origin.describe(self)
 
@@ -926,11 +931,30 @@ class ExperienceBatch(Movable):
             )
 
 
+class _MediaField:
+    """A media field of a batch. Setting one sets `may_have_media`, which is faster to read than all media fields."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, batch: ExperienceBatch | None, kind: type | None = None) -> Any:
+        return self if batch is None else batch.__dict__.get(self.name)
+
+    def __set__(self, batch: ExperienceBatch, value: Any) -> None:
+        batch.__dict__[self.name] = value
+        if value is not None:
+            batch.__dict__["may_have_media"] = True
+
+
+MEDIA_FIELDS = (*BATCH_MEDIA, "raw_images", "media")
+"""Fields of a batch or an item with images, videos or other inputs."""
 _EMPTY_FIELDS = {f.name: None for f in dataclasses.fields(ExperienceBatch) if f.default is dataclasses.MISSING}
 _EMPTY_FIELDS.pop("origin")
 if not TYPE_CHECKING:
     ExperienceBatch.origin = property(ExperienceBatch._get_origin, ExperienceBatch._set_origin)
     ExperienceBatch.__signature__ = _constructor_signature(ExperienceBatch)
+    for _name in MEDIA_FIELDS:
+        setattr(ExperienceBatch, _name, _MediaField(_name))
 
 
 def token_fields(holder: ExperienceBatch | BufferItem, axis: str | None = None) -> list[tuple[str, Any]]:

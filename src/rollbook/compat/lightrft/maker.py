@@ -412,7 +412,7 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
         if part.requires_grad:
             return None
         array, tokens = part.numpy(), batch.sequences
-        if array.shape != (array.size if tokens is None else len(batch),):
+        if array.ndim != 1 or (tokens is not None and len(array) != len(batch)):
             return None
         parts.append(array)
     if not parts:
