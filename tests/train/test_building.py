@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import sys
 import types
@@ -212,6 +213,20 @@ def test_a_model_by_path(plain: Ran) -> None:
     assert str(load_config(plain.folder / "config.yaml").folder) == str(plain.folder)
 
 
+@pytest.mark.parametrize("key", ["model.path", "model.tokenizer", "critic.path", "rewards.0.model"])
+def test_a_path_of_something_else_than_a_folder_is_said_at_once(go: Go, key: str, tmp_path: Path) -> None:
+    """The hub is not asked for a model of this name, also not of the form that it allows (no slash)."""
+    file, pipe, link = tmp_path / "file", tmp_path / "pipe", tmp_path / "link"
+    file.touch()
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "nothing")
+    for path, kind in ((file, "a file"), (pipe, "neither a folder nor a file"), (link, "neither a folder nor a file")):
+        change = f"rewards=[{{model: {path}}}]" if key.startswith("rewards") else f"{key}={path}"
+        assert f"got '{path}', which is {kind}, expected a folder" in refused(go, key, change, out=f"run-{path.name}")
+    with pytest.raises(ValueError, match="model: got .*, which is a file, expected a folder or a name on the hub"):
+        Actor(file)
+
+
 def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:
     size = LLAMA + "vocab_size: 57}"
     ran = go(f"model.config={size}", f"model.tokenizer={house}/words", "checkpoint.save_final=false")
@@ -382,11 +397,11 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
             {"function": f"{house}/rewards.py:early", "weight": 2},
             {"function": "length", "options": {"target": 3, "per_unit": 1.0}, "weight": 0.1},
             {"recipe": {"a": [["rule", "exact_match", 1.0]], "b": [["rule", "length", 0.5]]}, "weight": 0},
-            {"remote": [server.url, server.url], "name": "far", "weight": 0.01, "options": {"headers": {"x-key": "k"}}},
+            {"remote": [server.url, server.url], "name": "far", "weight": 0.01, "options": {"headers": {"x-run": "k"}}},
             {"model": f"{house}/judge", "weight": 3},
         ]
         ran = go(f"rewards={json.dumps(rewards)}", "data.held_out=2", "evaluation.success=right")
-    assert server.requests and all(one["x-key"] == "k" for one in server.headers)
+    assert server.requests and all(one["x-run"] == "k" for one in server.headers)
     for row in ran.records:
         parts = row.metrics
         assert {"right", "early", "length", "recipe", "far", "judge"} <= parts.keys()

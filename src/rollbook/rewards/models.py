@@ -19,6 +19,7 @@ from rollbook.core.checks import check_choice, check_int
 from rollbook.core.rows import Spans
 from rollbook.core.vocabulary import Tokenizer, tokenizer_fingerprint
 from rollbook.models.head import scoring
+from rollbook.models.loading import load_classifier, reject_hub_kernels
 from rollbook.rewards.types import (
     OnError,
     Reward,
@@ -200,13 +201,11 @@ def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Modul
     if isinstance(model, PretrainedConfig):
         if model.num_labels != 1:
             raise ValueError(f"model: got a config with num_labels {model.num_labels}, expected 1: fresh weights")
+        reject_hub_kernels(model, "model")
         classifier: torch.nn.Module = AutoModelForSequenceClassification.from_config(model, trust_remote_code=False)  # type: ignore[no-untyped-call]
         return classifier if dtype is None else classifier.to(dtype)
     if isinstance(model, (str, Path)):
-        loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
-            str(model), dtype=dtype or "auto", trust_remote_code=False
-        )
-        return loaded
+        return load_classifier(str(model), dtype or "auto")
     raise ValueError(f"model: got {type(model).__name__}, expected a torch module, a transformers config or a path")
 
 
