@@ -26,7 +26,7 @@ from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import concatenated
 from rollbook.models.head import has_adapters, scoring, text_config
 from rollbook.models.logprobs import TokenStats
-from rollbook.models.protocols import Policy, ValueModel
+from rollbook.models.protocols import LogprobModel, ValueModel
 
 _LOGITS = 1 << 28
 """Entries of logits of a micro-batch, for models that need all logits: 1 GiB of float32."""
@@ -37,7 +37,7 @@ TOKEN_BUDGET = 16384
 
 
 def forward(
-    model: Policy | ValueModel,
+    model: LogprobModel | ValueModel,
     records: Experiences,
     outputs: Sequence[str],
     *,
@@ -51,7 +51,7 @@ def forward(
     """Compute per-token outputs of a model for every record, without gradients and without dropout.
 
     Args:
-        model: A `Policy`, or a `ValueModel` for `values`.
+        model: A `LogprobModel`, or a `ValueModel` for `values`.
         records: Records with tokens, prompt lengths and media; nothing else of them is run through the model.
         outputs: Names of the results: `entropy`, `values`, or any name of log-probs, such as `old_logprobs`.
         token_budget: Tokens of a micro-batch; a longer record is alone. Micro-batches are planned over all records.
@@ -120,7 +120,7 @@ def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tens
 
 
 def run_micro_batches(
-    model: Policy | ValueModel,
+    model: LogprobModel | ValueModel,
     lengths: Lengths,
     response_lengths: Lengths,
     make_batch: Callable[[Lengths, bool], Batch],
@@ -136,7 +136,7 @@ def run_micro_batches(
     """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
 
     Args:
-        model: A `Policy`, or a `ValueModel` for `values`.
+        model: A `LogprobModel`, or a `ValueModel` for `values`.
         lengths: [N] Tokens of each row.
         response_lengths: [N] Response tokens of each row.
         make_batch: Builds the batch of some rows, packed or not.
@@ -158,7 +158,7 @@ def run_micro_batches(
     budget = check_int("token_budget", token_budget, 1)
     if getattr(model, "head_path", None) == "logits" and hasattr(model, "config"):
         budget = min(budget, max(_LOGITS // int(text_config(model).vocab_size), 1))
-    if packed and not runner.packs:
+    if packed and not getattr(runner, "packs", runner.packs_cheaply):
         raise ValueError("packed: got True, but the model does not separate packed samples; expected False or None")
     if packed is None:
         packed = bool(runner.packs_cheaply)
@@ -244,7 +244,7 @@ class _Clock:
         return self.host + float(sum(begun.elapsed_time(ended) for begun, ended in self.events)) / 1000
 
 
-def without_adapters(model: Policy) -> Policy:
+def without_adapters(model: LogprobModel) -> LogprobModel:
     """Return the reference of an actor that has adapters; any other model as it is."""
     from rollbook.models.actor import Actor
 

@@ -3,7 +3,7 @@
 Invariant: a checkpoint is complete or does not exist: it is written under another name, synced, and renamed. Reading
 one executes nothing.
 
-    checkpoints/step-000040/model/        what Actor.save_pretrained writes
+    checkpoints/step-000040/model/        what Actor.save_pretrained writes; of another policy, weights.pt
                             critic/       the critic, if there is one
                             state.pt      optimizer states and random states
                             shards/       distributed run: weights, optimizer states (torch.distributed.checkpoint)
@@ -31,14 +31,17 @@ from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
 from rollbook.core.files import make_folder, make_private
+from rollbook.models.actor import Actor, Critic
 from rollbook.models.loading import hide_progress_bars
 
 if TYPE_CHECKING:
-    from rollbook.models import Actor, Critic
+    from rollbook.models.protocols import Policy, Trainable, ValueModel
     from rollbook.train.optimizer import Optimizer
 
 CHECKPOINT_FOLDER = "checkpoints"
 SHARDS = "shards"
+_WEIGHTS = "weights.pt"
+"""The `state_dict` of a model that is neither an `Actor` nor a `Critic`."""
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
 _OLD = ".old-"
@@ -164,8 +167,8 @@ def save(
     folder: Path,
     step: int,
     *,
-    actor: Actor,
-    critic: Critic | None = None,
+    actor: Policy,
+    critic: ValueModel | None = None,
     state: Mapping[str, Any],
     trainer_state: Mapping[str, Any],
 ) -> Checkpoint:
@@ -181,12 +184,20 @@ def save(
     """
     partial = begin(folder, step)
     with hide_progress_bars():
-        actor.save_pretrained(partial / "model")
+        _save_model(actor, partial / "model")
         hit_failpoint("model saved")
         if critic is not None:
-            critic.save_pretrained(partial / "critic")
+            _save_model(critic, partial / "critic")
     write_states(partial, step, {**state, "random": random_state()}, trainer_state)
     return commit(folder, step)
+
+
+def _save_model(model: Trainable, folder: Path) -> None:
+    if isinstance(model, Actor | Critic):
+        model.save_pretrained(folder)
+    else:
+        folder.mkdir()
+        torch.save(model.state_dict(), folder / _WEIGHTS)
 
 
 def write_states(partial: Path, step: int, state: Mapping[str, Any], trainer_state: Mapping[str, Any]) -> None:
@@ -320,7 +331,7 @@ def loading_errors(folder: Path) -> Iterator[None]:
         set_random_state(before)
 
 
-def load_weights(model: Actor | Critic, folder: Path) -> None:
+def load_weights(model: Trainable, folder: Path) -> None:
     """Load the weights of a checkpoint into a model, with adapters or without. Random states do not change.
 
     Args:
@@ -330,6 +341,10 @@ def load_weights(model: Actor | Critic, folder: Path) -> None:
     Raises:
         CorruptCheckpointError: The folder cannot be loaded, or lacks a weight. The model is unchanged.
     """
+    if not isinstance(model, Actor | Critic):
+        with loading_errors(folder):
+            model.load_state_dict(torch.load(folder / _WEIGHTS, map_location="cpu", weights_only=True))
+        return
     weights, saved_weights = model.state_dict(), read_weights(model, folder)
     with torch.no_grad():
         for name, weight in weights.items():

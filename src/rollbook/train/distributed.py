@@ -597,6 +597,7 @@ class DistributedTrainer(Trainer):
         options: Those of `Trainer`.
     """
 
+    actor: Actor
     process_group = SINGLE_PROCESS  # rank 0 has the records of all ranks
     learner: DistributedLearner
 

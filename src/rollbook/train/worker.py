@@ -68,7 +68,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rewards.recipes import as_reward
-from rollbook.rollout.engine import BaseEngine, Cancel, WeightSyncError
+from rollbook.rollout.engine import BaseEngine, Cancel, WeightSource, WeightSyncError, get_module
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
 from rollbook.train.pipeline import (
@@ -194,9 +194,9 @@ def unpack_weights(files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def trained_weights(actor: Actor) -> dict[str, torch.Tensor]:
+def trained_weights(actor: WeightSource) -> dict[str, torch.Tensor]:
     """Return the weights that training changes, by their names in the model: of an actor with LoRA, the adapters."""
-    return {name: weight.detach() for name, weight in actor.model.named_parameters() if weight.requires_grad}
+    return {name: weight.detach() for name, weight in get_module(actor).named_parameters() if weight.requires_grad}
 
 
 # --- the trainer's side -----------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class RolloutPacer:
             raise TrainerReplacedError(f"{self.book.url}: another trainer is now using this book")
         return state
 
-    def publish(self, actor: Actor, version: int) -> None:
+    def publish(self, actor: WeightSource, version: int) -> None:
         """Publish the trained weights of a policy for the workers.
 
         Args:
