@@ -172,7 +172,7 @@ def run_micro_batches(
     with scoring(model):
         planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
         passes = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
-        most = max(count for (count,) in passes)
+        [most] = max(passes)
         for micro in planned:
             chosen = rows[micro.indices]
             batch = make_batch(chosen, packed)

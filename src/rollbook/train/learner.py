@@ -144,7 +144,8 @@ class LossNormalizers:
             indices: Indices of the rows of the minibatch.
             max_tokens: Maximum response length.
         """
-        mask = Rows([rows.masks[i] for i in indices])
+        masks = rows.masks
+        mask = Rows([masks[i] for i in indices])
         tokens_and_rows = count_denominators(mask)
         count = algorithm.loss_entry.denominators
         policy = tokens_and_rows if count is None else count(rows, indices)

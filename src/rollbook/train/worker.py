@@ -76,7 +76,6 @@ from rollbook.train.pipeline import (
     find_constant_groups,
     generate,
     generate_greedy,
-    sample_rows,
     score,
 )
 
@@ -656,7 +655,7 @@ class RolloutWorker:
                 finished = sorted(samples.pop(task), key=lambda run: run.eid.run)
                 if self._cancel.requested and any(run.unfinished for run in finished):
                     continue
-                rows = Experiences(sample_rows(finished))
+                rows = Experiences([run.to_experience() for run in finished])
                 by_task[task].records = rows if greedy is None else add_greedy_baseline(rows, greedy)
                 yield by_task[task]
 
