@@ -55,11 +55,10 @@ from rollbook.batch.device import pin_memory, to
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
 from rollbook.compat.lightrft.models import call_model, check_output, is_native
+from rollbook.compat.lightrft.rewards import RewardModels, Scorer
 from rollbook.compat.lightrft.samples import (
     PromptsLike,
-    RewardModels,
     RolloutBatches,
-    Scorer,
     batch_from_samples,
     finished_records,
     make_prompts,
