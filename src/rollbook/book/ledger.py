@@ -873,9 +873,9 @@ def _serve(function: Callable[..., Any], *, repeat: bool, wait: bool) -> Callabl
 
     @functools.wraps(function)
     def call(book: Book, *args: Any, **options: Any) -> Any:
-        if book.forward is None:
+        if book.state.forward is None:
             return function(book, *args, **options)
-        return book.forward(name, args, options, repeat=repeat, wait=wait)
+        return book.state.forward(name, args, options, repeat=repeat, wait=wait)
 
     return call
 

@@ -94,10 +94,15 @@ class Experiences(Sequence["Experience"]):
     # --- construction ---------------------------------------------------------------------------------------
 
     @classmethod
-    def _wrap(cls, parts: Columns, count: int) -> Experiences:
-        """Return the records of physical columns, without checks."""
+    def from_encoded(cls, columns: Columns, count: int) -> Experiences:
+        """Build records from encoded columns, without checks.
+
+        Args:
+            columns: As in the attribute `columns` of other records.
+            count: Number of records.
+        """
         self = cls.__new__(cls)
-        self.columns, self._count = parts, count
+        self.columns, self._count = columns, count
         return self
 
     @classmethod
@@ -137,7 +142,7 @@ class Experiences(Sequence["Experience"]):
                 raise ValueError(f"from_columns: {name!r} has {length} rows, expected {count} as 'tokens' has")
         add_required_columns(parts, count)
         columns.check_columns(parts, count)
-        return cls._wrap(parts, count)
+        return cls.from_encoded(parts, count)
 
     @classmethod
     def concat(cls, parts: Iterable[Experiences]) -> Experiences:
@@ -155,7 +160,7 @@ class Experiences(Sequence["Experience"]):
         nonempty = [part for part in parts if len(part)]
         if len(nonempty) <= 1:
             return nonempty[0] if nonempty else cls()
-        return cls._wrap(
+        return cls.from_encoded(
             columns.concat([(dict(part.columns), part._count) for part in nonempty]),
             sum(part._count for part in nonempty),
         )
@@ -181,7 +186,7 @@ class Experiences(Sequence["Experience"]):
                 for name, column in self.columns.items():
                     end = stop if isinstance(column, Ragged) else stop - start
                     parts[name] = column.slice(start, end)
-                return Experiences._wrap(parts, stop - start)
+                return Experiences.from_encoded(parts, stop - start)
             return self.take(np.arange(start, stop, step))
         if isinstance(index, int) or getattr(index, "ndim", None) == 0:
             number = operator.index(index)  # type: ignore[arg-type]
@@ -284,7 +289,7 @@ class Experiences(Sequence["Experience"]):
         parts: Columns = {}
         for name, column in self.columns.items():
             parts[name] = column.take(chosen if isinstance(column, Ragged) else arrow_indices)
-        return Experiences._wrap(parts, len(chosen))
+        return Experiences.from_encoded(parts, len(chosen))
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
         """Select the records that a predicate or a mask accepts.
@@ -361,7 +366,7 @@ class Experiences(Sequence["Experience"]):
                 parts.pop(key, None)
             parts |= encoded
         columns.check_columns(parts, self._count)
-        return self._wrap(parts, self._count)
+        return self.from_encoded(parts, self._count)
 
     def missing(self, column: str) -> NDArray[np.int64]:
         """Find the records whose field is `None`.
@@ -441,7 +446,7 @@ class Experiences(Sequence["Experience"]):
         for key, column in self.columns.items():
             if key in OWNERS and OWNERS[key][0].name in selected:
                 parts[key] = column
-        return self._wrap(parts, self._count)
+        return self.from_encoded(parts, self._count)
 
     def compact(self) -> Experiences:
         """Copy the records. A slice, in contrast, keeps the memory of its source alive."""
@@ -574,7 +579,7 @@ def from_rows(rows: list[Any], copy: bool = True) -> Experiences:
             for i, row in enumerate(rows):
                 validate(row, f"record {i}: ")
             raise
-    return Experiences._wrap(parts, len(rows))
+    return Experiences.from_encoded(parts, len(rows))
 
 
 def _encode_column(field: Field, entries: ColumnValues) -> Columns:

@@ -453,6 +453,10 @@ class Wrapper(nn.Module, ABC):
             self._packs = separates_samples(self._inner)
         return self._packs
 
+    def probe(self) -> None:
+        """Determine what is probed once, before the model is sharded: probes call parts of it on their own."""
+        _ = self.packs
+
     @property
     def packs_cheaply(self) -> bool:
         """Whether the model separates packed samples, and their attention costs no more than that of each alone.
