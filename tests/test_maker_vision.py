@@ -13,7 +13,6 @@ from rollbook import Experiences
 from rollbook.algorithms import losses
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
-from rollbook.compat.lightrft.models import native_batch
 from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.core.media import load_image
 from rollbook.core.wire import decode, encode
@@ -22,6 +21,7 @@ from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt
 from tests import tiny
 from tests.maker_records import make_records
+from tests.models.batches import native_batch
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 PROMPTS = ["no picture", "<image>one", "<image><image>two"]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rollbook.core.files import FILE_MODE, FOLDER_MODE
+from rollbook.core.files import FILE_MODE, FOLDER_MODE, sync_path
 
 failpoints_active = False
 """Whether a callback is set. Hot paths check it before they call `hit_failpoint`."""
@@ -179,11 +179,7 @@ class Disk:
     def sync_folder(self, path: str) -> None:
         """Wait until the folder's entries are on the disk. Otherwise a power loss may remove a new file."""
         with _add_path_to_errors(path):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_path(path)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file within its folder, replacing the target; durable once the folder is synced."""

@@ -1093,17 +1093,9 @@ class Watcher:
         """Whether everything that existed at the start has been read."""
         return self._loaded.is_set()
 
-    def wait_loaded(self, timeout: float | None = None) -> bool:
-        """Wait until everything that existed has been read or has failed; return whether it was within `timeout`."""
-        return self._loaded.wait(timeout)
-
     def wait(self, cursor: int, timeout: float) -> bool:
         """Wait until the index changes after `cursor`; return whether it did within `timeout` seconds."""
         return self.index.wait(cursor, timeout, self._closing.is_set)
-
-    def request_refresh(self) -> None:
-        """Refresh soon."""
-        self._refresh_requested.set()
 
     def _run(self) -> None:
         pause = self.seconds

@@ -83,67 +83,6 @@ def forward(
     # Log-probs give the response length of a truncated prompt.
     truncated = "prompt_truncated" in records.values("truncate_status")
     narrow = records.select("truncate_status", "multi_modal_inputs", *(["logprobs"] if truncated else []))
-
-    def make_batch(rows: Lengths, pack: bool) -> Batch:
-        # Padded with token 0, which every vocabulary has; the pad token may be outside the model's.
-        return Batch.from_records(narrow.take(rows), ("tokens",), packed=pack, device=model.device)
-
-    flat = run_micro_batches(
-        model,
-        lengths,
-        response_lengths,
-        make_batch,
-        outputs,
-        token_budget=token_budget,
-        packed=packed,
-        temperature=temperature,
-        progress=progress,
-        stats=stats,
-        process_group=process_group,
-    )
-    offsets = compute_offsets(response_lengths)
-    results = {}
-    for name, column in flat.items():
-        if not isfinite(column.sum()):
-            column = _zero_outside_mask(column, records)
-        results[name] = as_column(column, offsets)
-    return results
-
-
-def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tensor:
-    """Replace numbers that are not finite by 0 where the mask is False."""
-    columns = read_columns(records, ("action_mask",))
-    mask = columns.by_response_token.get("action_mask")
-    if mask is None:
-        return column
-    return torch.where((concatenated(mask, columns.response_lengths) != 0) | column.isfinite(), column, 0.0)
-
-
-def run_micro_batches(
-    model: LogprobModel | ValueModel,
-    lengths: Lengths,
-    response_lengths: Lengths,
-    make_batch: Callable[[Lengths, bool], Batch],
-    outputs: Sequence[str],
-    *,
-    token_budget: int = TOKEN_BUDGET,
-    packed: bool | None = None,
-    temperature: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    stats: dict[str, float] | None = None,
-    process_group: ProcessGroup | None = None,
-) -> dict[str, torch.Tensor]:
-    """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
-
-    Args:
-        model: A `LogprobModel`, or a `ValueModel` for `values`.
-        lengths: [N] Tokens of each row.
-        response_lengths: [N] Response tokens of each row.
-        make_batch: Builds the batch of some rows, packed or not.
-
-    Returns:
-        By name, float32 numbers on the host, row after row.
-    """
     began = time.perf_counter()
     of_critic = "values" in outputs
     if of_critic and len(outputs) > 1:
@@ -175,7 +114,8 @@ def run_micro_batches(
         [most] = max(passes)
         for micro in planned:
             chosen = rows[micro.indices]
-            batch = make_batch(chosen, packed)
+            # Padded with token 0, which every vocabulary has; the pad token may be outside the model's.
+            batch = Batch.from_records(narrow.take(chosen), ("tokens",), packed=packed, device=model.device)
             if clock is not None:
                 clock.start()
             if of_critic:
@@ -211,7 +151,22 @@ def run_micro_batches(
         stats["micro_batches"], stats["tokens"] = float(len(planned)), float(done)
         stats["slots"] = float(response_lengths.sum())
         stats["padding"] = 1 - done / computed if computed else 0.0
-    return flat
+    offsets = compute_offsets(response_lengths)
+    results = {}
+    for name, column in flat.items():
+        if not isfinite(column.sum()):
+            column = _zero_outside_mask(column, records)
+        results[name] = as_column(column, offsets)
+    return results
+
+
+def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tensor:
+    """Replace numbers that are not finite by 0 where the mask is False."""
+    columns = read_columns(records, ("action_mask",))
+    mask = columns.by_response_token.get("action_mask")
+    if mask is None:
+        return column
+    return torch.where((concatenated(mask, columns.response_lengths) != 0) | column.isfinite(), column, 0.0)
 
 
 class _Clock:

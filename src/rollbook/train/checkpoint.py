@@ -30,7 +30,7 @@ import torch
 from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
-from rollbook.core.files import make_folder, make_private
+from rollbook.core.files import make_folder, make_private, sync_path, sync_tree
 from rollbook.models.actor import Actor, Critic
 from rollbook.models.loading import hide_progress_bars
 
@@ -223,14 +223,14 @@ def commit(folder: Path, step: int) -> Checkpoint:
     where = folder / CHECKPOINT_FOLDER
     target, partial = where / checkpoint_name(step), where / f"{_PARTIAL}{checkpoint_name(step)}"
     make_private(partial)
-    _sync_folder(partial)
+    sync_tree(partial)
     hit_failpoint("before rename")
     old = where / f"{_OLD}{checkpoint_name(step)}"
     if target.exists():
         target.rename(old)
         hit_failpoint("between renames")
     partial.rename(target)
-    _sync_path(where)
+    sync_path(where)
     hit_failpoint("after rename")
     if old.exists():
         shutil.rmtree(old)
@@ -397,19 +397,3 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush all files of a folder to disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync_path(Path(root) / name)
-        _sync_path(Path(root))
-
-
-def _sync_path(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

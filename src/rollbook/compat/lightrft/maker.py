@@ -662,14 +662,6 @@ class NaiveExperienceMaker:
         policy = self.models.get("policy")
         return get_device(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
 
-    def set_reference(self, model: Callable[..., Any]) -> None:
-        """Use another reference model (`initial_model`) from now on.
-
-        Args:
-            model: The model.
-        """
-        self.initial_model = self.models["reference"] = model
-
     def _actor_engine(self) -> BaseEngine | None:
         """Return the actor as an engine, or `None` if it has none and is called by LightRFT's `generate`."""
         if isinstance(self.actor, BaseEngine):
