@@ -392,7 +392,11 @@ class Book:
         [(1, {'loss': 0.5, 'grad_norm': inf})]
         """
         check_writable(self, "log")
-        reports.log_metrics(self, step, metrics)
+        if check_int("step", step) >= reports.INT64_END:
+            raise ValueError(f"step: got {step}, expected a 64-bit integer")
+        event = queue.Event(reports.METRICS_KIND, step=int(step), detail=reports.encode_metrics(metrics))
+        with self.ledger.write() as tx:
+            queue.record_events(tx, [event])
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
         """Return the logged metrics by step (the last value of each name), without those that a rewind undid."""

@@ -154,7 +154,7 @@ class Disk:
         written = 0
         with _add_path_to_errors(file.path):
             for at in range(0, len(pieces), _MAX_WRITEV_BUFFERS):
-                left = [piece for piece in pieces[at : at + _MAX_WRITEV_BUFFERS] if len(piece)]
+                left = list(filter(len, pieces[at : at + _MAX_WRITEV_BUFFERS]))
                 while left:
                     # A call may write less, after a signal, on a full disk, or if the pieces exceed 2 GiB.
                     count = os.writev(file.fd, left)

@@ -753,7 +753,7 @@ ARRAYS = {
     "entropy": "action_entropy",
     "kl": "kl",
 }
-"""Per-token fields, and their names in the JSON. The first four are LightRFT's, in its order."""
+"""Per-token fields, and their names in the JSON. The first four are the keys of LightRFT's files, in its order."""
 NUMBERS = tuple(ARRAYS.values())[:4]
 """LightRFT's arrays, which may be one number per sample."""
 _TEXT_FIELDS = ("finish_reason", "truncate_status", "parent", "group_size", "prompt_text", "response_text")

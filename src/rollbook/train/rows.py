@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -144,10 +143,12 @@ class TrainRows:
         lengths: list[int] = np.maximum(self.records.token_lengths() - self.records.prompt_lengths(), 0).tolist()
         return lengths
 
-    @cached_property
+    @property
     def loss_tokens(self) -> NDArray[np.int64]:
         """[B] Number of tokens of each row in the loss."""
-        return _count_tokens(self.masks)
+        masks = self.masks
+        row_of_token = np.repeat(np.arange(len(masks)), masks.lengths)
+        return np.bincount(row_of_token[masks.values.numpy()], minlength=len(masks))
 
     @property
     def masks(self) -> Rows:
@@ -286,12 +287,11 @@ class TrainRows:
 
     def _leave_out_empty(self, drop_zero_advantages: bool) -> None:
         """Leave out rows without a token in the loss and, if `drop_zero_advantages`, rows whose advantages are 0."""
-        masks = self.masks
-        empty = np.flatnonzero(_count_tokens(masks) == 0).tolist()
+        empty = np.flatnonzero(self.loss_tokens == 0).tolist()
         reasons: dict[int, str] = dict.fromkeys(empty, "no trainable token")
         if drop_zero_advantages:
             advantages = self.records.values("advantages")
-            for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
+            for i, (row, mask) in enumerate(zip(advantages, self.masks, strict=True)):
                 is_expert = self.expert is not None and self.expert[i]
                 if not is_expert and i not in reasons and not bool(row[mask].any()):
                     reasons[i] = "zero advantage"
@@ -309,9 +309,3 @@ class TrainRows:
         self.records, self.sources = self.records.take(remaining), self.sources[remaining]
         if self.expert is not None:
             self.expert = [self.expert[i] for i in remaining]
-
-
-def _count_tokens(masks: Rows) -> NDArray[np.int64]:
-    """[B] Count the tokens of each row that a mask selects."""
-    row_of_token = np.repeat(np.arange(len(masks)), masks.lengths)
-    return np.bincount(row_of_token[masks.values.numpy()], minlength=len(masks))
