@@ -1077,7 +1077,6 @@ class Watcher:
         self.error: str | None = None
         """Why the source could not be read the last time."""
         self._closing = threading.Event()
-        self._refresh_requested = threading.Event()
         self._refreshed = threading.Event()
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollbook-watcher", daemon=True)
@@ -1116,14 +1115,12 @@ class Watcher:
                 pause = self.seconds
                 continue
             self._loaded.set()
-            self._refresh_requested.wait(pause)
-            self._refresh_requested.clear()
+            self._closing.wait(pause)
             pause = min(self.slowest, pause * 1.25)
 
     def close(self) -> None:
         """Stop following after the current refresh."""
         self._closing.set()
-        self._refresh_requested.set()
         self.index.wake()
         if self._thread.is_alive():
             self._thread.join(30)
