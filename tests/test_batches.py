@@ -180,7 +180,7 @@ def test_what_is_refused() -> None:
     records = Experiences([Experience(tokens=[1, 2, 3], eid={"task": 1})])
     for options, message in (
         ({"side": "top"}, "side: got 'top', expected 'left' or 'right'"),
-        ({"pad_token_id": True}, "pad_token_id: got True, expected a token id"),
+        ({"pad_token_id": True}, "pad_token_id: got True, expected an integer"),
     ):
         with pytest.raises(ValueError, match=message):
             Batch.from_records(records, **options)

@@ -29,6 +29,7 @@ from rollbook.models import Actor, Critic
 from rollbook.rollout import Line, Prompt, ScriptedEngine
 from rollbook.rollout.transformers import TransformersEngine
 from tests import tiny
+from tests.maker_records import make_records
 
 PROMPTS = ["the quick fox", "what is two plus three", "yes"]
 OPTIONS = {"max_new_tokens": 6, "temperature": 1.0}
@@ -793,7 +794,7 @@ def test_records_hold_everything(actor: Actor, reference: Actor, critic: Critic)
         actor, reference=reference, critic=critic, advantage_estimator="gae", micro_rollout_batch_size=4, kl=0.1,
         reward=lambda response: {"reward": vowels(response), "length": len(response)},
     )  # fmt: skip
-    records = made.make_records(PROMPTS, **OPTIONS)
+    records = make_records(made, PROMPTS, **OPTIONS)
     again = maker(actor, reference=reference, critic=critic, advantage_estimator="gae", kl=0.1)
     (batch,) = again.make_experience_list(PROMPTS, **OPTIONS)
     assert len(records) == 9 and [str(eid) for eid in records.eids()] == [str(eid) for eid in batch.ids or ()]

@@ -17,6 +17,7 @@ from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.models import Actor
 from rollbook.rollout import Line, ScriptedEngine
 from tests import tiny
+from tests.maker_records import make_records
 from tests.rewards.server import nobody, serve
 
 TOKENS = {"ab": [[70, 2], [71, 71, 2]], "c": [[72, 2], [73, 2]]}
@@ -368,7 +369,7 @@ def test_process_experiences_may_filter_and_change_rewards_before_the_clip() -> 
     assert batch.info["reward"].tolist() == LENGTHS[1:]
     assert made.metrics["rollout/samples"] == 4 and made.metrics["reward/mean"] == sum(LENGTHS) / 4
 
-    records = made.make_records(["ab", "c"])
+    records = make_records(made, ["ab", "c"])
     assert [(row.eid.task, row.eid.run, row.reward) for row in records] == [(0, 1, 5.0), (1, 0, 3.0), (1, 1, 3.0)]
     assert [row.response_text for row in records] == TEXTS[1:]
 
@@ -381,7 +382,7 @@ def test_process_experiences_may_keep_nothing() -> None:
     for estimator in ("rloo", "reinforce", "group_norm", "cpgd"):
         config = {"advantage_estimator": estimator, "advantages_norm": True, "advantage_clip": 1.0, "reward_clip": 1.0}
         made = maker(model=Seen(), cls=Nothing, config=config)
-        assert made.make_experience_list(["ab", "c"]) == [] and len(made.make_records(["ab", "c"])) == 0
+        assert made.make_experience_list(["ab", "c"]) == [] and len(make_records(made, ["ab", "c"])) == 0
 
 
 def test_rewards_that_do_not_fit_the_experiences_are_named() -> None:

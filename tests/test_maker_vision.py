@@ -13,7 +13,6 @@ from rollbook import Experiences
 from rollbook.algorithms import losses
 from rollbook.compat.lightrft.batch import from_experiences
 from rollbook.compat.lightrft.maker import MakerConfig, NaiveExperienceMaker
-from rollbook.compat.lightrft.models import native_batch
 from rollbook.compat.lightrft.samples import RolloutBatches
 from rollbook.core.media import load_image
 from rollbook.core.wire import decode, encode
@@ -21,6 +20,8 @@ from rollbook.models import Actor, Critic
 from rollbook.rewards.types import RewardInput
 from rollbook.rollout import Prompt
 from tests import tiny
+from tests.maker_records import make_records
+from tests.models.batches import native_batch
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 PROMPTS = ["no picture", "<image>one", "<image><image>two"]
@@ -262,7 +263,7 @@ def test_records_keep_the_pictures_and_batches_do_not_change(tmp_path: Path) -> 
     (batch,) = made.make_experience_list(PROMPTS, all_images=images, **OPTIONS)
     assert batch.info is not None and "info" not in batch.info  # they are in raw_images, as they were given
     assert batch.raw_images is not None and batch.raw_images[-1] == images[-1]
-    records = maker(actor).make_records(PROMPTS, all_images=images, **OPTIONS)
+    records = make_records(maker(actor), PROMPTS, all_images=images, **OPTIONS)
     assert [len(row.info.get("images", ())) for row in records] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert records[8].info["images"] == [file.read_bytes()] * 2
     assert load_image("image", records[3].info["images"][0]).getpixel((0, 0)) == RED
@@ -286,11 +287,13 @@ def test_samples_are_made_records_of_once() -> None:
 
     actor, _ = policy()
     plain = maker(actor)
-    records = plain.make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
+    records = make_records(plain, PROMPTS, all_images=IMAGES, **OPTIONS)
     assert plain._rollout is None
-    again = maker(actor).make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
+    again = make_records(maker(actor), PROMPTS, all_images=IMAGES, **OPTIONS)
     assert records == again
-    counted = maker(actor, kind=Counted, micro_rollout_batch_size=4).make_records(PROMPTS, all_images=IMAGES, **OPTIONS)
+    counted = make_records(
+        maker(actor, kind=Counted, micro_rollout_batch_size=4), PROMPTS, all_images=IMAGES, **OPTIONS
+    )
     assert [row.metrics["seen"] for row in counted] == [1.0] * 9
     for mine, other in zip(counted, records, strict=True):
         assert torch.equal(mine.tokens, other.tokens) and mine.info == other.info

@@ -1,13 +1,21 @@
-"""The scripts of the repository: the description of the package, the check of names."""
+"""The scripts of the repository, and limits on the code: modules, public names of the book, private names."""
 
 from __future__ import annotations
 
+import ast
 import runpy
 from pathlib import Path
 
 import pytest
 
+import rollbook
+from rollbook.book import Book
+from rollbook.core.errors import WireError
+from rollbook.core.fields import FIELDS
+from rollbook.core.wire import decode, encode
+
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "rollbook"
 
 
 @pytest.mark.parametrize(
@@ -53,3 +61,37 @@ def test_check_names_limits_gerund_modules(tmp_path: Path) -> None:
     assert script["main"]([str(tmp_path)]) == 1
     (tmp_path / "m0ing.py").unlink()
     assert script["main"]([str(tmp_path)]) == 0
+
+
+def test_the_number_of_modules_is_limited() -> None:
+    assert len(list(PACKAGE.rglob("*.py"))) <= 210
+
+
+def test_a_book_has_few_public_names() -> None:
+    methods = [name for name in vars(Book) if not name.startswith("_")]
+    assert len(methods) <= 25
+    with rollbook.open("memory:") as book:
+        attributes = {name for name in vars(book) if not name.startswith("_")}
+    assert attributes == {"url", "ledger", "store", "read_only", "tokenizer", "quota", "closed", "state"}
+
+
+def test_a_type_checker_rejects_unknown_fields_of_a_record() -> None:
+    """As `Experience(rewrd=1.0)`: `__init__` names every field and takes no others."""
+    (record,) = [
+        node
+        for node in ast.parse((PACKAGE / "core" / "experience.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Experience"
+    ]
+    (typed,) = [node for node in record.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    (init,) = [node for node in typed.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert init.args.kwarg is None and not init.decorator_list
+    assert {argument.arg for argument in init.args.kwonlyargs} == {*FIELDS}
+    with pytest.raises(TypeError, match="rewrd"):
+        rollbook.Experience(tokens=[1, 2], rewrd=1.0)
+
+
+def test_frames_of_version_1_are_refused_by_name() -> None:
+    frame = bytearray(encode(rollbook.Experiences([rollbook.Experience(tokens=[1, 2])])))
+    frame[8:10] = (1).to_bytes(2, "little")
+    with pytest.raises(WireError, match="format version 1, written before `policy_logprobs` became `old_logprobs`"):
+        decode(frame)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import pickle
 import random as python_random
 import statistics
-from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,6 @@ from hypothesis import strategies as st
 
 from rollbook.algorithms.filters import (
     FilterResult,
-    Refill,
     dynamic_sampling,
     invalid_rewards,
     reward_at_least,
@@ -179,173 +175,6 @@ def test_truncated_by_flag_and_by_status() -> None:
     assert truncated(["length", "len", ""], mask, reasons="length").report.which("truncated") == [0]
 
 
-# --- until there are enough -----------------------------------------------------------------------------------------
-
-
-class Model:
-    """Refill as a list of everything that ever happened, judged from the start each time."""
-
-    def __init__(self, wanted: int, size: int | None) -> None:
-        self.wanted, self.size = wanted, size
-        self.open: dict[Any, list[tuple[float, Any]]] = {}
-        self.useful: list[tuple[Any, list[Any]]] = []
-        self.dropped: dict[str, list[Any]] = defaultdict(list)
-
-    def add(self, rows: list[tuple[float, Any, Any]]) -> None:
-        complete = []
-        for score, group, sample in rows:
-            self.open.setdefault(group, []).append((score, sample))
-            if self.size is not None and len(self.open[group]) == self.size:
-                complete.append((group, self.open.pop(group)))
-        if self.size is None:
-            complete, self.open = list(self.open.items()), {}
-        for group, parts in complete:
-            samples, right = [s for _, s in parts], [score > 0 for score, _ in parts]
-            if len(right) == 1:
-                self.dropped["singleton group"] += samples
-            elif all(right) or not any(right):
-                self.dropped["all correct" if all(right) else "all wrong"] += samples
-            else:
-                self.useful.append((group, samples))
-
-    def take(self) -> list[tuple[Any, list[Any]]]:
-        batch, self.useful = self.useful[: self.wanted], self.useful[self.wanted :]
-        return batch
-
-
-@USUAL
-@given(
-    st.lists(st.lists(st.tuples(st.sampled_from([0.0, 1.0, -1.0]), st.sampled_from("abcd")), max_size=9), max_size=12),
-    st.integers(1, 3),
-    st.none() | st.integers(1, 3),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_refill_loses_nothing(
-    rollouts: list[list[tuple[float, str]]], wanted: int, size: int | None, rounds: int, restart: bool
-) -> None:
-    refill, model = Refill(wanted, group_size=size, max_rounds=rounds), Model(wanted, size)
-    taken: list[Any] = []
-    given_in: list[Any] = []
-    said: dict[str, list[Any]] = defaultdict(list)
-    for number, rollout in enumerate(rollouts):
-        rows = [(score, group, f"{number}.{i}") for i, (score, group) in enumerate(rollout)]
-        given_in += [sample for _, _, sample in rows]
-        refill.add([s for s, _, _ in rows], [g for _, g, _ in rows], [x for _, _, x in rows])
-        model.add(rows)
-        if restart:
-            state = pickle.loads(pickle.dumps(refill.state_dict()))
-            refill = Refill(wanted, group_size=size, max_rounds=rounds)
-            refill.load_state_dict(state)
-        assert refill.waiting == len(model.useful) and refill.missing == max(wanted - len(model.useful), 0)
-        assert refill.incomplete == {group: len(parts) for group, parts in model.open.items()}
-        while refill.done:
-            batch = refill.take()
-            assert list(zip(batch.groups, batch.samples, strict=True)) == model.take()
-            assert batch.short == wanted - len(batch.groups) and (not batch.short or batch.rounds == rounds)
-            taken += [sample for part in batch.samples for sample in part]
-            for reason in batch.report.reasons:
-                said[reason] += batch.report.which(reason)
-    given_up = [sample for part in refill.abandon().values() for sample in part]
-    assert refill.incomplete == {}
-    while refill.waiting or not refill.done:
-        if refill.done:
-            batch = refill.take()
-            taken += [sample for part in batch.samples for sample in part]
-        else:
-            refill.add([], [], [])
-            continue
-        for reason in batch.report.reasons:
-            said[reason] += batch.report.which(reason)
-    batch = refill.take()
-    for reason in batch.report.reasons:
-        said[reason] += batch.report.which(reason)
-    dropped = [sample for reason, found in said.items() if not reason.startswith("kept") for sample in found]
-    assert Counter(taken) + Counter(dropped) == Counter(given_in)
-    assert said["incomplete group"] == given_up
-    for reason, samples in model.dropped.items():
-        assert said[reason] == samples
-
-
-def test_refill_says_why_and_when_it_is_short() -> None:
-    refill = Refill(2, max_rounds=2)
-    with pytest.raises(ValueError, match="groups: got 0 of 2 after 0 of 2 rounds, expected another rollout first"):
-        refill.take()
-    refill.add([1.0, 1.0, 0.0], ["a", "a", "b"], ["a0", "a1", "b0"])
-    refill.add([1.0, None, 0.0], ["c", "c", "c"], ["c0", "c1", "c2"])
-    batch = refill.take()
-    assert (batch.groups, batch.short, batch.rounds) == (["c"], 1, 2)
-    assert batch.samples == [["c0", "c1", "c2"]]
-    assert batch.report.to_metrics("refill") == {
-        "refill/rows": 6,
-        "refill/no_finite_reward": 0,
-        "refill/all_correct": 2,
-        "refill/all_wrong": 0,
-        "refill/singleton_group": 1,
-        "refill/kept_without_a_finite_reward": 1,
-        "refill/rounds": 2.0,
-    }
-    assert not refill.done and refill.missing == 2
-
-
-def test_refill_takes_a_group_that_comes_in_parts_and_surplus_next_time() -> None:
-    refill = Refill(1, group_size=2)
-    refill.add([1.0, 1.0, 0.0], ["a", "b", "c"], ["a0", "b0", "c0"])
-    assert refill.incomplete == {"a": 1, "b": 1, "c": 1}
-    refill.add([1.0, 0.0, 0.0, 0.0], ["c", "a", "a", "b"], ["c1", "a1", "a2", "b1"])
-    assert [refill.take().samples for _ in range(3)] == [[["c0", "c1"]], [["a0", "a1"]], [["b0", "b1"]]]
-    assert refill.incomplete == {"a": 1} and not refill.done
-
-
-def test_refill_with_another_judge_and_part_of_a_group() -> None:
-    refill = Refill(1, judge=functools.partial(zero_variance, threshold=0.1))
-    refill.add([0.5, 0.55, 0.1, 0.9], list("aabb"), [1, 2, 3, 4])
-    batch = refill.take()
-    assert batch.samples == [[3, 4]] and batch.report.which("small deviation") == [1, 2]
-    part = Refill(1, judge=lambda scores, groups: reward_at_least(scores, 0.5))
-    part.add([0.0, 1.0, 0.0, 0.0], list("aabb"), [1, 2, 3, 4])
-    assert part.take().samples == [[2]]
-
-
-def test_numbers_of_numpy_are_sizes() -> None:
-    refill = Refill(np.int64(1), group_size=np.int32(2), max_rounds=np.int64(3))
-    refill.add([1, 0], ["a", "a"], ["a0", "a1"])
-    assert refill.done and refill.take().samples == [["a0", "a1"]]
-
-
-def test_bad_input_changes_nothing_in_refill() -> None:
-    refill = Refill(3, group_size=2)
-    refill.add([1.0, 0.0, 1.0], ["a", "a", "b"], ["a0", "a1", "b0"])
-    before = refill.state_dict()
-    for scores, groups, samples, words in [
-        ([1.0], ["b"], ["b0"], "samples: got 'b0' again"),
-        ([1.0], ["z"], ["a1"], "samples: got 'a1' again"),
-        ([1.0, 2.0], ["z", "z"], ["z0", "z0"], "samples: got 'z0' again"),
-        ([1.0], ["z", "y"], ["z0"], "groups: got 2, expected 1"),
-        ([1.0], ["z"], [], "samples: got 0, expected 1"),
-        ([1.0], [["z"]], ["z0"], "groups: expected hashable ids"),
-        (["one"], ["z"], ["z0"], "scores: expected numbers or None"),
-    ]:
-        with pytest.raises(ValueError) as raised:
-            refill.add(scores, groups, samples)
-        assert words in str(raised.value)
-        assert refill.state_dict() == before
-
-    def broken(scores: Any, groups: Any) -> FilterResult:
-        raise RuntimeError("no judge today")
-
-    refill.judge = broken
-    with pytest.raises(RuntimeError, match="no judge today"):
-        refill.add([1.0], ["b"], ["b1"])
-    assert refill.state_dict() == before
-    with pytest.raises(ValueError, match="state: got rounds, expected rounds, pending, ready, judged, reasons"):
-        refill.load_state_dict({"rounds": 1})
-    with pytest.raises(ValueError, match="state: group 'b' has 1 samples, expected fewer than group_size"):
-        Refill(3, group_size=1).load_state_dict(before)
-    with pytest.raises(ValueError, match="state: group 'b' has 1 samples, expected fewer than group_size"):
-        Refill(3).load_state_dict(before)
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -371,10 +200,6 @@ def test_bad_input_changes_nothing_in_refill() -> None:
         (lambda: truncated(None, torch.ones(2, 2)), "finish: got None, expected 2 ids, one for each row"),
         (lambda: truncated("stop", torch.ones(4, 2)), "finish: got 'stop', expected 4 ids, one for each row"),
         (lambda: zero_variance([1.0], None), "groups: got None"),
-        (lambda: Refill(True), "groups: got True, expected an integer >= 1"),
-        (lambda: Refill(0), "groups: got 0, expected an integer >= 1"),
-        (lambda: Refill(1, group_size=0), "group_size: got 0, expected an integer >= 1"),
-        (lambda: Refill(1, max_rounds=2.5), "max_rounds: got 2.5, expected an integer >= 1"),
     ],
 )
 def test_bad_input_is_named(call: Any, words: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.algorithms.advantages import grouped, stepwise
+from rollbook.algorithms.advantages import grouped
 from rollbook.algorithms.groups import Grouped
 from rollbook.algorithms.registry import ESTIMATORS
 
@@ -269,7 +269,7 @@ def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: f
     order = list(range(len(table)))
     seed.shuffle(order)
     picked = [table[i] for i in order]
-    found = stepwise.gigpo(
+    found = grouped.gigpo(
         *(list(column) for column in zip(*[(r, t, u, s, h) for t, u, s, r, h in picked], strict=True)),
         omega=0.5,
         gamma=gamma,
@@ -281,7 +281,7 @@ def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: f
 
 
 def test_gigpo_does_not_compare_states_across_tasks() -> None:
-    found = stepwise.gigpo([0.0, 1.0, 5.0, 7.0], ["a", "a", "b", "b"], [0, 1, 0, 1], [0] * 4, ["same"] * 4)
+    found = grouped.gigpo([0.0, 1.0, 5.0, 7.0], ["a", "a", "b", "b"], [0, 1, 0, 1], [0] * 4, ["same"] * 4)
     assert found.advantages.tolist() == [-1, 1, -2, 2]
 
 
@@ -289,7 +289,7 @@ def test_the_last_step_is_the_largest_wherever_it_stands() -> None:
     rows = [(0, 1, 1.0), (0, 0, 5.0), (1, 0, 0.0), (1, 2, 3.0), (1, 1, 9.0)]
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 4, 0, 2, 3]):
         picked = [rows[i] for i in order]
-        found = stepwise.step_wise_grpo(
+        found = grouped.step_wise_grpo(
             [r for *_, r in picked], ["t"] * 5, [u for u, *_ in picked], [s for _, s, _ in picked]
         )
         by_run = {u: score for (u, _, _), score in zip(picked, found.advantages.tolist(), strict=True)}
@@ -298,7 +298,7 @@ def test_the_last_step_is_the_largest_wherever_it_stands() -> None:
 
 def test_two_rows_of_one_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"steps: rows 0 and 1 are both step 3 of run 'r' of group 'g'"):
-        stepwise.step_wise_grpo([0.0, 1.0], ["g", "g"], ["r", "r"], [3, 3])
+        grouped.step_wise_grpo([0.0, 1.0], ["g", "g"], ["r", "r"], [3, 3])
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_two_rows_of_one_step_are_refused() -> None:
         (lambda: grouped.opmd([0.0], ["a"], baseline="median"), "baseline: got 'median'"),
         (lambda: grouped.pass_at_k_advantage([0.0], ["a"], k=0), "k: got 0, expected an integer >= 1"),
         (lambda: grouped.pass_at_k_estimate(3, 4, 1), "pass@k: got n=3, c=4, k=1"),
-        (lambda: stepwise.gigpo([0.0], ["a"], [0], ["0"], ["s"]), "steps: row 0 has '0', expected an integer"),
+        (lambda: grouped.gigpo([0.0], ["a"], [0], ["0"], ["s"]), "steps: row 0 has '0', expected an integer"),
         (lambda: ESTIMATORS.call("grpoo", {}), "did you mean 'grpo'"),
         (lambda: ESTIMATORS.call("grpo", {"rewards": [1.0]}), "grpo: missing input 'groups'"),
     ],
@@ -337,22 +337,22 @@ def test_no_rows_at_all() -> None:
 
 def test_a_run_that_lacks_a_reward_is_in_no_statistic_of_gigpo() -> None:
     rows = {"groups": ["t"] * 4, "runs": [0, 0, 1, 1], "steps": [0, 1, 0, 1], "states": [None] * 4}
-    found = stepwise.gigpo([math.nan, math.nan, 1.0, 1.0], **rows)
+    found = grouped.gigpo([math.nan, math.nan, 1.0, 1.0], **rows)
     assert found.advantages.tolist() == [0, 0, 0, 0]
     assert found.report.which("missing reward") == [0, 1]
     assert found.report.which("singleton group") == [2, 3]
-    half = stepwise.gigpo([0.0, None, 1.0, 1.0], **rows)
+    half = grouped.gigpo([0.0, None, 1.0, 1.0], **rows)
     assert half.report.which("missing reward") == [0, 1] and half.advantages.tolist() == [0, 0, 0, 0]
-    upstream = stepwise.gigpo([0.0, None, 1.0, 1.0], **rows, missing="zero")
+    upstream = grouped.gigpo([0.0, None, 1.0, 1.0], **rows, missing="zero")
     assert upstream.advantages.tolist() == [-1, -1, 1, 1]
     assert upstream.report.which("missing reward") == [1]
-    endless = stepwise.gigpo([0.0, math.inf, 1.0, 1.0], **rows)
+    endless = grouped.gigpo([0.0, math.inf, 1.0, 1.0], **rows)
     assert endless.report.which("infinite reward") == [0, 1] and endless.report.count("missing reward") == 0
 
 
 def test_runs_of_the_same_rewards_in_another_order_are_equal() -> None:
     rewards = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], dtype=torch.float64)
-    found = stepwise.gigpo(
+    found = grouped.gigpo(
         rewards, ["t"] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, list("abcdef"), normalize="std", eps=0.0
     )
     assert found.advantages.tolist() == [0.0] * 6 and found.report.count("constant group") == 6
@@ -408,7 +408,7 @@ def test_a_switch_is_on_or_off(call: str) -> None:
     calls = {
         "whiten": lambda: ESTIMATORS.call("reinforce", {"rewards": [1.0]}, whiten="no"),
         "normalize": lambda: grouped.rec([1.0], ["a"], normalize="no"),
-        "step_norm": lambda: stepwise.step_wise_grpo([1.0], ["a"], [0], [0], step_norm="no"),
+        "step_norm": lambda: grouped.step_wise_grpo([1.0], ["a"], [0], [0], step_norm="no"),
     }
     with pytest.raises(ValueError, match=f"{call}: got 'no', expected True or False"):
         calls[call]()
@@ -474,8 +474,8 @@ def test_one_formula_for_weights_of_useful_groups() -> None:
         lambda: grouped.rec([0.0, 1.0], ["a", "a"], std="smaple"),
         lambda: grouped.cpgd([0.0, 1.0], ["a", "a"], weight="none", std="smaple"),
         lambda: ESTIMATORS.call("reinforce", {"rewards": [1.0]}, std="smaple"),
-        lambda: stepwise.gigpo([0.0], ["a"], [0], [0], [None], std="smaple"),
-        lambda: stepwise.step_wise_grpo([0.0], ["a"], [0], [0], level="batch", std="smaple"),
+        lambda: grouped.gigpo([0.0], ["a"], [0], [0], [None], std="smaple"),
+        lambda: grouped.step_wise_grpo([0.0], ["a"], [0], [0], level="batch", std="smaple"),
     ],
 )
 def test_an_option_is_checked_whether_or_not_it_is_used(call: Any) -> None:

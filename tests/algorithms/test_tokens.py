@@ -682,8 +682,8 @@ HIDDEN, WEIGHT = torch.zeros(2, 4), torch.zeros(3, 4)
         (lambda: top_k(LOGITS, True), r"k: got True, expected an integer"),
         (lambda: top_k(LOGITS, np.bool_(True)), r"k: got .*True.*, expected an integer"),  # type: ignore[arg-type]
         (lambda: top_k_from_hidden(HIDDEN, WEIGHT, None), r"k: got None, expected an integer"),  # type: ignore[arg-type]
-        (lambda: top_k(LOGITS, 4), r"k: got 4, expected 1 to 3"),
-        (lambda: top_k_from_hidden(HIDDEN, WEIGHT, 0), r"k: got 0, expected 1 to 3"),
+        (lambda: top_k(LOGITS, 4), r"k: got 4, expected an integer from 1 to 3"),
+        (lambda: top_k_from_hidden(HIDDEN, WEIGHT, 0), r"k: got 0, expected an integer from 1 to 3"),
     ],
 )
 def test_bad_arguments_are_named(call: object, message: str) -> None:

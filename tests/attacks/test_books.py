@@ -427,7 +427,7 @@ def test_counts_of_billions(folder: Path) -> None:
 def with_part(folder: Path, part: bytes, **columns: Any) -> None:
     """Have all records lie in one more segment that holds this part."""
     name = "0000000000000001-00000000000000aa.rbs"
-    (folder / "segments" / name).write_bytes(files.build_header() + part)
+    (folder / "segments" / name).write_bytes(files.HEADER + part)
     with ledger(folder) as connection:
         connection.execute("UPDATE records SET segment = ?, start = 64, size = ?", (name, len(part)))
 

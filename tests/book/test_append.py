@@ -262,7 +262,7 @@ def test_odd_records_come_back_exactly_from_every_kind_of_book(url: str) -> None
 
 def test_columns_of_a_newer_version_survive(url: str) -> None:
     many = from_rows(records(2))
-    many = Experiences._wrap({**many.columns, "from_the_future": pa.array([1, None])}, 2)
+    many = Experiences.from_encoded({**many.columns, "from_the_future": pa.array([1, None])}, 2)
     assert many[0].unknown
     with rollbook.open(url) as book:
         book.append(many)
@@ -327,14 +327,14 @@ class HeldWriter:
                 self.errors[number] = error
 
         thread = threading.Thread(target=run)
-        waiting = len(self.book.group_commit._waiting)
+        waiting = len(self.book.state.group_commit._waiting)
         thread.start()
         self.threads.append(thread)
         if len(self.threads) == 1:
             assert self.writing.wait(30)
             return
         end = time.monotonic() + 30
-        while len(self.book.group_commit._waiting) == waiting and thread.is_alive():
+        while len(self.book.state.group_commit._waiting) == waiting and thread.is_alive():
             assert time.monotonic() < end
             time.sleep(0.001)
 

@@ -164,8 +164,8 @@ def test_small_segments_are_merged_beside_appends(kind: str, tmp_path: Path, mon
         given = {i: record(i) for i in range(40)}
         for each in given.values():
             spread(book, [each])
-            if book.compactor is not None:
-                book.compactor.join()
+            if book.state.compactor is not None:
+                book.state.compactor.join()
         assert len(book.store.segments()) <= 8 + 4 + 2
         assert threads and threading.get_ident() not in threads
         sound(book, given)
@@ -196,16 +196,16 @@ def test_closing_waits_for_a_merge_and_a_fork_does_not(tmp_path: Path, monkeypat
         assert os.waitpid(child, 0)[1] == 0
         closing = threading.Thread(target=book.close)
         closing.start()
-        assert book.compactor is not None and book.compactor.is_alive()
+        assert book.state.compactor is not None and book.state.compactor.is_alive()
         go_on.set()
         closing.join(60)
-        assert not book.compactor.is_alive()
+        assert not book.state.compactor.is_alive()
 
 
 def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "AUTO_MERGE_SEGMENTS", 8)
     with rollbook.open(url) as book:
-        book.appends = count(1)
+        book.state.appends = count(1)
         spread(book, [record(i) for i in range(10)])
         put = book.store.put
         left = iter([] if book.store.transactional else [put])  # the append's own, if it puts
@@ -217,7 +217,7 @@ def test_an_append_does_not_fail_for_a_merge(url: str, monkeypatch: pytest.Monke
                 raise OSError(errno.ENOSPC, "No space left on device") from None
 
         book.store.put = full  # type: ignore[method-assign]
-        book.appends = count(compaction.AUTO_MERGE_INTERVAL)
+        book.state.appends = count(compaction.AUTO_MERGE_INTERVAL)
         tend = compaction._auto_merge
         monkeypatch.setattr(compaction, "_auto_merge", lambda _: None)
         assert book.append(record(10)).admitted == 1

@@ -299,11 +299,13 @@ def test_a_columns_rows_that_are_null_or_no_tensors_are_left_alone() -> None:
     offsets = pa.py_buffer(np.array([0, 4, 5, 5], dtype=np.int64))
     column = pa.Array.from_buffers(MEDIA, 3, [pa.py_buffer(b"\x05"), offsets], children=[flat])
     many = Experiences([record()] * 3)
-    odd = Experiences._wrap({**many.columns, "multi_modal_inputs": column}, 3)
+    odd = Experiences.from_encoded({**many.columns, "multi_modal_inputs": column}, 3)
     assert extract(odd).stripped is odd
     lifted = extract(odd, 1)
     assert lifted.stripped is odd
-    good = Experiences._wrap({**many.columns, "multi_modal_inputs": pa.array([entries, None, entries[4:]], MEDIA)}, 3)
+    good = Experiences.from_encoded(
+        {**many.columns, "multi_modal_inputs": pa.array([entries, None, entries[4:]], MEDIA)}, 3
+    )
     lifted = extract(good)
     assert [len(used) for used in lifted.uses] == [1, 0, 1]
     assert same_columns(good, restore(lifted.stripped, store(lifted).__getitem__))
@@ -319,7 +321,7 @@ def test_bytes_beneath_a_null_are_nothing() -> None:
     for nulls, held, found in ((None, hidden, 1), (second_there, data, 1), (none_there, data, 0)):
         flat = pa.Array.from_buffers(whole.values.type, 2, [nulls], children=[*parts, held])
         column = pa.Array.from_buffers(MEDIA, 1, whole.buffers()[:2], children=[flat])
-        many = Experiences._wrap({**Experiences([record()]).columns, "multi_modal_inputs": column}, 1)
+        many = Experiences.from_encoded({**Experiences([record()]).columns, "multi_modal_inputs": column}, 1)
         lifted = extract(many)
         assert len(lifted.blobs) == found
         back = restore(lifted.stripped, store(lifted).__getitem__)
@@ -328,7 +330,7 @@ def test_bytes_beneath_a_null_are_nothing() -> None:
         assert [item["at"] for item in items] == [1] * found
     text = Experiences([record(info={"png": PNG})]).columns["info"]
     null = pa.Array.from_buffers(text.type, 1, [none_there, *text.buffers()[1:]])
-    many = Experiences._wrap({**Experiences([record()]).columns, "info": null}, 1)
+    many = Experiences.from_encoded({**Experiences([record()]).columns, "info": null}, 1)
     assert extract(many).stripped is many
 
 
@@ -336,7 +338,7 @@ def test_text_that_is_no_json_comes_back_as_it_was() -> None:
     piece = base64.b64encode(PNG).decode()
     texts = [f'"data":"{piece}', f'{piece}"', f'{{"data":"{piece}"', f'""data":"{piece}""data":"{piece}"', None]
     many = Experiences([record()] * len(texts))
-    odd = Experiences._wrap({**many.columns, "messages": pa.array(texts, pa.large_string())}, len(texts))
+    odd = Experiences.from_encoded({**many.columns, "messages": pa.array(texts, pa.large_string())}, len(texts))
     lifted = extract(odd)
     assert [len(used) for used in lifted.uses] == [0, 0, 1, 1, 0]
     assert same_columns(odd, restore(lifted.stripped, store(lifted).__getitem__))
@@ -368,7 +370,7 @@ def test_a_column_of_that_name_is_kept_under_another() -> None:
     ):
         for fields in ({}, {"info": {"png": PNG}}):
             plain = Experiences([record(**fields)])
-            many = decode(encode(Experiences._wrap({**plain.columns, **extra}, 1)))
+            many = decode(encode(Experiences.from_encoded({**plain.columns, **extra}, 1)))
             lifted = extract(many)
             assert lifted.uses == references(lifted.stripped) == [tuple(lifted.blobs)]
             back = restore(decode(encode(lifted.stripped)), store(lifted).__getitem__)
@@ -402,7 +404,7 @@ def test_each_blob_is_fetched_once_and_none_for_columns_that_were_left_out() -> 
     assert sorted(asked) == sorted(stored)
     asked.clear()
     columns = {name: c for name, c in lifted.stripped.columns.items() if name != "multi_modal_inputs"}
-    part = restore(Experiences._wrap(columns, 5), fetch)
+    part = restore(Experiences.from_encoded(columns, 5), fetch)
     assert [lifted.blobs[key].kind for key in asked] == ["bytes"]
     assert part[0].info == {"png": PNG}
 
@@ -534,7 +536,9 @@ def test_a_damaged_blob_names_the_record_it_was_for() -> None:
 
 
 def with_references(stripped: Experiences, listed: Any, kind: pa.DataType = REFERENCES_TYPE) -> Experiences:
-    return decode(encode(Experiences._wrap({**stripped.columns, REFERENCES_COLUMN: pa.array([listed], kind)}, 1)))
+    return decode(
+        encode(Experiences.from_encoded({**stripped.columns, REFERENCES_COLUMN: pa.array([listed], kind)}, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -590,7 +594,9 @@ def test_a_reference_does_not_reach_into_the_next_record() -> None:
     offsets = pa.py_buffer(np.array([0, item["at"] + 70, len(text[0].as_py())], dtype=np.int64))
     split = pa.Array.from_buffers(text.type, 2, [None, offsets, text.buffers()[2]])
     listed = pa.array([[item], None], REFERENCES_TYPE)
-    many = Experiences._wrap({**Experiences([record(), record()]).columns, "info": split, REFERENCES_COLUMN: listed}, 2)
+    many = Experiences.from_encoded(
+        {**Experiences([record(), record()]).columns, "info": split, REFERENCES_COLUMN: listed}, 2
+    )
     with pytest.raises(WireError, match=f"record 0: info: no reference to sha256:{item['hash']} at"):
         restore(many, store(lifted).__getitem__)
 
@@ -601,7 +607,7 @@ def test_a_medium_that_is_not_what_the_record_says_is_refused() -> None:
     flat = extract(Experiences([record(multi_modal_inputs={"pixel_values": PIXELS["pixel_values"].reshape(-1)})]))
     entry = {**pixels.stripped.columns["multi_modal_inputs"][0].as_py()[0], "shape": [4096]}
     column = pa.array([[entry]], MEDIA)
-    wrong = Experiences._wrap({**pixels.stripped.columns, "multi_modal_inputs": column}, 1)
+    wrong = Experiences.from_encoded({**pixels.stripped.columns, "multi_modal_inputs": column}, 1)
     with pytest.raises(
         WireError, match=r"\['pixel_values'\]: .* is tensor float32\[4, 1024\], expected tensor float32\[4096\]"
     ):

@@ -209,42 +209,6 @@ def test_a_layout_that_is_no_number_is_refused(durable_url: str) -> None:
         rollbook.open(durable_url)
 
 
-def test_an_older_layout_is_migrated_by_whoever_may_write(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rollbook.open(durable_url) as book:
-        book.append(records(2))
-    # A version that has one more table, and another that has a row in it.
-    now = ledger.LAYOUT
-    monkeypatch.setattr(ledger, "LAYOUT", now + 2)
-    monkeypatch.setitem(ledger.MIGRATIONS, now, ("CREATE TABLE notes (id {INT}, seen {REAL})",))
-    monkeypatch.setitem(ledger.MIGRATIONS, now + 1, ("INSERT INTO notes (id, seen) VALUES (7, 0.5)",))
-    with pytest.raises(NotABookError, match=f"has layout {now}; open it for writing once, and it becomes {now + 2}"):
-        rollbook.open(durable_url, mode="r")
-    with rollbook.open(durable_url, mode="r+") as book:
-        assert ledger.read_layout(book.ledger) == now + 2
-        with book.ledger.read() as tx:
-            assert tx.all("SELECT id, seen FROM notes") == [(7, 0.5)]
-        assert exact_rows(book.where()) == exact_rows(records(2))
-        book.append(records(3))
-    with rollbook.open(durable_url, mode="r") as book:
-        assert len(book) == 3
-        check(book)
-
-
-def test_a_migration_that_fails_changes_nothing(durable_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rollbook.open(durable_url) as book:
-        book.append(records(1))
-    now = ledger.LAYOUT
-    with monkeypatch.context() as later:
-        later.setattr(ledger, "LAYOUT", now + 1)
-        later.setitem(ledger.MIGRATIONS, now, ("CREATE TABLE notes (id {INT})", "INSERT INTO nowhere (id) VALUES (7)"))
-        with pytest.raises(Exception, match="nowhere"):
-            rollbook.open(durable_url)
-    with rollbook.open(durable_url) as book:
-        assert ledger.read_layout(book.ledger) == now and len(book) == 1
-        with pytest.raises(Exception, match="notes"), book.ledger.read() as tx:
-            tx.all("SELECT id FROM notes")
-
-
 # --- tokenizers -----------------------------------------------------------------------------------------------------
 
 

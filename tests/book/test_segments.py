@@ -37,11 +37,11 @@ from rollbook.book.errors import (
 )
 from rollbook.book.segments.files import (
     ALIGN,
+    HEADER,
     FileSegmentStore,
     MemorySegmentStore,
     Place,
     SegmentStore,
-    build_header,
     new_name,
 )
 from rollbook.book.segments.fsspec import FsspecSegmentStore, _LRUCache
@@ -311,7 +311,7 @@ def test_small_puts_share_a_file_and_large_ones_start_another(tmp_path: Path) ->
     store.seal()
     assert not store.busy(after.segment)
     assert store.put([b"v"])[0].segment not in (after.segment, whole.segment)
-    assert all(Path(store.folder, name).read_bytes()[:64] == build_header() for name in store.segments())
+    assert all(Path(store.folder, name).read_bytes()[:64] == HEADER for name in store.segments())
 
 
 def test_a_growing_and_a_removed_segment(tmp_path: Path) -> None:

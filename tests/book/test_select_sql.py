@@ -18,7 +18,7 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.book import Book, BookError, export_records
 from rollbook.book.query import QueryError
-from rollbook.inspect.records import read_trajectories
+from rollbook.inspect.records import Reader
 from tests.book.records import check, group, numbers, record, records, take
 from tests.strategies import exact_rows
 
@@ -217,7 +217,7 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
         lambda book: sum(batch.num_rows for batch in book.where().scan(["uid", "tokens"])),
         lambda book: export_records(book, tmp_path / "out.jsonl", overwrite=True),
         lambda book: len(book.sql("select seq from experiences where tokens is not null")),
-        lambda book: len(read_trajectories(book, [uid for uid in uids if uid not in gone])),
+        lambda book: len(Reader(book).trajectories([uid for uid in uids if uid not in gone])),
     ]
     with rollbook.open(url) as book:
         book.append(records(8))
@@ -245,7 +245,7 @@ def test_records_that_are_deleted_while_they_are_read_are_left_out(
                 else:
                     gone.append(uids[len(gone)])
         with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
-            read_trajectories(book, gone[:1])
+            Reader(book).trajectories(gone[:1])
         with pytest.raises(BookError, match=r"data was removed \(deleted\)"):
             book.get([uids[-1], gone[0]])
 

@@ -27,7 +27,7 @@ def test_it_is_there_after_the_first_append_and_not_before(url: str) -> None:
         assert read_vocabulary(book) is None
         book.append(record())
         assert read_vocabulary(book) == Vocabulary.from_tokenizer(bytes_())
-        assert book.pending_tokenizer is None, "the tokenizer is let go of"
+        assert book.state.pending_tokenizer is None, "the tokenizer is let go of"
 
 
 def test_a_fingerprint_keeps_none(url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollbook import Experience, Experiences
-from rollbook.algorithms.advantages import grouped, stepwise, tokenwise
+from rollbook.algorithms.advantages import grouped, tokenwise
 from rollbook.algorithms.registry import ESTIMATORS
 from tests.conformance.algorithms import LIGHTRFT, TRINITY, call_of, decoded
 
@@ -232,5 +232,5 @@ def test_lightrft_short_last_micro_batch_keeps_its_size() -> None:
 
 def test_steps_are_ordered_by_number() -> None:
     # The last *listed* step was upstream's final one.
-    found = stepwise.step_wise_grpo([1.0, 0.0, 0.0], ["t"] * 3, [0, 0, 1], [1, 0, 0], eps=0.0)
+    found = grouped.step_wise_grpo([1.0, 0.0, 0.0], ["t"] * 3, [0, 0, 1], [1, 0, 0], eps=0.0)
     assert found.advantages.tolist() == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5)])

@@ -11,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences
-from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
-from rollbook.compat.lightrft.models import forward_batch, native_batch
 from rollbook.core.ragged import Ragged
-from rollbook.core.rows import Rows
 from rollbook.models import Actor, Critic, Policy, ValueModel
 from rollbook.models.forward import forward
 from tests import tiny
@@ -60,44 +57,6 @@ def test_the_same_budget_gives_the_same_bits(actor: Actor) -> None:
     first = policy_log_probs(actor, records, token_budget=20).logprobs
     again = policy_log_probs(actor, Experiences(records), token_budget=20).logprobs
     assert np.array_equal(first.values, again.values)
-
-
-@pytest.mark.parametrize("layout", ["left", "prompt_left_response_right", "packed"])
-@pytest.mark.parametrize("budget", [1, 17, 1000])
-def test_a_batch_gets_its_own_layout_back(actor: Actor, critic: Critic, layout: str, budget: int) -> None:
-    records = zoo.records([(3, 4), (2, 0), (1, 6), (0, 3), (5, 2)])
-    packed = layout == "packed"
-    batch: ExperienceBatch = from_experiences(
-        records, packing_samples=packed, layout="left" if packed else layout, pad_token_id=7
-    )
-    want = actor.token_stats(native_batch(batch), entropy=True)
-    found = forward_batch(actor, batch, ("logprobs", "entropy"), token_budget=budget)
-    mine = forward_batch(critic, batch, ("values",), token_budget=budget)["values"]
-    for got, expected in (
-        (found["logprobs"], want.logprobs),
-        (found["entropy"], want.entropy),
-        (mine, critic.token_values(native_batch(batch))),
-    ):
-        assert type(got) is type(expected) is (Rows if packed else torch.Tensor)
-        if packed:
-            assert got.lengths == expected.lengths
-            got, expected = got.values, expected.values
-        assert got.dtype == torch.float32 and not got.requires_grad
-        torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-5)
-    assert batch == from_experiences(
-        records, packing_samples=packed, layout="left" if packed else layout, pad_token_id=7
-    )
-
-
-def test_a_batch_without_masks(actor: Actor) -> None:
-    tokens = torch.randint(9, 300, (3, 7), generator=torch.Generator().manual_seed(0))
-    batch = ExperienceBatch(tokens, torch.zeros(3, 4), *[None] * 7)
-    found = forward_batch(actor, batch, ("logprobs",), token_budget=8)["logprobs"]
-    for row, ids in zip(found, tokens, strict=True):
-        want = zoo.naive(actor.model, Experience(tokens=ids, prompt_length=3), 0.8)[0]
-        torch.testing.assert_close(row, want.detach(), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="batch: missing a response-axis field"):
-        forward_batch(actor, ExperienceBatch(tokens, *[None] * 8), ("logprobs",))
 
 
 def test_nothing_and_nothing_to_score(actor: Actor) -> None:

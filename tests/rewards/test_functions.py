@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import EID
+from rollbook.compat.lightrft.rewards import PositionalFile
 from rollbook.rewards import FunctionReward, Limits, RewardError, RewardInput, as_reward, batched
 from rollbook.rewards.functions import FIELDS, FileFunction, read_scores
 from tests.rewards import helpers
@@ -424,7 +425,10 @@ def test_parameters_of_a_files_function_are_checked_too(tmp_path: Path) -> None:
     other.write_text(
         "def reward_func(full, asked, right):\n    return [float(f == a + r) for f, a, r in zip(full, asked, right)]"
     )
-    assert as_reward(str(other))([sample("a", reference="a"), sample("b", reference="a")]).rewards == [1.0, 0.0]
+    inputs = [sample("a", reference="a"), sample("b", reference="a")]
+    assert as_reward(PositionalFile(str(other)))(inputs).rewards == [1.0, 0.0]
+    with pytest.raises(ValueError, match="reward_func: parameter 'full' is not a field of a sample"):
+        as_reward(str(other))
 
 
 def test_the_source_of_a_reward_is_known_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+from rollbook.compat.lightrft.rewards import Scorer, TextModelReward
 from rollbook.rewards import ModelReward, RewardInput, as_reward
 from tests.tiny import bytes_, words
 
@@ -244,7 +245,8 @@ def test_a_module_written_for_lightrft_gets_its_texts() -> None:
             return {"score": torch.tensor([float(len(text)) for text in prompt_and_output])}
 
     inputs = [one([1], [2], text="ab", said="c", images=("i",), label="l"), one([1], [2], text="abcd", said="e")]
-    assert ModelReward(Written())(inputs).rewards == [3.0, 5.0]
+    assert TextModelReward(Written())(inputs).rewards == [3.0, 5.0]
+    assert Scorer(Written())(inputs).rewards == [3.0, 5.0]
 
 
 def test_several_models_with_weights() -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook.compat.lightrft.rewards import lightrft_reward
 from rollbook.rewards import (
     CombinedReward,
     FunctionReward,
@@ -20,7 +21,6 @@ from rollbook.rewards import (
     RewardInput,
     RewardResult,
     as_reward,
-    lightrft_reward,
 )
 from tests.rewards import helpers
 from tests.rewards.helpers import as_told, sample, samples

@@ -86,6 +86,7 @@ def build_trainer(
     prompts_per_step: int = 2,
     lora: Mapping[str, Any] | None = None,
     precision: str = "float32",
+    book: rollbook.Book | None = None,
     **changes: Any,
 ) -> Trainer:
     """Build the trainer of a case.
@@ -103,6 +104,7 @@ def build_trainer(
         prompts_per_step: Prompts, or leased groups, of each step.
         lora: Options of the policy's adapters.
         precision: Of the passes.
+        book: The book; in memory by default.
         **changes: Changes of the algorithm.
     """
     settings = AlgorithmConfig.preset(algorithm, **changes)
@@ -114,7 +116,7 @@ def build_trainer(
     reference = Actor(build_model(13), tokenizer=TOKENIZER) if settings.needs_reference else None
     if environment is None and reward is None and settings.takes_rewards and not records:
         reward = reward_sum
-    book = rollbook.open("memory:")
+    book = rollbook.open("memory:") if book is None else book
     if records:
         book.append(records)
     return Trainer(

@@ -2,7 +2,8 @@
 
     python -m tests.train.step_trace
 
-The step is GRPO with KL in the loss on a one-layer Llama: eight samples, one update, after one step that is not traced.
+The step is GRPO with KL in the loss on a one-layer Llama, with a book in a folder: eight samples, one update, after one
+step that is not traced.
 Comprehensions count as functions and frames on Python 3.11; later versions inline most of them.
 """
 
@@ -31,7 +32,6 @@ MODEL_PASSES = ("token_stats",)
 """Functions that run a model over a batch, by name; decoding is not among them."""
 LAYOUTS = {
     "batch/batch.py": ("from_columns", "pack", "pad"),
-    "layouts.py": ("padded", "packed"),
     "compat/lightrft/models.py": ("laid_out", "end_to_end"),
 }
 """Functions that pad or pack a batch, by file."""
@@ -118,9 +118,14 @@ def trace_calls(function: Callable[[], Any]) -> StepTrace:
 def trace_step() -> StepTrace:
     """Trace the second step of a trainer."""
     with reproducible(), TemporaryDirectory() as folder:
-        trainer: Trainer = build_trainer("grpo", Path(folder), group_size=4, kl_coef=0.1, batch={"minibatches": 1})
+        book = rollbook.open(Path(folder) / "book")
+        trainer: Trainer = build_trainer(
+            "grpo", Path(folder), book=book, group_size=4, kl_coef=0.1, batch={"minibatches": 1}
+        )
         trainer.step()
-        return trace_calls(trainer.step)
+        trace = trace_calls(trainer.step)
+        book.close()
+        return trace
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from rollbook.rollout import Prompt, TransformersEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.prompts import Prompts
+from tests.maker_records import make_records
 
 COLUMNS = (
     *("tokens", "prompt_length", "reward", "action_mask", "logprobs", "old_logprobs", "ref_logprobs", "entropy"),
@@ -166,7 +167,7 @@ def test_records_of_two_steps_are_those_of_the_maker(name: str, scored: Any) -> 
     norm = RunningNorm(minus_mean=algorithm.reward_norm == "mean_std") if algorithm.reward_norm else None
     for step in (1, 2):
         prompts = data.take(3, step)
-        old = maker.make_records(prompts, max_tokens=5)
+        old = make_records(maker, prompts, max_tokens=5)
         new = rollout(algorithm, given, scored, prompts, norm)
         # A baseline was in the maker's batches only.
         assert_equal(old, new, ("info",) if algorithm.estimator == "remax" else ())
@@ -178,4 +179,4 @@ def test_another_eps_is_noticed() -> None:
     prompts = Prompts([{"prompt": [5, 6, 7]}, {"prompt": [7]}]).take(2, 1)
     new = rollout(algorithm_of(CASES["grpo with other eps"]), given, reward, prompts, None)
     with pytest.raises(AssertionError):
-        assert_equal(maker.make_records(prompts, max_tokens=5), new, ("ref_logprobs",))
+        assert_equal(make_records(maker, prompts, max_tokens=5), new, ("ref_logprobs",))

@@ -17,8 +17,8 @@ from rollbook import Experience, Experiences
 from rollbook.algorithms import LOSSES
 from rollbook.algorithms.results import Loss
 from rollbook.book import ConflictError, ConnectionLostError, Lease, OutcomeUnknownError, trained_steps
-from rollbook.models import Actor
-from rollbook.rollout import EnvironmentConfig, ScriptedEngine
+from rollbook.models import Actor, Critic
+from rollbook.rollout import EnvironmentConfig, ScriptedEngine, TransformersEngine
 from rollbook.train import pipeline
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.checkpoint import CheckpointConfig
@@ -295,3 +295,91 @@ def test_an_unknown_loss_says_that_custom_ones_are_registered_first() -> None:
     message = "algorithm.loss: unknown name 'cipso'; did you mean 'cispo'.* must be registered before"
     with pytest.raises(ValueError, match=message):
         AlgorithmConfig.preset("grpo", loss="cipso")
+
+
+# --- models and engines of others -------------------------------------------------------------------------------------
+
+
+class ForeignModel:
+    """What `Trainable` and both model protocols share, and nothing else: not a module, no configuration."""
+
+    device, dtype, packs_cheaply = torch.device("cpu"), torch.float32, False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.hidden = model
+        self.train, self.state_dict = model.train, model.state_dict
+        self.load_state_dict, self.named_parameters = model.load_state_dict, model.named_parameters
+
+
+class ForeignPolicy(ForeignModel):
+    pad_token_id = 0
+
+    def token_stats(self, batch: Any, *, entropy: bool = False) -> Any:
+        return self.hidden.token_stats(batch, entropy=entropy)
+
+    def reference(self) -> ForeignPolicy:
+        return ForeignPolicy(copy.deepcopy(self.hidden).requires_grad_(False))
+
+
+class ForeignCritic(ForeignModel):
+    def token_values(self, batch: Any) -> Any:
+        return self.hidden.token_values(batch)
+
+
+class ForeignEngine:
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.hidden = engine
+
+    def generate(self, prompts: Any, sampling: Any) -> Any:
+        return self.hidden.generate(prompts, sampling)
+
+
+def test_foreign_models_and_engines_train_save_and_resume(tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig.preset("ppo", group_size=2, kl_coef=0.1, kl_in="loss")
+
+    def run(folder: str, steps: int, foreign: bool = True) -> tuple[Trainer, dict[str, torch.Tensor]]:
+        actor, _ = models()
+        engine: Any = TransformersEngine(actor)
+        policy: Any = ForeignPolicy(actor) if foreign else actor
+        critic: Any = Critic(copy.deepcopy(actor.model), value_head="zeros")
+        hidden = {**actor.state_dict(), **critic.state_dict()}
+        made = Trainer(
+            policy,
+            algorithm,
+            rollbook.open(tmp_path / folder / "book"),
+            prompts=Prompts([{"prompt": [5, 6]}, {"prompt": [7]}]),
+            reward=reward,
+            sampling={"max_tokens": 3},
+            prompts_per_step=2,
+            engine=ForeignEngine(engine) if foreign else engine,
+            critic=ForeignCritic(critic) if foreign else critic,
+            optimizer={"lr": 1e-2},
+            checkpoints=tmp_path / folder,
+        )
+        made.run(steps)
+        made.book.close()
+        return made, hidden
+
+    _, own = run("own", 3, foreign=False)
+    _, whole = run("whole", 3)
+    run("cut", 2)
+    resumed, continued = run("cut", 3)
+    assert resumed.resumed_from == 2
+    for name, weight in whole.items():
+        assert torch.equal(weight, own[name]) and torch.equal(weight, continued[name])
+
+
+def test_what_a_model_lacks_is_named() -> None:
+    actor, _ = models()
+    policy = ForeignPolicy(actor)
+    with pytest.raises(ValueError, match="actor: Linear has no token_stats, device, .*, expected a Policy"):
+        trainer(torch.nn.Linear(1, 1), KL)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="critic: ForeignPolicy has no token_values, expected a ValueModel"):
+        trainer(policy, AlgorithmConfig.preset("ppo"), critic=policy, engine=ScriptedEngine([[1]]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="teacher: ForeignCritic has no token_stats, expected a LogprobModel"):
+        trainer(policy, KL, teacher=ForeignCritic(actor))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="engine: missing, required by grpo with a ForeignPolicy"):
+        trainer(policy, KL)  # type: ignore[arg-type]
+    policy.reference = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(ValueError, match=r"reference: missing, required by grpo; ForeignPolicy has no reference\(\)"):
+        trainer(policy, KL)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from rollbook.core import freeform
 from rollbook.core.ids import record_step
 from rollbook.core.vocabulary import Vocabulary
 from rollbook.inspect.images import Album, ImageExtractor
-from rollbook.inspect.records import Reader, convert_records, decode_tagged, read_trajectories, record_json
+from rollbook.inspect.records import Reader, convert_records, decode_tagged, record_json
 from rollbook.inspect.serialization import decode, encode, json_safe
 from rollbook.inspect.trajectory import LENSES, Trajectory, derive_lenses, hash_prompt
 from rollbook.rollout import Prompt, Sample
@@ -321,7 +321,7 @@ def test_a_book_shows_its_records_without_torch(tmp_path: Path) -> None:
 
 def test_an_unknown_id_is_a_key_error() -> None:
     with rollbook.open("memory:") as book, pytest.raises(KeyError, match="1/2/3/4/a"):
-        read_trajectories(book, ["1/2/3/4/a"])
+        Reader(book).trajectories(["1/2/3/4/a"])
 
 
 def test_a_book_of_one_record_in_each_append_keeps_the_order() -> None:
@@ -330,7 +330,7 @@ def test_a_book_of_one_record_in_each_append_keeps_the_order() -> None:
         for row in rows:
             book.append(row)
         uids = [rows[i].eid.uid for i in (3, 0, 4, 3)]
-        assert [one.uid for one in read_trajectories(book, uids)] == uids
+        assert [one.uid for one in Reader(book).trajectories(uids)] == uids
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.inspect import measures
 from rollbook.inspect.index import SCALE_TOKENS, Index, Scales
-from rollbook.inspect.records import read_trajectories
+from rollbook.inspect.records import Reader
 from rollbook.inspect.sources import BookSource, load
 from rollbook.inspect.trajectory import derive_lenses
 
@@ -193,7 +193,7 @@ def test_a_row_is_the_same_from_columns_and_from_a_trajectory(tmp_path: Path) ->
     book.append(rows)
     source, index = BookSource(book), Index()
     load(source, index)
-    documents = read_trajectories(book, [row.eid.uid for row in rows])
+    documents = Reader(book).trajectories([row.eid.uid for row in rows])
     for row, document in zip(index.rows("SELECT * FROM samples ORDER BY n"), documents, strict=True):
         made = measures.measure_trajectory(document)
         made.pop("state")  # the ledger's

@@ -292,7 +292,10 @@ def test_a_watcher_follows_a_book_and_says_what_went_wrong(tmp_path: Path) -> No
     source, index = open_source(tmp_path / "book"), Index()
     with Watcher(source, index, seconds=0.02) as watcher:
         assert len(rows(index, "n")) == 2  # the first look was waited for
-        assert watcher.wait_loaded(30)
+        deadline = time.monotonic() + 30
+        while not watcher.loaded and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert watcher.loaded
         cursor = index.cursor
         assert len(rows(index, "n")) == 2
         writing.append(group(2, 5))
@@ -302,7 +305,6 @@ def test_a_watcher_follows_a_book_and_says_what_went_wrong(tmp_path: Path) -> No
             time.sleep(0.01)
         assert watcher.error is None
         source.close()
-        watcher.request_refresh()
         while watcher.error is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert watcher.error is not None and "closed" in watcher.error

@@ -1,4 +1,4 @@
-"""Filters of groups and rows, group weights, dynamic sampling with refill (`Refill`), and token masks.
+"""Filters of groups and rows, group weights, and token masks.
 
 Invariant: a filter returns whether each row is kept, and changes and reorders nothing. Every dropped row has a reason
 in the report. The result for a group does not depend on the order of rows or on the position of the group.
@@ -7,7 +7,7 @@ in the report. The result for a group does not depend on the order of rows or on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards, number_ids
-from rollbook.algorithms.layout import Ids, Layout, Numbers, PerRow, PerToken, as_tensor, check_state
+from rollbook.algorithms.groups import Floats, Grouped, as_ids, as_rewards
+from rollbook.algorithms.layout import Ids, Layout, Numbers, PerRow, PerToken, as_tensor
 from rollbook.algorithms.results import Report, rows_where
-from rollbook.core.checks import check_choice, check_float, check_int
+from rollbook.core.checks import check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import NUMPY, memory
 
@@ -161,8 +161,8 @@ def dynamic_sampling(
 ) -> FilterResult:
     """Keep groups in which some answers are correct, but not all.
 
-    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 11. `Refill` samples until there are enough such groups, which is
-    the other half of DAPO.
+    DAPO (Yu et al., 2025, arXiv 2503.14476), equation 11. The other half of DAPO, further prompts until there are
+    enough such groups, is `algorithm.refill` of the trainer.
 
     Args:
         scores: [B] Accuracy, or else the reward, of each row; `None` or NaN where it is missing.
@@ -327,193 +327,6 @@ def truncated(
 
 def _check_names(ids: Ids | None, rows: int) -> list[Hashable] | None:
     return None if ids is None else as_ids("ids", ids, rows)
-
-
-# --- dynamic sampling with refill -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RefillResult:
-    """The groups of one batch.
-
-    Attributes:
-        groups: [n] Group ids, in order of completion.
-        samples: [n] Sample ids of each group.
-        short: Number of groups that are missing because `max_rounds` was reached.
-        rounds: Number of rollouts added since the previous batch.
-        report: Which samples were dropped since then, by id, and why.
-
-    >>> refill = Refill(1)
-    >>> refill.add([1, 0], ["a", "a"], ["a0", "a1"])
-    >>> batch = refill.take()
-    >>> batch.groups, batch.samples, batch.short, batch.rounds, batch.report.rows
-    (['a'], [['a0', 'a1']], 0, 1, 2)
-    """
-
-    groups: list[Hashable]
-    samples: list[list[Hashable]]
-    short: int
-    rounds: int
-    report: Report
-
-
-class Refill:
-    """Dynamic sampling with refill: add rollouts until there are `groups` complete groups that the filter keeps.
-
-    Each group is filtered once, when it is complete. Groups that are kept but not taken, and incomplete groups, stay
-    for the next batch, in order; `abandon` drops the incomplete ones. After a group is complete, another sample of the
-    same group id begins a new group. A sample id must not be added again while it is waiting.
-
-    Args:
-        groups: Groups of a batch.
-        group_size: Number of samples of a complete group, which may come in several rollouts. `None`: a group is
-            complete after the rollout that it comes in.
-        max_rounds: Number of rollouts after which a batch may have fewer groups.
-        judge: The filter: `judge(scores, groups)` returns a `FilterResult`, such as `dynamic_sampling` or
-            `functools.partial(zero_variance, threshold=0.1)`. If it keeps part of a group, that part is the group.
-
-    >>> refill = Refill(2, max_rounds=3)
-    >>> refill.add([1, 0, 1, 1], ["a", "a", "b", "b"], ["a0", "a1", "b0", "b1"])
-    >>> refill.missing, refill.done
-    (1, False)
-    >>> refill.add([0, 1, 0, 1], ["c", "c", "d", "d"], ["c0", "c1", "d0", "d1"])
-    >>> batch = refill.take()
-    >>> batch.samples, batch.report.which("all correct"), refill.waiting
-    ([['a0', 'a1'], ['c0', 'c1']], ['b0', 'b1'], 1)
-    """
-
-    def __init__(
-        self,
-        groups: int,
-        *,
-        group_size: int | None = None,
-        max_rounds: int = 10,
-        judge: Callable[[Sequence[Any], Sequence[Hashable]], FilterResult] = dynamic_sampling,
-    ) -> None:
-        self.groups = check_int("groups", groups, 1)
-        self.group_size = None if group_size is None else check_int("group_size", group_size, 1)
-        self.max_rounds = check_int("max_rounds", max_rounds, 1)
-        self.judge = judge
-        self._rounds = 0
-        self._pending: dict[Hashable, list[tuple[float, Hashable]]] = {}
-        self._ready: list[tuple[Hashable, list[Hashable]]] = []
-        self._judged: list[Hashable] = []
-        self._reasons: dict[str, list[int]] = {}
-
-    @property
-    def waiting(self) -> int:
-        """Number of groups that are ready to be taken."""
-        return len(self._ready)
-
-    @property
-    def missing(self) -> int:
-        """Number of groups that a batch still lacks."""
-        return max(self.groups - len(self._ready), 0)
-
-    @property
-    def incomplete(self) -> dict[Hashable, int]:
-        """Number of samples of each incomplete group."""
-        return {group: len(parts) for group, parts in self._pending.items()}
-
-    @property
-    def done(self) -> bool:
-        """Whether a batch can be taken: there are enough groups, or no rounds left."""
-        return not self.missing or self._rounds >= self.max_rounds
-
-    def add(self, scores: PerRow, groups: Ids, samples: Ids) -> None:
-        """Add the samples of one rollout. Invalid arguments change nothing.
-
-        Args:
-            scores: [B] Score of each sample; `None` or NaN where it is missing.
-            groups: [B] Group id of each sample.
-            samples: [B] Sample ids.
-
-        Raises:
-            ValueError: If the number of rows differs, or a sample id is not new.
-        """
-        values = as_rewards("scores", scores)
-        names, ids = as_ids("groups", groups, len(values)), as_ids("samples", samples, len(values))
-        number_ids("groups", names)
-        _, different = number_ids("samples", ids)
-        waiting = {sample for _, part in self._ready for sample in part}
-        waiting |= {sample for parts in self._pending.values() for _, sample in parts}
-        seen: set[Hashable] = set()
-        for sample in ids if len(different) < len(ids) or waiting.intersection(different) else ():
-            if sample in seen or sample in waiting:
-                raise ValueError(f"samples: got {sample!r} again, expected each sample once")
-            seen.add(sample)
-        pending = {group: list(parts) for group, parts in self._pending.items()}
-        complete: list[tuple[Hashable, list[tuple[float, Hashable]]]] = []
-        for value, group, sample in zip(values.tolist(), names, ids, strict=True):
-            pending.setdefault(group, []).append((value, sample))
-            if len(pending[group]) == self.group_size:
-                complete.append((group, pending.pop(group)))
-        if self.group_size is None:
-            complete, pending = list(pending.items()), {}
-        self._judge(complete)
-        self._pending = pending
-        self._rounds += 1
-
-    def _judge(self, complete: list[tuple[Hashable, list[tuple[float, Hashable]]]]) -> None:
-        rows = [(at, score, sample) for at, (_, parts) in enumerate(complete) for score, sample in parts]
-        if not rows:
-            return
-        keep = self.judge([score for _, score, _ in rows], [at for at, _, _ in rows])
-        left: dict[int, list[Hashable]] = {}
-        for at, _, sample in (rows[i] for i in keep.rows):
-            left.setdefault(at, []).append(sample)
-        self._ready += [(complete[at][0], part) for at, part in left.items()]
-        self._record(keep.report.reasons, [sample for _, _, sample in rows])
-
-    def _record(self, reasons: Mapping[str, Sequence[int]], samples: list[Hashable]) -> None:
-        for reason, rows in reasons.items():
-            self._reasons.setdefault(reason, []).extend(len(self._judged) + row for row in rows)
-        self._judged += samples
-
-    def take(self) -> RefillResult:
-        """Return the next batch, and reset the count of rounds and the report.
-
-        Raises:
-            ValueError: Unless `done`.
-        """
-        if not self.done:
-            progress = f"{len(self._ready)} of {self.groups} after {self._rounds} of {self.max_rounds} rounds"
-            raise ValueError(f"groups: got {progress}, expected another rollout first")
-        batch, self._ready = self._ready[: self.groups], self._ready[self.groups :]
-        report = Report(len(self._judged), self._reasons, {"rounds": float(self._rounds)}, self._judged)
-        short, rounds = self.groups - len(batch), self._rounds
-        self._judged, self._reasons, self._rounds = [], {}, 0
-        return RefillResult([group for group, _ in batch], [part for _, part in batch], short, rounds, report)
-
-    def abandon(self) -> dict[Hashable, list[Hashable]]:
-        """Drop incomplete groups; return their samples by group. They are reported as `"incomplete group"`."""
-        dropped = {group: [sample for _, sample in parts] for group, parts in self._pending.items()}
-        samples = [sample for part in dropped.values() for sample in part]
-        self._record({"incomplete group": range(len(samples))}, samples)
-        self._pending = {}
-        return dropped
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain containers of ids and scores."""
-        return {
-            "rounds": self._rounds,
-            "pending": [[group, [list(part) for part in parts]] for group, parts in self._pending.items()],
-            "ready": [[group, list(part)] for group, part in self._ready],
-            "judged": list(self._judged),
-            "reasons": {reason: list(rows) for reason, rows in self._reasons.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; `groups`, `group_size`, `max_rounds` and `judge` are not part of it."""
-        check_state(state, ("rounds", "pending", "ready", "judged", "reasons"))
-        pending = {group: [(float(score), sample) for score, sample in parts] for group, parts in state["pending"]}
-        full = next((g for g, parts in pending.items() if self.group_size and len(parts) >= self.group_size), None)
-        if full is not None or (pending and self.group_size is None):
-            name = next(iter(pending)) if full is None else full
-            raise ValueError(f"state: group {name!r} has {len(pending[name])} samples, expected fewer than group_size")
-        self._pending, self._ready = pending, [(group, list(part)) for group, part in state["ready"]]
-        self._rounds, self._judged = int(state["rounds"]), list(state["judged"])
-        self._reasons = {reason: list(rows) for reason, rows in state["reasons"].items()}
 
 
 # --- group weights --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from rollbook.batch.columns import RESPONSE_COLUMNS, BatchColumns, Lengths, read_columns
 from rollbook.batch.device import Device, copy_columns, pin_memory, to
 from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
+from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences, as_experiences
 from rollbook.core.fields import FIELDS
 from rollbook.core.freeform import same
@@ -167,7 +168,8 @@ class Batch:
                 fields["action_mask"] = Rows(mask, columns.response_lengths.tolist())
         else:
             tokens, responses = fields["spans"] = _spans(columns.lengths, columns.response_lengths, side)
-            fields["tokens"] = tokens.pad(flat.pop("tokens"), _checked_pad(pad_token_id), dtype=torch.int64)
+            fill = check_int("pad_token_id", pad_token_id)
+            fields["tokens"] = tokens.pad(flat.pop("tokens"), fill, dtype=torch.int64)
             fields["attention_mask"] = tokens.mask(torch.int64, target)
             for name, column in flat.items():
                 fields[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)
@@ -320,7 +322,7 @@ class Batch:
         packed = self.pack()
         lengths = [np.array(column.lengths, dtype=np.int64) for column in (packed.tokens, packed.action_mask)]  # type: ignore[union-attr]
         tokens, responses = spans = _spans(lengths[0], lengths[1], side)
-        fill = _checked_pad(pad_token_id)
+        fill = check_int("pad_token_id", pad_token_id)
 
         def pad_column(column: Rows, axis: str) -> torch.Tensor:
             return tokens.pad(column.values, fill) if axis == "tokens" else responses.pad(column.values, 0)
@@ -465,12 +467,6 @@ def _spans(lengths: Lengths, response_lengths: Lengths, side: str) -> tuple[Span
     longest = int(prompts.max(initial=0))
     starts = np.zeros_like(response_lengths)
     return Spans(lengths, longest - prompts, longest + slots), Spans(response_lengths, starts, slots)
-
-
-def _checked_pad(pad_token_id: int) -> int:
-    if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, (int, np.integer)):
-        raise ValueError(f"pad_token_id: got {pad_token_id!r}, expected a token id")
-    return int(pad_token_id)
 
 
 __all__ = ["Batch", "Device", "Side", "Tokens"]

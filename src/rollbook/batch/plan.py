@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from rollbook.core.checks import check_int
 from rollbook.core.errors import RollbookError
 
 __all__ = ["Cost", "Denominators", "MicroBatch", "Plan", "PlanError", "PlanReport", "plan"]
@@ -139,11 +140,11 @@ def plan(
     ):
         if required and column is None:
             raise ValueError(f"{name}, expected a value for each sample")
-    token_cap = None if token_cap is None else _positive("token_cap", token_cap)
-    image_cap = None if image_cap is None else _positive("image_cap", image_cap)
-    ranks = _positive("ranks", ranks, _MAX_MICRO_BATCHES)
+    token_cap = None if token_cap is None else check_int("token_cap", token_cap, 1)
+    image_cap = None if image_cap is None else check_int("image_cap", image_cap, 1)
+    ranks = check_int("ranks", ranks, 1, _MAX_MICRO_BATCHES)
     if micro_batches is not None:
-        micro_batches = _positive("micro_batches", micro_batches, _MAX_MICRO_BATCHES // ranks)
+        micro_batches = check_int("micro_batches", micro_batches, 1, _MAX_MICRO_BATCHES // ranks)
     if equal_counts and (token_cap is not None or image_cap is not None):
         raise ValueError("equal_counts: got True with token_cap or image_cap, expected one without the other")
 
@@ -787,17 +788,6 @@ class Request:
     def noun(self) -> str:
         """`samples` or `groups`, whichever the atoms are."""
         return "samples" if self.atom_of is None else "groups"
-
-
-def _positive(name: str, value: int, most: int | None = None) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, expected an integer >= 1")
-    number = int(value)
-    if most is not None and number > most:
-        raise ValueError(
-            f"{name}: got {number}, expected at most {most}: a plan has at most {_MAX_MICRO_BATCHES} micro-batches"
-        )
-    return number
 
 
 def _list(name: str, values: Iterable[Any], count: int | None) -> Any:

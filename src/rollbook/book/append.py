@@ -262,7 +262,7 @@ def append_records(
                     with book.ledger.write(shared=True, timeout=lock_wait) as tx:
                         admit(tx)
                 else:
-                    book.group_commit.run(book, admit, lock_wait)
+                    book.state.group_commit.run(book, admit, lock_wait)
         except (_ConcurrentAppendError, ConcurrentChangeError):
             attempts += 1
             if attempts > MAX_ATTEMPTS:
@@ -281,9 +281,9 @@ def append_records(
         if admit is None or admit.stale is None:
             return AppendResult(existing=known_count, revised=revised), outcomes
 
-        book.known_column_types |= admit.columns
-        book.pending_tokenizer = None
-        if not book.store.transactional and next(book.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
+        book.state.known_column_types |= admit.columns
+        book.state.pending_tokenizer = None
+        if not book.store.transactional and next(book.state.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
             compaction.start_auto_merge(book)
         outcomes.update(dict.fromkeys(new.uids, "admitted"))
         for i in admit.stale:
@@ -427,7 +427,7 @@ class AppendTransaction:
         self.book = book
         self.pending = pending
         self.condition = condition
-        self.columns = column_types(pending.records) - book.known_column_types
+        self.columns = column_types(pending.records) - book.state.known_column_types
         self.stored: Stored | None = None
         self.location: Stored | None = None
         """Where the last transaction found or wrote the bytes."""
@@ -993,18 +993,18 @@ def encode_vocabulary(book: Book) -> str | None:
     """Encode the vocabulary of the book's tokenizer for the ledger, or return `None` if the ledger has it already."""
     from rollbook.core.vocabulary import Vocabulary
 
-    if book.pending_tokenizer is None:
+    if book.state.pending_tokenizer is None:
         return None
     with book.ledger.read() as tx:
         if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
-            book.pending_tokenizer = None
+            book.state.pending_tokenizer = None
             return None
     try:
-        pending = book.pending_tokenizer
+        pending = book.state.pending_tokenizer
         vocabulary = pending if isinstance(pending, Vocabulary) else Vocabulary.from_tokenizer(pending)
     except Exception as error:  # A user's tokenizer may raise anything; records are admitted without its vocabulary.
         warn_user(f"tokenizer: its vocabulary is not stored, and texts show as ids: {type(error).__name__}: {error}")
-        book.pending_tokenizer = None
+        book.state.pending_tokenizer = None
         return None
     return base64.b64encode(vocabulary.to_bytes()).decode("ascii")
 

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -84,6 +85,33 @@ TRAIN = "train"
 """The default consumer group."""
 
 
+@dataclass
+class BookState:
+    """What the modules of this package keep about an open book; not part of the API.
+
+    >>> BookState().compactor is None
+    True
+    """
+
+    appends: Iterator[int] = field(default_factory=lambda: itertools.count(os.urandom(1)[0]))
+    """Counts appends. It starts at a random number, so that programs that append once and end also compact."""
+    compactor: threading.Thread | None = None
+    """Merges small segments in the background."""
+    opened_with: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `rollbook.open` that open this book again."""
+    group_commit: GroupCommit = field(default_factory=GroupCommit)
+    known_column_types: set[tuple[str, str]] = field(default_factory=set)
+    """Columns that the ledger has, with types."""
+    unsettled_checkpoints: dict[str | None, str] = field(default_factory=dict)
+    """Tokens of checkpoints whose outcome is unknown, by the requested name."""
+    pending_tokenizer: Tokenizer | Vocabulary | None = None
+    """The tokenizer or its vocabulary, until the ledger is known to have its vocabulary."""
+    forward: Forward | None = None
+    """Calls a function in the process that serves the book; `None` if this process has the ledger open."""
+    weights_transport: WeightsTransport | None = None
+    """Passes the weights of a trainer to rollout workers; `None`: files or the database do."""
+
+
 class Book:
     """A durable, replayable, queryable store of experience; opened by `rollbook.open`.
 
@@ -105,11 +133,6 @@ class Book:
     Counts(consumer='train', admitted=2, waiting=0, leased=0, trained=2, dropped={}, evaluation=0)
     """
 
-    forward: Forward | None = None
-    """Calls a function in the process that serves the book; `None` if this process has the ledger open."""
-    weights_transport: WeightsTransport | None = None
-    """Passes the weights of a trainer to rollout workers; `None`: files or the database do."""
-
     def __init__(
         self,
         url: str,
@@ -127,18 +150,10 @@ class Book:
         self.read_only = read_only
         self.tokenizer = tokenizer
         self.quota = quota
-        # The rest is state that the modules of this package share; not part of the API.
-        # Counts appends. It starts at a random number, so that programs that append once and end also compact.
-        self.appends = itertools.count(os.urandom(1)[0])
-        self.compactor: threading.Thread | None = None  # merges small segments in the background
         self.closed = False
-        self.opened_with: dict[str, Any] = {}  # arguments of `rollbook.open` that open this book again
-        self.group_commit = GroupCommit()
-        self.known_column_types: set[tuple[str, str]] = set()  # columns that the ledger has, with types
-        # Tokens of checkpoints whose outcome is unknown, by the requested name.
-        self.unsettled_checkpoints: dict[str | None, str] = {}
-        # The tokenizer or its vocabulary, until the ledger is known to have its vocabulary.
-        self.pending_tokenizer: Tokenizer | Vocabulary | None = None
+        """Whether `close` was called."""
+        self.state = BookState()
+        """Shared by the modules of `rollbook.book`; not part of the API."""
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -377,7 +392,11 @@ class Book:
         [(1, {'loss': 0.5, 'grad_norm': inf})]
         """
         check_writable(self, "log")
-        reports.log_metrics(self, step, metrics)
+        if check_int("step", step) >= reports.INT64_END:
+            raise ValueError(f"step: got {step}, expected a 64-bit integer")
+        event = queue.Event(reports.METRICS_KIND, step=int(step), detail=reports.encode_metrics(metrics))
+        with self.ledger.write() as tx:
+            queue.record_events(tx, [event])
 
     def metrics(self) -> list[tuple[int, dict[str, float]]]:
         """Return the logged metrics by step (the last value of each name), without those that a rewind undid."""
@@ -642,8 +661,8 @@ class Book:
     def close(self) -> None:
         """Close files and connections. Idempotent; completed calls are durable with or without it."""
         self.closed = True
-        if self.compactor is not None:
-            self.compactor.join()
+        if self.state.compactor is not None:
+            self.state.compactor.join()
         self.store.close()
         self.ledger.close()
 
@@ -677,7 +696,7 @@ class Book:
         """
         if self.url == "memory:":
             raise TypeError("a book in memory cannot be pickled: open a folder or postgresql:// to share it")
-        return _reopen, ("r" if self.read_only else "r+", dict(self.opened_with))
+        return _reopen, ("r" if self.read_only else "r+", dict(self.state.opened_with))
 
 
 def _reopen(mode: str, arguments: Mapping[str, Any]) -> Book:
@@ -749,7 +768,7 @@ def open(
         raise ValueError(f"over: got {redacted(over)!r}, expected None: only ray://NAME serves another book")
     address, ledger, store = _open_storage(address, mode, data, storage_options or {}, segment_bytes, clock)
     book = Book(address, ledger, store, read_only=read_only, tokenizer=_get_fingerprint(tokenizer), quota=quota)
-    book.opened_with = {
+    book.state.opened_with = {
         "url": address if "://" in address else os.path.abspath(os.path.expanduser(address)),
         "tokenizer": book.tokenizer,
         "quota": quota,
@@ -758,7 +777,7 @@ def open(
         "segment_bytes": segment_bytes,
     }
     if not isinstance(tokenizer, str):
-        book.pending_tokenizer = tokenizer
+        book.state.pending_tokenizer = tokenizer
     try:
         if book.tokenizer is not None:
             with ledger.read() as tx:

@@ -143,7 +143,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None, token: str |
     if keep is not None:
         check_int("keep", keep, 1)
     # A call that repeats one whose outcome is unknown has its token.
-    token = token or book.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
+    token = token or book.state.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
 
     def transact(tx: Transaction) -> str:
         used = _find_by_token(tx, token)
@@ -165,7 +165,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None, token: str |
             begin=lambda timeout: queue.write_drained(book, timeout),
         )
     except OutcomeUnknownError:
-        book.unsettled_checkpoints[name] = token
+        book.state.unsettled_checkpoints[name] = token
         raise
 
 

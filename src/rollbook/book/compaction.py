@@ -719,11 +719,11 @@ def start_auto_merge(book: Book) -> None:
     The thread does one bounded step and ends. `Book.close` waits for it, and a forked child does not have it. Rows of
     a database need no merging: they are read many at once.
     """
-    if book.compactor is not None and book.compactor.is_alive():
+    if book.state.compactor is not None and book.state.compactor.is_alive():
         return
-    book.compactor = threading.Thread(target=_auto_merge, args=(book,), name="rollbook-merge", daemon=True)
-    _compactors.add(book.compactor)
-    book.compactor.start()
+    book.state.compactor = threading.Thread(target=_auto_merge, args=(book,), name="rollbook-merge", daemon=True)
+    _compactors.add(book.state.compactor)
+    book.state.compactor.start()
 
 
 def _auto_merge(book: Book) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rollbook.core.files import FILE_MODE, FOLDER_MODE
+from rollbook.core.files import FILE_MODE, FOLDER_MODE, sync_path
 
 failpoints_active = False
 """Whether a callback is set. Hot paths check it before they call `hit_failpoint`."""
@@ -154,7 +154,7 @@ class Disk:
         written = 0
         with _add_path_to_errors(file.path):
             for at in range(0, len(pieces), _MAX_WRITEV_BUFFERS):
-                left = [piece for piece in pieces[at : at + _MAX_WRITEV_BUFFERS] if len(piece)]
+                left = list(filter(len, pieces[at : at + _MAX_WRITEV_BUFFERS]))
                 while left:
                     # A call may write less, after a signal, on a full disk, or if the pieces exceed 2 GiB.
                     count = os.writev(file.fd, left)
@@ -179,11 +179,7 @@ class Disk:
     def sync_folder(self, path: str) -> None:
         """Wait until the folder's entries are on the disk. Otherwise a power loss may remove a new file."""
         with _add_path_to_errors(path):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_path(path)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file within its folder, replacing the target; durable once the folder is synced."""

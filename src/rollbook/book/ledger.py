@@ -873,9 +873,9 @@ def _serve(function: Callable[..., Any], *, repeat: bool, wait: bool) -> Callabl
 
     @functools.wraps(function)
     def call(book: Book, *args: Any, **options: Any) -> Any:
-        if book.forward is None:
+        if book.state.forward is None:
             return function(book, *args, **options)
-        return book.forward(name, args, options, repeat=repeat, wait=wait)
+        return book.state.forward(name, args, options, repeat=repeat, wait=wait)
 
     return call
 
@@ -1095,16 +1095,13 @@ INDICES = (
     "CREATE INDEX checkpoints_event ON checkpoints (event, seq)",
 )
 
-MIGRATIONS: dict[int, tuple[str, ...]] = {}
-"""Statements that migrate a layout to the next one, by the number of the older one."""
-
 
 def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
-    """Create the tables, or check and migrate existing ones.
+    """Create the tables, or check existing ones.
 
     Args:
         ledger: The ledger.
-        create: Create or migrate tables if need be.
+        create: Create the tables if there are none.
         where: The book's address, for error messages.
         meta: More rows of `meta` for new tables.
 
@@ -1129,21 +1126,10 @@ def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, 
             f"{where}: the book has layout {layout}, this version knows up to {LAYOUT}; use a newer one"
         )
     if layout < LAYOUT:
-        if layout not in MIGRATIONS:
-            raise NotABookError(
-                f"{where}: the book has layout {layout}, written by an older version of Rollbook; "
-                f"this one reads layout {LAYOUT}"
-            )
-        if not create:
-            raise NotABookError(
-                f"{where}: the book has layout {layout}; open it for writing once, and it becomes {LAYOUT}"
-            )
-        with ledger.write() as tx:
-            reached = migrate(tx, ledger.dialect)
-            if reached != LAYOUT:
-                raise NotABookError(
-                    f"{where}: the book has layout {layout}, and no step leads on from {reached} to {LAYOUT}"
-                )
+        raise NotABookError(
+            f"{where}: the book has layout {layout}, written by an older version of Rollbook; this one reads layout "
+            f"{LAYOUT}"
+        )
     return False
 
 
@@ -1189,15 +1175,3 @@ def _create_tables(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
         **meta,
     }
     tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", list(everything.items()))
-
-
-def migrate(tx: Transaction, dialect: str, steps: dict[int, tuple[str, ...]] | None = None) -> int:
-    """Migrate the tables step by step to the newest layout that `steps` leads to, and return its number."""
-    steps = MIGRATIONS if steps is None else steps
-    layout: Any = _read_layout(tx, dialect)
-    while layout in steps:
-        for sql in steps[layout]:
-            tx.run(sql.format(**TYPES[dialect]))
-        layout += 1
-        tx.run("UPDATE meta SET value = ? WHERE key = 'layout'", (str(layout),))
-    return int(layout)

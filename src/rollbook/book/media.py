@@ -330,7 +330,9 @@ def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation:
     if any(evaluation):
         stripped_columns[EVALUATION_COLUMN] = pa.array(evaluation, pa.bool_())
     stripped = (
-        records if stripped_columns.keys() == columns.keys() else Experiences._wrap(stripped_columns, len(records))
+        records
+        if stripped_columns.keys() == columns.keys()
+        else Experiences.from_encoded(stripped_columns, len(records))
     )
     uses: list[tuple[str, ...]] = [()] * len(records)
     for row, items in listed.items():
@@ -517,7 +519,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
         for name, column in columns.items()
         if name not in BOOK_COLUMNS
     }
-    return Experiences._wrap(restored, len(stripped))
+    return Experiences.from_encoded(restored, len(stripped))
 
 
 def _find_references(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, int, Any]]:

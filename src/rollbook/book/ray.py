@@ -42,7 +42,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollbook.book import book as books
 from rollbook.book.append import AppendResult, HeldBackError, append_records, find_limiter_reason, to_rows
-from rollbook.book.book import SEGMENT_BYTES, TRAIN, Book
+from rollbook.book.book import SEGMENT_BYTES, TRAIN, Book, BookState
 from rollbook.book.checkpoint import make_checkpoint
 from rollbook.book.errors import (
     BookError,
@@ -441,7 +441,7 @@ class BookServer:
                 options = {key: self.arguments[key] for key in self.arguments if key not in ("over", "node")}
                 book = books.open(self.arguments["over"], self.mode, **options, **self.settings)
                 if self.vocabulary is not None:
-                    book.pending_tokenizer = Vocabulary.from_bytes(self.vocabulary)
+                    book.state.pending_tokenizer = Vocabulary.from_bytes(self.vocabulary)
                 reader = Book.__new__(Book)  # not `copy`, which would open the book again
                 reader.__dict__.update(book.__dict__)
                 reader.read_only = True
@@ -531,10 +531,7 @@ class RayBook(Book):
         self.tokenizer = None
         self.quota = None
         self.closed = False
-        self.opened_with = {"url": url}
-        self.unsettled_checkpoints = {}
-        self.forward = self._forward
-        self.weights_transport = self
+        self.state = BookState(opened_with={"url": url}, forward=self._forward, weights_transport=self)
         self._actor: Any = None
         self._process_token: str | None = None
         self._weights: PublishedWeights | None = None
@@ -699,11 +696,11 @@ class RayBook(Book):
 
     def checkpoint(self, name: str | None = None, *, keep: int | None = None) -> str:
         """Create a checkpoint; see `Book.checkpoint`."""
-        token = self.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
+        token = self.state.unsettled_checkpoints.pop(name, None) or os.urandom(6).hex()
         try:
             created: str = self.call_actor("checkpoint", name, keep, token)
         except OutcomeUnknownError:
-            self.unsettled_checkpoints[name] = token
+            self.state.unsettled_checkpoints[name] = token
             raise
         return created
 

@@ -314,7 +314,7 @@ def only_fields(records: Experiences, fields: Collection[str]) -> Experiences:
     parts = {
         name: c for name, c in records.columns.items() if (entry := owner(name)) is not None and entry[0].name in fields
     }
-    return Experiences._wrap(parts, len(records))
+    return Experiences.from_encoded(parts, len(records))
 
 
 def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:

@@ -20,7 +20,7 @@ from rollbook.book import queue
 from rollbook.book.consumer import get_consumer
 from rollbook.book.errors import CorruptBookError
 from rollbook.book.ledger import parse_object, served
-from rollbook.core.checks import check_choice, check_int
+from rollbook.core.checks import check_choice
 
 if TYPE_CHECKING:
     from rollbook.book.book import Book
@@ -212,7 +212,7 @@ def _equal_ranges(values: Sequence[float]) -> list[float]:
 
 METRICS_KIND = "metrics"
 """Kind of the events with metrics: `step` is the training step, `detail` the numbers by name."""
-_INT64_END = 1 << 63
+INT64_END = 1 << 63
 
 
 def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
@@ -241,7 +241,7 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float | str]:
         if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
             hint = "; use .item() for a tensor" if hasattr(value, "item") else ""
             raise ValueError(f"metrics[{name!r}]: got {str(value)[:60]!r}, expected an int or a float{hint}")
-        if isinstance(value, Integral) and -_INT64_END <= int(value) < _INT64_END:
+        if isinstance(value, Integral) and -INT64_END <= int(value) < INT64_END:
             numbers[name] = int(value)
             continue
         try:
@@ -277,15 +277,6 @@ def decode_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, float]:
         else:
             raise CorruptBookError(f"{label}: {name}: got {str(value)[:60]!r}, expected a number")
     return numbers
-
-
-def log_metrics(book: Book, step: int, metrics: Mapping[str, Any]) -> None:
-    """Implement `Book.log`."""
-    if check_int("step", step) >= _INT64_END:
-        raise ValueError(f"step: got {step}, expected a 64-bit integer")
-    event = queue.Event(METRICS_KIND, step=int(step), detail=encode_metrics(metrics))
-    with book.ledger.write() as tx:
-        queue.record_events(tx, [event])
 
 
 def read_metrics(book: Book) -> list[tuple[int, dict[str, float]]]:

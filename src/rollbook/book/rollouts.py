@@ -688,8 +688,8 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
     """
     check_writable(book, "publish_weights")
     name = os.urandom(8).hex()
-    if book.weights_transport is not None:
-        book.weights_transport.put_weights(name, check_int("version", version), files, metadata)
+    if book.state.weights_transport is not None:
+        book.state.weights_transport.put_weights(name, check_int("version", version), files, metadata)
         return
     details = {"id": name, "version": check_int("version", version), "files": list(files), "metadata": dict(metadata)}
     folder = _weights_folder(book)
@@ -753,8 +753,8 @@ def weights_version(book: Book) -> tuple[str, int] | None:
     Returns:
         Their id and policy version, or `None` if there are none.
     """
-    if book.weights_transport is not None:
-        return book.weights_transport.weights_version()
+    if book.state.weights_transport is not None:
+        return book.state.weights_transport.weights_version()
     with book.ledger.read() as tx:
         pointer = _read_pointer(tx)
     return None if pointer is None else (pointer["id"], pointer["version"])
@@ -770,8 +770,8 @@ def fetch_weights(book: Book) -> Weights:
         NoWeightsError: There are none.
     """
     missing = f"{book.url}: no weights were published, expected a trainer with rollout workers"
-    if book.weights_transport is not None:
-        published = book.weights_transport.get_weights()
+    if book.state.weights_transport is not None:
+        published = book.state.weights_transport.get_weights()
         if published is None:
             raise NoWeightsError(missing)
         return Weights(*published)

@@ -97,10 +97,15 @@ class Experiences(Sequence["Experience"]):
     # --- construction ---------------------------------------------------------------------------------------
 
     @classmethod
-    def _wrap(cls, parts: Columns, count: int) -> Experiences:
-        """Return the records of physical columns, without checks."""
+    def from_encoded(cls, columns: Columns, count: int) -> Experiences:
+        """Build records from encoded columns, without checks.
+
+        Args:
+            columns: As in the attribute `columns` of other records.
+            count: Number of records.
+        """
         self = cls.__new__(cls)
-        self.columns, self._count = parts, count
+        self.columns, self._count = columns, count
         return self
 
     @classmethod
@@ -140,7 +145,7 @@ class Experiences(Sequence["Experience"]):
                 raise ValueError(f"from_columns: {name!r} has {length} rows, expected {count} as 'tokens' has")
         add_required_columns(parts, count)
         columns.check_columns(parts, count)
-        return cls._wrap(parts, count)
+        return cls.from_encoded(parts, count)
 
     @classmethod
     def concat(cls, parts: Iterable[Iterable[Experience]]) -> Experiences:
@@ -160,7 +165,7 @@ class Experiences(Sequence["Experience"]):
         nonempty = [part for part in map(as_experiences, parts) if len(part)]
         if len(nonempty) <= 1:
             return nonempty[0] if nonempty else cls()
-        return cls._wrap(
+        return cls.from_encoded(
             columns.concat([(dict(part.columns), part._count) for part in nonempty]),
             sum(part._count for part in nonempty),
         )
@@ -186,7 +191,7 @@ class Experiences(Sequence["Experience"]):
                 for name, column in self.columns.items():
                     end = stop if isinstance(column, Ragged) else stop - start
                     parts[name] = column.slice(start, end)
-                return Experiences._wrap(parts, stop - start)
+                return Experiences.from_encoded(parts, stop - start)
             return self.take(np.arange(start, stop, step))
         if isinstance(index, int) or getattr(index, "ndim", None) == 0:
             number = operator.index(index)  # type: ignore[arg-type]
@@ -289,7 +294,7 @@ class Experiences(Sequence["Experience"]):
         parts: Columns = {}
         for name, column in self.columns.items():
             parts[name] = column.take(chosen if isinstance(column, Ragged) else arrow_indices)
-        return Experiences._wrap(parts, len(chosen))
+        return Experiences.from_encoded(parts, len(chosen))
 
     def filter(self, keep: Callable[[Experience], Any] | Sequence[bool] | NDArray[Any]) -> Experiences:
         """Select the records that a predicate or a mask accepts.
@@ -365,7 +370,7 @@ class Experiences(Sequence["Experience"]):
                 parts.pop(key, None)
             parts |= encoded
         columns.check_columns(parts, self._count)
-        return self._wrap(parts, self._count)
+        return self.from_encoded(parts, self._count)
 
     def missing(self, column: str) -> NDArray[np.int64]:
         """Find the records whose field is `None`.
@@ -450,7 +455,7 @@ class Experiences(Sequence["Experience"]):
         for key, column in self.columns.items():
             if key in OWNERS and OWNERS[key][0].name in selected:
                 parts[key] = column
-        return self._wrap(parts, self._count)
+        return self.from_encoded(parts, self._count)
 
     def compact(self) -> Experiences:
         """Copy the records. A slice, in contrast, keeps the memory of its source alive."""
@@ -587,7 +592,7 @@ def _from_stored_rows(rows: Sequence[Any], copy: bool) -> Experiences:
         for i, row in enumerate(rows):
             validate(row, f"record {i}: ")
         raise
-    return Experiences._wrap(parts, len(rows))
+    return Experiences.from_encoded(parts, len(rows))
 
 
 def _check_count(function: str, name: str, entries: ColumnValues, count: int) -> None:

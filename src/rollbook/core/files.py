@@ -44,6 +44,23 @@ def make_private(path: str | os.PathLike[str]) -> None:
             os.chmod(os.path.join(folder, name), FILE_MODE)
 
 
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Wait until the content of a file, or the entries of a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(path: str | os.PathLike[str]) -> None:
+    """Wait until a file, or a folder and everything in it, is on the disk."""
+    for root, folders, files in os.walk(path):
+        for name in (*files, *folders):
+            sync_path(os.path.join(root, name))
+    sync_path(path)
+
+
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",

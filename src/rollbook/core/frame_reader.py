@@ -135,7 +135,7 @@ class Stack:
             raise
         except ValueError as error:
             raise WireError(str(error)) from None
-        return Experiences._wrap(columns, count)
+        return Experiences.from_encoded(columns, count)
 
     def _read_runs(self, field: Field, kind: pa.DataType, node: int, buffer: int) -> RaggedRuns:
         """Read a tensor column, whose buffers are validity, offsets, and values with their own validity."""
@@ -308,7 +308,7 @@ def read_rows(
             raise
         except ValueError as error:
             raise WireError(str(error)) from None
-    return Experiences._wrap(columns, len(slots))
+    return Experiences.from_encoded(columns, len(slots))
 
 
 def drive(reader: Reader[Result], fetch: Callable[[list[Span]], list[Any]]) -> Result:

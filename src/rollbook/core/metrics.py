@@ -9,7 +9,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TextIO
 
 
@@ -72,24 +73,6 @@ class Progress:
             self.stream.flush()
 
 
-class _StageTimer:
-    """Adds the seconds and tokens of a `with` statement to a stage. A generator takes several times as long."""
-
-    __slots__ = ("_stage", "_start", "_tokens_before")
-
-    def __init__(self, stage: dict[str, float]) -> None:
-        self._stage = stage
-
-    def __enter__(self) -> dict[str, float]:
-        self._tokens_before, self._stage["tokens"] = self._stage["tokens"], 0
-        self._start = time.perf_counter()
-        return self._stage
-
-    def __exit__(self, *_: object) -> None:
-        self._stage["seconds"] += time.perf_counter() - self._start
-        self._stage["tokens"] += self._tokens_before
-
-
 class StepMetrics:
     """Metrics of a training step: timings and tokens of its stages, and numbers by name.
 
@@ -105,17 +88,25 @@ class StepMetrics:
         self._stages: dict[str, dict[str, float]] = {}
         self._numbers: dict[str, float] = {}
 
-    def time(self, name: str) -> _StageTimer:
+    @contextmanager
+    def time(self, name: str) -> Iterator[dict[str, float]]:
         """Time the body of a `with` statement.
 
         Args:
             name: Name of the stage. Times of the same stage add up.
 
-        Returns:
-            A context manager over the numbers of the stage. Set `"tokens"` to the number of tokens that the body
-            processed. Other keys are reported, too.
+        Yields:
+            The numbers of the stage. Set `"tokens"` to the number of tokens that the body processed. Other keys are
+            reported, too.
         """
-        return _StageTimer(self._stages.setdefault(name, {"seconds": 0.0, "tokens": 0}))
+        stage = self._stages.setdefault(name, {"seconds": 0.0, "tokens": 0})
+        tokens_before, stage["tokens"] = stage["tokens"], 0
+        start = time.perf_counter()
+        try:
+            yield stage
+        finally:
+            stage["seconds"] += time.perf_counter() - start
+            stage["tokens"] += tokens_before
 
     def add(self, *numbers: Mapping[str, float]) -> None:
         """Add numbers by name; later ones replace earlier ones."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -476,9 +477,9 @@ class Sample:
     def to_experience(self) -> Experience:
         """Convert the sample to a record.
 
-        The record of a failed sample has the response as far as it was sampled, an all-False mask and
-        `info["error"]`. `info["images"]` holds the encoded images of the prompt (see `encode_for_record`), unless the
-        prompt's own `info` has that key.
+        The record of a failed sample has the response as far as it was sampled, an all-False mask, a reward of NaN
+        and `info["error"]`. `info["images"]` holds the encoded images of the prompt (see `encode_for_record`), unless
+        the prompt's own `info` has that key.
         """
         from rollbook.core.experience import Experience
         from rollbook.core.media import encode_for_record, encode_message
@@ -523,5 +524,6 @@ class Sample:
             group_size=self.group_size,
             info=info,
             metrics=self.metrics,
+            reward=None if succeeded else math.nan,
             **mask,
         )

@@ -1433,7 +1433,7 @@ def _decode_frame(view: memoryview, frame: Frame, verify: bool, limits: Limits, 
         raise
     except ValueError as error:
         raise WireError(str(error), begin) from None
-    return Experiences._wrap(columns, frame.count)
+    return Experiences.from_encoded(columns, frame.count)
 
 
 def _decompress(stored: NDArray[np.uint8], frame: Frame, at: int) -> NDArray[np.uint8]:

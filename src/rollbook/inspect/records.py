@@ -135,11 +135,6 @@ class Reader:
             return None  # moved meanwhile, or damaged
 
 
-def read_trajectories(book: Book, uids: Sequence[str], vocabulary: Vocabulary | None = None) -> list[Trajectory]:
-    """Return a book's records as trajectories; see `Reader`, which also returns their pictures."""
-    return Reader(book, vocabulary).trajectories(uids)
-
-
 def convert_records(
     records: Experiences, vocabulary: Vocabulary | None = None, album: Album | None = None
 ) -> list[Trajectory]:

@@ -1077,7 +1077,6 @@ class Watcher:
         self.error: str | None = None
         """Why the source could not be read the last time."""
         self._closing = threading.Event()
-        self._refresh_requested = threading.Event()
         self._refreshed = threading.Event()
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollbook-watcher", daemon=True)
@@ -1093,17 +1092,9 @@ class Watcher:
         """Whether everything that existed at the start has been read."""
         return self._loaded.is_set()
 
-    def wait_loaded(self, timeout: float | None = None) -> bool:
-        """Wait until everything that existed has been read or has failed; return whether it was within `timeout`."""
-        return self._loaded.wait(timeout)
-
     def wait(self, cursor: int, timeout: float) -> bool:
         """Wait until the index changes after `cursor`; return whether it did within `timeout` seconds."""
         return self.index.wait(cursor, timeout, self._closing.is_set)
-
-    def request_refresh(self) -> None:
-        """Refresh soon."""
-        self._refresh_requested.set()
 
     def _run(self) -> None:
         pause = self.seconds
@@ -1124,14 +1115,12 @@ class Watcher:
                 pause = self.seconds
                 continue
             self._loaded.set()
-            self._refresh_requested.wait(pause)
-            self._refresh_requested.clear()
+            self._closing.wait(pause)
             pause = min(self.slowest, pause * 1.25)
 
     def close(self) -> None:
         """Stop following after the current refresh."""
         self._closing.set()
-        self._refresh_requested.set()
         self.index.wake()
         if self._thread.is_alive():
             self._thread.join(30)

@@ -26,7 +26,6 @@ Json: TypeAlias = bool | int | float | str | list[Any] | dict[str, Any] | None
 ROLES = ("system", "user", "assistant", "tool", "text")
 KINDS = ("text", "think", "tool_call", "tool_result", "image")
 STATUSES = ("finished", "truncated", "aborted", "error", "unfinished")
-TOKENIZED = ("exact", "ids", "words")
 
 
 class Segment(NamedTuple):

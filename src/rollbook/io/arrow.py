@@ -100,7 +100,7 @@ def from_table(table: pa.Table | pa.RecordBatch) -> Experiences:
         raise
     except ValueError as error:
         raise WireError(str(error)) from None
-    return Experiences._wrap(parts, count)
+    return Experiences.from_encoded(parts, count)
 
 
 def _one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:

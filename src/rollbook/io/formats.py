@@ -30,7 +30,7 @@ from rollbook.core.checks import check_bool, check_choice, check_int, suggest
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import owner
-from rollbook.core.files import FOLDER_MODE, check_regular, make_private
+from rollbook.core.files import FOLDER_MODE, check_regular, make_private, sync_path, sync_tree
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import DEFAULT_LIMITS, Limits
 from rollbook.core.wire import MAGIC as FRAME
@@ -449,14 +449,14 @@ def write(
     try:
         count = writer(regroup(parts, rows), partial, **options)
         make_private(partial)
-        _sync(partial)
+        sync_tree(partial)
         if os.path.isdir(final) and not os.path.islink(final):
             _replace_folder(partial, final)
         else:
             os.replace(partial, final)
     finally:
         _remove(working_folder)
-    _sync_folder(os.path.dirname(os.path.abspath(final)))
+    sync_path(os.path.dirname(os.path.abspath(final)))
     return count
 
 
@@ -465,20 +465,6 @@ def _check_options(function: Callable[..., Any], name: str, options: dict[str, A
     for option in options:
         if option not in known_options:
             raise ValueError(f"format {name!r} has no option {option!r}{suggest(option, known_options)}")
-
-
-def _sync(path: str) -> None:
-    for name in [path] if os.path.isfile(path) else [os.path.join(path, entry) for entry in os.listdir(path)]:
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
-
-
-def _sync_folder(path: str) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _replace_folder(new: str, final: str) -> None:

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from rollbook.core.experience import Experience
 from rollbook.core.fields import FIELDS, tensor_fields
-from rollbook.core.files import make_folder, private_opener
+from rollbook.core.files import make_folder, private_opener, sync_path
 from rollbook.core.freeform import Json
 from rollbook.core.ids import EID
 from rollbook.core.media import (
@@ -642,7 +642,8 @@ class TrajectoryFiles:
                     partial.unlink(missing_ok=True)
             raise
         for folder in {final.parent for _, final in moves}:
-            _sync_folder(folder)
+            with contextlib.suppress(OSError):  # some file systems cannot sync folders
+                sync_path(folder)
         self._linked |= {picture.sha256: self.folder / IMAGES / name for name, picture in images.items()}
         self._linked = dict(list(self._linked.items())[-_MAX_LINKED_IMAGES:])
         self._remove_others(image_stem(prefix, step), images)
@@ -687,15 +688,6 @@ def _write_file(path: Path, parts: Sequence[bytes]) -> None:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems cannot sync folders
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 # --- background writer ----------------------------------------------------------------------------------------------
@@ -762,7 +754,7 @@ ARRAYS = {
     "entropy": "action_entropy",
     "kl": "kl",
 }
-"""Per-token fields, and their names in the JSON. The first four are LightRFT's, in its order."""
+"""Per-token fields, and their names in the JSON. The first four are the keys of LightRFT's files, in its order."""
 NUMBERS = tuple(ARRAYS.values())[:4]
 """LightRFT's arrays, which may be one number per sample."""
 _TEXT_FIELDS = ("finish_reason", "truncate_status", "parent", "group_size", "prompt_text", "response_text")

@@ -6,7 +6,8 @@ Names are imported on first use; transformers and peft when a model is built.
 |---|---|
 | `Actor` | policy: log-probs and entropies of response tokens, adapters, and the reference without them |
 | `Critic` | value of each response token, from the state before it |
-| `Policy`, `ValueModel` | protocols of the two, for the trainer |
+| `Policy`, `ValueModel` | protocols of the two, which is all that the trainer needs |
+| `LogprobModel` | protocol of references and teachers |
 | `Reference` | an actor with its adapters disabled |
 | `forward.forward` | log-probs, entropies or values of many records, in planned micro-batches, without gradients |
 | `best_attention` | the cheapest `attn_implementation` for packed batches on a device |
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rollbook.models.actor import Critic as Critic
     from rollbook.models.head import scoring as scoring
     from rollbook.models.lora import Reference as Reference
+    from rollbook.models.protocols import LogprobModel as LogprobModel
     from rollbook.models.protocols import Policy as Policy
     from rollbook.models.protocols import ValueModel as ValueModel
     from rollbook.models.varlen import best_attention as best_attention
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Actor": "rollbook.models.actor",
     "Critic": "rollbook.models.actor",
+    "LogprobModel": "rollbook.models.protocols",
     "Policy": "rollbook.models.protocols",
     "Reference": "rollbook.models.lora",
     "ValueModel": "rollbook.models.protocols",

@@ -126,6 +126,11 @@ class Actor(Wrapper):
             head = self._head = Head.from_model(self.model, self.suppress)
         return head
 
+    def probe(self) -> None:
+        """Also determine how log-probs are computed."""
+        super().probe()
+        _ = self.head
+
     @property
     def head_path(self) -> str:
         """`hidden`: from hidden states and the weight of the output layer, or `logits`: from the model's logits."""

@@ -26,7 +26,7 @@ from rollbook.core.ragged import Ragged, compute_offsets
 from rollbook.core.rows import concatenated
 from rollbook.models.head import has_adapters, scoring, text_config
 from rollbook.models.logprobs import TokenStats
-from rollbook.models.protocols import Policy, ValueModel
+from rollbook.models.protocols import LogprobModel, ValueModel
 
 _LOGITS = 1 << 28
 """Entries of logits of a micro-batch, for models that need all logits: 1 GiB of float32."""
@@ -37,7 +37,7 @@ TOKEN_BUDGET = 16384
 
 
 def forward(
-    model: Policy | ValueModel,
+    model: LogprobModel | ValueModel,
     records: Experiences,
     outputs: Sequence[str],
     *,
@@ -51,7 +51,7 @@ def forward(
     """Compute per-token outputs of a model for every record, without gradients and without dropout.
 
     Args:
-        model: A `Policy`, or a `ValueModel` for `values`.
+        model: A `LogprobModel`, or a `ValueModel` for `values`.
         records: Records with tokens, prompt lengths and media; nothing else of them is run through the model.
         outputs: Names of the results: `entropy`, `values`, or any name of log-probs, such as `old_logprobs`.
         token_budget: Tokens of a micro-batch; a longer record is alone. Micro-batches are planned over all records.
@@ -83,65 +83,6 @@ def forward(
     # Log-probs give the response length of a truncated prompt.
     truncated = "prompt_truncated" in records.values("truncate_status")
     narrow = records.select("truncate_status", "multi_modal_inputs", *(["logprobs"] if truncated else []))
-
-    def make_batch(rows: Lengths, pack: bool) -> Batch:
-        # Padded with token 0, which every vocabulary has; the pad token may be outside the model's.
-        return Batch.from_records(narrow.take(rows), ("tokens",), packed=pack, device=model.device)
-
-    flat = run_micro_batches(
-        model,
-        lengths,
-        response_lengths,
-        make_batch,
-        outputs,
-        token_budget=token_budget,
-        packed=packed,
-        temperature=temperature,
-        progress=progress,
-        stats=stats,
-        process_group=process_group,
-    )
-    offsets = compute_offsets(response_lengths)
-    results = {}
-    for name, column in flat.items():
-        if not isfinite(column.sum()):
-            column = _zero_outside_mask(column, records)
-        results[name] = as_column(column, offsets)
-    return results
-
-
-def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tensor:
-    """Replace numbers that are not finite by 0 where the mask is False."""
-    columns = read_columns(records, ("action_mask",))
-    mask = columns.by_response_token["action_mask"]
-    return torch.where((concatenated(mask, columns.response_lengths) != 0) | column.isfinite(), column, 0.0)
-
-
-def run_micro_batches(
-    model: Policy | ValueModel,
-    lengths: Lengths,
-    response_lengths: Lengths,
-    make_batch: Callable[[Lengths, bool], Batch],
-    outputs: Sequence[str],
-    *,
-    token_budget: int = TOKEN_BUDGET,
-    packed: bool | None = None,
-    temperature: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    stats: dict[str, float] | None = None,
-    process_group: ProcessGroup | None = None,
-) -> dict[str, torch.Tensor]:
-    """Run a model over the rows that have a response, in planned micro-batches; other arguments as of `forward`.
-
-    Args:
-        model: A `Policy`, or a `ValueModel` for `values`.
-        lengths: [N] Tokens of each row.
-        response_lengths: [N] Response tokens of each row.
-        make_batch: Builds the batch of some rows, packed or not.
-
-    Returns:
-        By name, float32 numbers on the host, row after row.
-    """
     began = time.perf_counter()
     of_critic = "values" in outputs
     if of_critic and len(outputs) > 1:
@@ -156,7 +97,7 @@ def run_micro_batches(
     budget = check_int("token_budget", token_budget, 1)
     if getattr(model, "head_path", None) == "logits" and hasattr(model, "config"):
         budget = min(budget, max(_LOGITS // int(text_config(model).vocab_size), 1))
-    if packed and not runner.packs:
+    if packed and not getattr(runner, "packs", runner.packs_cheaply):
         raise ValueError("packed: got True, but the model does not separate packed samples; expected False or None")
     if packed is None:
         packed = bool(runner.packs_cheaply)
@@ -170,10 +111,11 @@ def run_micro_batches(
     with scoring(model):
         planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
         passes = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
-        most = max(count for (count,) in passes)
+        [most] = max(passes)
         for micro in planned:
             chosen = rows[micro.indices]
-            batch = make_batch(chosen, packed)
+            # Padded with token 0, which every vocabulary has; the pad token may be outside the model's.
+            batch = Batch.from_records(narrow.take(chosen), ("tokens",), packed=packed, device=model.device)
             if clock is not None:
                 clock.start()
             if of_critic:
@@ -209,7 +151,20 @@ def run_micro_batches(
         stats["micro_batches"], stats["tokens"] = float(len(planned)), float(done)
         stats["slots"] = float(response_lengths.sum())
         stats["padding"] = 1 - done / computed if computed else 0.0
-    return flat
+    offsets = compute_offsets(response_lengths)
+    results = {}
+    for name, column in flat.items():
+        if not isfinite(column.sum()):
+            column = _zero_outside_mask(column, records)
+        results[name] = as_column(column, offsets)
+    return results
+
+
+def _zero_outside_mask(column: torch.Tensor, records: Experiences) -> torch.Tensor:
+    """Replace numbers that are not finite by 0 where the mask is False."""
+    columns = read_columns(records, ("action_mask",))
+    mask = columns.by_response_token["action_mask"]
+    return torch.where((concatenated(mask, columns.response_lengths) != 0) | column.isfinite(), column, 0.0)
 
 
 class _Clock:
@@ -242,7 +197,7 @@ class _Clock:
         return self.host + float(sum(begun.elapsed_time(ended) for begun, ended in self.events)) / 1000
 
 
-def without_adapters(model: Policy) -> Policy:
+def without_adapters(model: LogprobModel) -> LogprobModel:
     """Return the reference of an actor that has adapters; any other model as it is."""
     from rollbook.models.actor import Actor
 

@@ -24,7 +24,7 @@ from rollbook.core.rows import Rows
 from rollbook.models.logprobs import TokenStats, from_hidden, from_logits
 
 if TYPE_CHECKING:
-    from rollbook.models.protocols import Policy, ValueModel
+    from rollbook.models.protocols import LogprobModel, ValueModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +98,7 @@ _PROBE = 6
 
 
 @contextmanager
-def scoring(module: Policy | ValueModel | nn.Module) -> Iterator[None]:
+def scoring(module: LogprobModel | ValueModel | nn.Module) -> Iterator[None]:
     """Disable gradients and dropout within the context; the mode of every module is restored.
 
     Args:
@@ -145,9 +145,9 @@ def get_backbone(model: nn.Module) -> Any:
     return inner if isinstance(inner, nn.Module) and inner is not unwrap(model) else None
 
 
-def text_config(model: nn.Module | Policy | ValueModel) -> Any:
-    """Return the text part of a model's configuration; of a language model all of it."""
-    config: Any = model.config  # type: ignore[union-attr]
+def text_config(model: nn.Module | LogprobModel | ValueModel) -> Any:
+    """Return the text part of a model's configuration; of a language model all of it; `None` if it has none."""
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -452,6 +452,10 @@ class Wrapper(nn.Module, ABC):
         if self._packs is None:
             self._packs = separates_samples(self._inner)
         return self._packs
+
+    def probe(self) -> None:
+        """Determine what is probed once, before the model is sharded: probes call parts of it on their own."""
+        _ = self.packs
 
     @property
     def packs_cheaply(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from rollbook.algorithms.kernels.vocabulary import (
     row_chunks,
     softmax_sums,
 )
+from rollbook.core.checks import check_int
 
 _TILE_CPU = (512, 2048)
 _TILE_CUDA = (4096, 16384)
@@ -198,7 +199,7 @@ def top_k(logits: torch.Tensor, k: int, *, temperature: float | torch.Tensor = 1
     """
     vocabulary = _vocabulary_size(logits)
     targets = _targets("logits", logits, _ignored_labels(logits), vocabulary, temperature, _IGNORE)
-    k = _check_k(k, vocabulary)
+    k = check_int("k", k, 1, vocabulary)
     with torch.no_grad():
         flat = flatten_logits(logits)
         sums = softmax_sums(flat, targets, 0, False)
@@ -239,7 +240,7 @@ def top_k_from_hidden(
     """
     layer = OutputLayer.from_tensors(hidden, weight, bias, softcap)
     targets = _targets("hidden", hidden, _ignored_labels(hidden), len(weight), temperature, _IGNORE)
-    k = _check_k(k, len(weight))
+    k = check_int("k", k, 1, len(weight))
     with torch.no_grad():
         flat = hidden.reshape(targets.count, weight.shape[1])
         largest = TopLogits(targets.count, k, len(weight), torch.empty(0, dtype=layer.dtype, device=hidden.device))
@@ -274,7 +275,7 @@ def _targets(
     if labels.device != scored.device:
         raise ValueError(f"labels: got device {labels.device}, expected {scored.device}, as {name} has")
     flat = labels.reshape(-1).long()
-    ignored = flat == _check_integer("ignore_index", ignore_index)
+    ignored = flat == check_int("ignore_index", ignore_index, -(1 << 63))
     invalid: torch.Tensor | None = ~ignored & ((flat < 0) | (flat >= vocabulary))
     if invalid is not None and not invalid.is_cuda:
         if invalid.any():
@@ -324,19 +325,6 @@ def _ignored_labels(scored: torch.Tensor) -> torch.Tensor:
 def _vocabulary_size(logits: torch.Tensor) -> int:
     check_floats("logits", logits)
     return logits.shape[-1:].numel()
-
-
-def _check_integer(name: str, number: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, Integral):
-        raise ValueError(f"{name}: got {number!r}, expected an integer")
-    return int(number)
-
-
-def _check_k(k: int, vocabulary: int) -> int:
-    count = _check_integer("k", k)
-    if not 1 <= count <= vocabulary:
-        raise ValueError(f"k: got {count}, expected 1 to {vocabulary}")
-    return count
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
-"""Protocols of models that the trainer uses: `Policy` and `ValueModel`."""
+"""Protocols of models that the trainer uses, and `check_model`, which names what a model lacks.
+
+`Policy` and `ValueModel` are trained; a reference or a teacher is a `LogprobModel`. Further attributes of a policy are
+read if they exist: `tokenizer` and `processor` (texts), `temperature` (default of sampling), `config`, and `reference`
+(returns the initial policy, if the algorithm needs a reference and none is passed).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -13,24 +18,45 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Policy(Protocol):
-    """A model that computes log-probs of response tokens: `rollbook.models.Actor`, or a user-defined one.
+class Trainable(Protocol):
+    """Weights that are updated, saved and loaded, as those of every `torch.nn.Module`."""
 
-    Attributes:
-        device: Device of the weights.
-        dtype: Type of the weights.
-        pad_token_id: Token id of the padding.
-        packs_cheaply: Whether packed batches cost no more than their records alone.
-        tokenizer: The tokenizer, or `None`.
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The weights by name; those with `requires_grad` are trained."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch between training and evaluation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tensors that a checkpoint has to hold, by name."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> Any:
+        """Restore tensors that `state_dict` returned."""
+
+
+class LogprobModel(Protocol):
+    """A model that computes log-probs of response tokens."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+
+    @property
+    def packs_cheaply(self) -> bool:
+        """Whether packed batches cost no more than their records alone."""
+
+    def token_stats(self, batch: Batch, *, entropy: bool = False) -> TokenStats:
+        """Compute log-probs, and optionally entropies, [B, R] or `Rows`, of every response slot, with gradients."""
+
+
+@runtime_checkable
+class Policy(LogprobModel, Trainable, Protocol):
+    """A model of log-probs that can be trained: `rollbook.models.Actor`, or a user-defined one.
 
     >>> from rollbook.models import Actor
     >>> issubclass(Actor, torch.nn.Module), isinstance(torch.nn.Linear(1, 1), Policy)
     (True, False)
     """
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,35 +66,10 @@ class Policy(Protocol):
     def pad_token_id(self) -> int:
         """Token id of the padding."""
 
-    @property
-    def packs_cheaply(self) -> bool:
-        """Whether packed batches cost no more than their records alone."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or `None`."""
-
-    def token_stats(self, batch: Batch, *, entropy: bool = False) -> TokenStats:
-        """Compute log-probs, and optionally entropies, [B, R] or `Rows`, of every response slot, with gradients."""
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The weights."""
-
-    def train(self, mode: bool = True) -> Self:
-        """Switch between training and evaluation."""
-
-    def reference(self) -> Policy:
-        """Return the reference policy, with the current weights."""
-
 
 @runtime_checkable
-class ValueModel(Protocol):
+class ValueModel(Trainable, Protocol):
     """A model that computes the value of the state before every response token: `rollbook.models.Critic`.
-
-    Attributes:
-        device: Device of the weights.
-        dtype: Type of the weights.
-        packs_cheaply: Whether packed batches cost no more than their records alone.
 
     >>> isinstance(torch.nn.Linear(1, 1), ValueModel)
     False
@@ -89,11 +90,26 @@ class ValueModel(Protocol):
     def token_values(self, batch: Batch) -> Tokens:
         """Compute the value of every response slot, [B, R] or `Rows`, with gradients."""
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The weights."""
 
-    def train(self, mode: bool = True) -> Self:
-        """Switch between training and evaluation."""
+def check_model(name: str, model: object, protocol: type) -> None:
+    """Raise `ValueError` if a model lacks members of a protocol.
+
+    Args:
+        name: The argument, for the message.
+        model: The model.
+        protocol: `Policy`, `ValueModel` or `LogprobModel`.
+
+    >>> check_model("critic", torch.nn.Linear(1, 1), ValueModel)
+    Traceback (most recent call last):
+        ...
+    ValueError: critic: Linear has no token_values, device, dtype, packs_cheaply, expected a ValueModel
+    """
+    members = {member for part in protocol.__mro__ for member in vars(part) if not member.startswith("_")}
+    # Properties are looked up in the class: computing them may run the model.
+    missing = {member for member in members if not hasattr(type(model), member) and not hasattr(model, member)}
+    if missing:
+        lacking = sorted(missing, key=lambda member: (isinstance(getattr(protocol, member), property), member))
+        raise ValueError(f"{name}: {type(model).__name__} has no {', '.join(lacking)}, expected a {protocol.__name__}")
 
 
-__all__ = ["Policy", "ValueModel"]
+__all__ = ["LogprobModel", "Policy", "Trainable", "ValueModel", "check_model"]

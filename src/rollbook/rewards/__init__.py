@@ -6,7 +6,7 @@
 | `functions` | reward functions, in threads or processes, with a time limit for each call |
 | `models` | torch modules and sequence classifiers |
 | `remote` | reward models behind HTTP |
-| `recipes` | `as_reward`, weighted sums, recipes by label, LightRFT's `reward_fn` |
+| `recipes` | `as_reward`, weighted sums, recipes by label |
 | `answers` | built-in reward functions (`BUILTIN_REWARDS` has them by name) |
 | `sandbox` | `code_match`, and limits for untrusted programs |
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from rollbook.rewards.recipes import CombinedReward as CombinedReward
     from rollbook.rewards.recipes import Recipe as Recipe
     from rollbook.rewards.recipes import as_reward as as_reward
-    from rollbook.rewards.recipes import lightrft_reward as lightrft_reward
     from rollbook.rewards.remote import RemoteReward as RemoteReward
     from rollbook.rewards.sandbox import Limits as Limits
     from rollbook.rewards.sandbox import code_match as code_match
@@ -84,7 +83,6 @@ _HOMES = {
     "json_schema": "rollbook.rewards.answers",
     "extract_last_number": "rollbook.rewards.answers",
     "length": "rollbook.rewards.answers",
-    "lightrft_reward": "rollbook.rewards.recipes",
     "math_match": "rollbook.rewards.answers",
     "numeric_match": "rollbook.rewards.answers",
     "repetition": "rollbook.rewards.answers",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import functools
 import inspect
 import io
@@ -179,7 +178,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
                         new_threads += bool(todo)
         finally:
             todo.clear()  # after an interrupt the threads end with their current calls
-    return [outcomes[place] for place in range(len(calls))]
+    return list(map(outcomes.__getitem__, range(len(calls))))
 
 
 class ProcessPool:
@@ -446,8 +445,7 @@ class FileFunction:
 
     def load(self) -> Callable[..., Any]:
         """Load the function with its options bound."""
-        function = functools.partial(self.bare(), **self.options) if self.options else self.bare()
-        return _adapt_positional(function) if self.name == "reward_func" else function
+        return functools.partial(self.bare(), **self.options) if self.options else self.bare()
 
     def bare(self) -> Callable[..., Any]:
         """Load the function. The file runs once in each process."""
@@ -465,20 +463,6 @@ class FileFunction:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.load()(*arguments, **options)
-
-
-def _adapt_positional(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a file's `reward_func` as LightRFT does, with (queries, prompts, references), if its parameters have other
-    names. A name that is nearly one of a sample's fields is rejected later."""
-    arguments = inspect.signature(function).parameters.values()
-    places = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    if not places or len(places) > 3 or any(difflib.get_close_matches(p.name, PARAMETER_NAMES, 1, 0.8) for p in places):
-        return function
-
-    def called(queries: list[str], prompts: list[str], references: list[Any]) -> Any:
-        return function(*(queries, prompts, references)[: len(places)])
-
-    return called
 
 
 class Parameters(NamedTuple):

@@ -44,9 +44,8 @@ ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any]"
 class ModelReward(Reward):
     """Score of a model for prompt and response.
 
-    The model runs in eval mode without gradients. A module written for LightRFT, whose `forward` has a parameter
-    `prompt_and_output`, also gets `raw_images`, `img_num`, `references` and `labels` as it names them. A score that is
-    not finite is the error of its sample; a wrong number of scores is raised.
+    The model runs in eval mode without gradients. A score that is not finite is the error of its sample; a wrong number
+    of scores is raised.
 
     Args:
         model: An `nn.Module` that is called with (sequences (B, S), attention_mask (B, S)) and returns (B,) or (B, 1),
@@ -110,7 +109,6 @@ class ModelReward(Reward):
         self.max_length = None if max_length is None else check_int("max_length", max_length, 1)
         self._padding_side = padding_side
         self._pad_id = _find_pad_id(self.model, tokenizer or policy_tokenizer, pad_token_id)
-        self._extra_arguments = _lightrft_arguments(self.model)
         self._classifier = _decoder_classifier(self.model)
         self.on_error: OnError = check_on_error(on_error)
 
@@ -157,6 +155,10 @@ class ModelReward(Reward):
         text = tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[attr-defined]
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
+    def model_arguments(self, inputs: Sequence[RewardInput]) -> dict[str, Any]:
+        """Return arguments of the model beside tokens and mask; subclasses may have some."""
+        return {}
+
     def _score_batch(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:
         parameter = next(chain(self.model.parameters(), self.model.buffers()), None)
         device = parameter.device if parameter is not None else torch.device("cpu")
@@ -173,7 +175,7 @@ class ModelReward(Reward):
             last = hidden[torch.arange(len(rows), device=device), mask.sum(-1) - 1]
             output: Any = self._classifier.score(last)
         else:
-            extras = {name: read(inputs) for name, read in self._extra_arguments.items()}
+            extras = self.model_arguments(inputs)
             if "attention_mask" in inspect.signature(self.model.forward).parameters:
                 output = self.model(sequences, attention_mask=mask, **extras)  # not always the second
             else:
@@ -227,24 +229,6 @@ def _decoder_classifier(model: torch.nn.Module) -> Any:
         model = model.get_base_model()  # type: ignore[operator]  # peft: the same modules, with the adapters inside
     head, prefix = getattr(model, "score", None), getattr(model, "base_model_prefix", "")
     return model if isinstance(head, torch.nn.Module) and prefix and hasattr(model, prefix) else None
-
-
-_LIGHTRFT_ARGUMENTS: dict[str, Callable[[Sequence[RewardInput]], Any]] = {
-    "prompt_and_output": lambda inputs: [scored.query for scored in inputs],
-    "prompt_and_outputs": lambda inputs: [scored.query for scored in inputs],
-    "raw_images": lambda inputs: [list(scored.images) for scored in inputs],
-    "img_num": lambda inputs: [len(scored.images) for scored in inputs],
-    "references": lambda inputs: [scored.reference for scored in inputs],
-    "labels": lambda inputs: [scored.label for scored in inputs],
-}
-
-
-def _lightrft_arguments(model: torch.nn.Module) -> dict[str, Callable[[Sequence[RewardInput]], Any]]:
-    """Return the arguments that a module written for LightRFT takes beside tokens."""
-    named = inspect.signature(model.forward).parameters
-    if not any(name.startswith("prompt_and_output") for name in named):
-        return {}
-    return {name: read for name, read in _LIGHTRFT_ARGUMENTS.items() if name in named}
 
 
 def _extract_scores(output: ModelOutput) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`as_reward`, weighted sums of rewards, recipes by label, and LightRFT's `reward_fn`.
+"""`as_reward`, weighted sums of rewards, and recipes by label.
 
 Invariant: a sample's reward is the sum of weight times score over its components, and each component's score is kept
 as a metric. The type of the argument of `as_reward` decides which reward it becomes; unknown options are rejected.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rollbook.core.checks import check_float, suggest
-from rollbook.core.vocabulary import Tokenizer, join_fingerprints, source_fingerprint
+from rollbook.core.vocabulary import join_fingerprints
 from rollbook.rewards.functions import (
     PARAMETER_NAMES,
     FileFunction,
@@ -32,13 +32,10 @@ from rollbook.rewards.functions import (
 )
 from rollbook.rewards.remote import RemoteReward
 from rollbook.rewards.types import (
-    OnError,
     Reward,
     RewardInput,
     RewardResult,
     as_inputs,
-    check_on_error,
-    failed_score,
     is_reward,
     locate,
 )
@@ -292,7 +289,7 @@ class Recipe(Reward):
         for label, lines in recipe.items():
             self.recipe[label] = []
             for line in lines:
-                kind, name, weight = _check_line(label, line)
+                kind, name, weight = check_line(label, line)
                 source: Mapping[str, Any] = by_key if kind == "model" else rules
                 if name not in source:
                     argument = "models" if kind == "model" else "functions"
@@ -372,7 +369,7 @@ def check_label(scored: RewardInput, place: int, recipe: Mapping[Any, Any]) -> N
         )
 
 
-def _check_line(label: Hashable, line: Sequence[Any]) -> tuple[str, str, float]:
+def check_line(label: Hashable, line: Sequence[Any]) -> tuple[str, str, float]:
     """Return kind, name and weight of a component of a recipe."""
     if isinstance(line, (str, bytes)) or not isinstance(line, Sequence) or len(line) not in (2, 3):
         raise ValueError(f"recipe[{label!r}]: got {line!r}, expected (type, key, weight) or (name, weight)")
@@ -405,169 +402,6 @@ def _models_by_key(
         if not isinstance(index, int) or not 0 <= index < len(models):
             raise ValueError(f"label_map[{key!r}]: got {index!r}, expected an index below {len(models)}")
     return {str(key): models[index] for key, index in label_map.items()}
-
-
-class LightRFTReward(Reward):
-    """LightRFT's `reward_fn`, label map and recipe, with or without reward models.
-
-    `reward_fn(model_reward_list=, labels=, queries=, refs=, label_map=)` is called once for all samples and returns
-    (rewards, metrics), or rewards. `queries` are the responses without the prompts (LightRFT's include the prompt,
-    whose text can then satisfy a pattern). `model_reward_list` has one (B,) float32 tensor per model.
-
-    Args:
-        models: The reward models.
-        reward_fn: The function.
-        label_map: Index in `models` by key.
-        recipe: Components by label. A model then runs only on the samples whose label needs it, with 0 for the others.
-        on_error: As in `FunctionReward`. A sample that a model could not score has failed.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[Reward],
-        reward_fn: Callable[..., Any],
-        label_map: Mapping[str, int] | None = None,
-        recipe: Mapping[str, Sequence[Sequence[Any]]] | None = None,
-        on_error: OnError = "exclude",
-    ) -> None:
-        if not callable(reward_fn):
-            raise ValueError(f"reward_fn: got {type(reward_fn).__name__}, expected a function")
-        self.models = list(models)
-        self.reward_fn = reward_fn
-        self.label_map = dict(label_map or {})
-        self.recipe = dict(recipe or {})
-        self.on_error: OnError = check_on_error(on_error)
-        keys = {index: key for key, index in self.label_map.items()}
-        self._keys = [keys.get(index) for index in range(len(self.models))]
-        if self.recipe and None in self._keys:
-            raise ValueError(f"label_map: missing a key for model {self._keys.index(None)}, required by the recipe")
-        # The models that each label needs. A recipe may list labels that no sample has, so a missing model is an
-        # error only when a sample needs it.
-        self._needs: dict[str, set[str]] = {}
-        for label, lines in self.recipe.items():
-            components = [_check_line(label, line) for line in lines]
-            self._needs[label] = {name for kind, name, weight in components if kind == "model" and weight != 0.0}
-
-    def __call__(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples."""
-        inputs = as_inputs(inputs)
-        return self._combine(inputs, score_all(self._jobs(inputs)))
-
-    async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples without blocking the event loop; `reward_fn` runs in a thread."""
-        inputs = as_inputs(inputs)
-        results = await score_all_async(self._jobs(inputs))
-        return await asyncio.to_thread(self._combine, inputs, results)
-
-    def source(self) -> str | None:
-        """Fingerprint `reward_fn` and the models."""
-        models = {str(i): model.source() for i, model in enumerate(self.models)}
-        return join_fingerprints({**models, "reward_fn": source_fingerprint(self.reward_fn)})
-
-    def close(self) -> None:
-        """Close every model."""
-        for model in self.models:
-            model.close()
-
-    def _places(self, inputs: Sequence[RewardInput], key: str | None) -> list[int]:
-        return [i for i, scored in enumerate(inputs) if not self.recipe or key in self._needs[scored.label]]
-
-    def _jobs(self, inputs: Sequence[RewardInput]) -> list[tuple[Reward, list[RewardInput]]]:
-        if self.recipe:
-            keys = [key for key in self._keys if key is not None]
-            for i, scored in enumerate(inputs):
-                check_label(scored, i, self.recipe)
-                for name in sorted(self._needs[scored.label].difference(keys)):
-                    expected = f"expected one of the models{suggest(name, keys)}"
-                    raise ValueError(f"reward_recipe[{scored.label!r}]: got model {name!r}, {expected}")
-        return [
-            (model, [inputs[i] for i in self._places(inputs, key)])
-            for model, key in zip(self.models, self._keys, strict=True)
-        ]
-
-    def _combine(self, inputs: Sequence[RewardInput], results: Sequence[RewardResult]) -> RewardResult:
-        import torch
-
-        n = len(inputs)
-        if not n:
-            return RewardResult(rewards=[])
-        columns, errors = [], dict[int, str]()
-        for key, scores in zip(self._keys, results, strict=True):
-            column = torch.zeros(n, dtype=torch.float32)
-            for i, reward, error in zip(self._places(inputs, key), scores.rewards, scores.errors, strict=True):
-                column[i] = 0.0 if isnan(reward) else reward
-                if error is not None:
-                    errors[i] = error
-            columns.append(column)
-        parts = read_scores(
-            self.reward_fn(
-                model_reward_list=columns,
-                labels=[scored.label for scored in inputs],
-                queries=[scored.response for scored in inputs],
-                refs=[scored.reference for scored in inputs],
-                label_map=dict(self.label_map),
-            ),
-            n,
-        )
-        combined = RewardResult(rewards=[nan] * n)
-        for i, (reward, metrics, error) in enumerate(parts):
-            for name, value in metrics.items():
-                combined.metrics.setdefault(name, [nan] * n)[i] = value
-            failure = errors.get(i) or (None if error is None else f"reward_fn: {error}")
-            if failure is not None:
-                combined.errors[i] = failure
-                reward = failed_score(self.on_error, locate(inputs[i], i), failure)
-            combined.rewards[i] = reward
-        return combined
-
-
-def lightrft_reward(
-    reward_models: RewardLike | Sequence[RewardLike] | None,
-    reward_fn: Callable[..., Any] | None = None,
-    label_map: Mapping[str, int] | None = None,
-    recipe: Mapping[str, Sequence[Sequence[Any]]] | None = None,
-    tokenizer: Tokenizer | None = None,
-    **options: Any,
-) -> Reward:
-    """Build a reward from LightRFT's arguments.
-
-    Args:
-        reward_models: A module, or a list of them; an empty list with a `reward_fn` of rules. One module without a
-            `reward_fn` is that model's score.
-        reward_fn: Combines the scores of the models.
-        label_map: Index in `reward_models` by key.
-        recipe: Components by label.
-        tokenizer: Tokenizer of the policy, whose ids the models are given.
-        options: Options of each model (`rows`, `tokens`, `device`, ...).
-
-    Returns:
-        The reward of the single model, or a `LightRFTReward` that combines the models.
-
-    Raises:
-        ValueError: There is neither a model nor a `reward_fn`, or there are several models without a `reward_fn`.
-
-    >>> def reward_fn(model_reward_list, labels, queries, refs, label_map):
-    ...     accuracy = [float(query == ref) for query, ref in zip(queries, refs)]
-    ...     return accuracy, {"accuracy_reward": accuracy}
-    >>> scores = lightrft_reward([], reward_fn)([RewardInput(prompt="2 + 2 = ", response="4", reference="4")])
-    >>> scores.rewards, scores.metrics
-    ([1.0], {'accuracy_reward': [1.0]})
-    """
-
-    if reward_models is None and reward_fn is None:
-        raise ValueError("reward_models: got None without a reward_fn, expected a model, or a reward_fn of rules")
-    sources: list[Any] = [] if reward_models is None else [reward_models]
-    if isinstance(reward_models, (list, tuple)):
-        sources = list(reward_models)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    if pad is not None:
-        options.setdefault("pad_token_id", pad)
-    models = [model if is_reward(model) else as_reward(model, **options) for model in sources]
-    if reward_fn is None:
-        if len(models) != 1:
-            raise ValueError(f"reward_fn: got None with {len(models)} models, expected a function that combines them")
-        return models[0]
-    return LightRFTReward(models, reward_fn, label_map, recipe)
 
 
 _MODULES = {

@@ -806,7 +806,7 @@ class DecodingBatch:
         """Return the unfinished rows, with all of their tokens."""
         alive = self.alive.nonzero()[0].tolist()
         self._flush(alive, self.filled)
-        return [self.rows[i] for i in alive]
+        return list(map(self.rows.__getitem__, alive))
 
     def _open_window(self, logits: torch.Tensor) -> None:
         """Read the rules of the rows and generate their random numbers, for as many steps as the rules hold."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rollbook.models.actor import Actor
+    from rollbook.models.protocols import Policy
 
 Message: TypeAlias = "Mapping[str, Any]"
 Ids: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
@@ -40,7 +40,7 @@ SamplingsLike: TypeAlias = "SamplingLike | Sequence[SamplingLike]"
 """Sampling options of all prompts, or a list with those of each."""
 SamplingOption: TypeAlias = "bool | float | str | Sequence[str] | Sequence[int] | Mapping[str, Any] | None"
 """Value of a field of `Sampling`."""
-WeightSource: TypeAlias = "Actor | torch.nn.Module"
+WeightSource: TypeAlias = "Policy | torch.nn.Module"
 """A model whose weights an engine takes: a module, or an object that has one as `.model`."""
 
 
@@ -50,7 +50,7 @@ class WeightSyncError(RollbookError, RuntimeError):
 
 def get_module(source: WeightSource) -> Any:
     """Return the module with the weights: that of an `Actor`, or the module itself."""
-    return source.model if hasattr(source, "token_stats") else source
+    return getattr(source, "model", source) if hasattr(source, "token_stats") else source
 
 
 class Cancel:
@@ -173,7 +173,9 @@ class Request:
 class Engine(Protocol):
     """Protocol of rollout engines: what `rollbook.train` and episodes need of one.
 
-    An engine may also have a `tokenizer` and a `processor`, which render the turns of episodes.
+    An engine may also have a `tokenizer` and a `processor`, which decode samples for rewards and render the turns of
+    episodes. A trainer sends weights to a `BaseEngine` that takes them; other engines share the weights with the
+    policy, or get them from the user.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> engine: Engine = ScriptedEngine([[7, 8]])
@@ -181,42 +183,12 @@ class Engine(Protocol):
     [[7, 8], [7, 8]]
     """
 
-    version: int
-    """Number of the policy that samples, set by the caller when the weights change."""
-
-    @property
-    def run(self) -> RunInfo:
-        """Description of the engine, model and tokenizer."""
-        ...
-
-    def generate(
-        self,
-        prompts: PromptsLike,
-        sampling: SamplingsLike = None,
-        *,
-        cancel: Cancel | None = None,
-        pause_after: int | None = None,
-    ) -> list[Sample]:
-        """Sample `sampling.n` responses per prompt; see `BaseEngine.generate`.
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling | list[Sampling], /) -> list[Sample]:
+        """Sample `sampling.n` responses per prompt; episodes pass a list of options, one for each prompt.
 
         Returns:
             The samples, in the order of the prompts. A failure becomes a sample with an `error`, not an exception.
         """
-        ...
-
-    async def agenerate(
-        self,
-        prompts: PromptsLike,
-        sampling: SamplingsLike = None,
-        *,
-        cancel: Cancel | None = None,
-        pause_after: int | None = None,
-    ) -> list[Sample]:
-        """Do the same in an event loop."""
-        ...
-
-    def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sample from the weights of `source` from now on; see `BaseEngine.update_weights`."""
         ...
 
 

@@ -972,14 +972,17 @@ def act_all(
     if waiting:
         prompts, samplings = [request.prompt for request in waiting], [request.sampling for request in waiting]
         engine = _engine(episodes[0])
-        samples = iter(engine.generate(prompts, samplings, cancel=cancel, pause_after=pause_after))
+        # Not every engine has these options.
+        controls = {"cancel": cancel, "pause_after": pause_after}
+        controls = {name: control for name, control in controls.items() if control is not None}
+        samples = iter(engine.generate(prompts, samplings, **controls))
     return [
         request if isinstance(request, Sample) else episode._append_sampled(request, next(samples))
         for episode, request in requests
     ]
 
 
-def _engine(episode: Episode) -> Engine:
+def _engine(episode: Episode) -> Any:
     if episode.engine is None:
         raise ValueError("engine: missing; turns that were sampled elsewhere are appended with append_turn")
     return episode.engine

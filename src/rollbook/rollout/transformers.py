@@ -833,7 +833,7 @@ def _attention(batch: DecodingBatch) -> AbstractContextManager[None]:
     return context
 
 
-def _unwrap_model(source: Actor | torch.nn.Module) -> Any:
+def _unwrap_model(source: WeightSource) -> Any:
     """Return the transformers model of an object with `.model`, a compiled or a distributed module."""
     from transformers import PreTrainedModel
 

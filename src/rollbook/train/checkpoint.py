@@ -3,7 +3,7 @@
 Invariant: a checkpoint is complete or does not exist: it is written under another name, synced, and renamed. Reading
 one executes nothing.
 
-    checkpoints/step-000040/model/        what Actor.save_pretrained writes
+    checkpoints/step-000040/model/        what Actor.save_pretrained writes; of another policy, weights.pt
                             critic/       the critic, if there is one
                             state.pt      optimizer states and random states
                             shards/       distributed run: weights, optimizer states (torch.distributed.checkpoint)
@@ -30,15 +30,18 @@ import torch
 from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_bool, check_int
 from rollbook.core.errors import RollbookError
-from rollbook.core.files import make_folder, make_private
+from rollbook.core.files import make_folder, make_private, sync_path, sync_tree
+from rollbook.models.actor import Actor, Critic
 from rollbook.models.loading import hide_progress_bars
 
 if TYPE_CHECKING:
-    from rollbook.models import Actor, Critic
+    from rollbook.models.protocols import Policy, Trainable, ValueModel
     from rollbook.train.optimizer import Optimizer
 
 CHECKPOINT_FOLDER = "checkpoints"
 SHARDS = "shards"
+_WEIGHTS = "weights.pt"
+"""The `state_dict` of a model that is neither an `Actor` nor a `Critic`."""
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
 _OLD = ".old-"
@@ -164,8 +167,8 @@ def save(
     folder: Path,
     step: int,
     *,
-    actor: Actor,
-    critic: Critic | None = None,
+    actor: Policy,
+    critic: ValueModel | None = None,
     state: Mapping[str, Any],
     trainer_state: Mapping[str, Any],
 ) -> Checkpoint:
@@ -181,12 +184,20 @@ def save(
     """
     partial = begin(folder, step)
     with hide_progress_bars():
-        actor.save_pretrained(partial / "model")
+        _save_model(actor, partial / "model")
         hit_failpoint("model saved")
         if critic is not None:
-            critic.save_pretrained(partial / "critic")
+            _save_model(critic, partial / "critic")
     write_states(partial, step, {**state, "random": random_state()}, trainer_state)
     return commit(folder, step)
+
+
+def _save_model(model: Trainable, folder: Path) -> None:
+    if isinstance(model, Actor | Critic):
+        model.save_pretrained(folder)
+    else:
+        folder.mkdir()
+        torch.save(model.state_dict(), folder / _WEIGHTS)
 
 
 def write_states(partial: Path, step: int, state: Mapping[str, Any], trainer_state: Mapping[str, Any]) -> None:
@@ -212,14 +223,14 @@ def commit(folder: Path, step: int) -> Checkpoint:
     where = folder / CHECKPOINT_FOLDER
     target, partial = where / checkpoint_name(step), where / f"{_PARTIAL}{checkpoint_name(step)}"
     make_private(partial)
-    _sync_folder(partial)
+    sync_tree(partial)
     hit_failpoint("before rename")
     old = where / f"{_OLD}{checkpoint_name(step)}"
     if target.exists():
         target.rename(old)
         hit_failpoint("between renames")
     partial.rename(target)
-    _sync_path(where)
+    sync_path(where)
     hit_failpoint("after rename")
     if old.exists():
         shutil.rmtree(old)
@@ -320,7 +331,7 @@ def loading_errors(folder: Path) -> Iterator[None]:
         set_random_state(before)
 
 
-def load_weights(model: Actor | Critic, folder: Path) -> None:
+def load_weights(model: Trainable, folder: Path) -> None:
     """Load the weights of a checkpoint into a model, with adapters or without. Random states do not change.
 
     Args:
@@ -330,6 +341,10 @@ def load_weights(model: Actor | Critic, folder: Path) -> None:
     Raises:
         CorruptCheckpointError: The folder cannot be loaded, or lacks a weight. The model is unchanged.
     """
+    if not isinstance(model, Actor | Critic):
+        with loading_errors(folder):
+            model.load_state_dict(torch.load(folder / _WEIGHTS, map_location="cpu", weights_only=True))
+        return
     weights, saved_weights = model.state_dict(), read_weights(model, folder)
     with torch.no_grad():
         for name, weight in weights.items():
@@ -382,19 +397,3 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush all files of a folder to disk."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync_path(Path(root) / name)
-        _sync_path(Path(root))
-
-
-def _sync_path(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -329,9 +329,7 @@ class Distributed:
             return
         if not isinstance(model, Wrapper):
             raise ValueError(f"model: got {type(model).__name__}, expected an Actor or a Critic for fsdp")
-        # Computed here, since they call parts of the model on their own, which a sharded model cannot do.
-        head = model.head if isinstance(model, Actor) else None
-        packs = model.packs
+        model.probe()
         for weight in model.parameters():
             if weight.requires_grad and weight.dtype == torch.bfloat16:
                 weight.data = weight.data.float()
@@ -355,9 +353,6 @@ class Distributed:
         register_fsdp_forward_method(model, method)
         if tensors is not None:
             self.distribute(model, tensors)
-        if isinstance(model, Actor):
-            model._head = head
-        model._packs = packs
         # The first pass makes the model the root of its layers; the engine calls them without it.
         filler = Batch.from_records(
             Experiences([Experience(tokens=[0, 0])]), ("tokens",), packed=False, device=self.device
@@ -597,6 +592,7 @@ class DistributedTrainer(Trainer):
         options: Those of `Trainer`.
     """
 
+    actor: Actor
     process_group = SINGLE_PROCESS  # rank 0 has the records of all ranks
     learner: DistributedLearner
 

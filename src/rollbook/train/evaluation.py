@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rollbook.core.sampling import Prompt, Sampling
     from rollbook.core.vocabulary import Tokenizer
     from rollbook.rewards.recipes import RewardLike
-    from rollbook.rollout.engine import BaseEngine, PromptLike
+    from rollbook.rollout.engine import Engine, PromptLike
     from rollbook.rollout.environment import EnvironmentConfig
 
 AnswerFunction = Callable[["Experience"], str | None]
@@ -173,7 +173,7 @@ class Evaluation:
 
 
 def evaluate(
-    engine: BaseEngine,
+    engine: Engine,
     prompts: PromptSource | Sequence[PromptLike],
     reward: RewardLike | None = None,
     *,

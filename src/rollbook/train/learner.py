@@ -13,12 +13,11 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from rollbook.algorithms.aggregate import count_denominators
 from rollbook.algorithms.kl import kl_loss
@@ -37,7 +36,7 @@ from rollbook.core.rows import Rows
 from rollbook.models.forward import without_adapters
 from rollbook.models.head import scoring
 from rollbook.models.logprobs import TokenStats
-from rollbook.models.protocols import Policy, ValueModel
+from rollbook.models.protocols import LogprobModel, Policy, ValueModel, check_model
 from rollbook.rollout.engine import derive_seed
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.optimizer import PRECISIONS, Optimizer, OptimizerConfig
@@ -145,7 +144,8 @@ class LossNormalizers:
             indices: Indices of the rows of the minibatch.
             max_tokens: Maximum response length.
         """
-        mask = Rows([rows.masks[i] for i in indices])
+        masks = rows.masks
+        mask = Rows([masks[i] for i in indices])
         tokens_and_rows = count_denominators(mask)
         count = algorithm.loss_entry.denominators
         policy = tokens_and_rows if count is None else count(rows, indices)
@@ -298,7 +298,7 @@ class Learner:
         algorithm: AlgorithmConfig | str,
         *,
         critic: ValueModel | None = None,
-        reference: Policy | None = None,
+        reference: LogprobModel | None = None,
         optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         critic_optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         minibatch: MinibatchConfig | None = None,
@@ -307,6 +307,11 @@ class Learner:
         max_tokens: int | None = None,
         nonfinite_limit: int = 3,
     ) -> None:
+        check_model("actor", actor, Policy)
+        if critic is not None:
+            check_model("critic", critic, ValueModel)
+        if reference is not None:
+            check_model("reference", reference, LogprobModel)
         self.actor, self.critic, self.reference = actor, critic, reference
         if not callable(getattr(actor, "token_stats", None)):
             raise ValueError(f"actor: got {type(actor).__name__}, expected an Actor")
@@ -322,17 +327,17 @@ class Learner:
         if self.algorithm.pairs and self.algorithm.needs_reference and reference is None:
             raise ValueError(f"reference: got None, and {self.algorithm.name} needs one, or reference_free=True")
         # The shards of FSDP are float32, and are rounded to bfloat16 when they are gathered.
-        sharded = hasattr(next(actor.parameters(), None), "to_local")
+        sharded = any(hasattr(weight, "to_local") for _, weight in actor.named_parameters())
         if not sharded and (precision == "bfloat16") != (actor.dtype == torch.bfloat16):
             expected = "bfloat16" if precision == "bfloat16" else "float32"
             raise ValueError(f"actor: got weights of {actor.dtype}, expected {expected} for precision={precision!r}")
         config = OptimizerConfig.of(optimizer)
-        self.optimizer = Optimizer(cast("nn.Module", actor), config, masters=precision == "bfloat16" and not sharded)
+        self.optimizer = Optimizer(actor, config, masters=precision == "bfloat16" and not sharded)
         self.critic_optimizer: Optimizer | None = None
         if critic is not None and self.algorithm.needs_critic:
             masters = critic.dtype == torch.bfloat16
             critic_config = config if critic_optimizer is None else OptimizerConfig.of(critic_optimizer)
-            self.critic_optimizer = Optimizer(cast("nn.Module", critic), critic_config, masters=masters)
+            self.critic_optimizer = Optimizer(critic, critic_config, masters=masters)
         self.packed = actor.packs_cheaply if self.minibatch.packed is None else self.minibatch.packed
         """Whether micro-batches are packed instead of padded."""
         self.failures = 0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
+from rollbook.models.protocols import Trainable
 
 PRECISIONS = ("float32", "bfloat16", "autocast")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -126,7 +126,7 @@ class Optimizer:
     Raises:
         ValueError: The model has no trainable weights.
 
-    >>> layer = nn.Linear(2, 1)
+    >>> layer = torch.nn.Linear(2, 1)
     >>> optimizer = Optimizer(layer, OptimizerConfig(name="sgd", betas=(0.0, 0.0), lr=0.1, max_grad_norm=0.0))
     >>> before = layer.weight.detach().clone()
     >>> layer(torch.ones(1, 2)).sum().backward()
@@ -136,10 +136,10 @@ class Optimizer:
     True
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, *, masters: bool = False) -> None:
+    def __init__(self, model: Trainable, config: OptimizerConfig, *, masters: bool = False) -> None:
         self.config = config
-        self.names = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self.names, self.weights = list(trained), list(trained.values())
         if not self.weights:
             raise ValueError(f"model: got a {type(model).__name__} without trainable weights")
         self.masters = masters

@@ -32,7 +32,7 @@ from rollbook.core.media import as_path
 from rollbook.core.metrics import StepMetrics, warn_user
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, current_process_group
 from rollbook.core.rows import Rows
-from rollbook.core.sampling import Prompt, Sample, Sampling
+from rollbook.core.sampling import Prompt, Sampling
 from rollbook.core.vocabulary import Tokenizer
 from rollbook.models.forward import forward, without_adapters
 from rollbook.rewards.recipes import as_reward
@@ -118,18 +118,7 @@ def generate(
         stage["tokens"] = sum(lengths)
     if samples and not lengths:
         warn_user(f"rollout: all {len(samples)} samples failed; the first: {samples[0].error}")
-    return Experiences(sample_rows(samples))
-
-
-def sample_rows(samples: Sequence[Sample]) -> list[Experience]:
-    """Return the records of samples; those of failed samples have a reward of NaN."""
-    rows: list[Experience] = []
-    for sample in samples:
-        row = sample.to_experience()
-        if sample.failed:
-            row.reward = math.nan
-        rows.append(row)
-    return rows
+    return Experiences([sample.to_experience() for sample in samples])
 
 
 # --- score ------------------------------------------------------------------------------------------------------------
@@ -176,9 +165,7 @@ def score(
 
 
 def _reward_input(row: Experience, tokenizer: Tokenizer | None, prompt: Prompt | None) -> RewardInput:
-    if row.response_text is None and tokenizer is None:
-        row = row.replace(response_text="")  # a reward may read token ids only
-    scored = RewardInput.of(row, tokenizer)
+    scored = RewardInput.from_record(row, tokenizer)
     if prompt is None:
         return scored
     changes: dict[str, Any] = {"images": tuple(map(as_path, prompt.images))}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -144,17 +143,16 @@ class TrainRows:
         lengths: list[int] = np.maximum(self.records.token_lengths() - self.records.prompt_lengths(), 0).tolist()
         return lengths
 
-    @cached_property
-    def masks(self) -> Rows:
-        """Mask of the tokens in the loss. Not valid before `from_records` returns."""
-        return self._read_masks()
-
-    @cached_property
+    @property
     def loss_tokens(self) -> NDArray[np.int64]:
         """[B] Number of tokens of each row in the loss."""
-        return _count_tokens(self.masks)
+        masks = self.masks
+        row_of_token = np.repeat(np.arange(len(masks)), masks.lengths)
+        return np.bincount(row_of_token[masks.values.numpy()], minlength=len(masks))
 
-    def _read_masks(self) -> Rows:
+    @property
+    def masks(self) -> Rows:
+        """Mask of the tokens in the loss."""
         masks = [
             torch.ones(length, dtype=torch.bool) if mask is None else mask.bool()
             for mask, length in zip(self.records.values("action_mask"), self.lengths(), strict=True)
@@ -225,7 +223,7 @@ class TrainRows:
         versions = None
         if options.get("max_staleness") is not None:
             versions, options["current"] = self._versions(version), version
-        correction = importance_weights(Rows(columns[0]), Rows(columns[1]), self._read_masks(), versions, **options)
+        correction = importance_weights(Rows(columns[0]), Rows(columns[1]), self.masks, versions, **options)
         self.records = self.records.assign(action_mask=list(correction.mask))
         self._multiply_weights(list(correction.weights))
         self.metrics |= correction.report.to_metrics("correction")
@@ -238,7 +236,7 @@ class TrainRows:
     def _versions(self, current: int | None) -> Rows:
         """Return the policy version of every response token; expert rows have the current version."""
         versions = []
-        rows = zip(self.records.values("policy_versions"), self._read_masks(), strict=True)
+        rows = zip(self.records.values("policy_versions"), self.masks, strict=True)
         for i, (version, mask) in enumerate(rows):
             if self.expert is not None and self.expert[i]:
                 version = current
@@ -260,7 +258,7 @@ class TrainRows:
         """Keep only the share `ratio` of tokens with the highest entropy in the loss."""
         entropy = self.records.values("entropy")
         self._check_complete(entropy, "entropy", "algorithm.high_entropy_ratio needs")
-        masks = high_entropy_mask(Rows(entropy), self._read_masks(), ratio)
+        masks = high_entropy_mask(Rows(entropy), self.masks, ratio)
         self.records = self.records.assign(action_mask=list(masks))
 
     def _multiply_weights(self, factors: Sequence[torch.Tensor]) -> None:
@@ -280,7 +278,7 @@ class TrainRows:
             if reward is not None and not math.isfinite(reward)
         }
         if algorithm.takes_token_rewards:
-            token_rewards = zip(self.records.values("token_level_reward"), self._read_masks(), strict=True)
+            token_rewards = zip(self.records.values("token_level_reward"), self.masks, strict=True)
             for i, (rewards, mask) in enumerate(token_rewards):
                 if rewards is not None and not bool(rewards[mask].isfinite().all()):
                     missing.add(i)
@@ -290,12 +288,11 @@ class TrainRows:
 
     def _leave_out_empty(self, drop_zero_advantages: bool) -> None:
         """Leave out rows without a token in the loss and, if `drop_zero_advantages`, rows whose advantages are 0."""
-        masks = self._read_masks()
-        empty = np.flatnonzero(_count_tokens(masks) == 0).tolist()
+        empty = np.flatnonzero(self.loss_tokens == 0).tolist()
         reasons: dict[int, str] = dict.fromkeys(empty, "no trainable token")
         if drop_zero_advantages:
             advantages = self.records.values("advantages")
-            for i, (row, mask) in enumerate(zip(advantages, masks, strict=True)):
+            for i, (row, mask) in enumerate(zip(advantages, self.masks, strict=True)):
                 is_expert = self.expert is not None and self.expert[i]
                 if not is_expert and i not in reasons and not bool(row[mask].any()):
                     reasons[i] = "zero advantage"
@@ -313,9 +310,3 @@ class TrainRows:
         self.records, self.sources = self.records.take(remaining), self.sources[remaining]
         if self.expert is not None:
             self.expert = [self.expert[i] for i in remaining]
-
-
-def _count_tokens(masks: Rows) -> NDArray[np.int64]:
-    """[B] Count the tokens of each row that a mask selects."""
-    row_of_token = np.repeat(np.arange(len(masks)), masks.lengths)
-    return np.bincount(row_of_token[masks.values.numpy()], minlength=len(masks))

@@ -203,7 +203,6 @@ class RunResult:
         before: Evaluation before the first step.
         after: Evaluation after the last step.
         reports: Reports of the steps of this process.
-        warmed: Result of the warm-up, if there was one.
     """
 
     folder: Path
@@ -213,7 +212,6 @@ class RunResult:
     before: Evaluation | None = None
     after: Evaluation | None = None
     reports: list[StepReport] = field(default_factory=list)
-    warmed: WarmupResult | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return folder, steps, seconds and the metrics of the evaluations as plain values, for `--json`."""
@@ -514,7 +512,7 @@ class Run:
         outcome = RunResult(self.folder, 0, 0.0, redacted(self._own_book))
         if config.warmup.steps and not resumed and self.is_main:
             # Measured by the evaluation reward, so that runs with other training rewards start from the same weights.
-            outcome.warmed = self._warm_up(actor.to(device), prompts, eval_reward)
+            self._warm_up(actor.to(device), prompts, eval_reward)
             actor.to(build_device)
         models = builders.build_models(config, actor, build_device)
         with self._open_book(actor) as book, contextlib.ExitStack() as stack:

@@ -27,7 +27,7 @@ from rollbook.core.experience import Experience
 from rollbook.core.experiences import Experiences
 from rollbook.models import Actor
 from rollbook.models.forward import forward, without_adapters
-from rollbook.models.protocols import Policy, ValueModel
+from rollbook.models.protocols import LogprobModel, ValueModel
 from rollbook.rewards.recipes import CombinedReward
 from rollbook.rewards.types import Reward, RewardInput, RewardResult
 from rollbook.train import builders
@@ -1071,7 +1071,7 @@ class _Replay:
         quantity: str,
         name: str,
         tolerance: float,
-        model: Policy | ValueModel | None,
+        model: LogprobModel | ValueModel | None,
         *,
         entropy: bool = False,
         trained: bool = True,

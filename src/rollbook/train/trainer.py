@@ -40,8 +40,9 @@ from rollbook.core.rows import Rows
 from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
 from rollbook.models.head import text_config
+from rollbook.models.protocols import LogprobModel, Policy, Trainable, ValueModel, check_model
 from rollbook.rewards.recipes import as_reward
-from rollbook.rollout.engine import BaseEngine
+from rollbook.rollout.engine import BaseEngine, Engine
 from rollbook.rollout.environment import EnvironmentConfig
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_sync
@@ -67,8 +68,6 @@ from rollbook.train.supervised import records_from_answers
 from rollbook.train.worker import RolloutConfig, RolloutPacer
 
 if TYPE_CHECKING:
-    from rollbook.models import Critic
-    from rollbook.models.protocols import Policy
     from rollbook.rewards.recipes import RewardLike
     from rollbook.train.evaluation import Evaluation
     from rollbook.train.prompts import Prompts
@@ -192,13 +191,13 @@ class Trainer:
     """Trains a policy on its own rollouts, or on records that others append, kept in a book.
 
     Args:
-        actor: The policy, a `rollbook.models.Actor`.
+        actor: The policy: a `rollbook.models.Actor`, or another `rollbook.models.Policy`.
         algorithm: An `AlgorithmConfig`, or the name of a preset.
         book: Where records are kept and leased from.
         prompts: What rollouts (or, for supervised algorithms, given answers) come from; `None`: others append records.
         reward: Scores rollouts: anything that `rollbook.rewards.as_reward` accepts.
-        engine: Generates rollouts; by default a `TransformersEngine` with the actor's weights.
-        sync_every: Send weights every N steps to engines with their own copy (`engine.takes_weights`). After each
+        engine: Generates rollouts; for an `Actor`, by default a `TransformersEngine` with its weights.
+        sync_every: Send weights every N steps to a `BaseEngine` with its own copy (`engine.takes_weights`). After each
             update `check_sync` compares log-probs. `None`: never.
         sync_tolerance: Tolerance of that check; by default by the dtype of the weights.
         environment: For multi-turn episodes. With a `reward` too, the two are added.
@@ -240,22 +239,22 @@ class Trainer:
 
     def __init__(
         self,
-        actor: Actor,
+        actor: Policy,
         algorithm: AlgorithmConfig | str,
         book: Book,
         *,
         prompts: Prompts | None = None,
         reward: RewardLike | None = None,
-        engine: BaseEngine | None = None,
+        engine: Engine | None = None,
         sync_every: int | None = 1,
         sync_tolerance: float | None = None,
         environment: EnvironmentConfig | None = None,
         rollouts: RolloutConfig | None = None,
         sampling: Sampling | Mapping[str, Any] | None = None,
         prompts_per_step: int = 64,
-        critic: Critic | None = None,
-        reference: Policy | None = None,
-        teacher: Policy | None = None,
+        critic: ValueModel | None = None,
+        reference: LogprobModel | None = None,
+        teacher: LogprobModel | None = None,
         optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         critic_optimizer: OptimizerConfig | Mapping[str, Any] | None = None,
         minibatch: MinibatchConfig | None = None,
@@ -268,8 +267,9 @@ class Trainer:
         checkpoints: CheckpointConfig | str | Path | None = None,
         success: float = 1.0,
     ) -> None:
-        if not hasattr(actor, "token_stats"):
-            raise ValueError(f"actor: got {type(actor).__name__}, expected a policy such as rollbook.Actor")
+        check_model("actor", actor, Policy)
+        if teacher is not None:
+            check_model("teacher", teacher, LogprobModel)
         self.actor, self.book = actor, book
         self.algorithm = AlgorithmConfig.preset(algorithm)
         self.seed = check_int("seed", seed)
@@ -286,7 +286,7 @@ class Trainer:
         self.max_response_tokens = self.sampling.max_tokens * (1 if environment is None else environment.max_turns)
         """Longest response, over all turns of an episode."""
         self._own_reference = self.algorithm.needs_reference and reference is None
-        self.models = Models(actor, actor.reference() if self._own_reference else reference, critic, teacher)
+        self.models = Models(actor, self._copy_actor() if self._own_reference else reference, critic, teacher)
         norm = self.algorithm.reward_norm
         self.reward_norm = None if norm is None else RunningNorm(minus_mean=norm == "mean_std")
         self.replay = ReplayConfig() if replay is None else replay
@@ -329,6 +329,16 @@ class Trainer:
             nonfinite_limit=nonfinite_limit,
         )
         self._start()
+
+    def _copy_actor(self) -> LogprobModel:
+        """Return the reference: the actor as it is now."""
+        copy_of = getattr(self.actor, "reference", None)
+        if copy_of is None:
+            raise ValueError(
+                f"reference: missing, required by {self.algorithm.name}; {type(self.actor).__name__} has no reference()"
+            )
+        reference: LogprobModel = copy_of()
+        return reference
 
     def _build_learner(self, **options: Any) -> Learner:
         return Learner(self.actor, self.algorithm, **options)
@@ -516,7 +526,7 @@ class Trainer:
             prompts,
             self.models.tokenizer,
             "pairs" if self.algorithm.pairs else "answers",
-            processor=self.actor.processor,
+            processor=getattr(self.actor, "processor", None),
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
             max_prompt_tokens=longest,
             prompt_overflow=self.sampling.prompt_overflow,
@@ -829,8 +839,8 @@ class Trainer:
             "prompts": None if self.prompts is None else self.prompts.state_dict(),
             "rollouts": rollouts,
             # Settings of a builder's actor that the folder of the model does not contain.
-            "suppress": list(self.actor.suppress),
-            "attention": getattr(self.actor.config, "_attn_implementation", None),
+            "suppress": list(getattr(self.actor, "suppress", ())),
+            "attention": getattr(getattr(self.actor, "config", None), "_attn_implementation", None),
         }
         state: dict[str, Any] = {"learner": self.learner.state_dict()}
         if self.reward_norm is not None:
@@ -914,7 +924,8 @@ class Trainer:
         if self.pacer is not None:
             self.pacer.suspend()
         state = self._load(last)
-        if self._own_reference and isinstance(self.models.reference, Actor) and saved[0].step == 0:
+        # The reference of adapters has no weights of its own.
+        if self._own_reference and isinstance(self.models.reference, Trainable) and saved[0].step == 0:
             self.load_weights(self.models.reference, saved[0].model)
         if self.reward_norm is not None and "reward_norm" in state:
             self.reward_norm.load_state_dict(state["reward_norm"])
@@ -934,7 +945,7 @@ class Trainer:
         self.learner.load_state_dict(state["learner"])
         return state
 
-    def load_weights(self, model: Actor | Critic, folder: Path) -> None:
+    def load_weights(self, model: Trainable, folder: Path) -> None:
         """Load the weights of a saved model into a model of this trainer."""
         checkpoint.load_weights(model, folder)
 

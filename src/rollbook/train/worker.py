@@ -68,7 +68,7 @@ from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import warn_user
 from rollbook.core.sampling import Prompt, Sample, Sampling
 from rollbook.rewards.recipes import as_reward
-from rollbook.rollout.engine import BaseEngine, Cancel, WeightSyncError
+from rollbook.rollout.engine import BaseEngine, Cancel, WeightSource, WeightSyncError, get_module
 from rollbook.rollout.transformers import TransformersEngine
 from rollbook.rollout.weight_sync import check_probe, check_sync, make_probe
 from rollbook.train.pipeline import (
@@ -76,7 +76,6 @@ from rollbook.train.pipeline import (
     find_constant_groups,
     generate,
     generate_greedy,
-    sample_rows,
     score,
 )
 
@@ -194,9 +193,9 @@ def unpack_weights(files: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def trained_weights(actor: Actor) -> dict[str, torch.Tensor]:
+def trained_weights(actor: WeightSource) -> dict[str, torch.Tensor]:
     """Return the weights that training changes, by their names in the model: of an actor with LoRA, the adapters."""
-    return {name: weight.detach() for name, weight in actor.model.named_parameters() if weight.requires_grad}
+    return {name: weight.detach() for name, weight in get_module(actor).named_parameters() if weight.requires_grad}
 
 
 # --- the trainer's side -----------------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ class RolloutPacer:
             raise TrainerReplacedError(f"{self.book.url}: another trainer is now using this book")
         return state
 
-    def publish(self, actor: Actor, version: int) -> None:
+    def publish(self, actor: WeightSource, version: int) -> None:
         """Publish the trained weights of a policy for the workers.
 
         Args:
@@ -656,7 +655,7 @@ class RolloutWorker:
                 finished = sorted(samples.pop(task), key=lambda run: run.eid.run)
                 if self._cancel.requested and any(run.unfinished for run in finished):
                     continue
-                rows = Experiences(sample_rows(finished))
+                rows = Experiences([run.to_experience() for run in finished])
                 by_task[task].records = rows if greedy is None else add_greedy_baseline(rows, greedy)
                 yield by_task[task]
 

@@ -15,14 +15,15 @@ from rollbook.algorithms.advantages.grouped import (
     asymre,
     cpgd,
     dr_grpo,
+    gigpo,
     grpo,
     opmd,
     pass_at_k_advantage,
     pass_at_k_estimate,
     rec,
     rloo,
+    step_wise_grpo,
 )
-from rollbook.algorithms.advantages.stepwise import gigpo, step_wise_grpo
 from rollbook.algorithms.advantages.temporal import (
     cumulative_returns,
     gae,

@@ -50,7 +50,9 @@ MAGIC = b"\x8dRBSEG\r\n"
 VERSION = 1
 ALIGN = 64
 _HEAD = struct.Struct("<8sII40x")
-_CHECKSUM = struct.Struct("<Q")
+HEADER = _HEAD.pack(MAGIC, VERSION, ALIGN)
+HEADER += struct.pack("<Q", xxhash.xxh3_64_intdigest(HEADER))
+"""The first 64 bytes of a segment."""
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.rbs", re.ASCII)
 
 
@@ -116,12 +118,6 @@ class SegmentStore(Protocol):
 # --- what all stores share ------------------------------------------------------------------------------------------
 
 
-def build_header() -> bytes:
-    """Return the first 64 bytes of a segment."""
-    head = _HEAD.pack(MAGIC, VERSION, ALIGN)
-    return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
-
-
 def check_header(head: bytes, segment: str) -> None:
     """Raise if a file is not a segment, is damaged, or was written by a newer version."""
     if len(head) < ALIGN:
@@ -131,7 +127,7 @@ def check_header(head: bytes, segment: str) -> None:
         raise CorruptBookError(f"segment {segment}: magic {magic!r} is not that of a segment, {MAGIC!r}", 0)
     if version > VERSION:
         raise NewerLayoutError(f"segment {segment}: layout {version} is newer than this version's, {VERSION}")
-    if head != build_header():
+    if head != HEADER:
         raise CorruptBookError(f"segment {segment}: the header (version {version}, length {length}) is damaged", 8)
 
 
@@ -320,7 +316,7 @@ class FileSegmentStore:
                 raise moved_error(self._file.path)
             file, fresh, base = self._file, not self._size, self._size or ALIGN
             try:
-                size = self._size + self.disk.append(file, [build_header(), *pieces] if fresh else pieces)
+                size = self._size + self.disk.append(file, [HEADER, *pieces] if fresh else pieces)
                 if disk.failpoints_active:
                     disk.hit_failpoint("after write")
                 self.disk.sync(file)
@@ -491,7 +487,7 @@ class MemorySegmentStore:
             size = sum(map(len, pieces))
             if self._open is None or len(self._segments[self._open]) + size > self.segment_bytes:
                 self._open = new_name()
-                self._segments[self._open] = bytearray(build_header())
+                self._segments[self._open] = bytearray(HEADER)
             memory = self._segments[self._open]
             base = len(memory)
             for piece in pieces:

@@ -18,9 +18,9 @@ from rollbook.book.disk import Disk, hit_failpoint
 from rollbook.book.errors import MissingSegmentError
 from rollbook.book.segments.files import (
     ALIGN,
+    HEADER,
     Place,
     align_parts,
-    build_header,
     check_header,
     check_name,
     check_place,
@@ -284,7 +284,7 @@ class FsspecSegmentStore:
         if not places:
             return []
         name = new_name()
-        self._store.write(name, [build_header(), *pieces])
+        self._store.write(name, [HEADER, *pieces])
         # An object is written and durable at the same moment.
         hit_failpoint("after write")
         hit_failpoint("after sync")

@@ -23,9 +23,9 @@ from rollbook.book.ledger import Transaction
 from rollbook.book.postgres import CONNECTIONS, PostgresLedger
 from rollbook.book.segments.files import (
     ALIGN,
+    HEADER,
     Place,
     align_parts,
-    build_header,
     check_header,
     check_name,
     check_place,
@@ -87,7 +87,7 @@ class PostgresSegmentStore:
         """Insert all parts within a transaction of the ledger, with which they become durable."""
         name = new_name()
         spans, pieces = align_parts(parts)
-        for number, data in enumerate(_split_rows([build_header(), *pieces]) if spans else ()):
+        for number, data in enumerate(_split_rows([HEADER, *pieces]) if spans else ()):
             row = (_row_name(name, number), data, tx.now)
             tx.defer("blobs", "INSERT INTO blobs (segment, data, made) VALUES (?, ?, ?)", row)
         return [Place(name, ALIGN + start, length) for start, length in spans]
@@ -103,7 +103,7 @@ class PostgresSegmentStore:
         def insert(connection: psycopg.Connection[Any]) -> None:
             # One row is one statement, and that its own transaction: one exchange with the server.
             with nullcontext() if fits_row else connection.transaction():
-                for number, data in enumerate(_split_rows([build_header(), *pieces])):
+                for number, data in enumerate(_split_rows([HEADER, *pieces])):
                     connection.execute(self._sql(_PUT), (_row_name(name, number), data))
 
         self._run(insert)

@@ -55,13 +55,11 @@ from rollbook.batch.device import pin_memory, to
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
 from rollbook.compat.lightrft.models import call_model, check_output, is_native
+from rollbook.compat.lightrft.rewards import RewardModels, Scorer
 from rollbook.compat.lightrft.samples import (
     PromptsLike,
-    RewardModels,
     RolloutBatches,
-    Scorer,
     batch_from_samples,
-    finished_records,
     make_prompts,
     make_samples,
     maker_sampling,
@@ -663,14 +661,6 @@ class NaiveExperienceMaker:
         """The device of batches: the policy's."""
         policy = self.models.get("policy")
         return get_device(policy) if isinstance(policy, torch.nn.Module) else torch.device("cpu")
-
-    def set_reference(self, model: Callable[..., Any]) -> None:
-        """Use another reference model (`initial_model`) from now on.
-
-        Args:
-            model: The model.
-        """
-        self.initial_model = self.models["reference"] = model
 
     def _actor_engine(self) -> BaseEngine | None:
         """Return the actor as an engine, or `None` if it has none and is called by LightRFT's `generate`."""
@@ -1330,45 +1320,7 @@ class NaiveExperienceMaker:
         name = "get_advantages_and_returns"
         return rollout.gather(name, advantages), rollout.gather(name, returns)
 
-    # --- records and metrics ------------------------------------------------------------------------------------
-
-    def make_records(self, all_prompts: PromptsLike, **generate_kwargs: Any) -> Experiences:
-        """Make finished experience as records, one for each sample, for the wire format, Parquet or a book.
-
-        Each record has what the engine reported (texts, messages, log-probs, versions, sampling options), `reward`,
-        `old_logprobs`, `advantages`, `returns`, the parts of its reward in `metrics`, and where they were computed
-        `ref_logprobs`, `values` and `entropy`.
-
-        Args:
-            all_prompts: See `make_experience_list`.
-            generate_kwargs: See `make_experience_list`.
-
-        Returns:
-            The records that `process_experiences` did not filter out.
-
-        >>> from rollbook.rollout import ScriptedEngine
-        >>> maker = NaiveExperienceMaker(
-        ...     None, None, None, None, None, 16, None, reward_fn=lambda response_ids: float(response_ids[0] == 4),
-        ...     config=MakerConfig(n_samples_per_prompt=2, advantage_estimator="dr_grpo"),
-        ...     engine=ScriptedEngine({"1+1=": [[4, 2], [5, 2]]}),
-        ... )
-        >>> records = maker.make_records(["1+1="])
-        >>> records.values("reward"), [row.advantages.tolist() for row in records]
-        ([1.0, 0.0], [[0.5, 0.5], [-0.5, -0.5]])
-        """
-        if self.engine is None:
-            raise ValueError("engine: missing; an actor with LightRFT's generate keeps no records")
-        batches = RolloutBatches(self.make_experience_list(all_prompts, **generate_kwargs))
-        rollout, self._rollout = self._rollout, None
-        parts = [] if rollout is None else rollout.samples
-        samples = [sample for part in parts for sample in part.rollouts or ()]
-        if rollout is None or rollout.records is None:  # a subclass made the experience itself
-            rows = [sample.to_experience() for sample in samples]
-        else:
-            rows = rollout.records.rows()
-        for row, sample in zip(rows, samples, strict=True):
-            row.metrics.update({name: number for name, number in sample.metrics.items() if name not in row.metrics})
-        return finished_records(rows, batches)
+    # --- metrics ------------------------------------------------------------------------------------
 
     def _kl_coef(self) -> float:
         coef: Any = getattr(self.kl_ctl, "value", self.kl_ctl)

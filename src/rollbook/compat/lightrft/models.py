@@ -7,36 +7,24 @@ options are rejected by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollbook.algorithms.kernels.vocabulary import check_positive
-from rollbook.algorithms.layout import as_column
 from rollbook.batch import Batch
-from rollbook.batch.columns import BatchColumns, Lengths
 from rollbook.batch.media import BY_TOKEN, TYPES, placeholders, token_types
-from rollbook.compat.lightrft.batch import BATCH_MEDIA, Device, ExperienceBatch, Origin, token_fields
+from rollbook.compat.lightrft.batch import Device, ExperienceBatch
 from rollbook.compat.lightrft.ragged_batch import (
-    action_starts,
-    check_fields,
-    find_spans,
     media_inputs,
-    ragged_from_batch,
-    split_media,
-    widths,
 )
 from rollbook.core.checks import check_int, suggest
-from rollbook.core.ragged import Ragged, compute_offsets
-from rollbook.core.rows import Rows, Spans, concatenated
+from rollbook.core.rows import Rows, Spans
 from rollbook.core.sampling import ALIASES, Prompt, Sample, Sampling
 from rollbook.models.actor import Actor as NativeActor
 from rollbook.models.actor import Critic as NativeCritic
-from rollbook.models.forward import TOKEN_BUDGET, run_micro_batches
 from rollbook.models.head import has_adapters, model_inputs, run, unwrap
 from rollbook.models.lora import Reference as NativeReference
-from rollbook.models.protocols import Policy, ValueModel
 from rollbook.rollout.transformers import TransformersEngine
 
 if TYPE_CHECKING:
@@ -555,124 +543,4 @@ def check_output(
     return tensor
 
 
-def forward_batch(
-    model: Policy | ValueModel,
-    batch: ExperienceBatch,
-    outputs: Sequence[str],
-    *,
-    token_budget: int = TOKEN_BUDGET,
-    device: Device = None,
-    stats: dict[str, float] | None = None,
-) -> dict[str, Any]:
-    """Compute per-token outputs of a model for every row of a batch, without gradients and without dropout.
-
-    Args:
-        model: An actor, its reference, or a critic.
-        batch: The batch, which is not changed.
-        outputs: See `rollbook.models.forward.forward`.
-        token_budget: Tokens of a micro-batch.
-        device: Where results go. `None`: where the batch is.
-        stats: A dict to be filled; see `rollbook.models.forward.forward`.
-
-    Returns:
-        By name, (B, A) of a padded batch, `Rows` of a packed one.
-    """
-    rows = BatchRows.of(batch)
-    flat = run_micro_batches(
-        model,
-        rows.tokens.lengths,
-        rows.response_lengths,
-        lambda chosen, packed: rows.batch(chosen, packed, model.device),
-        outputs,
-        token_budget=token_budget,
-        stats=stats,
-    )
-    return {name: rows.lay_out(column, device) for name, column in flat.items()}
-
-
-def native_batch(batch: ExperienceBatch) -> Batch:
-    """Convert an `ExperienceBatch` to a `Batch` for `Actor.token_stats` and `Critic.token_values`.
-
-    Args:
-        batch: A batch with at least one response-axis field.
-
-    Returns:
-        Tokens and media on the same memory, every response slot in the mask, in the same layout.
-    """
-    model_fields = select_model_fields(batch)
-    spans = None if batch.layout == "packed" else _spans(model_fields)
-    tokens, mask = model_fields.sequences, model_fields.action_mask
-    if batch.layout == "packed":
-        tokens = tokens if isinstance(tokens, Rows) else Rows(tokens)
-    attended = None if batch.layout == "packed" else model_fields.attention_mask
-    media = _model_names(split_media(model_fields))
-    return Batch(tokens=tokens, action_mask=mask, attention_mask=attended, media=media, spans=spans)
-
-
-def _spans(model_fields: ExperienceBatch) -> tuple[Spans, Spans]:
-    width, slots = widths(check_fields(model_fields))
-    return find_spans(model_fields.attention_mask, len(model_fields), width, slots, action_starts(model_fields, slots))
-
-
-def _model_names(media: dict[str, list[Any] | None]) -> dict[str, list[Any]]:
-    """Return the media of each sample by the model's names."""
-    names = {name: BATCH_MEDIA.get(name, name.removeprefix("media.")) for name in media}
-    return {names[name]: parts for name, parts in media.items() if parts is not None}
-
-
-@dataclass(eq=False)
-class BatchRows:
-    """A batch without padding: N rows of tokens, their response lengths and media."""
-
-    tokens: Ragged
-    response_lengths: Lengths
-    media: dict[str, list[Any]]
-    spans: Spans | None
-    """Spans of the responses in a padded batch; `None` for a packed one."""
-    device: Any
-
-    @classmethod
-    def of(cls, batch: ExperienceBatch) -> BatchRows:
-        """Read the rows of a batch."""
-        model_fields = select_model_fields(batch)
-        spans = _spans(model_fields)[1] if batch.layout == "padded" else None
-        ragged = ragged_from_batch(model_fields)
-        column = ragged.columns["sequences"]
-        device = column.device if isinstance(column, torch.Tensor) else torch.device("cpu")
-        flat = concatenated(column, ragged.tokens) if column is not None else torch.empty(0)
-        tokens = as_column(flat.long(), compute_offsets(ragged.tokens))
-        return cls(tokens, ragged.responses, _model_names(ragged.media), spans, device)
-
-    def batch(self, rows: Lengths, packed: bool, device: torch.device) -> Batch:
-        """Build the `Batch` of some rows."""
-        tokens = self.tokens.take(rows)
-        media = {name: [parts[i] for i in rows.tolist()] for name, parts in self.media.items()}
-        columns = BatchColumns(tokens.lengths, self.response_lengths[rows], tokens, media=media)
-        return Batch.from_columns(columns, packed=packed, device=device)
-
-    def lay_out(self, flat: torch.Tensor, device: Device) -> Any:
-        """Convert results of all response slots, row after row, to the layout of the batch."""
-        placed = flat.to(self.device if device is None else device)
-        return Rows(placed, self.response_lengths.tolist()) if self.spans is None else self.spans.pad(placed, 0)
-
-
-def select_model_fields(batch: ExperienceBatch) -> ExperienceBatch:
-    """Return a batch with only the fields that a model reads, on the same memory."""
-    slots = next((column for _, column in token_fields(batch, "response") if column is not None), None)
-    if slots is None:
-        raise ValueError("batch: missing a response-axis field, which gives the response slots")
-    if batch.layout == "packed":
-        lengths = [len(row) for row in slots]
-        device = batch.sequences[0].device if len(batch.sequences) else "cpu"
-        mask: Any = Rows(torch.ones(sum(lengths), dtype=torch.bool, device=device), lengths)
-    else:
-        mask = torch.ones(slots.shape[:2], dtype=torch.bool, device=slots.device)
-    counts = {name: batch.info[name] for name in ("image_num", "video_num") if batch.info and name in batch.info}
-    fields = {name: getattr(batch, name) for name in (*BATCH_MEDIA, "media", "sequences", "attention_mask")}
-    fields |= {"action_mask": mask, "action_starts": batch.action_starts, "info": counts or None}
-    origin = Origin(media_rows=dict(batch.origin.media_rows))
-    origin.absent = {name: rows for name, rows in batch.origin.absent.items() if name in BATCH_MEDIA}
-    return ExperienceBatch.of(fields, origin)
-
-
-__all__ = ["Actor", "Critic", "Reference", "forward_batch", "native_batch", "process_sequences"]
+__all__ = ["Actor", "Critic", "Reference", "process_sequences"]
