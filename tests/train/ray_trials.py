@@ -386,14 +386,16 @@ def check(url: str, log: Path, bound: int, steps: int) -> list[str]:
 
 def _check_appends(state: tables.Tables, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Each acknowledged record is there once, or was there until a rewind; nobody else appended records."""
-    wrong = []
-    live = Counter(record.uid for record in state.records if record.gone is None)
+    live = Counter(record.uid for record in state.records if record.gone is None and not record.evaluation)
     rewound = {record.uid for record in state.records if record.gone == "rewound"}
-    wrong += [f"{uid}: it is there {count} times" for uid, count in live.items() if count > 1]
-    for line in lines:
-        if line["did"] == "append":
-            lost = [uid for uid in line["records"] if uid not in live and uid not in rewound]
-            wrong += [f"{uid}: its append returned, and it is not in the book" for uid in lost]
+    wrong = [f"{uid}: it is there {count} times" for uid, count in live.items() if count > 1]
+    tried, appended = (
+        {uid for line in lines if line["did"] == did for uid in line["records"]} for did in ("try append", "append")
+    )
+    if not appended:
+        wrong.append("the processes of the run logged no append")
+    wrong += [f"{uid}: its append returned, and it is not in the book" for uid in appended - live.keys() - rewound]
+    wrong += [f"{uid}: no worker appended it" for uid in live.keys() - tried]
     admitted = Counter(event.seq for event in state.events if event.kind == "admitted")
     wrong += [f"{r.uid}: admitted {admitted[r.seq]} times" for r in state.records if admitted[r.seq] != 1]
     return wrong
@@ -456,7 +458,7 @@ def _check_steps(url: str, lines: Sequence[dict[str, Any]], bound: int, steps: i
     wrong = []
     appended: dict[str, set[str]] = defaultdict(set)
     for line in lines:
-        if line["did"] == "append":
+        if line["did"] == "try append":
             for uid, mark in line["records"].items():
                 appended[uid].add(mark)
     groups: dict[int, Counter[str]] = defaultdict(Counter)
@@ -470,7 +472,7 @@ def _check_steps(url: str, lines: Sequence[dict[str, Any]], bound: int, steps: i
         records = {record.eid.uid: record for record in book.where(evaluation=0)}
         trained = trained_steps(book)
     for uid, record in records.items():
-        if uid in appended and fingerprint(record) not in appended[uid]:
+        if fingerprint(record) not in appended[uid]:
             wrong.append(f"{uid}: its content is not what was appended")
     for uid, numbers in trained.items():
         versions = records[uid].policy_versions

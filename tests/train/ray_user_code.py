@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.book import lease as leases
-from rollbook.book.book import Book
 from rollbook.book.errors import LeaseLostError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.train import worker as workers
 from rollbook.train.recipes import letters
 
 _paths: list[str] = []
@@ -49,14 +49,15 @@ def _say(**line: Any) -> None:
 
 
 def _wrap() -> None:
-    append, ack = Book.append, leases.Lease.ack
+    append, ack = workers.append_rollouts, leases.Lease.ack
 
-    def logged_append(self: Book, experiences: Any, **options: Any) -> Any:
-        records = experiences if isinstance(experiences, Experiences) else None
-        result = append(self, experiences, **options)
-        if records is not None:
-            _say(did="append", records={row.eid.uid: fingerprint(row) for row in records})
-        return result
+    def logged_append(book: Any, claim: Any, records: Experiences, **options: Any) -> bool:
+        fingerprints = {row.eid.uid: fingerprint(row) for row in records}
+        _say(did="try append", records=fingerprints)
+        is_appended = append(book, claim, records, **options)
+        if is_appended:
+            _say(did="append", records=fingerprints)
+        return is_appended
 
     def logged_ack(self: leases.Lease, step: int | None = None, **options: Any) -> int:
         uids, fence = list(self.uids), self._claim.id
@@ -69,7 +70,7 @@ def _wrap() -> None:
         _say(did="ack", fence=fence, uids=uids, step=step)
         return count
 
-    Book.append, leases.Lease.ack = logged_append, logged_ack  # type: ignore[method-assign,assignment]
+    workers.append_rollouts, leases.Lease.ack = logged_append, logged_ack  # type: ignore[method-assign,assignment]
 
 
 def fingerprint(record: Any) -> str:

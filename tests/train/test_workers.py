@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import pytest
 
 import rollbook
 from rollbook.book.errors import ConnectionLostError
+from rollbook.book.lease import Lease
 from rollbook.book.rollouts import (
     append_rollouts,
     claim_rollouts,
@@ -57,7 +60,7 @@ from rollbook.train.worker import (
 )
 from tests.book.postgres import Server
 from tests.book.trials import tables
-from tests.train import worker_trials
+from tests.train import ray_trials, worker_trials
 from tests.train.rollout_check import (
     BOUNDS,
     MODES,
@@ -172,6 +175,39 @@ def test_weights_change_between_two_tokens(tmp_path: Path, monkeypatch: pytest.M
         versions = [token_versions(row) for row in book.where(evaluation=0)]
     mixed = [row for row in versions if len(set(row)) > 1]
     assert mixed and all(row == sorted(row) for row in versions)
+
+
+def test_the_check_of_the_ray_trials_finds_changed_and_lost_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Restored after the test: `ray_user_code` replaces both.
+    monkeypatch.setattr("rollbook.train.worker.append_rollouts", append_rollouts)
+    monkeypatch.setattr(Lease, "ack", Lease.ack)
+    log, book_folder = tmp_path / "log", tmp_path / "run" / "book"
+    user_code = ("steps=2", f"model.builder={ray_trials.USER_CODE}:model", f"model.options.log={log}")
+    with thread_workers(monkeypatch):
+        config = configure(tmp_path / "run", *MODES["async"], "rollout.workers=2", *user_code)
+        train(config)
+
+    def violations() -> list[str]:
+        return ray_trials.check(str(book_folder), log, BOUNDS["async"], 2)
+
+    assert violations() == []
+    logged = log.read_text()
+    log.write_text("".join(line for line in logged.splitlines(True) if '"append"' not in line))
+    assert violations() == ["the processes of the run logged no append"]
+    log.write_text(logged)
+    with rollbook.open(book_folder) as book:
+        changed, lost = list(book.where(evaluation=0))[:2]
+        book.revise({changed.eid.uid: {"reward": 123.0}}, author="test")
+    assert violations() == [f"{changed.eid.uid}: its content is not what was appended"]
+    with closing(sqlite3.connect(book_folder / "ledger.sqlite")) as database, database:
+        database.execute("UPDATE records SET gone = 'deleted' WHERE uid = ?", (lost.eid.uid,))
+    assert f"{lost.eid.uid}: its append returned, and it is not in the book" in violations()
+    with closing(sqlite3.connect(book_folder / "ledger.sqlite")) as database, database:
+        database.execute("DELETE FROM records WHERE gid = ?", (lost.eid.tid,))
+    wrong = check_rollouts(str(book_folder), load_prompts(config)[0], BOUNDS["async"])
+    assert any(text.endswith("lost; it is neither in the book nor in flight") for text in wrong)
 
 
 # --- stragglers -------------------------------------------------------------------------------------------------------
