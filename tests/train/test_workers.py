@@ -7,6 +7,7 @@ Most workers are threads, which start at once (`rollout_check.thread_workers`); 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,8 @@ from rollbook.book.rollouts import (
     groups_in_book,
     open_rollouts,
     read_rollouts,
+    read_worker_reports,
+    report_worker,
     set_limit,
 )
 from rollbook.cli import main
@@ -409,7 +412,24 @@ def test_a_trainer_that_was_replaced_stops() -> None:
         assert read_rollouts(book).status == "open"  # type: ignore[union-attr]
 
 
+def test_generation_runs_further_ahead_only_while_workers_lack_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer waits in every step, at first since generation is slow, then since workers may not start more."""
+    now = itertools.count(step=10.0)
+    monkeypatch.setattr("rollbook.train.worker.time.monotonic", lambda: next(now))
+    leads, idle_seconds = [], 0.0
+    with rollbook.open("memory:") as book:
+        pacer = RolloutPacer(book, RolloutConfig(max_staleness=2), prompts_per_step=4, consumer="train")
+        for step in range(9):
+            idle_seconds += 3.0 * (3 < step < 7)
+            for worker in ("a", "b"):
+                report_worker(book, worker, idle_seconds=idle_seconds, seconds=10.0 * step)
+            pacer._adapt(waited_seconds=5.0)
+            leads.append(pacer.metrics()["rollout/lead"])
+    assert leads == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 2.0, 1.9, 1.8])
+
+
 def test_a_worker_drops_groups_for_the_consumer_of_its_trainer(tmp_path: Path) -> None:
+    """It also reports how long it lacked prompts."""
     config = configure(tmp_path / "run", "algorithm.drop_constant_groups=true", "data.options.count=40")
     prompts, _ = load_prompts(config)
     with rollbook.open("memory:") as book:
@@ -419,11 +439,15 @@ def test_a_worker_drops_groups_for_the_consumer_of_its_trainer(tmp_path: Path) -
         worker = build_worker(config, book, read_rollouts(book).settings)  # type: ignore[union-attr]
         worker.engine.takes_weights = False
         worker.reward = as_reward(lambda response: 1.0)
-        set_limit(book, 1)
         thread = threading.Thread(target=worker.run)
         thread.start()
+        time.sleep(0.3)
+        set_limit(book, 1)
         while len(book) < 3:
             time.sleep(0.02)
+        worker.report()
+        [report] = read_worker_reports(book)
+        assert 0.25 < report.details["idle_seconds"] < report.details["seconds"]
         close_rollouts(book)
         thread.join(60)
         assert book.counts("x").dropped == {"constant group": 3}

@@ -653,6 +653,29 @@ def report_worker(book: Book, worker: str, **details: Any) -> None:
 
 
 @served(repeat=True)
+def read_worker_reports(book: Book) -> list[WorkerReport]:
+    """Return the last reports of all workers and trainers.
+
+    Args:
+        book: The book.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> report_worker(book, "a", state="generating")
+    >>> [report.details for report in read_worker_reports(book)]
+    [{'state': 'generating'}]
+    """
+    with book.ledger.read() as tx:
+        return select_worker_reports(tx)
+
+
+def select_worker_reports(tx: Transaction) -> list[WorkerReport]:
+    """Implement `read_worker_reports` in a transaction."""
+    rows: list[tuple[Any, ...]] = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
+    return [WorkerReport(name, max(tx.now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
+
+
+@served(repeat=True)
 def remove_worker(book: Book, worker: str) -> None:
     """Remove the report of a worker or trainer that ends.
 
@@ -815,11 +838,13 @@ __all__ = [
     "publish_weights",
     "read_generations",
     "read_rollouts",
+    "read_worker_reports",
     "remove_worker",
     "renew_claims",
     "report_worker",
     "return_claims",
     "return_worker_claims",
+    "select_worker_reports",
     "set_limit",
     "suspend_rollouts",
     "weights_version",

@@ -52,6 +52,7 @@ from rollbook.book.rollouts import (
     publish_weights,
     read_generations,
     read_rollouts,
+    read_worker_reports,
     remove_worker,
     renew_claims,
     report_worker,
@@ -94,7 +95,7 @@ MODES = ("sync", "one_step_off", "async")
 WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
 WAIT_SHARE = 0.05
-"""Share of a step spent waiting above which generation runs further ahead."""
+"""Generation runs further ahead if the trainer waits, and workers lack prompts, for more than this share of time."""
 SLOW_FACTOR = 12.0
 """A worker is slow that takes this many times as long for a group as the median."""
 _MIN_SLOW_SECONDS = 0.5
@@ -228,7 +229,11 @@ class RolloutPacer:
         """By number of a group."""
         self._checked_slow_at = -math.inf
         self._lead = self._min_lead = min(1.0, float(config.staleness_bound))
-        self._leased_at: float | None = None
+        self._adapted_at: float | None = None
+        self._waited_seconds = 0.0
+        """Since then."""
+        self._worker_seconds: dict[str, tuple[float, float]] = {}
+        """By worker, as last reported: seconds without prompts, and since its start."""
 
     def _settings(self) -> dict[str, Any]:
         return {**self.config.settings, "consumer": self.consumer, "trainer": self._trainer}
@@ -341,7 +346,7 @@ class RolloutPacer:
                     seconds=seconds,
                 )
                 if lease:
-                    self._adapt(start)
+                    self._adapt(time.monotonic() - start)
                     return lease
                 if is_ready:
                     time.sleep(0.05)
@@ -385,18 +390,43 @@ class RolloutPacer:
             retry_outages(return_claims, self.book, slow, "slow worker")
             self._times_reassigned.update(claim.number for claim in slow)
 
-    def _adapt(self, start: float) -> None:
-        """Change how many steps generation runs ahead, after the trainer has waited for a lease since `start`.
+    def _adapt(self, waited_seconds: float) -> None:
+        """Change how many steps generation runs ahead, after the trainer has waited for a lease.
 
         The more it runs ahead, the staler the records are. So it runs ahead by one step, and by more, up to the bound,
-        only while the trainer has to wait.
+        only while the trainer waits and workers lack prompts: if they do not, generation is the bottleneck, and a
+        greater lead would only let records wait.
         """
+        if self._min_lead == self.config.staleness_bound:
+            return
         now = time.monotonic()
-        if self._leased_at is not None:
-            has_waited = now - start > WAIT_SHARE * (now - self._leased_at)
-            lead = self._lead + (0.5 if has_waited else -0.1)
-            self._lead = min(max(lead, self._min_lead), float(self.config.staleness_bound))
-        self._leased_at = now
+        self._waited_seconds += waited_seconds
+        if self._adapted_at is None:
+            self._read_idle_share()
+        else:
+            seconds = now - self._adapted_at
+            if seconds < _HEARTBEAT_SECONDS:
+                return
+            idle_share = self._read_idle_share()
+            if idle_share is not None:
+                has_waited = self._waited_seconds > WAIT_SHARE * seconds
+                lead = self._lead + (0.5 if has_waited and idle_share > WAIT_SHARE else -0.1)
+                self._lead = min(max(lead, self._min_lead), float(self.config.staleness_bound))
+        self._adapted_at, self._waited_seconds = now, 0.0
+
+    def _read_idle_share(self) -> float | None:
+        """Return for which share of the time since the last call workers lacked prompts, or `None` if none reported."""
+        last, self._worker_seconds = self._worker_seconds, {}
+        idle = total = 0.0
+        for report in retry_outages(read_worker_reports, self.book):
+            if "idle_seconds" in report.details:
+                seconds = float(report.details["idle_seconds"]), float(report.details["seconds"])
+                self._worker_seconds[report.name] = seconds
+                last_idle, last_total = last.get(report.name, seconds)
+                if seconds[1] > last_total:  # else there is no new report, or the worker was restarted
+                    idle += seconds[0] - last_idle
+                    total += seconds[1] - last_total
+        return idle / total if total else None
 
     def _is_waiting_for_stale(self, state: RolloutState, version: int) -> bool:
         """Return whether a group in flight must be trained on in this step."""
@@ -518,6 +548,8 @@ class RolloutWorker:
         self._scoring: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._cancel = Cancel()
         self._stage = "starting"
+        self._started = time.monotonic()
+        self._idle_seconds = 0.0  # without prompts
         self._failure: BaseException | None = None
         self._claim_lost = False
         self._tokenizer = getattr(engine, "tokenizer", None) or getattr(actor, "tokenizer", None)
@@ -578,9 +610,11 @@ class RolloutWorker:
         if self._claim_lost:
             self._return_unknown_claims()
             self._claim_lost = False
-        claims = claim_rollouts(
-            self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=_POLL_SECONDS
-        )
+        claims = self._claim(timeout=0.0)
+        if not claims:
+            start = time.monotonic()
+            claims = self._claim(timeout=_POLL_SECONDS)
+            self._idle_seconds += time.monotonic() - start
         if not claims:
             state = read_rollouts(self.book)
             return state is None or state.status != FINISHED or bool(self._groups)
@@ -601,6 +635,9 @@ class RolloutWorker:
                         self._groups.pop(group.claim.fence, None)
             raise
         return True
+
+    def _claim(self, timeout: float) -> list[RolloutClaim]:
+        return claim_rollouts(self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=timeout)
 
     def _generate(self, groups: Sequence[_Group], scoring: set[int]) -> None:
         """Generate groups and pass them on to be scored; add the fences of those that are to `scoring`."""
@@ -856,6 +893,8 @@ class RolloutWorker:
             groups=self.result.groups,
             records=self.result.records,
             discarded=self.result.discarded,
+            idle_seconds=round(self._idle_seconds, 3),
+            seconds=round(time.monotonic() - self._started, 3),
         )
 
 
