@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rollbook
-from rollbook import Experience
+from rollbook import Experience, Experiences
 from rollbook.batch.plan import PlanError
 from rollbook.book import (
     BackPressureError,
@@ -28,6 +28,7 @@ from rollbook.book import (
     Mix,
     NotABookError,
     Part,
+    QueryTimeoutError,
     ReadOnlyError,
     SamplesToInserts,
     StoreFullError,
@@ -42,7 +43,14 @@ from rollbook.book import (
     snapshot,
     trained_steps,
 )
-from rollbook.book.rollouts import claim_rollouts, open_rollouts, set_limit
+from rollbook.book.rollouts import (
+    append_rollouts,
+    claim_rollouts,
+    open_rollouts,
+    renew_claims,
+    report_worker,
+    set_limit,
+)
 from rollbook.rollout.server import ServerError
 from rollbook.train.checkpoint import CorruptCheckpointError
 from rollbook.train.config import ConfigError
@@ -323,6 +331,28 @@ def test_back_pressure_of_many_writers_blocks_nobody(folder: str) -> None:
         assert not writer.is_alive()
     assert book.counts().trained == len(book) == 64
     book.stop()  # type: ignore[attr-defined]
+
+
+def test_slow_queries_do_not_hold_up_rollout_workers(shared: served.RayBook) -> None:
+    open_rollouts(shared, {}, next=0)
+    set_limit(shared, 1)
+    [claim] = claim_rollouts(shared, "a", 1, seconds=60)
+    endless = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
+
+    def query() -> None:
+        with pytest.raises(QueryTimeoutError):
+            shared.sql(endless, seconds=3)
+
+    queries = [threading.Thread(target=query) for _ in range(served.READ_THREADS)]
+    for thread in queries:
+        thread.start()
+    time.sleep(0.5)
+    report_worker(shared, "a", state="generating")
+    assert renew_claims(shared, [claim], 60) == [claim]
+    assert append_rollouts(shared, claim, Experiences(records(1, start=700)))
+    assert all(thread.is_alive() for thread in queries)
+    for thread in queries:
+        thread.join()
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollbook.book import book as books
+from rollbook.book import rollouts
 from rollbook.book.append import AppendResult, HeldBackError, append_records, find_limiter_reason, to_rows
 from rollbook.book.book import SEGMENT_BYTES, TRAIN, Book
 from rollbook.book.checkpoint import make_checkpoint
@@ -66,6 +67,7 @@ from rollbook.book.read import (
     parse_conditions,
     scan,
 )
+from rollbook.book.rollouts import append_rollouts
 from rollbook.core import __version__
 from rollbook.core.addresses import POSTGRES, RAY, redacted
 from rollbook.core.checks import check_int
@@ -85,8 +87,8 @@ if TYPE_CHECKING:
 
 NAMESPACE = "rollbook"
 """Ray namespace of the actors."""
-THREADS = {"append": 16, "wait": 32, "settle": 8, "control": 4}
-"""Threads of the actor by group of calls; others have `READ_THREADS`. No group waits for another."""
+THREADS = {"append": 16, "wait": 32, "settle": 8, "rollouts": 8, "control": 4}
+"""Threads of the actor by group of calls; others, such as queries, have `READ_THREADS`. No group waits for another."""
 READ_THREADS = 8
 WAIT_SECONDS = 1.0
 """Longest wait inside the actor; clients repeat the call until their timeout."""
@@ -449,7 +451,7 @@ class BookServer:
             return self._books
 
     def _connect(self, arguments: Mapping[str, Any], settings: Mapping[str, Any], version: str) -> dict[str, Any]:
-        """Compare what a client expects with what the book is served with."""
+        """Compare what a client expects with what the book is served with, and open the book."""
         if version != __version__:
             raise BookError(f"version: got a client of Rollbook {version}, the actor has Rollbook {__version__}")
         for key, expected in arguments.items():
@@ -509,6 +511,14 @@ def _forward_method(name: str, group: str | None = None, *, reads: bool = False,
         return self.call_actor(name, *args, group=group, reads=reads, repeat=repeat, **options)
 
     return call
+
+
+def _find_group(name: str) -> str | None:
+    """Return the group of threads of a served function: slow queries must not hold up the calls of rollout workers."""
+    module, _, function = name.rpartition(".")
+    if module != rollouts.__name__:
+        return None
+    return "append" if function == append_rollouts.__name__ else "rollouts"
 
 
 class RayBook(Book):
@@ -637,7 +647,7 @@ class RayBook(Book):
             if wait and options.get("timeout", 0.0) is None:
                 options = {**options, "timeout": math.inf}
             else:
-                return self.call_actor(name, *args, repeat=repeat, **options)
+                return self.call_actor(name, *args, group=_find_group(name), repeat=repeat, **options)
         end = time.monotonic() + options["timeout"]
         while True:
             left = max(end - time.monotonic(), 0.0)
