@@ -25,6 +25,7 @@ from rollbook.book import (
     ConnectionLostError,
     CorruptBookError,
     LeaseLostError,
+    MissingBookError,
     Mix,
     NotABookError,
     Part,
@@ -401,6 +402,24 @@ def test_nothing_acknowledged_is_lost_in_crashes(book: served.RayBook, folder: s
         assert {uid: len(steps) for uid, steps in trained_steps(direct).items()} == dict.fromkeys(appended, 1)
         assert direct.check().ok
         check(direct)
+
+
+def test_a_crash_before_the_book_exists(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray restarts the actor, which then creates the book for its creator, and for nobody else."""
+    create_actor = served._create_actor
+
+    def create_and_crash(*arguments: Any) -> Any:
+        actor = create_actor(*arguments)
+        crashing = served.RayBook("ray://crashing")
+        kill(crashing)
+        with pytest.raises(MissingBookError):
+            len(crashing)
+        return actor
+
+    monkeypatch.setattr(served, "_create_actor", create_and_crash)
+    book = rollbook.open("ray://crashing", over=folder, max_staleness=3)
+    assert book.consumers()["train"].max_staleness == 3 and Path(folder).exists()
+    book.stop()  # type: ignore[attr-defined]
 
 
 def test_leases_survive_a_restart(book: served.RayBook) -> None:

@@ -345,7 +345,8 @@ class BookServer:
 
     Args:
         arguments: `over`, `node` and arguments of `rollbook.open`.
-        mode: Mode in which the book is opened; after a crash it is `"r+"`.
+        mode: Mode in which the book is opened. After a crash it is `"r+"`: only a client that opens the book with
+            mode `"a"` may then create it, if it still does not exist.
         settings: Settings of the consumer group "train" for a new book.
         vocabulary: Bytes of the tokenizer's vocabulary.
     """
@@ -355,9 +356,7 @@ class BookServer:
     ) -> None:
         self.arguments = dict(arguments)
         self.mode, self.settings = mode, dict(settings)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            # The book exists, and its settings may have been changed since.
-            self.mode, self.settings = "r+", {}
+        self.was_restarted: bool = ray.get_runtime_context().was_current_actor_reconstructed
         self.vocabulary = vocabulary
         self.process_token = os.urandom(6).hex()
         self.weights: PublishedWeights | None = None
@@ -436,12 +435,15 @@ class BookServer:
             with self._counting:
                 self._waiting -= 1
 
-    def _open(self) -> tuple[Book, Book]:
-        """Return the book, and the same book for clients that only read; open it if it is not."""
+    def _open(self, *, create: bool = False) -> tuple[Book, Book]:
+        """Return the book, and the same book for clients that only read; open it if it is not.
+
+        Args:
+            create: Whether a restarted actor may create the book.
+        """
         with self._opening:
             if self._books is None:
-                options = {key: self.arguments[key] for key in self.arguments if key not in ("over", "node")}
-                book = books.open(self.arguments["over"], self.mode, **options, **self.settings)
+                book = self._open_book(create)
                 if self.vocabulary is not None:
                     book.pending_tokenizer = Vocabulary.from_bytes(self.vocabulary)
                 reader = Book.__new__(Book)  # not `copy`, which would open the book again
@@ -450,7 +452,19 @@ class BookServer:
                 self._books = book, reader
             return self._books
 
-    def _connect(self, arguments: Mapping[str, Any], settings: Mapping[str, Any], version: str) -> dict[str, Any]:
+    def _open_book(self, create: bool) -> Book:
+        options = {key: self.arguments[key] for key in self.arguments if key not in ("over", "node")}
+        if self.was_restarted:
+            try:
+                return books.open(self.arguments["over"], "r+", **options)  # its settings may have been changed
+            except MissingBookError:
+                if not create:
+                    raise
+        return books.open(self.arguments["over"], self.mode, **options, **self.settings)
+
+    def _connect(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], version: str, create: bool
+    ) -> dict[str, Any]:
         """Compare what a client expects with what the book is served with, and open the book."""
         if version != __version__:
             raise BookError(f"version: got a client of Rollbook {version}, the actor has Rollbook {__version__}")
@@ -460,7 +474,7 @@ class BookServer:
                     f"{key}: got {_redact(key, expected)}, the actor serves the book with "
                     f"{_redact(key, self.arguments[key])}"
                 )
-        book, _ = self._open()
+        book, _ = self._open(create=create)
         if settings:
             book.consumer(TRAIN, create=True, **settings)
         return {key: self.arguments[key] for key in ("over", "tokenizer", "quota")}
@@ -997,7 +1011,9 @@ def open_served(
         created = _create_actor(name, expected, "a" if mode == "a" else "r+", settings, vocabulary)
     book = RayBook(url, read_only=mode == "r")
     try:
-        served = book.call_actor("connect", expected, dict(settings), __version__, group="control", reads=True)
+        served = book.call_actor(
+            "connect", expected, dict(settings), __version__, mode == "a", group="control", reads=True
+        )
     except BaseException as error:
         if isinstance(error, ConnectionLostError) and over is not None and find_actor(name) is None:
             # The actor died with its node while this process was connecting.
