@@ -246,6 +246,10 @@ def test_exceptions_are_those_of_the_book(shared: served.RayBook) -> None:
             reader.delete("//0/0/a", author="ana")
         with pytest.raises(ReadOnlyError, match="remove_consumer"):
             remove_consumer(reader, "x")
+        weights = served.PublishedWeights("w", 1, {}, [])
+        for name, arguments in (("set_weights", [weights]), ("drop_weights", ["w"]), ("stop", [])):
+            with pytest.raises(ReadOnlyError, match=f"{name}: the client opened the book for reading"):
+                reader.call_actor(name, *arguments)  # type: ignore[attr-defined]
     with pytest.raises(BookError, match="closed"):
         len(reader)
 

@@ -336,6 +336,9 @@ METHODS = {
     *("announce", "check", "checkpoints", "compact", "consumer", "consumers", "counts", "delete", "drop", "fail"),
     *("get", "history", "log", "metrics", "revise", "rewind"),
 }
+_WRITING_CONTROLS = ("stop", "set_weights", "drop_weights")
+_CONTROLS = ("connect", "ping", "get_weights", *_WRITING_CONTROLS)
+"""Calls of the actor itself."""
 _REPEAT_AWARE = ("claim", "nack")
 """Operations that must know whether an earlier attempt may have taken effect."""
 
@@ -399,7 +402,9 @@ class BookServer:
         options: Mapping[str, Any],
         frame: Frame | None,
     ) -> Any:
-        if name in ("connect", "ping", "stop", "set_weights", "get_weights", "drop_weights"):
+        if read_only and name in _WRITING_CONTROLS:
+            raise ReadOnlyError(f"{name}: the client opened the book for reading (mode 'r')")
+        if name in _CONTROLS:
             return getattr(self, f"_{name}")(*args, **options)
         book = self._open()[read_only]
         args = [unpack(content) for content in args]
@@ -817,7 +822,8 @@ class RayBook(Book):
         try:
             arrays = ray.get(weights.files[0])
         except (ObjectLostError, RayActorError):
-            self.call_actor("drop_weights", weights.id, group="control")
+            if not self.read_only:
+                self.call_actor("drop_weights", weights.id, group="control")
             return None
         files = {name: memoryview(array) for name, array in arrays.items()}
         return weights.id, weights.version, files, weights.metadata
