@@ -94,7 +94,7 @@ if TYPE_CHECKING:
 MODES = ("sync", "one_step_off", "async")
 WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
-WAIT_SHARE = 0.05
+IDLE_SHARE = 0.2
 """Generation runs further ahead if the trainer waits, and workers lack prompts, for more than this share of time."""
 SLOW_FACTOR = 12.0
 """A worker is slow that takes this many times as long for a group as the median."""
@@ -409,8 +409,9 @@ class RolloutPacer:
                 return
             idle_share = self._read_idle_share()
             if idle_share is not None:
-                has_waited = self._waited_seconds > WAIT_SHARE * seconds
-                lead = self._lead + (0.5 if has_waited and idle_share > WAIT_SHARE else -0.1)
+                # A greater lead can save no more time than both spend waiting.
+                both_wait = min(self._waited_seconds / seconds, idle_share) > IDLE_SHARE
+                lead = self._lead + (0.25 if both_wait else -0.1)
                 self._lead = min(max(lead, self._min_lead), float(self.config.staleness_bound))
         self._adapted_at, self._waited_seconds = now, 0.0
 
@@ -549,7 +550,9 @@ class RolloutWorker:
         self._cancel = Cancel()
         self._stage = "starting"
         self._started = time.monotonic()
-        self._idle_seconds = 0.0  # without prompts
+        self._idle_seconds = 0.0  # without prompts, and without groups that wait for the book
+        self._append_seconds = 0.0  # in earlier appends
+        self._append_started: float | None = None
         self._failure: BaseException | None = None
         self._claim_lost = False
         self._tokenizer = getattr(engine, "tokenizer", None) or getattr(actor, "tokenizer", None)
@@ -612,9 +615,11 @@ class RolloutWorker:
             self._claim_lost = False
         claims = self._claim(timeout=0.0)
         if not claims:
-            start = time.monotonic()
+            start, start_appending = time.monotonic(), self._measure_appends()
             claims = self._claim(timeout=_POLL_SECONDS)
-            self._idle_seconds += time.monotonic() - start
+            # While groups wait to be appended, the book is the bottleneck: more prompts would only wait, too.
+            appending = self._measure_appends() - start_appending
+            self._idle_seconds += max(time.monotonic() - start - appending, 0.0)
         if not claims:
             state = read_rollouts(self.book)
             return state is None or state.status != FINISHED or bool(self._groups)
@@ -635,6 +640,11 @@ class RolloutWorker:
                         self._groups.pop(group.claim.fence, None)
             raise
         return True
+
+    def _measure_appends(self) -> float:
+        """Return for how many seconds groups have been appended."""
+        started = self._append_started
+        return self._append_seconds + (0.0 if started is None else time.monotonic() - started)
 
     def _claim(self, timeout: float) -> list[RolloutClaim]:
         return claim_rollouts(self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=timeout)
@@ -725,6 +735,7 @@ class RolloutWorker:
         if self.reward is not None:
             prompts = [group.prompt for group in groups]
             records = score(records, self.reward, self._tokenizer, prompts=prompts)
+        self._append_started = start = time.monotonic()
         tasks = [eid.tid for eid in records.eids()]
         for group in groups:
             rows = records.take([row for row, task in enumerate(tasks) if task == _task_id(group)])
@@ -751,6 +762,8 @@ class RolloutWorker:
             if appended:
                 self.result.groups += 1
                 self.result.records += len(rows)
+        self._append_started = None
+        self._append_seconds += time.monotonic() - start
 
     def _finish(self, group: _Group) -> None:
         self._retry(finish_claims, self.book, [group.claim])
