@@ -529,6 +529,32 @@ def test_a_run_cannot_change_whether_it_has_workers(tmp_path: Path, monkeypatch:
     check(tmp_path / "run", config, bound=0, steps=4)
 
 
+def test_a_resumed_run_waits_for_the_server_of_its_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run does not: its address may be wrong."""
+    outage = [ConnectionLostError("the server is starting")] * 3
+
+    def open_book(*arguments: Any, **options: Any) -> Any:
+        if outage:
+            raise outage.pop()
+        return rollbook.open(*arguments, **options)
+
+    monkeypatch.setattr("rollbook.train.run.open_book", open_book)
+    monkeypatch.setattr("rollbook.book.ledger._OUTAGE_POLL_SECONDS", 0.01)
+    book = f"book={tmp_path / 'book'}"
+    with pytest.raises(ConfigError, match="book: the server is starting"):
+        train(configure(tmp_path / "run", book, "steps=1"))
+    assert len(outage) == 2
+    outage.clear()
+    train(configure(tmp_path / "run", book, "steps=1"))
+    outage += [ConnectionLostError("the server is starting")] * 3
+    with pytest.warns(UserWarning, match="book not responding, retrying: the server is starting") as warned:
+        assert train(configure(tmp_path / "run", book, "steps=2")).steps == 2
+    assert not outage and len({str(warning.message) for warning in warned}) == 1
+    outage += [ConnectionLostError("the server is starting")] * 3
+    with pytest.warns(UserWarning, match="book not responding"):
+        assert train(configure(tmp_path / "run", book, "steps=2")).steps == 2  # has nothing to do
+
+
 # --- groups that are late ---------------------------------------------------------------------------------------------
 
 
