@@ -545,9 +545,10 @@ def killed_actors(setting: Setting, *, postgres: bool = False, steps: int = 24) 
 
 
 def several_faults(setting: Setting) -> None:
-    """As `killed_actors` in less time: the book, a worker, its node, the trainer and Ctrl-C in one run."""
-    changes = ("rollout.claim_seconds=2", "checkpoint.interval=1", WORKERS_REMOTE)
+    """As `killed_actors` in less time: a failing builder, the book, a worker, its node, the trainer and Ctrl-C."""
+    changes = ("rollout.claim_seconds=2", "checkpoint.interval=1", WORKERS_REMOTE, f"model.options.fail={WORKER}")
     with setting.trial(*changes, steps=14, seconds=0.03) as trial:
+        trial.changes.append(f"model.options.failed={trial.place / 'failed'}")
         trial.start()
         trial.wait_for_step(1)
         workers = setting.machines.wait_for(WORKER, 2)
@@ -568,6 +569,7 @@ def several_faults(setting: Setting) -> None:
         finally:
             setting.machines.fill()
         assert "restarting the trainer" in trial.said()
+        assert "exited (RuntimeError: the builder of the trial fails); restarting" in trial.said()
 
 
 def killed_rank(setting: Setting) -> None:
@@ -745,9 +747,11 @@ def failed_reward(setting: Setting) -> None:
 
 
 def failed_builder(setting: Setting) -> None:
-    """A builder that fails in a worker ends the run, and its traceback is in a file."""
-    with setting.trial(f"model.options.fail={WORKER}") as trial:
-        trial.start().fails_with("failed: RuntimeError: the builder of the trial fails")
+    """A builder that always fails in a worker ends the run after some restarts, and its traceback is in a file."""
+    with setting.trial(f"model.options.fail={WORKER}", "rollout.workers=1") as trial:
+        trial.start().fails_with(
+            "worker-0 failed 5 times in a row; the last error: RuntimeError: the builder of the trial fails"
+        )
         [log, *_] = (trial.out / "workers").glob("worker-*.log")
         assert "ray_user_code.py" in log.read_text()
 

@@ -23,15 +23,18 @@ from rollbook.train.recipes import letters
 _paths: list[str] = []
 
 
-def model(log: str, fail: str = "", **options: Any) -> Any:
+def model(log: str, fail: str = "", failed: str = "", **options: Any) -> Any:
     """Build the model of letters, and log the appends and acknowledgements of this process from now on.
 
     Args:
         log: Path of the log.
         fail: Actors whose title has this text fail.
+        failed: A file: the one that creates it fails alone.
         options: Of the model.
     """
-    if fail and fail in Path("/proc/self/cmdline").read_text():
+    if fail and fail in Path("/proc/self/cmdline").read_text() and not (failed and Path(failed).exists()):
+        if failed:
+            Path(failed).touch()
         raise RuntimeError("the builder of the trial fails")
     if not _paths:
         _wrap()

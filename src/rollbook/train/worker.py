@@ -958,6 +958,51 @@ def wait_for_trainer(
 # --- processes on this machine ----------------------------------------------------------------------------------------
 
 
+class WorkerFailures:
+    """Counts the failures of workers, which are restarted until one of them has failed too often.
+
+    Args:
+        max_failures: Failures of a worker in a row, each within 60 s of a start, after which the run stops.
+
+    >>> failures = WorkerFailures(2)
+    >>> failures.record_start(0)
+    >>> failures.record(0, "out of memory")
+    >>> failures.record(0, "out of memory")
+    Traceback (most recent call last):
+        ...
+    rollbook.train.worker.WorkersFailedError: worker-0 failed 2 times in a row; the last error: out of memory
+    """
+
+    def __init__(self, max_failures: int = MAX_FAILURES) -> None:
+        self.max_failures = max_failures
+        self._counts: Counter[int] = Counter()
+        self._start_times: dict[int, float] = {}
+
+    def record_start(self, number: int) -> None:
+        """Record that a worker was started."""
+        self._start_times[number] = time.monotonic()
+
+    def record(self, number: int, reason: str, log: Path | None = None) -> None:
+        """Record that a worker failed, and warn that it is restarted.
+
+        Args:
+            number: Number of the worker.
+            reason: Its last error.
+            log: File with more about it.
+
+        Raises:
+            WorkersFailedError: It failed too often.
+        """
+        is_early = time.monotonic() - self._start_times[number] < _EARLY_FAILURE_SECONDS
+        self._counts[number] = self._counts[number] + 1 if is_early else 1
+        if self._counts[number] >= self.max_failures:
+            raise WorkersFailedError(
+                f"worker-{number} failed {self._counts[number]} times in a row; the last error: {reason}"
+                + ("" if log is None else f" (log: {log})")
+            )
+        warn_user(f"worker-{number} exited ({reason}); restarting")
+
+
 class LocalWorkers:
     """Rollout workers as processes of this machine, restarted if they end. They end with this process.
 
@@ -965,14 +1010,13 @@ class LocalWorkers:
         book: Address of the book.
         count: Number of workers.
         folder: Folder for their logs.
-        max_failures: Failures in a row, each within 60 s of a start, after which the run stops.
+        max_failures: See `WorkerFailures`.
     """
 
     def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = MAX_FAILURES) -> None:
-        self.book, self.folder, self.max_failures = book, folder, max_failures
+        self.book, self.folder = book, folder
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
-        self._failures = [0] * count
-        self._started = [0.0] * count
+        self._failures = WorkerFailures(max_failures)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def start(self) -> None:
@@ -982,7 +1026,7 @@ class LocalWorkers:
 
     def _start(self, number: int) -> None:
         arguments = ["--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
-        self._started[number] = time.monotonic()
+        self._failures.record_start(number)
         # The trainer and the workers share the processors.
         threads = str(max(1, (os.cpu_count() or 1) // (len(self.processes) + 1)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
@@ -1009,16 +1053,9 @@ class LocalWorkers:
                 warn_user(f"worker-{number} was stopped; restarting")
                 self._start(number)
                 continue
-            is_early = time.monotonic() - self._started[number] < _EARLY_FAILURE_SECONDS
-            self._failures[number] = self._failures[number] + 1 if is_early else 1
             lines = self._log(number).read_text(errors="replace").strip().splitlines()
             reason = lines[-1] if lines and status > 0 else f"status {status}"
-            if self._failures[number] >= self.max_failures:
-                raise WorkersFailedError(
-                    f"worker-{number} failed {self._failures[number]} times in a row; the last error: {reason} "
-                    f"(log: {self._log(number)})"
-                )
-            warn_user(f"worker-{number} exited ({reason}); restarting")
+            self._failures.record(number, reason, self._log(number))
             self._start(number)
 
     def stop(self) -> None:
@@ -1040,6 +1077,7 @@ __all__ = [
     "RolloutPacer",
     "RolloutWorker",
     "TrainerReplacedError",
+    "WorkerFailures",
     "WorkerResult",
     "WorkersFailedError",
     "wait_for_trainer",
