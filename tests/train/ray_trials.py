@@ -329,13 +329,15 @@ class Trial:
         os.kill(actor.pid, signal.SIGKILL)
         return actor
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C, and check that the driver ends its actors and says how to continue."""
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Press Ctrl-C, or send another signal; check that the driver ends its actors and says how to continue."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGINT)
+        length = len(self.said())
+        self.process.send_signal(number)
         status = self.wait(60)
-        assert status == 130, (status, self.said()[-3000:])
-        assert "interrupted; the same command continues" in self.said(), self.said()[-3000:]
+        said = self.said()[length:]
+        assert status == 128 + number, (status, said[-3000:])
+        assert "interrupted; the same command continues" in said and "Traceback" not in said, said[-3000:]
         self.machines.wait_for_none()
 
     def fails_with(self, message: str) -> None:
@@ -545,7 +547,7 @@ def killed_actors(setting: Setting, *, postgres: bool = False, steps: int = 24) 
 
 
 def several_faults(setting: Setting) -> None:
-    """As `killed_actors` in less time: a failing builder, the book, a worker, its node, the trainer and Ctrl-C."""
+    """As `killed_actors` in less time: a failing builder, the book, a worker, its node, the trainer and SIGTERM."""
     changes = ("rollout.claim_seconds=2", "checkpoint.interval=1", WORKERS_REMOTE, f"model.options.fail={WORKER}")
     with setting.trial(*changes, steps=14, seconds=0.03) as trial:
         trial.changes.append(f"model.options.failed={trial.place / 'failed'}")
@@ -562,7 +564,7 @@ def several_faults(setting: Setting) -> None:
         trial.kill(TRAINER)
         try:
             trial.wait_for_step(trial.done() + 1)
-            trial.interrupt()
+            trial.interrupt(signal.SIGTERM)
             trial.start()
             trial.finish()
             trial.check()
@@ -729,11 +731,12 @@ def slow_disk(setting: Setting, *, seconds: float | None = None) -> None:
 
 
 def interrupted(setting: Setting) -> None:
-    """Ctrl-C ends the actors, and the same command continues."""
+    """Ctrl-C and SIGTERM end the actors, and the same command continues."""
     with setting.trial(steps=8, seconds=0.1) as trial:
-        trial.start()
-        trial.wait_for_step(2)
-        trial.interrupt()
+        for step, number in ((2, signal.SIGINT), (4, signal.SIGTERM)):
+            trial.start()
+            trial.wait_for_step(step)
+            trial.interrupt(number)
         trial.start()
         assert trial.wait() == 0, trial.said()[-3000:]
         trial.check()
@@ -792,7 +795,7 @@ TRIALS: dict[str, Callable[[Setting], None]] = {
     "node of the trainer lost, PostgreSQL": partial(lost_node, with_trainer=True, postgres=True),
     "object store full": full_store,
     "slow disk": slow_disk,
-    "Ctrl-C": interrupted,
+    "Ctrl-C and SIGTERM": interrupted,
     "failing reward": failed_reward,
     "failing builder": failed_builder,
     "wrong address": wrong_address,

@@ -66,6 +66,7 @@ from tests.train import ray_trials, worker_trials
 from tests.train.rollout_check import (
     BOUNDS,
     MODES,
+    SMALL,
     check_rollouts,
     configure,
     losses,
@@ -684,15 +685,23 @@ def test_a_slow_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupting_a_worker(nest: worker_trials.Nest, tmp_path: Path) -> None:
+def test_interrupting_a_worker_and_a_trainer(nest: worker_trials.Nest, tmp_path: Path) -> None:
     place, _ = finished_book(tmp_path)
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            continue  # of a shell's background job
-        worker = nest.start(f"interrupted-{number}", ["rollout", "--book", str(place), "--trust"])
-        end = time.monotonic() + 60
-        while "generating rollouts" not in worker.log.read_text():
-            assert worker.poll() is None and time.monotonic() < end, worker.tail()
-            time.sleep(0.02)
-        worker.send(number)
-        assert worker.wait(60) == status and "Traceback" not in worker.tail()
+    worker = ["rollout", "--book", str(place), "--trust"]
+    # It waits for workers. Its display says how to continue.
+    trainer = ["train", "letters", *SMALL, *MODES["one_step_off"], "tracking.display=true", f"out={tmp_path / 'run'}"]
+    for command, text, statuses in (
+        (worker, "generating rollouts", {signal.SIGINT: 130, signal.SIGTERM: 0}),
+        (trainer, "workers   start some", {signal.SIGINT: 130, signal.SIGTERM: 143}),
+    ):
+        for number, status in statuses.items():
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # of a shell's background job
+            process = nest.start(f"{command[0]}-{number}", command)
+            end = time.monotonic() + 60
+            while text not in process.log.read_text():
+                assert process.poll() is None and time.monotonic() < end, process.tail()
+                time.sleep(0.02)
+            process.send(number)
+            assert process.wait(60) == status and "Traceback" not in process.tail(), process.tail()
+            assert command is worker or "interrupted; the same command continues" in process.tail()

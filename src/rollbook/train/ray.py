@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -195,6 +196,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     if ray.is_initialized():
         yield
         return
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
     is_new = address == _LOCAL
     if not is_new:
@@ -209,6 +211,8 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     if is_new:
         cpus = max(os.cpu_count() or 1, math.ceil(_count_cpus(config, ranks)))
         ray.init(_LOCAL, num_cpus=cpus, include_dashboard=False, **options)
+    if callable(sigterm_handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, sigterm_handler)  # Ray has replaced it
     try:
         yield
     finally:
