@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rollbook
-from rollbook import Experience
+from rollbook import Experience, Experiences
 from rollbook.batch.plan import PlanError
 from rollbook.book import (
     BackPressureError,
@@ -25,9 +25,11 @@ from rollbook.book import (
     ConnectionLostError,
     CorruptBookError,
     LeaseLostError,
+    MissingBookError,
     Mix,
     NotABookError,
     Part,
+    QueryTimeoutError,
     ReadOnlyError,
     SamplesToInserts,
     StoreFullError,
@@ -42,7 +44,14 @@ from rollbook.book import (
     snapshot,
     trained_steps,
 )
-from rollbook.book.rollouts import claim_rollouts, open_rollouts, set_limit
+from rollbook.book.rollouts import (
+    append_rollouts,
+    claim_rollouts,
+    open_rollouts,
+    renew_claims,
+    report_worker,
+    set_limit,
+)
 from rollbook.rollout.server import ServerError
 from rollbook.train.checkpoint import CorruptCheckpointError
 from rollbook.train.config import ConfigError
@@ -237,6 +246,10 @@ def test_exceptions_are_those_of_the_book(shared: served.RayBook) -> None:
             reader.delete("//0/0/a", author="ana")
         with pytest.raises(ReadOnlyError, match="remove_consumer"):
             remove_consumer(reader, "x")
+        weights = served.PublishedWeights("w", 1, {}, [])
+        for name, arguments in (("set_weights", [weights]), ("drop_weights", ["w"]), ("stop", [])):
+            with pytest.raises(ReadOnlyError, match=f"{name}: the client opened the book for reading"):
+                reader.call_actor(name, *arguments)  # type: ignore[attr-defined]
     with pytest.raises(BookError, match="closed"):
         len(reader)
 
@@ -325,6 +338,28 @@ def test_back_pressure_of_many_writers_blocks_nobody(folder: str) -> None:
     book.stop()  # type: ignore[attr-defined]
 
 
+def test_slow_queries_do_not_hold_up_rollout_workers(shared: served.RayBook) -> None:
+    open_rollouts(shared, {}, next=0)
+    set_limit(shared, 1)
+    [claim] = claim_rollouts(shared, "a", 1, seconds=60)
+    endless = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
+
+    def query() -> None:
+        with pytest.raises(QueryTimeoutError):
+            shared.sql(endless, seconds=3)
+
+    queries = [threading.Thread(target=query) for _ in range(served.READ_THREADS)]
+    for thread in queries:
+        thread.start()
+    time.sleep(0.5)
+    report_worker(shared, "a", state="generating")
+    assert renew_claims(shared, [claim], 60) == [claim]
+    assert append_rollouts(shared, claim, Experiences(records(1, start=700)))
+    assert all(thread.is_alive() for thread in queries)
+    for thread in queries:
+        thread.join()
+
+
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +406,24 @@ def test_nothing_acknowledged_is_lost_in_crashes(book: served.RayBook, folder: s
         assert {uid: len(steps) for uid, steps in trained_steps(direct).items()} == dict.fromkeys(appended, 1)
         assert direct.check().ok
         check(direct)
+
+
+def test_a_crash_before_the_book_exists(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray restarts the actor, which then creates the book for its creator, and for nobody else."""
+    create_actor = served._create_actor
+
+    def create_and_crash(*arguments: Any) -> Any:
+        actor = create_actor(*arguments)
+        crashing = served.RayBook("ray://crashing")
+        kill(crashing)
+        with pytest.raises(MissingBookError):
+            len(crashing)
+        return actor
+
+    monkeypatch.setattr(served, "_create_actor", create_and_crash)
+    book = rollbook.open("ray://crashing", over=folder, max_staleness=3)
+    assert book.consumers()["train"].max_staleness == 3 and Path(folder).exists()
+    book.stop()  # type: ignore[attr-defined]
 
 
 def test_leases_survive_a_restart(book: served.RayBook) -> None:

@@ -110,6 +110,24 @@ def test_claims_follow_the_limit(book: Book) -> None:
     assert len(set(fences)) == 4 and fences == sorted(fences)
 
 
+def test_claims_of_a_group_last_longer_each_time_it_expires(book: Book) -> None:
+    begin(book, 1)
+    durations = []
+    for _ in range(3):
+        [current] = claim(book, seconds=0.06)
+        durations.append(current.expires - current.claimed)
+        assert renew_claims(book, [current], 0.05) == [current]
+        [state] = read_rollouts(book).in_flight  # type: ignore[union-attr]
+        durations.append(state.expires - time.time())
+        time.sleep(max(state.expires - time.time(), 0) + 0.02)
+    assert durations[::2] == pytest.approx([0.06, 0.12, 0.24])
+    assert 0.1 < durations[5] < 0.21
+    [current] = claim(book, seconds=10)
+    return_claims(book, [current], "worker stopped")
+    [current] = claim(book, seconds=10)
+    assert current.expires - current.claimed == pytest.approx(80)
+
+
 def test_a_fence_that_was_lost_changes_nothing(book: Book) -> None:
     begin(book)
     [old] = claim(book, seconds=0.05)
@@ -118,7 +136,7 @@ def test_a_fence_that_was_lost_changes_nothing(book: Book) -> None:
     assert renew_claims(book, [old], 0.05) == [old]  # expired, but nobody has it
     time.sleep(0.1)
     [new] = claim(book, worker="b")
-    assert new.number == old.number and new.fence > old.fence
+    assert new.number == old.number and new.fence > old.fence and new.expires - new.claimed == pytest.approx(120)
     assert renew_claims(book, [old], 60) == []
     assert finish_claims(book, [old]) == return_claims(book, [old], "late") == 0
     assert not append_rollouts(book, old, group(0)) and len(book) == 0

@@ -329,13 +329,15 @@ class Trial:
         os.kill(actor.pid, signal.SIGKILL)
         return actor
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C, and check that the driver ends its actors and says how to continue."""
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Press Ctrl-C, or send another signal; check that the driver ends its actors and says how to continue."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGINT)
+        length = len(self.said())
+        self.process.send_signal(number)
         status = self.wait(60)
-        assert status == 130, (status, self.said()[-3000:])
-        assert "interrupted; the same command continues" in self.said(), self.said()[-3000:]
+        said = self.said()[length:]
+        assert status == 128 + number, (status, said[-3000:])
+        assert "interrupted; the same command continues" in said and "Traceback" not in said, said[-3000:]
         self.machines.wait_for_none()
 
     def fails_with(self, message: str) -> None:
@@ -386,14 +388,16 @@ def check(url: str, log: Path, bound: int, steps: int) -> list[str]:
 
 def _check_appends(state: tables.Tables, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Each acknowledged record is there once, or was there until a rewind; nobody else appended records."""
-    wrong = []
-    live = Counter(record.uid for record in state.records if record.gone is None)
+    live = Counter(record.uid for record in state.records if record.gone is None and not record.evaluation)
     rewound = {record.uid for record in state.records if record.gone == "rewound"}
-    wrong += [f"{uid}: it is there {count} times" for uid, count in live.items() if count > 1]
-    for line in lines:
-        if line["did"] == "append":
-            lost = [uid for uid in line["records"] if uid not in live and uid not in rewound]
-            wrong += [f"{uid}: its append returned, and it is not in the book" for uid in lost]
+    wrong = [f"{uid}: it is there {count} times" for uid, count in live.items() if count > 1]
+    tried, appended = (
+        {uid for line in lines if line["did"] == did for uid in line["records"]} for did in ("try append", "append")
+    )
+    if not appended:
+        wrong.append("the processes of the run logged no append")
+    wrong += [f"{uid}: its append returned, and it is not in the book" for uid in appended - live.keys() - rewound]
+    wrong += [f"{uid}: no worker appended it" for uid in live.keys() - tried]
     admitted = Counter(event.seq for event in state.events if event.kind == "admitted")
     wrong += [f"{r.uid}: admitted {admitted[r.seq]} times" for r in state.records if admitted[r.seq] != 1]
     return wrong
@@ -456,7 +460,7 @@ def _check_steps(url: str, lines: Sequence[dict[str, Any]], bound: int, steps: i
     wrong = []
     appended: dict[str, set[str]] = defaultdict(set)
     for line in lines:
-        if line["did"] == "append":
+        if line["did"] == "try append":
             for uid, mark in line["records"].items():
                 appended[uid].add(mark)
     groups: dict[int, Counter[str]] = defaultdict(Counter)
@@ -470,7 +474,7 @@ def _check_steps(url: str, lines: Sequence[dict[str, Any]], bound: int, steps: i
         records = {record.eid.uid: record for record in book.where(evaluation=0)}
         trained = trained_steps(book)
     for uid, record in records.items():
-        if uid in appended and fingerprint(record) not in appended[uid]:
+        if fingerprint(record) not in appended[uid]:
             wrong.append(f"{uid}: its content is not what was appended")
     for uid, numbers in trained.items():
         versions = records[uid].policy_versions
@@ -543,9 +547,10 @@ def killed_actors(setting: Setting, *, postgres: bool = False, steps: int = 24) 
 
 
 def several_faults(setting: Setting) -> None:
-    """As `killed_actors` in less time: the book, a worker, its node, the trainer and Ctrl-C in one run."""
-    changes = ("rollout.claim_seconds=2", "checkpoint.interval=1", WORKERS_REMOTE)
+    """As `killed_actors` in less time: a failing builder, the book, a worker, its node, the trainer and SIGTERM."""
+    changes = ("rollout.claim_seconds=2", "checkpoint.interval=1", WORKERS_REMOTE, f"model.options.fail={WORKER}")
     with setting.trial(*changes, steps=14, seconds=0.03) as trial:
+        trial.changes.append(f"model.options.failed={trial.place / 'failed'}")
         trial.start()
         trial.wait_for_step(1)
         workers = setting.machines.wait_for(WORKER, 2)
@@ -559,13 +564,14 @@ def several_faults(setting: Setting) -> None:
         trial.kill(TRAINER)
         try:
             trial.wait_for_step(trial.done() + 1)
-            trial.interrupt()
+            trial.interrupt(signal.SIGTERM)
             trial.start()
             trial.finish()
             trial.check()
         finally:
             setting.machines.fill()
         assert "restarting the trainer" in trial.said()
+        assert "exited (RuntimeError: the builder of the trial fails); restarting" in trial.said()
 
 
 def killed_rank(setting: Setting) -> None:
@@ -725,11 +731,12 @@ def slow_disk(setting: Setting, *, seconds: float | None = None) -> None:
 
 
 def interrupted(setting: Setting) -> None:
-    """Ctrl-C ends the actors, and the same command continues."""
+    """Ctrl-C and SIGTERM end the actors, and the same command continues."""
     with setting.trial(steps=8, seconds=0.1) as trial:
-        trial.start()
-        trial.wait_for_step(2)
-        trial.interrupt()
+        for step, number in ((2, signal.SIGINT), (4, signal.SIGTERM)):
+            trial.start()
+            trial.wait_for_step(step)
+            trial.interrupt(number)
         trial.start()
         assert trial.wait() == 0, trial.said()[-3000:]
         trial.check()
@@ -743,9 +750,11 @@ def failed_reward(setting: Setting) -> None:
 
 
 def failed_builder(setting: Setting) -> None:
-    """A builder that fails in a worker ends the run, and its traceback is in a file."""
-    with setting.trial(f"model.options.fail={WORKER}") as trial:
-        trial.start().fails_with("failed: RuntimeError: the builder of the trial fails")
+    """A builder that always fails in a worker ends the run after some restarts, and its traceback is in a file."""
+    with setting.trial(f"model.options.fail={WORKER}", "rollout.workers=1") as trial:
+        trial.start().fails_with(
+            "worker-0 failed 5 times in a row; the last error: RuntimeError: the builder of the trial fails"
+        )
         [log, *_] = (trial.out / "workers").glob("worker-*.log")
         assert "ray_user_code.py" in log.read_text()
 
@@ -786,7 +795,7 @@ TRIALS: dict[str, Callable[[Setting], None]] = {
     "node of the trainer lost, PostgreSQL": partial(lost_node, with_trainer=True, postgres=True),
     "object store full": full_store,
     "slow disk": slow_disk,
-    "Ctrl-C": interrupted,
+    "Ctrl-C and SIGTERM": interrupted,
     "failing reward": failed_reward,
     "failing builder": failed_builder,
     "wrong address": wrong_address,

@@ -14,24 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.book import lease as leases
-from rollbook.book.book import Book
 from rollbook.book.errors import LeaseLostError
 from rollbook.core.experiences import Experiences
 from rollbook.core.ids import EID
+from rollbook.train import worker as workers
 from rollbook.train.recipes import letters
 
 _paths: list[str] = []
 
 
-def model(log: str, fail: str = "", **options: Any) -> Any:
+def model(log: str, fail: str = "", failed: str = "", **options: Any) -> Any:
     """Build the model of letters, and log the appends and acknowledgements of this process from now on.
 
     Args:
         log: Path of the log.
         fail: Actors whose title has this text fail.
+        failed: A file: the one that creates it fails alone.
         options: Of the model.
     """
-    if fail and fail in Path("/proc/self/cmdline").read_text():
+    if fail and fail in Path("/proc/self/cmdline").read_text() and not (failed and Path(failed).exists()):
+        if failed:
+            Path(failed).touch()
         raise RuntimeError("the builder of the trial fails")
     if not _paths:
         _wrap()
@@ -49,14 +52,15 @@ def _say(**line: Any) -> None:
 
 
 def _wrap() -> None:
-    append, ack = Book.append, leases.Lease.ack
+    append, ack = workers.append_rollouts, leases.Lease.ack
 
-    def logged_append(self: Book, experiences: Any, **options: Any) -> Any:
-        records = experiences if isinstance(experiences, Experiences) else None
-        result = append(self, experiences, **options)
-        if records is not None:
-            _say(did="append", records={row.eid.uid: fingerprint(row) for row in records})
-        return result
+    def logged_append(book: Any, claim: Any, records: Experiences, **options: Any) -> bool:
+        fingerprints = {row.eid.uid: fingerprint(row) for row in records}
+        _say(did="try append", records=fingerprints)
+        is_appended = append(book, claim, records, **options)
+        if is_appended:
+            _say(did="append", records=fingerprints)
+        return is_appended
 
     def logged_ack(self: leases.Lease, step: int | None = None, **options: Any) -> int:
         uids, fence = list(self.uids), self._claim.id
@@ -69,7 +73,7 @@ def _wrap() -> None:
         _say(did="ack", fence=fence, uids=uids, step=step)
         return count
 
-    Book.append, leases.Lease.ack = logged_append, logged_ack  # type: ignore[method-assign,assignment]
+    workers.append_rollouts, leases.Lease.ack = logged_append, logged_ack  # type: ignore[method-assign,assignment]
 
 
 def fingerprint(record: Any) -> str:

@@ -85,14 +85,20 @@ def check_rollouts(
     states = {(row.seq): (row.state, row.reason) for row in state.work}
     by_number = {number: tid_at(prompts, number) for number in range(rollouts.next)}
     wrong += [f"group {gid}: in the book, and never begun" for gid in groups.keys() - set(by_number.values())]
-    begun = {n for event in state.events if event.kind == "begun" for n in [json.loads(event.detail or "")["number"]]}
+    last_kinds = {
+        json.loads(event.detail or "")["number"]: event.kind
+        for event in state.events
+        if event.kind in ("begun", "generated", "reassigned")
+    }
     for number, gid in by_number.items():
         rows = groups.get(gid, [])
         if len(rows) != (size if rows else 0):
             wrong.append(f"group {number}: {len(rows)} records, expected {size}")
-        if not rows and number not in unfinished and rollouts.status != "finished":
+        # The end of a run takes unfinished groups back.
+        is_returned = rollouts.status == "finished" and last_kinds.get(number) == "reassigned"
+        if not rows and number not in unfinished and not is_returned:
             wrong.append(f"group {number}: lost; it is neither in the book nor in flight")
-        if number not in begun:
+        if number not in last_kinds:
             wrong.append(f"group {number}: there is no event of its beginning")
         trained = Counter(len(ledger.trained.get(("train", row.uid), [])) for row in rows)
         if len(trained) > 1 or max(trained, default=0) > 1:

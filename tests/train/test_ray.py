@@ -87,10 +87,6 @@ def test_a_wrong_address_is_one_line(setting: Setting) -> None:
     ray_trials.wrong_address(setting)
 
 
-def test_a_failing_builder_of_a_worker_ends_the_run(setting: Setting) -> None:
-    ray_trials.failed_builder(setting)
-
-
 # --- a trainer that starts again -------------------------------------------------------------------------------------
 
 

@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import pytest
 
 import rollbook
 from rollbook.book.errors import ConnectionLostError
+from rollbook.book.lease import Lease
 from rollbook.book.rollouts import (
     append_rollouts,
     claim_rollouts,
@@ -32,6 +35,8 @@ from rollbook.book.rollouts import (
     groups_in_book,
     open_rollouts,
     read_rollouts,
+    read_worker_reports,
+    report_worker,
     set_limit,
 )
 from rollbook.cli import main
@@ -57,10 +62,11 @@ from rollbook.train.worker import (
 )
 from tests.book.postgres import Server
 from tests.book.trials import tables
-from tests.train import worker_trials
+from tests.train import ray_trials, worker_trials
 from tests.train.rollout_check import (
     BOUNDS,
     MODES,
+    SMALL,
     check_rollouts,
     configure,
     losses,
@@ -174,6 +180,39 @@ def test_weights_change_between_two_tokens(tmp_path: Path, monkeypatch: pytest.M
     assert mixed and all(row == sorted(row) for row in versions)
 
 
+def test_the_check_of_the_ray_trials_finds_changed_and_lost_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Restored after the test: `ray_user_code` replaces both.
+    monkeypatch.setattr("rollbook.train.worker.append_rollouts", append_rollouts)
+    monkeypatch.setattr(Lease, "ack", Lease.ack)
+    log, book_folder = tmp_path / "log", tmp_path / "run" / "book"
+    user_code = ("steps=2", f"model.builder={ray_trials.USER_CODE}:model", f"model.options.log={log}")
+    with thread_workers(monkeypatch):
+        config = configure(tmp_path / "run", *MODES["async"], "rollout.workers=2", *user_code)
+        train(config)
+
+    def violations() -> list[str]:
+        return ray_trials.check(str(book_folder), log, BOUNDS["async"], 2)
+
+    assert violations() == []
+    logged = log.read_text()
+    log.write_text("".join(line for line in logged.splitlines(True) if '"append"' not in line))
+    assert violations() == ["the processes of the run logged no append"]
+    log.write_text(logged)
+    with rollbook.open(book_folder) as book:
+        changed, lost = list(book.where(evaluation=0))[:2]
+        book.revise({changed.eid.uid: {"reward": 123.0}}, author="test")
+    assert violations() == [f"{changed.eid.uid}: its content is not what was appended"]
+    with closing(sqlite3.connect(book_folder / "ledger.sqlite")) as database, database:
+        database.execute("UPDATE records SET gone = 'deleted' WHERE uid = ?", (lost.eid.uid,))
+    assert f"{lost.eid.uid}: its append returned, and it is not in the book" in violations()
+    with closing(sqlite3.connect(book_folder / "ledger.sqlite")) as database, database:
+        database.execute("DELETE FROM records WHERE gid = ?", (lost.eid.tid,))
+    wrong = check_rollouts(str(book_folder), load_prompts(config)[0], BOUNDS["async"])
+    assert any(text.endswith("lost; it is neither in the book nor in flight") for text in wrong)
+
+
 # --- stragglers -------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +236,8 @@ def test_a_slow_worker_neither_stalls_the_others_nor_loses_its_groups(
     assert not dropped, "a slow worker's groups are waited for"
     assert sorted(waits) == [3, 9, 25], "every length is trained on"
     record_property("seconds from begun to trained, by prompt tokens", waits)
+    # Measured: at most 2 times as long. Prompts that others overtake would wait for the staleness bound, several steps.
+    assert waits[25] < 4 * min(waits[3], waits[9]), waits
 
 
 def test_groups_of_a_much_slower_worker_are_given_to_an_idle_one(
@@ -373,7 +414,24 @@ def test_a_trainer_that_was_replaced_stops() -> None:
         assert read_rollouts(book).status == "open"  # type: ignore[union-attr]
 
 
+def test_generation_runs_further_ahead_only_while_workers_lack_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer waits in every step, at first since generation is slow, then since workers may not start more."""
+    now, leads, idle_seconds = 0.0, [], 0.0
+    monkeypatch.setattr("rollbook.train.worker.time.monotonic", lambda: now)
+    with rollbook.open("memory:") as book:
+        pacer = RolloutPacer(book, RolloutConfig(max_staleness=2), prompts_per_step=4, consumer="train")
+        for step in range(9):
+            now += 10.0
+            idle_seconds += 3.0 * (3 < step < 7)
+            for worker in ("a", "b"):
+                report_worker(book, worker, idle_seconds=idle_seconds, seconds=now)
+            pacer._adapt(waited_seconds=5.0)
+            leads.append(pacer.metrics()["rollout/lead"])
+    assert leads == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.25, 1.5, 1.75, 1.65, 1.55])
+
+
 def test_a_worker_drops_groups_for_the_consumer_of_its_trainer(tmp_path: Path) -> None:
+    """It also reports how long it lacked prompts."""
     config = configure(tmp_path / "run", "algorithm.drop_constant_groups=true", "data.options.count=40")
     prompts, _ = load_prompts(config)
     with rollbook.open("memory:") as book:
@@ -383,11 +441,15 @@ def test_a_worker_drops_groups_for_the_consumer_of_its_trainer(tmp_path: Path) -
         worker = build_worker(config, book, read_rollouts(book).settings)  # type: ignore[union-attr]
         worker.engine.takes_weights = False
         worker.reward = as_reward(lambda response: 1.0)
-        set_limit(book, 1)
         thread = threading.Thread(target=worker.run)
         thread.start()
+        time.sleep(0.3)
+        set_limit(book, 1)
         while len(book) < 3:
             time.sleep(0.02)
+        worker.report()
+        [report] = read_worker_reports(book)
+        assert 0.25 < report.details["idle_seconds"] < report.details["seconds"]
         close_rollouts(book)
         thread.join(60)
         assert book.counts("x").dropped == {"constant group": 3}
@@ -471,6 +533,32 @@ def test_a_run_cannot_change_whether_it_has_workers(tmp_path: Path, monkeypatch:
             train(configure(tmp_path / "run", "steps=5"))
     config = configure(tmp_path / "run", "steps=4")
     check(tmp_path / "run", config, bound=0, steps=4)
+
+
+def test_a_resumed_run_waits_for_the_server_of_its_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run does not: its address may be wrong."""
+    outage = [ConnectionLostError("the server is starting")] * 3
+
+    def open_book(*arguments: Any, **options: Any) -> Any:
+        if outage:
+            raise outage.pop()
+        return rollbook.open(*arguments, **options)
+
+    monkeypatch.setattr("rollbook.train.run.open_book", open_book)
+    monkeypatch.setattr("rollbook.book.ledger._OUTAGE_POLL_SECONDS", 0.01)
+    book = f"book={tmp_path / 'book'}"
+    with pytest.raises(ConfigError, match="book: the server is starting"):
+        train(configure(tmp_path / "run", book, "steps=1"))
+    assert len(outage) == 2
+    outage.clear()
+    train(configure(tmp_path / "run", book, "steps=1"))
+    outage += [ConnectionLostError("the server is starting")] * 3
+    with pytest.warns(UserWarning, match="book not responding, retrying: the server is starting") as warned:
+        assert train(configure(tmp_path / "run", book, "steps=2")).steps == 2
+    assert not outage and len({str(warning.message) for warning in warned}) == 1
+    outage += [ConnectionLostError("the server is starting")] * 3
+    with pytest.warns(UserWarning, match="book not responding"):
+        assert train(configure(tmp_path / "run", book, "steps=2")).steps == 2  # has nothing to do
 
 
 # --- groups that are late ---------------------------------------------------------------------------------------------
@@ -602,15 +690,23 @@ def test_a_slow_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupting_a_worker(nest: worker_trials.Nest, tmp_path: Path) -> None:
+def test_interrupting_a_worker_and_a_trainer(nest: worker_trials.Nest, tmp_path: Path) -> None:
     place, _ = finished_book(tmp_path)
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 0)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            continue  # of a shell's background job
-        worker = nest.start(f"interrupted-{number}", ["rollout", "--book", str(place), "--trust"])
-        end = time.monotonic() + 60
-        while "generating rollouts" not in worker.log.read_text():
-            assert worker.poll() is None and time.monotonic() < end, worker.tail()
-            time.sleep(0.02)
-        worker.send(number)
-        assert worker.wait(60) == status and "Traceback" not in worker.tail()
+    worker = ["rollout", "--book", str(place), "--trust"]
+    # It waits for workers. Its display says how to continue.
+    trainer = ["train", "letters", *SMALL, *MODES["one_step_off"], "tracking.display=true", f"out={tmp_path / 'run'}"]
+    for command, text, statuses in (
+        (worker, "generating rollouts", {signal.SIGINT: 130, signal.SIGTERM: 0}),
+        (trainer, "workers   start some", {signal.SIGINT: 130, signal.SIGTERM: 143}),
+    ):
+        for number, status in statuses.items():
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # of a shell's background job
+            process = nest.start(f"{command[0]}-{number}", command)
+            end = time.monotonic() + 60
+            while text not in process.log.read_text():
+                assert process.poll() is None and time.monotonic() < end, process.tail()
+                time.sleep(0.02)
+            process.send(number)
+            assert process.wait(60) == status and "Traceback" not in process.tail(), process.tail()
+            assert command is worker or "interrupted; the same command continues" in process.tail()

@@ -1050,6 +1050,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "version {INT} NOT NULL",
         "claimed {REAL} NOT NULL",
         "expires {REAL} NOT NULL",
+        "factor {INT} NOT NULL",
         "state TEXT NOT NULL",
     ),
     "workers": ("name TEXT PRIMARY KEY", "seen {REAL} NOT NULL", "detail TEXT NOT NULL"),

@@ -41,6 +41,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollbook.book import book as books
+from rollbook.book import rollouts
 from rollbook.book.append import AppendResult, HeldBackError, append_records, find_limiter_reason, to_rows
 from rollbook.book.book import SEGMENT_BYTES, TRAIN, Book, BookState
 from rollbook.book.checkpoint import make_checkpoint
@@ -66,6 +67,7 @@ from rollbook.book.read import (
     parse_conditions,
     scan,
 )
+from rollbook.book.rollouts import append_rollouts
 from rollbook.core import __version__
 from rollbook.core.addresses import POSTGRES, RAY, redacted
 from rollbook.core.checks import check_int
@@ -85,8 +87,8 @@ if TYPE_CHECKING:
 
 NAMESPACE = "rollbook"
 """Ray namespace of the actors."""
-THREADS = {"append": 16, "wait": 32, "settle": 8, "control": 4}
-"""Threads of the actor by group of calls; others have `READ_THREADS`. No group waits for another."""
+THREADS = {"append": 16, "wait": 32, "settle": 8, "rollouts": 8, "control": 4}
+"""Threads of the actor by group of calls; others, such as queries, have `READ_THREADS`. No group waits for another."""
 READ_THREADS = 8
 WAIT_SECONDS = 1.0
 """Longest wait inside the actor; clients repeat the call until their timeout."""
@@ -334,6 +336,9 @@ METHODS = {
     *("announce", "check", "checkpoints", "compact", "consumer", "consumers", "counts", "delete", "drop", "fail"),
     *("get", "history", "log", "metrics", "revise", "rewind"),
 }
+_WRITING_CONTROLS = ("stop", "set_weights", "drop_weights")
+_CONTROLS = ("connect", "ping", "get_weights", *_WRITING_CONTROLS)
+"""Calls of the actor itself."""
 _REPEAT_AWARE = ("claim", "nack")
 """Operations that must know whether an earlier attempt may have taken effect."""
 
@@ -343,7 +348,8 @@ class BookServer:
 
     Args:
         arguments: `over`, `node` and arguments of `rollbook.open`.
-        mode: Mode in which the book is opened; after a crash it is `"r+"`.
+        mode: Mode in which the book is opened. After a crash it is `"r+"`: only a client that opens the book with
+            mode `"a"` may then create it, if it still does not exist.
         settings: Settings of the consumer group "train" for a new book.
         vocabulary: Bytes of the tokenizer's vocabulary.
     """
@@ -353,9 +359,7 @@ class BookServer:
     ) -> None:
         self.arguments = dict(arguments)
         self.mode, self.settings = mode, dict(settings)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            # The book exists, and its settings may have been changed since.
-            self.mode, self.settings = "r+", {}
+        self.was_restarted: bool = ray.get_runtime_context().was_current_actor_reconstructed
         self.vocabulary = vocabulary
         self.process_token = os.urandom(6).hex()
         self.weights: PublishedWeights | None = None
@@ -398,7 +402,9 @@ class BookServer:
         options: Mapping[str, Any],
         frame: Frame | None,
     ) -> Any:
-        if name in ("connect", "ping", "stop", "set_weights", "get_weights", "drop_weights"):
+        if read_only and name in _WRITING_CONTROLS:
+            raise ReadOnlyError(f"{name}: the client opened the book for reading (mode 'r')")
+        if name in _CONTROLS:
             return getattr(self, f"_{name}")(*args, **options)
         book = self._open()[read_only]
         args = [unpack(content) for content in args]
@@ -434,12 +440,15 @@ class BookServer:
             with self._counting:
                 self._waiting -= 1
 
-    def _open(self) -> tuple[Book, Book]:
-        """Return the book, and the same book for clients that only read; open it if it is not."""
+    def _open(self, *, create: bool = False) -> tuple[Book, Book]:
+        """Return the book, and the same book for clients that only read; open it if it is not.
+
+        Args:
+            create: Whether a restarted actor may create the book.
+        """
         with self._opening:
             if self._books is None:
-                options = {key: self.arguments[key] for key in self.arguments if key not in ("over", "node")}
-                book = books.open(self.arguments["over"], self.mode, **options, **self.settings)
+                book = self._open_book(create)
                 if self.vocabulary is not None:
                     book.state.pending_tokenizer = Vocabulary.from_bytes(self.vocabulary)
                 reader = Book.__new__(Book)  # not `copy`, which would open the book again
@@ -448,8 +457,20 @@ class BookServer:
                 self._books = book, reader
             return self._books
 
-    def _connect(self, arguments: Mapping[str, Any], settings: Mapping[str, Any], version: str) -> dict[str, Any]:
-        """Compare what a client expects with what the book is served with."""
+    def _open_book(self, create: bool) -> Book:
+        options = {key: self.arguments[key] for key in self.arguments if key not in ("over", "node")}
+        if self.was_restarted:
+            try:
+                return books.open(self.arguments["over"], "r+", **options)  # its settings may have been changed
+            except MissingBookError:
+                if not create:
+                    raise
+        return books.open(self.arguments["over"], self.mode, **options, **self.settings)
+
+    def _connect(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any], version: str, create: bool
+    ) -> dict[str, Any]:
+        """Compare what a client expects with what the book is served with, and open the book."""
         if version != __version__:
             raise BookError(f"version: got a client of Rollbook {version}, the actor has Rollbook {__version__}")
         for key, expected in arguments.items():
@@ -458,7 +479,7 @@ class BookServer:
                     f"{key}: got {_redact(key, expected)}, the actor serves the book with "
                     f"{_redact(key, self.arguments[key])}"
                 )
-        book, _ = self._open()
+        book, _ = self._open(create=create)
         if settings:
             book.consumer(TRAIN, create=True, **settings)
         return {key: self.arguments[key] for key in ("over", "tokenizer", "quota")}
@@ -509,6 +530,14 @@ def _forward_method(name: str, group: str | None = None, *, reads: bool = False,
         return self.call_actor(name, *args, group=group, reads=reads, repeat=repeat, **options)
 
     return call
+
+
+def _find_group(name: str) -> str | None:
+    """Return the group of threads of a served function: slow queries must not hold up the calls of rollout workers."""
+    module, _, function = name.rpartition(".")
+    if module != rollouts.__name__:
+        return None
+    return "append" if function == append_rollouts.__name__ else "rollouts"
 
 
 class RayBook(Book):
@@ -634,7 +663,7 @@ class RayBook(Book):
             if wait and options.get("timeout", 0.0) is None:
                 options = {**options, "timeout": math.inf}
             else:
-                return self.call_actor(name, *args, repeat=repeat, **options)
+                return self.call_actor(name, *args, group=_find_group(name), repeat=repeat, **options)
         end = time.monotonic() + options["timeout"]
         while True:
             left = max(end - time.monotonic(), 0.0)
@@ -790,7 +819,8 @@ class RayBook(Book):
         try:
             arrays = ray.get(weights.files[0])
         except (ObjectLostError, RayActorError):
-            self.call_actor("drop_weights", weights.id, group="control")
+            if not self.read_only:
+                self.call_actor("drop_weights", weights.id, group="control")
             return None
         files = {name: memoryview(array) for name, array in arrays.items()}
         return weights.id, weights.version, files, weights.metadata
@@ -984,7 +1014,9 @@ def open_served(
         created = _create_actor(name, expected, "a" if mode == "a" else "r+", settings, vocabulary)
     book = RayBook(url, read_only=mode == "r")
     try:
-        served = book.call_actor("connect", expected, dict(settings), __version__, group="control", reads=True)
+        served = book.call_actor(
+            "connect", expected, dict(settings), __version__, mode == "a", group="control", reads=True
+        )
     except BaseException as error:
         if isinstance(error, ConnectionLostError) and over is not None and find_actor(name) is None:
             # The actor died with its node while this process was connecting.

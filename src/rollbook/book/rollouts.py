@@ -39,6 +39,8 @@ WEIGHTS_PART_BYTES = 16 << 20
 """Size of the parts in which a database stores weights."""
 _WEIGHTS_FOLDER = "weights"
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.02, 0.5
+_MAX_FACTOR = 1 << 20
+"""By how much the time to live of the claims of a group is multiplied at most."""
 _MAX_EVENTS = 20_000
 """How many of the last events `read_generations` looks at."""
 
@@ -162,8 +164,8 @@ def open_rollouts(book: Book, settings: Mapping[str, Any], *, next: int, returne
         _restart_rollouts(tx, OPEN, settings, check_int("next", next))
         for number in sorted(set(returned)):
             tx.run(
-                "INSERT INTO claims (number, fence, worker, version, claimed, expires, state) "
-                "VALUES (?, 0, '', 0, 0, 0, ?)",
+                "INSERT INTO claims (number, fence, worker, version, claimed, expires, factor, state) "
+                "VALUES (?, 0, '', 0, 0, 0, 1, ?)",
                 (check_int("returned", number), RETURNED),
             )
 
@@ -333,6 +335,9 @@ def read_generations(book: Book, count: int = 32) -> list[Generation]:
 def claim_rollouts(book: Book, worker: str, count: int, *, seconds: float, timeout: float = 0.0) -> list[RolloutClaim]:
     """Claim groups to generate, those that were returned or have expired first.
 
+    A claim lasts twice as long each time its group has expired before, so that a group is generated in the end even if
+    calls of the book take longer than `seconds`.
+
     Args:
         book: The book.
         worker: Name of the worker.
@@ -376,27 +381,29 @@ def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Rol
         return []
     _, next_group, limit, fence = row
     free = tx.all(
-        "SELECT number, worker, state FROM claims WHERE state = ? OR expires <= ? ORDER BY number LIMIT ?",
+        "SELECT number, worker, state, factor FROM claims WHERE state = ? OR expires <= ? ORDER BY number LIMIT ?",
         (RETURNED, tx.now, count),
     )
     fresh = range(next_group, max(min(limit, next_group + count - len(free)), next_group))
-    numbers = [*(number for number, *_ in free), *fresh]
-    if not numbers:
+    factors = {number: min(factor * (1 + (state == CLAIMED)), _MAX_FACTOR) for number, _, state, factor in free}
+    factors |= dict.fromkeys(fresh, 1)
+    if not factors:
         return []
     version = queue.announced_version(tx) or 0
     claims = [
-        RolloutClaim(number, fence + i, version, worker, tx.now, tx.now + seconds)
-        for i, number in enumerate(numbers, start=1)
+        RolloutClaim(number, fence + i, version, worker, tx.now, tx.now + seconds * factor)
+        for i, (number, factor) in enumerate(factors.items(), start=1)
     ]
     tx.insert(
         "claims",
-        ("number", "fence", "worker", "version", "claimed", "expires", "state"),
-        [(*_columns(claim), CLAIMED) for claim in claims],
-        "ON CONFLICT (number) DO UPDATE SET fence = excluded.fence, worker = excluded.worker, "
-        "version = excluded.version, claimed = excluded.claimed, expires = excluded.expires, state = excluded.state",
+        ("number", "fence", "worker", "version", "claimed", "expires", "factor", "state"),
+        [(*_columns(claim), factors[claim.number], CLAIMED) for claim in claims],
+        "ON CONFLICT (number) DO UPDATE SET fence = excluded.fence, worker = excluded.worker, version = "
+        "excluded.version, claimed = excluded.claimed, expires = excluded.expires, "
+        "factor = excluded.factor, state = excluded.state",
     )
     tx.run("UPDATE rollouts SET next = ?, fence = ? WHERE id = 0", (fresh.stop, claims[-1].fence))
-    expired = [(number, holder) for number, holder, state in free if state == CLAIMED]
+    expired = [(number, holder) for number, holder, state, _ in free if state == CLAIMED]
     queue.record_events(
         tx,
         [
@@ -436,7 +443,7 @@ def renew_claims(book: Book, claims: Sequence[RolloutClaim], seconds: float) -> 
     Args:
         book: The book.
         claims: The claims.
-        seconds: New time to live.
+        seconds: New time to live, of a group that has not expired before; see `claim_rollouts`.
 
     Returns:
         Those that the worker still has.
@@ -447,7 +454,10 @@ def renew_claims(book: Book, claims: Sequence[RolloutClaim], seconds: float) -> 
     def transact(tx: Transaction) -> list[RolloutClaim]:
         current = _find_current(tx, claims)
         fences = tx.array([claim.fence for claim in current])
-        tx.run(f"UPDATE claims SET expires = ? WHERE fence {tx.in_ints}", (tx.now + seconds, fences))
+        tx.run(
+            f"UPDATE claims SET expires = ? + ? * factor WHERE fence {tx.in_ints}",
+            (tx.now, float(seconds), fences),
+        )
         return current
 
     # Not durable: after a crash of the server, a claim may expire earlier.
@@ -653,6 +663,29 @@ def report_worker(book: Book, worker: str, **details: Any) -> None:
 
 
 @served(repeat=True)
+def read_worker_reports(book: Book) -> list[WorkerReport]:
+    """Return the last reports of all workers and trainers.
+
+    Args:
+        book: The book.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> report_worker(book, "a", state="generating")
+    >>> [report.details for report in read_worker_reports(book)]
+    [{'state': 'generating'}]
+    """
+    with book.ledger.read() as tx:
+        return select_worker_reports(tx)
+
+
+def select_worker_reports(tx: Transaction) -> list[WorkerReport]:
+    """Implement `read_worker_reports` in a transaction."""
+    rows: list[tuple[Any, ...]] = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
+    return [WorkerReport(name, max(tx.now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
+
+
+@served(repeat=True)
 def remove_worker(book: Book, worker: str) -> None:
     """Remove the report of a worker or trainer that ends.
 
@@ -815,11 +848,13 @@ __all__ = [
     "publish_weights",
     "read_generations",
     "read_rollouts",
+    "read_worker_reports",
     "remove_worker",
     "renew_claims",
     "report_worker",
     "return_claims",
     "return_worker_claims",
+    "select_worker_reports",
     "set_limit",
     "suspend_rollouts",
     "weights_version",

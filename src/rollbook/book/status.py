@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollbook.book import queue
 from rollbook.book.consumer import Consumer, all_consumers
 from rollbook.book.ledger import Transaction, parse_object, served
 from rollbook.book.reports import Counts
-from rollbook.book.rollouts import CLAIMED, WorkerReport
+from rollbook.book.rollouts import CLAIMED, WorkerReport, select_worker_reports
 from rollbook.core.checks import check_float, check_int
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def read_status(book: Book, seconds: float = 10.0, leases: int = 20) -> BookStat
             events.appended / events.seconds,
             statuses,
             _read_rollouts(tx, sum(events.by_worker.values()) / events.seconds),
-            _read_workers(tx),
+            select_worker_reports(tx),
             {worker: count / events.seconds for worker, count in sorted(events.by_worker.items())},
             sorted(listed, key=lambda lease: lease.left),
         )
@@ -335,11 +335,6 @@ def _read_rollouts(tx: Transaction, rate: float) -> RolloutStatus | None:
         oldest_worker=str(in_flight[0][3]) if in_flight else None,
         rate=rate,
     )
-
-
-def _read_workers(tx: Transaction) -> list[WorkerReport]:
-    rows: list[tuple[Any, ...]] = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
-    return [WorkerReport(name, max(tx.now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
 
 
 __all__ = ["BookStatus", "ConsumerStatus", "LeaseStatus", "RolloutStatus", "Staleness", "read_status"]

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import shutil
+import signal
 import sqlite3
 import sys
 import warnings
@@ -57,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe; without this, Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        number = error.args[0] if error.args else signal.SIGINT
+        return 128 + int(number)
     except (ValueError, OSError, KeyError, ImportError, OverflowError, sqlite3.Error) as error:
         if isinstance(error, ModuleNotFoundError):
             error = explain_missing("this command", error)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +68,13 @@ def train(options: argparse.Namespace) -> int:
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:
-        if options.ray is not None:
-            summary = train_on_ray(config, options.ray or None, ranks=options.ranks or 1)
-            if options.json:
-                print(json.dumps(summary))
-            return OK
-        outcome = run(config)
+        with _interrupted_by_sigterm():
+            if options.ray is not None:
+                summary = train_on_ray(config, options.ray or None, ranks=options.ranks or 1)
+                if options.json:
+                    print(json.dumps(summary))
+                return OK
+            outcome = run(config)
     except RollbookError as error:
         if isinstance(error, (ValueError, OSError)):
             raise  # of a configuration, a file or a book
@@ -86,6 +88,32 @@ def train(options: argparse.Namespace) -> int:
     if options.json and is_main:
         print(json.dumps(outcome.to_dict()))
     return OK
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a run as Ctrl-C does: schedulers send it before they kill."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    is_terminated = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the clean-up
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_terminated:  # Ray replaces the exception, so that it cannot carry the signal
+            raise KeyboardInterrupt(signal.SIGTERM) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _launch(ranks: int, arguments: list[str]) -> int:
@@ -115,8 +143,8 @@ def _launch(ranks: int, arguments: list[str]) -> int:
         if failure.exitcode < 0:
             print(f"rollbook train: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
         return UNREADABLE
-    except SignalException:
-        raise KeyboardInterrupt from None
+    except SignalException as error:
+        raise KeyboardInterrupt(int(error.sigval)) from None
     return OK
 
 

@@ -1,8 +1,8 @@
 """Training on a Ray cluster: `train_on_ray` starts a book, rollout workers and the ranks of a trainer as actors.
 
 The book is served by an actor (`ray://NAME`), over the folder of the run or the `book` of the configuration. Records
-and weights cross in the object store. The driver starts the other actors and watches them: a rollout worker that dies
-is restarted by Ray; if a rank of the trainer dies, all ranks are restarted and continue from the last checkpoint.
+and weights cross in the object store. The driver starts the other actors and watches them: a rollout worker that fails
+or dies is restarted; if a rank of the trainer dies, all ranks are restarted and continue from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import io
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -32,7 +33,7 @@ from rollbook.train import checkpoint
 from rollbook.train.config.schema import Config, RolloutSection
 from rollbook.train.config.values import ConfigError
 from rollbook.train.run import BOOK_FOLDER, CONFIG_FILE, WORKERS_FOLDER, Run
-from rollbook.train.worker import MAX_FAILURES, WorkersFailedError, wait_for_trainer
+from rollbook.train.worker import MAX_FAILURES, WorkerFailures, WorkersFailedError, wait_for_trainer
 
 if TYPE_CHECKING:
     from rollbook.train.worker import RolloutWorker
@@ -159,7 +160,8 @@ def train_on_ray(
     Raises:
         ConfigError: The configuration is not valid, or does not fit the run in the folder.
         TrainerDiedError: Ranks of the trainer died repeatedly, or an actor could not be created.
-        WorkersFailedError: Code of an actor raised an exception that is not Rollbook's.
+        WorkersFailedError: A rollout worker failed repeatedly, or code of the trainer raised an exception that is not
+            Rollbook's.
     """
     config.require()
     if not config.rollout.workers:
@@ -194,6 +196,7 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     if ray.is_initialized():
         yield
         return
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
     is_new = address == _LOCAL
     if not is_new:
@@ -208,6 +211,8 @@ def _connected(config: Config, address: str | None, ranks: int) -> Iterator[None
     if is_new:
         cpus = max(os.cpu_count() or 1, math.ceil(_count_cpus(config, ranks)))
         ray.init(_LOCAL, num_cpus=cpus, include_dashboard=False, **options)
+    if callable(sigterm_handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, sigterm_handler)  # Ray has replaced it
     try:
         yield
     finally:
@@ -251,6 +256,7 @@ class _Cluster:
         self.rank_actors: list[Any] = []
         self._worker_of_result: dict[Any, int] = {}
         """Number of the worker by the reference to the result of its `run`."""
+        self._failures = WorkerFailures()
         self._saved_step = -1
         """Step of the last checkpoint that rank 0 reported; -1: none."""
 
@@ -337,12 +343,10 @@ class _Cluster:
         import ray
 
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", **self.config.rollout.worker_resources}
-        # Ray restarts the actor if its process or node dies, and then repeats `run`.
-        actor: Any = ray.remote(RolloutActor).options(
-            max_concurrency=2, max_restarts=-1, max_task_retries=-1, **options
-        )
+        actor: Any = ray.remote(RolloutActor).options(max_concurrency=2, max_restarts=0, **options)
         worker = actor.remote(self.folder)
         self.worker_actors[number] = worker
+        self._failures.record_start(number)
         self._worker_of_result[worker.run.remote(self.book_address, f"worker-{number}")] = number
 
     def _train_once(self) -> dict[str, Any]:
@@ -424,8 +428,14 @@ class _Cluster:
             print(text, end="", file=self.stream, flush=True)
 
     def _check_workers(self) -> None:
-        """Raise the exception of a worker that failed; one whose process died is restarted by Ray."""
+        """Restart workers that failed or died.
+
+        Raises:
+            WorkersFailedError: A worker failed too often.
+        """
         import ray
+
+        from rollbook.book.ray import describe_ray_error
 
         done, _ = ray.wait(list(self._worker_of_result), num_returns=len(self._worker_of_result), timeout=0)
         for result in done:
@@ -435,24 +445,33 @@ class _Cluster:
                 # It is needed again if the trainer dies before it has saved the last checkpoint.
                 next_result = self.worker_actors[number].run.remote(self.book_address, f"worker-{number}")
                 self._worker_of_result[next_result] = number
+                continue
             except ray.exceptions.RayTaskError as error:
-                raise self._read_error(error, f"worker-{number}") from None
+                reason, log = describe_ray_error(error).last, self._log_error(error, f"worker-{number}")
             except ray.exceptions.RayActorError as error:
-                warn_user(f"worker-{number} exited ({_describe_death(error)}); restarting")
-                self._start_worker(number)
+                reason, log = _describe_death(error), None
+            self._failures.record(number, reason, log)
+            ray.kill(self.worker_actors[number])
+            self._start_worker(number)
+
+    def _log_error(self, error: Any, name: str) -> Path:
+        """Append the traceback of an actor's exception to a file, and return its path."""
+        path = self.config.folder / WORKERS_FOLDER / f"{name}.log"
+        make_folder(path.parent)
+        with open(path, "a", encoding="utf-8", opener=private_opener) as file:
+            file.write(f"{error}\n")
+        return path
 
     def _read_error(self, error: Any, name: str) -> Exception:
         """Return the exception that an actor raised; one of other code than Rollbook's with its traceback in a file."""
         from rollbook.book.ray import describe_ray_error
 
-        cause = error.cause
-        if isinstance(cause, (RollbookError, ValueError, OSError)):
+        if isinstance(error.cause, (RollbookError, ValueError, OSError)):
+            cause: Exception = error.cause
             return cause
-        path = self.config.folder / WORKERS_FOLDER / f"{name}.log"
-        make_folder(path.parent)
-        with open(path, "a", encoding="utf-8", opener=private_opener) as file:
-            file.write(f"{error}\n")
-        return WorkersFailedError(f"{name} failed: {describe_ray_error(error).last} (log: {path})")
+        return WorkersFailedError(
+            f"{name} failed: {describe_ray_error(error).last} (log: {self._log_error(error, name)})"
+        )
 
 
 class _RankDiedError(Exception):

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from rollbook.book.book import Book
 from rollbook.book.book import open as open_book
 from rollbook.book.disk import hit_failpoint
+from rollbook.book.ledger import OUTAGE_SECONDS, retry_outages
 from rollbook.core.addresses import redacted
 from rollbook.core.files import FILE_MODE, make_folder, private_opener
 from rollbook.core.metrics import warn_user
@@ -416,18 +417,23 @@ class Run:
         """Open the book: rank 0 creates it, then other ranks open it for reading, if they can see it."""
         address = self.book_address
         over = None if self._served_book is None else self._own_book
+        # `_check_book` has opened it: if its server does not respond now, the address is right.
         if self._distributed is None:
-            return open_book(address, tokenizer=actor.tokenizer, over=over)
-        book = open_book(address, tokenizer=actor.tokenizer, over=over) if self.is_main else None
+            return retry_outages(open_book, address, tokenizer=actor.tokenizer, over=over)
+        book = retry_outages(open_book, address, tokenizer=actor.tokenizer, over=over) if self.is_main else None
         self._distributed.group.gather([])
         if not self.is_main and ("://" in address or Path(address).exists()):
-            book = open_book(address, mode="r")
+            book = retry_outages(open_book, address, mode="r")
         return book or contextlib.nullcontext()
 
     def _check_book(self, resumed: bool) -> None:
-        """Check that the book can be opened and is not that of another run, before models are loaded."""
+        """Check that the book can be opened and is not that of another run, before models are loaded.
+
+        Args:
+            resumed: Whether the run has a book, whose server may be restarting. A new run may have a wrong address.
+        """
         try:
-            with open_book(self._own_book) as book:
+            with retry_outages(open_book, self._own_book, outage_seconds=OUTAGE_SECONDS if resumed else 0.0) as book:
                 self._check_unused(book, resumed)
         except ConfigError:
             raise
@@ -480,7 +486,7 @@ class Run:
         if self._distributed is not None:
             self._distributed.release(None)
         outcome = RunResult(self.folder, last.step, 0.0, redacted(self._own_book))
-        with open_book(self._own_book, mode="r") as book:
+        with retry_outages(open_book, self._own_book, mode="r") as book:
             outcome.before, outcome.after = self._evaluations(book, last.step)
         return outcome
 

@@ -52,6 +52,7 @@ from rollbook.book.rollouts import (
     publish_weights,
     read_generations,
     read_rollouts,
+    read_worker_reports,
     remove_worker,
     renew_claims,
     report_worker,
@@ -92,8 +93,8 @@ if TYPE_CHECKING:
 MODES = ("sync", "one_step_off", "async")
 WEIGHTS_FILE_BYTES = 1 << 30
 """Size at which a new file of published weights begins."""
-WAIT_SHARE = 0.05
-"""Share of a step spent waiting above which generation runs further ahead."""
+IDLE_SHARE = 0.2
+"""Generation runs further ahead if the trainer waits, and workers lack prompts, for more than this share of time."""
 SLOW_FACTOR = 12.0
 """A worker is slow that takes this many times as long for a group as the median."""
 _MIN_SLOW_SECONDS = 0.5
@@ -227,7 +228,11 @@ class RolloutPacer:
         """By number of a group."""
         self._checked_slow_at = -math.inf
         self._lead = self._min_lead = min(1.0, float(config.staleness_bound))
-        self._leased_at: float | None = None
+        self._adapted_at: float | None = None
+        self._waited_seconds = 0.0
+        """Since then."""
+        self._worker_seconds: dict[str, tuple[float, float]] = {}
+        """By worker, as last reported: seconds without prompts, and since its start."""
 
     def _settings(self) -> dict[str, Any]:
         return {**self.config.settings, "consumer": self.consumer, "trainer": self._trainer}
@@ -340,7 +345,7 @@ class RolloutPacer:
                     seconds=seconds,
                 )
                 if lease:
-                    self._adapt(start)
+                    self._adapt(time.monotonic() - start)
                     return lease
                 if is_ready:
                     time.sleep(0.05)
@@ -384,18 +389,44 @@ class RolloutPacer:
             retry_outages(return_claims, self.book, slow, "slow worker")
             self._times_reassigned.update(claim.number for claim in slow)
 
-    def _adapt(self, start: float) -> None:
-        """Change how many steps generation runs ahead, after the trainer has waited for a lease since `start`.
+    def _adapt(self, waited_seconds: float) -> None:
+        """Change how many steps generation runs ahead, after the trainer has waited for a lease.
 
         The more it runs ahead, the staler the records are. So it runs ahead by one step, and by more, up to the bound,
-        only while the trainer has to wait.
+        only while the trainer waits and workers lack prompts: if they do not, generation is the bottleneck, and a
+        greater lead would only let records wait.
         """
+        if self._min_lead == self.config.staleness_bound:
+            return
         now = time.monotonic()
-        if self._leased_at is not None:
-            has_waited = now - start > WAIT_SHARE * (now - self._leased_at)
-            lead = self._lead + (0.5 if has_waited else -0.1)
-            self._lead = min(max(lead, self._min_lead), float(self.config.staleness_bound))
-        self._leased_at = now
+        self._waited_seconds += waited_seconds
+        if self._adapted_at is None:
+            self._read_idle_share()
+        else:
+            seconds = now - self._adapted_at
+            if seconds < _HEARTBEAT_SECONDS:
+                return
+            idle_share = self._read_idle_share()
+            if idle_share is not None:
+                # A greater lead can save no more time than both spend waiting.
+                both_wait = min(self._waited_seconds / seconds, idle_share) > IDLE_SHARE
+                lead = self._lead + (0.25 if both_wait else -0.1)
+                self._lead = min(max(lead, self._min_lead), float(self.config.staleness_bound))
+        self._adapted_at, self._waited_seconds = now, 0.0
+
+    def _read_idle_share(self) -> float | None:
+        """Return for which share of the time since the last call workers lacked prompts, or `None` if none reported."""
+        last, self._worker_seconds = self._worker_seconds, {}
+        idle = total = 0.0
+        for report in retry_outages(read_worker_reports, self.book):
+            if "idle_seconds" in report.details:
+                seconds = float(report.details["idle_seconds"]), float(report.details["seconds"])
+                self._worker_seconds[report.name] = seconds
+                last_idle, last_total = last.get(report.name, seconds)
+                if seconds[1] > last_total:  # else there is no new report, or the worker was restarted
+                    idle += seconds[0] - last_idle
+                    total += seconds[1] - last_total
+        return idle / total if total else None
 
     def _is_waiting_for_stale(self, state: RolloutState, version: int) -> bool:
         """Return whether a group in flight must be trained on in this step."""
@@ -517,6 +548,10 @@ class RolloutWorker:
         self._scoring: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._cancel = Cancel()
         self._stage = "starting"
+        self._started = time.monotonic()
+        self._idle_seconds = 0.0  # without prompts, and without groups that wait for the book
+        self._append_seconds = 0.0  # in earlier appends
+        self._append_started: float | None = None
         self._failure: BaseException | None = None
         self._claim_lost = False
         self._tokenizer = getattr(engine, "tokenizer", None) or getattr(actor, "tokenizer", None)
@@ -577,9 +612,13 @@ class RolloutWorker:
         if self._claim_lost:
             self._return_unknown_claims()
             self._claim_lost = False
-        claims = claim_rollouts(
-            self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=_POLL_SECONDS
-        )
+        claims = self._claim(timeout=0.0)
+        if not claims:
+            start, start_appending = time.monotonic(), self._measure_appends()
+            claims = self._claim(timeout=_POLL_SECONDS)
+            # While groups wait to be appended, the book is the bottleneck: more prompts would only wait, too.
+            appending = self._measure_appends() - start_appending
+            self._idle_seconds += max(time.monotonic() - start - appending, 0.0)
         if not claims:
             state = read_rollouts(self.book)
             return state is None or state.status != FINISHED or bool(self._groups)
@@ -600,6 +639,14 @@ class RolloutWorker:
                         self._groups.pop(group.claim.fence, None)
             raise
         return True
+
+    def _measure_appends(self) -> float:
+        """Return for how many seconds groups have been appended."""
+        started = self._append_started
+        return self._append_seconds + (0.0 if started is None else time.monotonic() - started)
+
+    def _claim(self, timeout: float) -> list[RolloutClaim]:
+        return claim_rollouts(self.book, self.name, self.prompts_per_claim, seconds=self.claim_seconds, timeout=timeout)
 
     def _generate(self, groups: Sequence[_Group], scoring: set[int]) -> None:
         """Generate groups and pass them on to be scored; add the fences of those that are to `scoring`."""
@@ -687,6 +734,7 @@ class RolloutWorker:
         if self.reward is not None:
             prompts = [group.prompt for group in groups]
             records = score(records, self.reward, self._tokenizer, prompts=prompts)
+        self._append_started = start = time.monotonic()
         tasks = [eid.tid for eid in records.eids()]
         for group in groups:
             rows = records.take([row for row, task in enumerate(tasks) if task == _task_id(group)])
@@ -713,6 +761,8 @@ class RolloutWorker:
             if appended:
                 self.result.groups += 1
                 self.result.records += len(rows)
+        self._append_started = None
+        self._append_seconds += time.monotonic() - start
 
     def _finish(self, group: _Group) -> None:
         self._retry(finish_claims, self.book, [group.claim])
@@ -855,6 +905,8 @@ class RolloutWorker:
             groups=self.result.groups,
             records=self.result.records,
             discarded=self.result.discarded,
+            idle_seconds=round(self._idle_seconds, 3),
+            seconds=round(time.monotonic() - self._started, 3),
         )
 
 
@@ -905,6 +957,51 @@ def wait_for_trainer(
 # --- processes on this machine ----------------------------------------------------------------------------------------
 
 
+class WorkerFailures:
+    """Counts the failures of workers, which are restarted until one of them has failed too often.
+
+    Args:
+        max_failures: Failures of a worker in a row, each within 60 s of a start, after which the run stops.
+
+    >>> failures = WorkerFailures(2)
+    >>> failures.record_start(0)
+    >>> failures.record(0, "out of memory")
+    >>> failures.record(0, "out of memory")
+    Traceback (most recent call last):
+        ...
+    rollbook.train.worker.WorkersFailedError: worker-0 failed 2 times in a row; the last error: out of memory
+    """
+
+    def __init__(self, max_failures: int = MAX_FAILURES) -> None:
+        self.max_failures = max_failures
+        self._counts: Counter[int] = Counter()
+        self._start_times: dict[int, float] = {}
+
+    def record_start(self, number: int) -> None:
+        """Record that a worker was started."""
+        self._start_times[number] = time.monotonic()
+
+    def record(self, number: int, reason: str, log: Path | None = None) -> None:
+        """Record that a worker failed, and warn that it is restarted.
+
+        Args:
+            number: Number of the worker.
+            reason: Its last error.
+            log: File with more about it.
+
+        Raises:
+            WorkersFailedError: It failed too often.
+        """
+        is_early = time.monotonic() - self._start_times[number] < _EARLY_FAILURE_SECONDS
+        self._counts[number] = self._counts[number] + 1 if is_early else 1
+        if self._counts[number] >= self.max_failures:
+            raise WorkersFailedError(
+                f"worker-{number} failed {self._counts[number]} times in a row; the last error: {reason}"
+                + ("" if log is None else f" (log: {log})")
+            )
+        warn_user(f"worker-{number} exited ({reason}); restarting")
+
+
 class LocalWorkers:
     """Rollout workers as processes of this machine, restarted if they end. They end with this process.
 
@@ -912,14 +1009,13 @@ class LocalWorkers:
         book: Address of the book.
         count: Number of workers.
         folder: Folder for their logs.
-        max_failures: Failures in a row, each within 60 s of a start, after which the run stops.
+        max_failures: See `WorkerFailures`.
     """
 
     def __init__(self, book: str, count: int, folder: Path, *, max_failures: int = MAX_FAILURES) -> None:
-        self.book, self.folder, self.max_failures = book, folder, max_failures
+        self.book, self.folder = book, folder
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
-        self._failures = [0] * count
-        self._started = [0.0] * count
+        self._failures = WorkerFailures(max_failures)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def start(self) -> None:
@@ -929,7 +1025,7 @@ class LocalWorkers:
 
     def _start(self, number: int) -> None:
         arguments = ["--book", self.book, "--name", f"worker-{number}", "--trust", "--parent", str(os.getpid())]
-        self._started[number] = time.monotonic()
+        self._failures.record_start(number)
         # The trainer and the workers share the processors.
         threads = str(max(1, (os.cpu_count() or 1) // (len(self.processes) + 1)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ}
@@ -956,16 +1052,9 @@ class LocalWorkers:
                 warn_user(f"worker-{number} was stopped; restarting")
                 self._start(number)
                 continue
-            is_early = time.monotonic() - self._started[number] < _EARLY_FAILURE_SECONDS
-            self._failures[number] = self._failures[number] + 1 if is_early else 1
             lines = self._log(number).read_text(errors="replace").strip().splitlines()
             reason = lines[-1] if lines and status > 0 else f"status {status}"
-            if self._failures[number] >= self.max_failures:
-                raise WorkersFailedError(
-                    f"worker-{number} failed {self._failures[number]} times in a row; the last error: {reason} "
-                    f"(log: {self._log(number)})"
-                )
-            warn_user(f"worker-{number} exited ({reason}); restarting")
+            self._failures.record(number, reason, self._log(number))
             self._start(number)
 
     def stop(self) -> None:
@@ -987,6 +1076,7 @@ __all__ = [
     "RolloutPacer",
     "RolloutWorker",
     "TrainerReplacedError",
+    "WorkerFailures",
     "WorkerResult",
     "WorkersFailedError",
     "wait_for_trainer",
