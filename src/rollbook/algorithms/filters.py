@@ -309,19 +309,21 @@ def truncated(
     causes = (reasons,) if isinstance(reasons, str) else reasons  # `in` on a string would match substrings
     layout = Layout.from_tokens(mask)
     rows = as_ids("finish", finish, layout.rows)
-    odd = next(
+    invalid = next(
         (i for i, status in enumerate(rows) if not (status is None or isinstance(status, str) or status in (0, 1))),
         None,
     )
-    if odd is not None:
-        raise ValueError(f"finish: got {rows[odd]!r} at row {odd}, expected a finish reason, true, false or None")
-    cut = [status in causes if isinstance(status, str) else bool(status) for status in rows]
-    left = ~torch.tensor(cut, dtype=torch.bool, device=layout.mask.device)
+    if invalid is not None:
+        raise ValueError(
+            f"finish: got {rows[invalid]!r} at row {invalid}, expected a finish reason, true, false or None"
+        )
+    is_truncated = [status in causes if isinstance(status, str) else bool(status) for status in rows]
+    left = ~torch.tensor(is_truncated, dtype=torch.bool, device=layout.mask.device)
     tokens = float(layout.counts.sum())
     counted = layout.mask & layout.spread(left)
     metrics = {"masked_tokens": tokens - float(counted.sum())}
     unknown = rows_where([status is None for status in rows])
-    by_reason = {"truncated": rows_where(cut), "unknown finish": unknown}
+    by_reason = {"truncated": rows_where(is_truncated), "unknown finish": unknown}
     return MaskResult(layout.restore(counted), Report(layout.rows, by_reason, metrics, _check_names(ids, layout.rows)))
 
 
@@ -435,7 +437,7 @@ class Refill:
         names, ids = as_ids("groups", groups, len(values)), as_ids("samples", samples, len(values))
         number_ids("groups", names)
         _, different = number_ids("samples", ids)
-        waiting = {sample for _, part in self._ready for sample in part}
+        waiting = {sample for _, group_samples in self._ready for sample in group_samples}
         waiting |= {sample for parts in self._pending.values() for _, sample in parts}
         seen: set[Hashable] = set()
         for sample in ids if len(different) < len(ids) or waiting.intersection(different) else ():
@@ -462,7 +464,7 @@ class Refill:
         left: dict[int, list[Hashable]] = {}
         for at, _, sample in (rows[i] for i in keep.rows):
             left.setdefault(at, []).append(sample)
-        self._ready += [(complete[at][0], part) for at, part in left.items()]
+        self._ready += [(complete[at][0], samples) for at, samples in left.items()]
         self._record(keep.report.reasons, [sample for _, _, sample in rows])
 
     def _record(self, reasons: Mapping[str, Sequence[int]], samples: list[Hashable]) -> None:
@@ -483,12 +485,14 @@ class Refill:
         report = Report(len(self._judged), self._reasons, {"rounds": float(self._rounds)}, self._judged)
         short, rounds = self.groups - len(batch), self._rounds
         self._judged, self._reasons, self._rounds = [], {}, 0
-        return RefillResult([group for group, _ in batch], [part for _, part in batch], short, rounds, report)
+        return RefillResult(
+            [group for group, _ in batch], [group_samples for _, group_samples in batch], short, rounds, report
+        )
 
     def abandon(self) -> dict[Hashable, list[Hashable]]:
         """Drop incomplete groups; return their samples by group. They are reported as `"incomplete group"`."""
         dropped = {group: [sample for _, sample in parts] for group, parts in self._pending.items()}
-        samples = [sample for part in dropped.values() for sample in part]
+        samples = [sample for group_samples in dropped.values() for sample in group_samples]
         self._record({"incomplete group": range(len(samples))}, samples)
         self._pending = {}
         return dropped
@@ -497,8 +501,8 @@ class Refill:
         """Return the state as plain containers of ids and scores."""
         return {
             "rounds": self._rounds,
-            "pending": [[group, [list(part) for part in parts]] for group, parts in self._pending.items()],
-            "ready": [[group, list(part)] for group, part in self._ready],
+            "pending": [[group, [list(samples) for samples in parts]] for group, parts in self._pending.items()],
+            "ready": [[group, list(samples)] for group, samples in self._ready],
             "judged": list(self._judged),
             "reasons": {reason: list(rows) for reason, rows in self._reasons.items()},
         }
@@ -511,7 +515,7 @@ class Refill:
         if full is not None or (pending and self.group_size is None):
             name = next(iter(pending)) if full is None else full
             raise ValueError(f"state: group {name!r} has {len(pending[name])} samples, expected fewer than group_size")
-        self._pending, self._ready = pending, [(group, list(part)) for group, part in state["ready"]]
+        self._pending, self._ready = pending, [(group, list(samples)) for group, samples in state["ready"]]
         self._rounds, self._judged = int(state["rounds"]), list(state["judged"])
         self._reasons = {reason: list(rows) for reason, rows in state["reasons"].items()}
 
@@ -676,13 +680,13 @@ def _mark_on_host(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Ten
         if len(slots):
             count = max(1, int(len(slots) * ratio))
             first, last = slots[0], slots[-1] + 1
-            where = slice(first, last) if last - first == len(slots) else slots
-            candidates = values[where]
+            selection = slice(first, last) if last - first == len(slots) else slots
+            candidates = values[selection]
             least = np.partition(candidates, len(slots) - count)[len(slots) - count]
             highest = candidates > least
             equal = np.flatnonzero(candidates == least)
             highest[equal[: count - np.count_nonzero(highest)]] = True
-            flags[where] = highest
+            flags[selection] = highest
     return marked
 
 

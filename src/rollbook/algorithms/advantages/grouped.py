@@ -342,7 +342,9 @@ def rec(
     if drop is not None:
         if ids is None:
             raise ValueError("ids: got None, expected an id for each row, since drop='balance' draws by id")
-        all_ids = [name for part in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
+        all_ids = [
+            name for rank_ids in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in rank_ids
+        ]
         if len(set(all_ids)) != len(all_ids):
             raise ValueError("ids: got the same id for several rows, expected a different id for each")
         dropped = _surplus_negatives(grouped, scores, all_ids, seed)
