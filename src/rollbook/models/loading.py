@@ -156,8 +156,8 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
         inner = _from_name(str(base) if base.is_dir() else base_name, purpose, kind, attn_implementation)
         return load_adapter(inner, name)
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    for part in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
-        kernel = getattr(part, "_attn_implementation", None)
+    for model_config in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
+        kernel = getattr(model_config, "_attn_implementation", None)
         if kernel is not None and "/" in str(kernel):
             raise ValueError(f"model: {name!r} uses the attention {kernel!r}: code from the hub is not run")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
