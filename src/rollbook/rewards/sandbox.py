@@ -178,7 +178,7 @@ def _strictest_settings(python: str | None) -> dict[str, Any]:
         prefixes = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
     else:
         places = {os.path.abspath(python), os.path.realpath(python)}
-        prefixes = {os.path.dirname(os.path.dirname(place)) for place in places}
+        prefixes = {os.path.dirname(os.path.dirname(folder)) for folder in places}
     shown = [
         *SYSTEM_PATHS,
         *(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in SYSTEM_PATHS),
@@ -254,31 +254,31 @@ def _run(
 def _remove(folder: str, top: int) -> None:
     """Remove a folder, open as `top`, of any depth, without recursion and long paths."""
     names: list[str] = []
-    place = os.dup(top)
+    directory = os.dup(top)
     with contextlib.suppress(OSError):
         os.fchmod(top, 0o700)
         while True:
             below = None
-            with os.scandir(place) as entries:
+            with os.scandir(directory) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         below = entry.name
                         break
-                    os.unlink(entry.name, dir_fd=place)
+                    os.unlink(entry.name, dir_fd=directory)
             if below is None and not names:
                 break
             if below is not None:
-                os.chmod(below, 0o700, dir_fd=place)  # the program may have removed permissions
+                os.chmod(below, 0o700, dir_fd=directory)  # the program may have removed permissions
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            other = os.open(".." if below is None else below, flags, dir_fd=place)
-            os.close(place)
-            place = other
+            other = os.open(".." if below is None else below, flags, dir_fd=directory)
+            os.close(directory)
+            directory = other
             if below is None:
-                os.rmdir(names.pop(), dir_fd=place)
+                os.rmdir(names.pop(), dir_fd=directory)
             else:
                 names.append(below)
         os.rmdir(folder)
-    os.close(place)
+    os.close(directory)
 
 
 GRACE_SECONDS = 20.0
@@ -520,12 +520,12 @@ def _remaining_limits(limits: Limits, deadline: float) -> Limits | None:
 
 
 def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
-    if ours == theirs:
+    printed, required = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
+    if printed == required:
         return True
-    if tolerance is None or len(ours) != len(theirs):
+    if tolerance is None or len(printed) != len(required):
         return False
-    for line, other in zip(ours, theirs, strict=True):
+    for line, other in zip(printed, required, strict=True):
         words, others = line.split(), other.split()
         if len(words) != len(others) or not all(map(_is_near(tolerance), words, others)):
             return False
@@ -533,7 +533,7 @@ def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _is_near(tolerance: float) -> Any:
-    def near(word: str, other: str) -> bool:
+    def is_near(word: str, other: str) -> bool:
         if word == other:
             return True
         try:
@@ -542,4 +542,4 @@ def _is_near(tolerance: float) -> Any:
             return False
         return abs(a - b) <= tolerance * max(1.0, abs(b))
 
-    return near
+    return is_near
