@@ -193,11 +193,11 @@ class _Mask:
             self.offsets = column.offsets - column.offsets[0]
             self.bits = _is_true(column.values[column.offsets[0] : column.offsets[-1]], column.dtype)
             self.known |= column.present
-            there = column.lengths > 0
-            if there.any():
+            nonempty = column.lengths > 0
+            if nonempty.any():
                 # Rows without tokens have no values, so the other rows are adjacent.
-                starts = self.offsets[:-1][there]
-                self.counts[there] = np.add.reduceat(self.bits.view(np.uint8), starts, dtype=np.int64)
+                starts = self.offsets[:-1][nonempty]
+                self.counts[nonempty] = np.add.reduceat(self.bits.view(np.uint8), starts, dtype=np.int64)
         for i, box in enumerate(list_boxes(other, "action_mask") if other is not None else ()):
             if box is not None and not self.known[i]:
                 self.other_rows[i] = bits = _is_true(_tensor_elements(box[0], box[2]), box[0])
@@ -234,8 +234,8 @@ def _version_ranges(
     column = columns.get(name)
     if isinstance(column, Ragged) and column.offsets[-1] > column.offsets[0]:
         values = _clip_to_int64(column.values[column.offsets[0] : column.offsets[-1]])
-        there = column.lengths > 0
-        rows = np.flatnonzero(there).tolist()
+        nonempty = column.lengths > 0
+        rows = np.flatnonzero(nonempty).tolist()
         offsets = column.offsets - column.offsets[0]
         low, high = values.min(), values.max()
         if low == high:
@@ -243,7 +243,7 @@ def _version_ranges(
         elif np.array_equal(offsets, mask.offsets):
             # If no token of a row is trained on, all of its tokens count.
             keep = mask.bits | np.repeat(mask.counts == 0, column.lengths)
-            starts = offsets[:-1][there]
+            starts = offsets[:-1][nonempty]
             lows = np.minimum.reduceat(np.where(keep, values, high), starts).tolist()
             highs = np.maximum.reduceat(np.where(keep, values, low), starts).tolist()
         else:

@@ -348,16 +348,18 @@ def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> 
     memory, bounds = _text_memory(entries.field("data"))
     heavy = np.diff(bounds) >= min_bytes
     for array in (entries, entries.field("data")):
-        there = arrow.validity(array)
-        if there is not None:
-            heavy &= there
-    where = np.flatnonzero(heavy)
-    owners = np.searchsorted(rows, where, side="right") - 1
-    there = arrow.validity(column)
-    if there is not None:
-        where, owners = where[there[owners]], owners[there[owners]]
+        valid = arrow.validity(array)
+        if valid is not None:
+            heavy &= valid
+    indices = np.flatnonzero(heavy)
+    owners = np.searchsorted(rows, indices, side="right") - 1
+    valid = arrow.validity(column)
+    if valid is not None:
+        indices, owners = indices[valid[owners]], owners[valid[owners]]
     cuts = []
-    for entry, row, description in zip(where.tolist(), owners.tolist(), _describe_entries(entries, where), strict=True):
+    for entry, row, description in zip(
+        indices.tolist(), owners.tolist(), _describe_entries(entries, indices), strict=True
+    ):
         start, stop = int(bounds[entry]), int(bounds[entry + 1])
         try:
             shape = check_shape(description["dtype"], description["shape"], stop - start, "")
@@ -480,7 +482,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     opened: dict[str, Blob] = {}
     written: dict[str, bytes] = {}
     changed: Columns = {}
-    room = DEFAULT_LIMITS.max_bytes
+    bytes_left = DEFAULT_LIMITS.max_bytes
     for name, refs in places.items():
         if name not in columns:
             continue
@@ -489,17 +491,17 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
             raise WireError(f"{REFERENCES_COLUMN}: refers to column {name!r}, which can hold no media")
         cuts = []
         for (row, item), (start, stop, entry) in zip(refs, _find_references(column, refs), strict=True):
-            where, key = f"record {row}: {name}", item["hash"]
+            prefix, key = f"record {row}: {name}", item["hash"]
             if start == stop:
-                raise WireError(f"{where}: no reference to sha256:{key} at {item['at']}")
+                raise WireError(f"{prefix}: no reference to sha256:{key} at {item['at']}")
             if key not in opened:
-                opened[key] = _fetch_blob(fetch, key, where)
+                opened[key] = _fetch_blob(fetch, key, prefix)
             blob = opened[key]
             new: Any = blob.payload
             if entry is not None:
                 if (blob.kind, blob.dtype, list(blob.shape)) != ("tensor", entry["dtype"], entry["shape"]):
                     raise WireError(
-                        f"{where}[{entry['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
+                        f"{prefix}[{entry['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
                         f"expected tensor {entry['dtype']}{entry['shape']}"
                     )
             elif blob.kind != "text":
@@ -507,9 +509,9 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
                     written[key] = binascii.b2a_base64(blob.payload, newline=False)
                 new = written[key]
             # Small references could request any number of copies of a large medium.
-            room -= len(new)
-            if room < 0:
-                raise WireError(f"{where}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
+            bytes_left -= len(new)
+            if bytes_left < 0:
+                raise WireError(f"{prefix}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
             cuts.append(_Cut(start, stop, new))
         changed[name] = _apply_cuts(column, cuts)
     restored = {
@@ -537,23 +539,23 @@ def _find_references(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -
             chosen.append(entry if inside else 0)
             start, stop = (int(bounds[entry]), int(bounds[entry + 1])) if inside else (0, 0)
             limit = stop
-        there = stop <= limit and memory[start:stop].tobytes() == _PREFIX + item["hash"].encode()
-        places.append((start, stop if there else start, None))
+        matches = stop <= limit and memory[start:stop].tobytes() == _PREFIX + item["hash"].encode()
+        places.append((start, stop if matches else start, None))
     if not in_media or not len(entries):
         return places
     descriptions = _describe_entries(entries, np.array(chosen, dtype=np.int64))
     return [(start, stop, description) for (start, stop, _), description in zip(places, descriptions, strict=True)]
 
 
-def _fetch_blob(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
+def _fetch_blob(fetch: Callable[[str], Any], key: str, prefix: str) -> Blob:
     try:
         blob = open_blob(fetch(key))
     except KeyError:
-        raise WireError(f"{where}: the medium sha256:{key} is missing") from None
+        raise WireError(f"{prefix}: the medium sha256:{key} is missing") from None
     except WireError as error:
-        raise WireError(f"{where}: the medium sha256:{key} is damaged: {error}") from None
+        raise WireError(f"{prefix}: the medium sha256:{key} is damaged: {error}") from None
     if blob.hash != key:
-        raise WireError(f"{where}: the medium sha256:{key} was requested, got sha256:{blob.hash}")
+        raise WireError(f"{prefix}: the medium sha256:{key} was requested, got sha256:{blob.hash}")
     return blob
 
 
@@ -573,9 +575,9 @@ def _tensor_entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
     return column.values.slice(int(rows[0]), int(rows[-1] - rows[0])), rows - rows[0]
 
 
-def _describe_entries(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
+def _describe_entries(entries: pa.Array, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
     """Return key, dtype and shape of some entries, without their data."""
-    chosen = pa.array(where)
+    chosen = pa.array(indices)
     parts = {name: entries.field(name).take(chosen).to_pylist() for name in ("key", "dtype", "shape")}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
@@ -609,6 +611,6 @@ def _apply_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
 
 def _rebuild_array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
     """Return an array with the type, length and nulls of `like` on other buffers."""
-    there = arrow.validity(like)
-    nulls = None if there is None else pa.py_buffer(np.packbits(there, bitorder="little"))
+    valid = arrow.validity(like)
+    nulls = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
     return pa.Array.from_buffers(like.type, len(like), [nulls, *buffers], children=children)

@@ -181,7 +181,7 @@ COMMANDS: dict[str, str] = {
     "top": "Show live who generates, leases and trains: rates, queue depth, staleness, drops by reason.",
     "doctor": "Check a run for common RL failure modes; exit status 1: findings of severity medium or high.",
     "diff": "Compare two step ranges, two runs or two trajectories: distributions, phrases, solved prompts.",
-    "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
+    "sql": "Run a SQL query over training, evaluations, metrics, events, queue, leases ...",
     "history": "Show the history of a record.",
     "export": "Export records to a file or folder, or as an HTML page.",
     "import": "Import records from a file or folder into a book; create the book if needed.",

@@ -347,9 +347,9 @@ _LEDGER_COLUMNS = (
     *("trained_tokens", "version_min", "version_max", "finish_reason", "kind", "group_size", "parent", "evaluation"),
     *("admitted", "removed_reason"),
 )
-"""Ledger columns that the index copies; the last is `gone` in the ledger."""
+"""Ledger columns that the index copies; the last is `removed_reason` in the ledger."""
 _SELECTED_COLUMNS = ", ".join(
-    f"records.{name}" for name in ("seq", *_LEDGER_COLUMNS[:-1], "gone", "step", "truncate_status")
+    f"records.{name}" for name in ("seq", *_LEDGER_COLUMNS[:-1], "removed_reason", "step", "truncate_status")
 )
 _TEXT_CHANGES = ("revised", "redacted")
 _REMOVALS = ("deleted", "removed")
@@ -360,7 +360,7 @@ _REMOVED_VALUES = {"opening": "", "closing": "", "parts": "{}", "kept": None, "m
 
 def _state_sql(consumer: int) -> str:
     """Return the SQL of a record's state; records in a consumer's inbox are waiting."""
-    return "work.state" if consumer < 0 else "COALESCE(work.state, 'waiting')"
+    return "queue.state" if consumer < 0 else "COALESCE(queue.state, 'waiting')"
 
 
 class Follower:
@@ -436,8 +436,8 @@ class Follower:
                 self.index.put(rows)
                 return bool(rows)
             records = tx.all(
-                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
-                "work.consumer = ? AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
+                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, queue.reason FROM records LEFT JOIN queue ON "
+                "queue.consumer = ? AND queue.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
                 "ORDER BY records.seq LIMIT ?",
                 (consumer, self._seq, seq_bound, LEDGER_ROWS),
             )
@@ -510,8 +510,8 @@ class Follower:
         events: list[Any] = []
         for marks, part in chunks(seqs):
             records += tx.all(
-                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
-                f"work.consumer = ? AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
+                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, queue.reason FROM records LEFT JOIN queue ON "
+                f"queue.consumer = ? AND queue.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
                 (consumer, *part),
             )
             events += tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
@@ -810,7 +810,7 @@ class BookSource:
         with self.book.ledger.read() as tx:
             rows = tx.all(
                 "SELECT DISTINCT batch, version_min FROM records "
-                "WHERE evaluation = 0 AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+                "WHERE evaluation = 0 AND (removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
             )
         return sorted({record_step(batch, version) for batch, version in rows})
 
