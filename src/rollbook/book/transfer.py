@@ -183,7 +183,7 @@ def import_records(
     if reader.report.count:
         warn_user(
             f"import_records: {reader.report.count} rows of {os.fspath(path)} could not be read; the first: "
-            f"{reader.report.skipped[0].why}"
+            f"{reader.report.skipped[0].reason}"
         )
     return total
 

@@ -237,9 +237,9 @@ def format_duration(seconds: float) -> str:
     ('41 s', '5 min 12 s', '3 h 4 min', '2 d 7 h')
     """
     total = round(seconds)
-    for unit, name, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for unit, name, divisor, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if total >= unit:
-            return f"{total // unit} {name} {total % unit // part} {small}"
+            return f"{total // unit} {name} {total % unit // divisor} {small}"
     return f"{total} s"
 
 

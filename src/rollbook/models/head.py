@@ -211,7 +211,7 @@ class Head:
     Attributes:
         model: The model.
         path: `hidden` (hidden states times the weight of the output layer, tile by tile) or `logits` (of the model).
-        why: Reason for this path.
+        reason: Why the model has this path.
         suppress: Token ids without probability.
         layer: The output layer, for the path `hidden`.
         scale: Factor that the model multiplies logits by.
@@ -220,7 +220,7 @@ class Head:
 
     model: nn.Module
     path: Literal["hidden", "logits"]
-    why: str
+    reason: str
     suppress: tuple[int, ...] = ()
     layer: nn.Linear | None = None
     scale: float = 1.0

@@ -30,7 +30,7 @@ from rollbook.core.files import check_regular
 from rollbook.core.ids import EID
 from rollbook.core.media import source_key
 from rollbook.core.sampling import Prompt, as_media
-from rollbook.io.tables import MAX_ROW_BYTES
+from rollbook.io.rows import MAX_ROW_BYTES
 from rollbook.rewards.types import Image
 
 COLUMN_NAMES = (

@@ -29,7 +29,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.wire import DEFAULT_LIMITS
 from rollbook.core.wire import FREE_BYTES as FREE_BYTES
 from rollbook.io import parquet
-from rollbook.io.tables import check_depth
+from rollbook.io.rows import check_depth
 
 if TYPE_CHECKING:
     from rollbook.inspect.trajectory import Json
