@@ -229,11 +229,11 @@ def _override(record: Experience, columns: dict[str, Any]) -> None:
     try:
         stored = {name: entry.decode() if isinstance(entry, bytes) else entry for name, entry in columns.items()}
         changes: dict[str, Any] = {}
-        for name, field in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
+        for name, component in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
             entry = stored.get(name)
             # The column is text: an equal text is the same id, which may be a number in the record.
-            if entry is not None and str(getattr(record.eid, field)) != str(entry):
-                changes[field] = str(entry) if field == "suffix" else entry
+            if entry is not None and str(getattr(record.eid, component)) != str(entry):
+                changes[component] = str(entry) if component == "suffix" else entry
         if changes:
             record.eid = record.eid.replace(**changes)
         if "reward" in stored and not (stored["reward"] is None and record.reward != record.reward):

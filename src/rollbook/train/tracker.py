@@ -140,13 +140,13 @@ class JsonlTracker:
         self._file.close()
 
 
-def _parse_line(line: str | bytes, where: str) -> dict[str, Any]:
+def _parse_line(line: str | bytes, location: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: got {line[:60]!r}, expected JSON: {error}") from None
+        raise ValueError(f"{location}: got {line[:60]!r}, expected JSON: {error}") from None
     if not isinstance(entry, dict) or type(entry.get("step")) is not int or not isinstance(entry.get("metrics"), dict):
-        raise ValueError(f"{where}: got {line[:60]!r}, expected an object with a step and metrics")
+        raise ValueError(f"{location}: got {line[:60]!r}, expected an object with a step and metrics")
     return entry
 
 
