@@ -544,8 +544,8 @@ class Learner:
         location = f"step {step}, pass {epoch}, minibatch {number}"
         if self.failures >= self.nonfinite_limit:
             raise NonFiniteLossError(
-                f"{location}: the loss or its gradient is not finite, {self.failures} times in a row; these updates were "
-                "skipped. Try a smaller optimizer.lr or float32, and check the rewards"
+                f"{location}: the loss or its gradient is not finite, {self.failures} times in a row; these updates "
+                "were skipped. Try a smaller optimizer.lr or float32, and check the rewards"
             )
         warn_user(
             f"{location}: the loss or its gradient is not finite; this update is skipped ({self.failures} in a row)"
