@@ -205,8 +205,8 @@ def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
             "high",
             f"The held-out reward dropped from {amount(best_reward)} to {amount(reward)}",
             f"On {len(common)} prompts in both evaluations, the mean reward was {amount(best_reward)} at step {best} "
-            f"and is {amount(reward)} at step {last}, a drop of {amount(fall)} ± {amount(t.certainty * error)}. Triggered "
-            f"above {percent(t.evaluation_fall)} of the reward range.",
+            f"and is {amount(reward)} at step {last}, a drop of {amount(fall)} ± {amount(t.certainty * error)}. "
+            f"Triggered above {percent(t.evaluation_fall)} of the reward range.",
             f"Return to the checkpoint of step {best}. If the training reward rose meanwhile, the policy overfits or "
             "hacks the reward: read its answers, use more or other prompts, or add a KL penalty. If it dropped too, "
             "lower the learning rate.",
