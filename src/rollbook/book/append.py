@@ -565,7 +565,7 @@ class AppendTransaction:
         if stored is None or not self.book.store.has(stored.frame.segment):
             raise _ConcurrentAppendError
         if self.pending.blobs:
-            segments = {place.segment for place in stored.media.values()}
+            segments = {location.segment for location in stored.media.values()}
             # Media that the book had when the bytes were written may have been removed since.
             if not all(map(self.book.store.has, segments)) or set(self.new_media(tx)) - stored.media.keys():
                 raise _ConcurrentAppendError

@@ -164,7 +164,8 @@ class Report:
             "findings": [{name: getattr(finding, name) for name in Finding.__slots__} for finding in self.findings],
             "repairs": dict(self.repairs),
             "repaired": [
-                {name: getattr(finding, name) for name in ("kind", "description", "where")} for finding in self.repaired
+                {name: getattr(finding, name) for name in ("kind", "description", "subject")}
+                for finding in self.repaired
             ],
             "backup": self.backup,
         }

@@ -158,7 +158,7 @@ def blob_size(head: bytes | memoryview) -> int:
 
 def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
     if len(view) < _ALIGN:
-        raise WireError(f"a blob is cut short: {len(view)} bytes, expected {_ALIGN} of header", len(view))
+        raise WireError(f"a blob is replacement short: {len(view)} bytes, expected {_ALIGN} of header", len(view))
     magic, version, kind, described, length, digest, checksum = _HEADER.unpack_from(view)
     if magic != MAGIC:
         raise WireError(f"bad magic {magic!r}: not a blob (a blob begins with {MAGIC!r})", 0)
@@ -232,7 +232,7 @@ class Extracted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Replacement:
     """A range of bytes of a column's data, and its replacement."""
 
     start: int
@@ -314,11 +314,11 @@ def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation:
         kind = entry[0].kind
         if kind == "json" and np.diff(_text_memory(column)[1]).max(initial=0) < min_bytes:
             continue  # Every text is shorter than a medium.
-        cuts = (_cut_tensors if kind == "media" else _cut_texts)(column, min_bytes, gathered)
-        if cuts:
-            changed[name] = _apply_cuts(column, [cut for _, _, cut in cuts])
-        for row, at, cut in cuts:
-            reference = cut.new.removeprefix(_PREFIX).decode()
+        replacements = (_extract_tensors if kind == "media" else _extract_texts)(column, min_bytes, gathered)
+        if replacements:
+            changed[name] = _replace_pieces(column, [replacement for _, _, replacement in replacements])
+        for row, at, replacement in replacements:
+            reference = replacement.new.removeprefix(_PREFIX).decode()
             listed.setdefault(row, []).append({"column": name, "at": at, "hash": reference})
     stripped_columns = {
         f"{name}+" if name.startswith(BOOK_COLUMNS) else name: changed.get(name, c) for name, c in columns.items()
@@ -342,8 +342,8 @@ def _distinct_hashes(listed: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item["hash"] for item in listed))
 
 
-def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
-    """Return (row, entry in the row, cut in the data) of each large and valid tensor."""
+def _extract_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Replacement]]:
+    """Return (row, entry in the row, replacement in the data) of each large and valid tensor."""
     entries, rows = _tensor_entries(column)
     memory, bounds = _text_memory(entries.field("data"))
     heavy = np.diff(bounds) >= min_bytes
@@ -356,7 +356,7 @@ def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> 
     valid = arrow.validity(column)
     if valid is not None:
         indices, owners = indices[valid[owners]], owners[valid[owners]]
-    cuts = []
+    replacements = []
     for entry, row, description in zip(
         indices.tolist(), owners.tolist(), _describe_entries(entries, indices), strict=True
     ):
@@ -366,15 +366,15 @@ def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> 
         except WireError:
             continue  # Not a valid tensor: it is not changed, and making a row of it raises.
         if name := gathered.add("tensor", memory[start:stop], description["dtype"], shape):
-            cuts.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
-    return cuts
+            replacements.append((row, entry - int(rows[row]), _Replacement(start, stop, _PREFIX + name.encode())))
+    return replacements
 
 
-def _cut_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
-    """Return (row, byte of the reference in the row, cut in the column's text) of each large base64 text."""
+def _extract_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Replacement]]:
+    """Return (row, byte of the reference in the row, replacement in the column's text) of each large base64 text."""
     shortest = -(-4 * min_bytes // 3)
     memory, bounds = _text_memory(column)
-    cuts = []
+    replacements = []
     for row in _rows_with_runs(memory, bounds, shortest):
         if not column[row].is_valid:
             continue
@@ -390,9 +390,11 @@ def _cut_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> li
                 continue
             name = gathered.add("bytes", memory[start + first : start + last])
             if name is not None:
-                cuts.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
+                replacements.append(
+                    (row, first + grown, _Replacement(start + first, start + last, _PREFIX + name.encode()))
+                )
                 grown += _REFERENCE_BYTES - (last - first)
-    return cuts
+    return replacements
 
 
 def may_hold_media(layout: RowLayout) -> bool:
@@ -489,7 +491,7 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
         column = columns[name]
         if not isinstance(column, pa.Array) or column.type not in (MEDIA, pa.large_string()):
             raise WireError(f"{REFERENCES_COLUMN}: refers to column {name!r}, which can hold no media")
-        cuts = []
+        replacements = []
         for (row, item), (start, stop, entry) in zip(refs, _find_references(column, refs), strict=True):
             prefix, key = f"record {row}: {name}", item["hash"]
             if start == stop:
@@ -512,8 +514,8 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
             bytes_left -= len(new)
             if bytes_left < 0:
                 raise WireError(f"{prefix}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
-            cuts.append(_Cut(start, stop, new))
-        changed[name] = _apply_cuts(column, cuts)
+            replacements.append(_Replacement(start, stop, new))
+        changed[name] = _replace_pieces(column, replacements)
     restored = {
         name[:-1] if name.startswith(BOOK_COLUMNS) else name: changed.get(name, column)
         for name, column in columns.items()
@@ -582,26 +584,28 @@ def _describe_entries(entries: pa.Array, indices: NDArray[np.int64]) -> list[dic
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-def _apply_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
+def _replace_pieces(column: pa.Array, replacements: list[_Replacement]) -> pa.Array:
     """Replace pieces of a column's text, or of its tensors' data."""
     in_media = column.type == MEDIA
     entries, rows = _tensor_entries(column) if in_media else (column, None)
     array = entries.field("data") if in_media else column
     memory, bounds = _text_memory(array)
-    cuts = sorted(cuts, key=lambda cut: cut.start)
-    if any(first.stop > other.start for first, other in pairwise(cuts)):
+    replacements = sorted(replacements, key=lambda replacement: replacement.start)
+    if any(first.stop > other.start for first, other in pairwise(replacements)):
         raise WireError(f"{REFERENCES_COLUMN}: two references share a place")
-    stops = np.array([cut.stop for cut in cuts], dtype=np.int64)
-    growth = compute_offsets([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
+    stops = np.array([replacement.stop for replacement in replacements], dtype=np.int64)
+    growth = compute_offsets(
+        [len(replacement.new) - (replacement.stop - replacement.start) for replacement in replacements]
+    )
     moved = bounds + growth[np.searchsorted(stops, bounds, side="right")] - bounds[0]
     joined = allocate((int(moved[-1]),), np.uint8)
     at, done = 0, int(bounds[0])
-    for cut in (*cuts, _Cut(int(bounds[-1]), int(bounds[-1]), b"")):
-        length = cut.start - done
-        joined[at : at + length] = memory[done : cut.start]
+    for replacement in (*replacements, _Replacement(int(bounds[-1]), int(bounds[-1]), b"")):
+        length = replacement.start - done
+        joined[at : at + length] = memory[done : replacement.start]
         at += length
-        joined[at : at + len(cut.new)] = np.frombuffer(cut.new, dtype=np.uint8)
-        at, done = at + len(cut.new), cut.stop
+        joined[at : at + len(replacement.new)] = np.frombuffer(replacement.new, dtype=np.uint8)
+        at, done = at + len(replacement.new), replacement.stop
     data = _rebuild_array(array, [pa.py_buffer(moved), pa.py_buffer(joined)])
     if rows is None:
         return data

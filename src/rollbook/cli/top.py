@@ -26,12 +26,12 @@ from rollbook.core.terminal import (
     LEAVE_SCREEN,
     OK,
     columns,
-    cut,
     figure,
     format_duration,
     print_json,
     printable,
     screen,
+    shorten,
     styled,
     table,
     tail,
@@ -287,7 +287,7 @@ def _format_header(status: BookStatus, limit: int, interval: float | None) -> li
     if status.evaluation:
         texts.append(f"evaluation {status.evaluation:,}")
     texts.append(f"rates over {status.window:.3g} s")
-    return [styled(cut(left + gap + right, limit), "bold"), cut("   ".join(texts), limit)]
+    return [styled(shorten(left + gap + right, limit), "bold"), shorten("   ".join(texts), limit)]
 
 
 def _format_consumers(status: BookStatus, limit: int, rows: int | None) -> Iterator[list[str]]:
@@ -299,7 +299,7 @@ def _format_consumers(status: BookStatus, limit: int, rows: int | None) -> Itera
         counts, rates = consumer.counts, consumer.rates
         cells.append(
             [
-                cut(printable(counts.consumer), 20),
+                shorten(printable(counts.consumer), 20),
                 *(figure(n) for n in (counts.waiting, consumer.groups, counts.leased, counts.trained)),
                 figure(sum(counts.dropped.values())),
                 *(_rate(rates.get(kind, 0.0)) for kind in ("leased", "trained", "dropped")),
@@ -308,7 +308,7 @@ def _format_consumers(status: BookStatus, limit: int, rows: int | None) -> Itera
     header, *lines = table(names, cells, right=range(1, len(names)), optional=(8, 6, 2, 7))
     consumer_lines = [header]
     for consumer, line in zip(shown, lines, strict=True):
-        consumer_lines += [line, *(cut(f"  {text}", limit) for text in _consumer_notes(consumer))]
+        consumer_lines += [line, *(shorten(f"  {text}", limit) for text in _consumer_notes(consumer))]
     if len(shown) < len(status.consumers):
         consumer_lines.append(f"  and {len(status.consumers) - len(shown)} more consumers")
     yield consumer_lines
@@ -341,7 +341,7 @@ def _format_rollouts(rollouts: RolloutStatus, limit: int) -> list[str]:
     ]
     if rollouts.oldest is not None:
         texts[1] += f"; oldest claim {_age(rollouts.oldest)} ({printable(rollouts.oldest_worker)})"
-    return [cut(text, limit) for text in texts]
+    return [shorten(text, limit) for text in texts]
 
 
 _WORKER_COLUMNS = (
@@ -389,8 +389,8 @@ def _worker_cells(report: WorkerReport, status: BookStatus, silent: bool) -> dic
         state += f" step {details['step']}"
     return {
         "worker": tail(printable(report.name), min(columns() // 3, 24)),
-        "role": cut(printable(details.get("role")), 10),
-        "state": cut(f"SILENT, was {state}" if silent else state, 40),
+        "role": shorten(printable(details.get("role")), 10),
+        "state": shorten(f"SILENT, was {state}" if silent else state, 40),
         "version": _worker_version(details.get("version"), status.policy_version),
         "in flight": flight,
         "groups": groups,
@@ -414,7 +414,7 @@ def _format_leases(status: BookStatus, count: int) -> list[str]:
     cells: list[Sequence[str]] = []
     for lease in status.leases[:count]:
         left = _age(lease.left) if lease.left > 0 else "expired"
-        consumer = [cut(printable(lease.consumer), 20)] if several else []
+        consumer = [shorten(printable(lease.consumer), 20)] if several else []
         cells.append(
             [
                 tail(printable(lease.holder), min(columns() // 3, 30)),

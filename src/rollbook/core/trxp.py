@@ -277,18 +277,18 @@ class _Machine:
         """Reject a key or member that is not a scalar or a tuple of scalars, or is costly to hash."""
         todo = [(key, 0)]
         while todo:
-            part, depth = todo.pop()
-            kind = type(part)
+            key_part, depth = todo.pop()
+            kind = type(key_part)
             if kind is tuple:
                 self.need(depth < _MAX_KEY_DEPTH, "a dict key or set member is nested too deep")
-                self.charge_work(_ITEM_COST * (1 + len(part)))
-                todo.extend((entry, depth + 1) for entry in part)
+                self.charge_work(_ITEM_COST * (1 + len(key_part)))
+                todo.extend((entry, depth + 1) for entry in key_part)
             elif kind is int:
-                self.charge_work(part.bit_length() >> 3)
-            elif isinstance(part, (str, bytes, np.generic)):
-                self.charge_work(part.nbytes if isinstance(part, np.generic) else len(part))
+                self.charge_work(key_part.bit_length() >> 3)
+            elif isinstance(key_part, (str, bytes, np.generic)):
+                self.charge_work(key_part.nbytes if isinstance(key_part, np.generic) else len(key_part))
             elif kind not in _SCALARS:
-                self.fail(f"a dict key or set member that is a {_describe(part)}")
+                self.fail(f"a dict key or set member that is a {_describe(key_part)}")
         if isinstance(key, (str, bytes)):
             return
         self.need(len(holder) < _MAX_OTHER_KEYS, f"over {_MAX_OTHER_KEYS} keys that are not text in one dict or set")
@@ -933,7 +933,7 @@ def _unwrap_record(value: Pickled, prefix: str) -> Any:
     if value.name == "ExperienceType":
         return value.state.get("value")
     if value.name == "CustomField":
-        return {name: str(part) for name, part in value.state.items()}
+        return {name: str(inner) for name, inner in value.state.items()}
     if value.name == "EID":
         return value.state
     raise WireError(f"{prefix}: unexpected {value.name}")
