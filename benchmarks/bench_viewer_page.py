@@ -122,7 +122,7 @@ def answers(made: list[Trajectory]) -> dict[str, Any]:
             "parts": {"accuracy": one.reward}, "advantage": None, "response_tokens": one.tokens - one.prompt_tokens,
             "entropy": 0.4, "kl_max": None, "mismatch_max": 0.3, "status": one.status, "loop_at": None, "nans": 0,
             "lag": 0,
-            "state": "", "gone": None, "group_size": len(made), "evaluation": 0,
+            "state": "", "removed_reason": None, "group_size": len(made), "evaluation": 0,
         }
         for one in made
     ]  # fmt: skip

@@ -15,9 +15,12 @@ from rollbook.train.checkpoint import checkpoint_name, save
 from rollbook.train.recipes import letters
 
 
-def main(out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500, until: float = 0.2, seed: int = 0):
+def main(
+    out: Path, steps: int = 60, prompts_per_step: int = 64, held: int = 500, target_accuracy: float = 0.2, seed: int = 0
+):
     torch.set_num_threads(1)  # at this size two threads are slower
-    model, tokenizer = letters.trained_model(seed, until=until)  # a model that is never right has nothing to reinforce
+    # A model that is never right has nothing to reinforce.
+    model, tokenizer = letters.trained_model(seed, target_accuracy=target_accuracy)
     actor = Actor(model, tokenizer=tokenizer)
     engine = TransformersEngine(actor)  # samples from the actor's own weights
     prompts, held_out = Prompts(letters.rows(seed=seed), seed=seed).split(held)

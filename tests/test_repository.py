@@ -40,6 +40,8 @@ def test_description_has_no_relative_links(repository: str | None, expected: str
     ("code", "title"),
     [
         ("found = 1\n", "banned names"),
+        ("class Reader:\n    def __init__(self): self.found = 1\n", "banned names"),
+        ("def odd(number): ...\n", "banned names"),
         ("def read(value): ...\n", "vague names"),
         ("from typing import Any\n" + "def read(source: Any): ...\n" * 251, "parameters typed Any or object"),
     ],

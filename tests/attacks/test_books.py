@@ -81,7 +81,7 @@ def segment(folder: Path) -> Path:
 
 COUNTED = [
     f"select max(hash(x)) from {name} as x"
-    for name in ("events", "work", "leases", "revisions", "checkpoints", "media")
+    for name in ("events", "queue", "leases", "revisions", "checkpoints", "media")
 ]
 
 
@@ -301,17 +301,17 @@ COLUMNS = {
         "gid",
         "kind",
         "group_size",
-        "gone",
+        "removed_reason",
         "revision",
     ),
-    "work": ("state", "rank", "weight", "uses", "lease", "until", "version", "attempts", "gid"),
+    "queue": ("state", "rank", "weight", "uses", "lease", "until", "version", "attempts", "gid"),
     "tallies": ("n", "weight", "state", "reason"),
     "groups": ("ready", "rank", "weight", "runs", "size", "due"),
     "leases": ("consumer", "expires", "state", "seconds"),
     "events": ("time", "seq", "consumer", "kind", "step", "lease", "detail", "reason"),
     "consumers": ("name", "made", "settings", "state", "grouped", "inserts", "samples", "floor", "generation"),
     "checkpoints": ("event", "seq", "state", "made"),
-    "revisions": ("n", "author", "fields", "whole"),
+    "revisions": ("n", "author", "fields", "full_hash"),
     "media": ("hash",),
     "columns": ("name", "type"),
     "meta": ("value",),
@@ -405,7 +405,7 @@ def test_columns_of_any_type(kind: str, folder: Path) -> None:
     with ledger(folder) as connection:
         connection.execute("INSERT INTO columns (name, type) VALUES ('tokens', ?)", (kind,))
         connection.execute("INSERT INTO columns (name, type) VALUES ('routed_experts', ?)", (kind,))
-        connection.execute("UPDATE records SET segment = NULL, gone = 'deleted' WHERE seq = 1")
+        connection.execute("UPDATE records SET segment = NULL, removed_reason = 'deleted' WHERE seq = 1")
     survived(folder)
 
 
@@ -467,7 +467,7 @@ def test_a_pickle_in_the_place_of_a_frame(folder: Path) -> None:
 def test_pickles_in_the_ledger(folder: Path) -> None:
     data = pickle.dumps(Trap(str(folder.parent / "canary")))
     with ledger(folder) as connection:
-        connection.execute("UPDATE records SET whole = ?, core = ?", (data, data))
+        connection.execute("UPDATE records SET full_hash = ?, core_hash = ?", (data, data))
         connection.execute("UPDATE events SET detail = ?", (data,))
         connection.execute("UPDATE consumers SET state = ?, settings = ?", (data, data))
     assert survived(folder)

@@ -76,7 +76,7 @@ READ = """
 import sys, time
 from rollbook import WireError
 from rollbook.io.parquet import read_parquet
-from rollbook.io.tables import ErrorHandler, Report, read_rows
+from rollbook.io.rows import ErrorHandler, Report, read_rows
 from rollbook.train import prompts
 from rollbook.inspect.files.stores import Table, to_dicts
 from tests.attacks.outcome import Meter

@@ -54,17 +54,18 @@ def ledger(book: Book) -> dict[str, list[Any]]:
 
 
 def check(book: Book) -> None:
-    """For every consumer: the counts add up, and are what the rows of `work` say."""
+    """For every consumer: the counts add up, and are what the rows of `queue` say."""
     with book.ledger.read() as tx:
         names = dict(tx.all("SELECT id, name FROM consumers"))
-        rows = tx.all("SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3")
+        rows = tx.all("SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM queue GROUP BY 1, 2, 3")
         tallies = tx.all(
             "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer > 0 GROUP BY 1, 2, 3 "
             "HAVING SUM(n) <> 0"
         )
-        admitted = tx.one("SELECT COUNT(*) FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound')")[
-            0
-        ]
+        admitted = tx.one(
+            "SELECT COUNT(*) FROM records WHERE evaluation = 0 "
+            "AND (removed_reason IS NULL OR removed_reason <> 'rewound')"
+        )[0]
         ready = dict(tx.all("SELECT consumer, COUNT(*) FROM groups WHERE ready = 1 GROUP BY 1"))
         states = dict(tx.all("SELECT id, state FROM consumers"))
     assert sorted(row[:4] for row in rows) == sorted(row[:4] for row in tallies)

@@ -388,14 +388,14 @@ def test_an_append_that_fails_does_not_fail_those_beside_it(tmp_path: Path, monk
         writer = HeldWriter(book, monkeypatch, OSError("disk full"))
         for number in range(4):
             writer.append(number)
-        admits = AppendTransaction.__call__
+        admits = AppendTransaction.commit
 
         def faulty(self: AppendTransaction, tx: Any) -> Any:
             if self.pending.select([0])[0].info["i"] == 2:
                 raise OSError("bad append")
             return admits(self, tx)
 
-        monkeypatch.setattr(AppendTransaction, "__call__", faulty)
+        monkeypatch.setattr(AppendTransaction, "commit", faulty)
         writer.finish()
         assert {number: str(error) for number, error in writer.errors.items()} == {0: "disk full", 2: "bad append"}
         assert sorted(row.info["i"] for row in book) == [1, 3]

@@ -341,7 +341,7 @@ def test_leases_by_group_look_up_members_by_group(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(ledger._SQLiteTransaction, "query_many", ask)
     book.lease(1, by="group").ack()
     book.append([record(run, eid=EID(task=9, run=run), group_size=2) for run in range(2)])
-    asked = {sql: plan for sql, plan in plans.items() if re.search(r"work.* AND (work\.)?gid IN", sql)}
+    asked = {sql: plan for sql, plan in plans.items() if re.search(r"queue.* AND (queue\.)?gid IN", sql)}
     assert len(asked) == 2
     for sql, plan in asked.items():
         assert "consumer=? AND gid=?" in plan, sql

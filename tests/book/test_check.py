@@ -101,18 +101,18 @@ ILLNESSES: dict[str, tuple[str, Callable[[Book], None]]] = {
     "a count": ("tally", sql("UPDATE tallies SET n = n + 1 WHERE consumer = 1 AND state = 'waiting'")),
     "a weight": ("tally", sql("UPDATE tallies SET weight = weight + 1 WHERE consumer = 1 AND state = 'waiting'")),
     "the admitted": ("tally", sql("UPDATE tallies SET n = 1 WHERE consumer = 0 AND state = 'admitted'")),
-    "a row": ("work", sql("DELETE FROM work WHERE consumer = 1 AND state = 'trained'")),
-    "a stray row": ("work", sql("UPDATE work SET seq = 999 WHERE consumer = 1 AND seq = 1")),
-    "a state": ("work", sql("UPDATE work SET state = 'odd' WHERE consumer = 1 AND seq = 1")),
+    "a row": ("queue", sql("DELETE FROM queue WHERE consumer = 1 AND state = 'trained'")),
+    "a stray row": ("queue", sql("UPDATE queue SET seq = 999 WHERE consumer = 1 AND seq = 1")),
+    "a state": ("queue", sql("UPDATE queue SET state = 'odd' WHERE consumer = 1 AND seq = 1")),
     "a lease": ("lease", sql("UPDATE leases SET state = 'acked' WHERE state = 'active'")),
-    "a lease's row": ("lease", sql("UPDATE work SET lease = NULL WHERE lease IS NOT NULL")),
-    "a lease of none": ("lease", sql("UPDATE work SET lease = 1 WHERE consumer = 1 AND seq = 1")),
+    "a lease's row": ("lease", sql("UPDATE queue SET lease = NULL WHERE lease IS NOT NULL")),
+    "a lease of none": ("lease", sql("UPDATE queue SET lease = 1 WHERE consumer = 1 AND seq = 1")),
     "a group": ("group", sql("UPDATE groups SET ready = 1 - ready WHERE gid = '0/1'")),
     "a group's runs": ("group", sql("UPDATE groups SET runs = 1 WHERE gid = '0/1'")),
     "no group": ("group", sql("DELETE FROM groups WHERE gid = '0/1'")),
     "settings": ("consumer", sql("UPDATE consumers SET settings = '{}' WHERE id = 2")),
     "a sampler's state": ("consumer", sql("UPDATE consumers SET state = '[]' WHERE id = 2")),
-    "a consumer": ("work", sql("DELETE FROM consumers WHERE id = 2")),
+    "a consumer": ("queue", sql("DELETE FROM consumers WHERE id = 2")),
 }
 UNMENDED = {
     "an event": ("event", sql("DELETE FROM events WHERE seq = 1 AND kind = 'admitted'")),
@@ -143,7 +143,7 @@ def test_an_illness_is_found_and_mended(name: str, tmp_path: Path) -> None:
         for consumer in ("train", "groups"):
             if name != "a consumer" or consumer == "train":
                 assert book.counts(consumer).adds_up
-        left = book.where(("gone", "is", None)).uids()
+        left = book.where(("removed_reason", "is", None)).uids()
         assert len(book.get(left)) == len(left)
         take(book, 50)
         assert book.check().ok
@@ -156,8 +156,8 @@ def test_an_illness_of_a_shared_book_is_found_and_mended(postgres_url: str) -> N
         sql("UPDATE records SET reward = 2.0 WHERE uid = ?", uid(0))(book)
         sql("UPDATE records SET slot = 77 WHERE uid = ?", uid(1))(book)
         sql("DELETE FROM tallies WHERE consumer = 1")(book)
-        sql("DELETE FROM work WHERE consumer = 1 AND seq = 3")(book)
-        assert kinds(book.check()) == {"tags", "damaged", "tally", "work", "pending"}
+        sql("DELETE FROM queue WHERE consumer = 1 AND seq = 3")(book)
+        assert kinds(book.check()) == {"tags", "damaged", "tally", "queue", "pending"}
     report = repair(postgres_url)
     assert report.ok, report.findings
     assert report.backup is not None
@@ -191,10 +191,10 @@ def test_damaged_bytes_cost_their_records_and_no_others(tmp_path: Path) -> None:
     [segment] = segments(folder)
     flip(segment, start + 300)
     with rollbook.open(folder, "r") as book:
-        assert [(f.kind, f.where) for f in book.check().findings] == [("damaged", uid(i)) for i in (10, 11, 12)]
+        assert [(f.kind, f.subject) for f in book.check().findings] == [("damaged", uid(i)) for i in (10, 11, 12)]
     report = repair(folder)
     assert report.ok
-    assert [each.where for each in report.repaired if each.kind == "lost"] == [uid(10), uid(11), uid(12)]
+    assert [each.subject for each in report.repaired if each.kind == "lost"] == [uid(10), uid(11), uid(12)]
     assert report.backup is not None
     assert (Path(report.backup) / segment.name).read_bytes() == segment.read_bytes()
     with rollbook.open(folder) as book:
@@ -227,7 +227,7 @@ def test_a_lost_medium_takes_its_records_along(tmp_path: Path) -> None:
             (start,) = tx.one("SELECT start FROM media")
     flip(segments(folder)[0], start + 100)
     with rollbook.open(folder, "r") as book:
-        assert [(f.kind, f.where) for f in book.check().findings] == [("medium", "//0/0/a")]
+        assert [(f.kind, f.subject) for f in book.check().findings] == [("medium", "//0/0/a")]
         assert not book.check(deep=False).ok, "a blob's own checksum is always compared"
     assert repair(folder).ok
     with rollbook.open(folder) as book:
@@ -296,7 +296,7 @@ def closed(folder: Path) -> bytes:
 
 def alive(folder: Path) -> dict[str, Experience]:
     with rollbook.open(folder, "r") as book:
-        found = book.where(("gone", "is", None)).uids()
+        found = book.where(("removed_reason", "is", None)).uids()
         return {each.eid.uid: each for each in book.get(found)}
 
 
@@ -411,7 +411,7 @@ def test_a_ledger_with_a_bad_page_is_mended_and_brings_nothing_deleted_back(
     (folder / "ledger.sqlite").write_bytes(data)
     report = repair(folder)
     assert not kinds(report) - {"event", "orphan", "unused", "pending", "quarantined"}, report.findings
-    named = {each.where for each in report.repaired if each.kind == "lost"}
+    named = {each.subject for each in report.repaired if each.kind == "lost"}
     after = alive(folder)
     assert after.keys() <= before.keys()
     assert before.keys() - after.keys() <= named, "what is lost is named"
@@ -474,8 +474,8 @@ def test_a_deleted_record_whose_row_is_lost_stays_out(listed: bool, tmp_path: Pa
         (folder / "deletions.jsonl").unlink()
     report = repair(folder)
     assert report.ok, report.findings
-    assert {each.kind for each in report.repaired if each.where == uid(0)} == (
-        {"recovered", "deleted", "work"} if listed else {"lost"}
+    assert {each.kind for each in report.repaired if each.subject == uid(0)} == (
+        {"recovered", "deleted", "queue"} if listed else {"lost"}
     )
     with rollbook.open(folder) as book:
         assert [each.eid.uid for each in book] == [uid(1)]
@@ -550,7 +550,7 @@ def test_a_repair_beside_idle_books_loses_nothing_that_they_return(tmp_path: Pat
     consumer, writer = rollbook.open(folder), rollbook.open(folder)
     lease = consumer.lease(2)
     connection = sqlite3.connect(folder / "ledger.sqlite")
-    connection.execute("DROP INDEX work_gid")
+    connection.execute("DROP INDEX queue_gid")
     connection.close()
     assert repair(folder).repairs["ledger"] == 1
     for act in (lambda: lease.ack(), lambda: writer.append(records(1, 9)), lambda: writer.counts()):
@@ -560,7 +560,7 @@ def test_a_repair_beside_idle_books_loses_nothing_that_they_return(tmp_path: Pat
         [encode(records(1, 9))]
     )  # as an append leaves it that raised after its bytes were written
     connection = sqlite3.connect(folder / "ledger.sqlite")
-    connection.execute("DROP INDEX work_gid")
+    connection.execute("DROP INDEX queue_gid")
     connection.close()
     assert not kinds(repair(folder)) - {"orphan"}
     consumer.close()

@@ -79,9 +79,9 @@ def seen(book: Book) -> dict[str, Any]:
         )
         held = tx.all("SELECT id, name, settings, state, grouped, inserts, samples, floor FROM consumers ORDER BY id")
         return {
-            "work": tx.all(
+            "queue": tx.all(
                 "SELECT consumer, seq, gid, state, reason, rank, value, weight, version, uses, attempts, lease, until "
-                "FROM work ORDER BY consumer, seq"
+                "FROM queue ORDER BY consumer, seq"
             ),
             "groups": tx.all(
                 "SELECT consumer, gid, seq, size, runs, ready, due, CASE ready WHEN 1 THEN rank END, "
@@ -101,7 +101,7 @@ def sound(book: Book) -> None:
     for id_, name, state in names:
         with book.ledger.read() as tx:
             counted = tx.all(
-                "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
+                "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM queue WHERE consumer = ? GROUP BY 1, 2",
                 (id_,),
             )
             kept = tx.all(
@@ -110,8 +110,8 @@ def sound(book: Book) -> None:
                 (id_,),
             )
             uses = tx.all(
-                "SELECT records.uid, work.uses FROM work JOIN records ON records.seq = work.seq "
-                "WHERE work.consumer = ? AND work.uses > 0",
+                "SELECT records.uid, queue.uses FROM queue JOIN records ON records.seq = queue.seq "
+                "WHERE queue.consumer = ? AND queue.uses > 0",
                 (id_,),
             )
             ready = tx.one("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (id_,))[0]
@@ -196,14 +196,14 @@ def test_only_so_many_are_kept(book: Book) -> None:
         forget_checkpoint(book, "step-4")
     forget_checkpoint(book, "step-3")
     with book.ledger.read() as tx:
-        assert tx.one("SELECT (SELECT COUNT(*) FROM work_before) + (SELECT COUNT(*) FROM groups_before)") == (0,)
+        assert tx.one("SELECT (SELECT COUNT(*) FROM queue_before) + (SELECT COUNT(*) FROM groups_before)") == (0,)
 
 
 def test_nothing_is_kept_without_a_checkpoint(book: Book) -> None:
     book.append(some(range(4)))
     sequence(book, "group", 2, 1)
     with book.ledger.read() as tx:
-        assert tx.one("SELECT COUNT(*) FROM work_before") == (0,)
+        assert tx.one("SELECT COUNT(*) FROM queue_before") == (0,)
         assert tx.one("SELECT COUNT(*) FROM groups_before") == (0,)
 
 
@@ -374,7 +374,7 @@ def test_living_leases_end_and_their_holders_are_told(book: Book) -> None:
         sound(book)
         with book.ledger.read() as tx:
             assert tx.one("SELECT samples, inserts FROM consumers") == (0, 6)
-            assert tx.one("SELECT COUNT(*) FROM work WHERE state <> 'waiting' OR lease IS NOT NULL") == (0,)
+            assert tx.one("SELECT COUNT(*) FROM queue WHERE state <> 'waiting' OR lease IS NOT NULL") == (0,)
     assert done.leases == 0
     for lease in (held, later):
         with pytest.raises(LeaseLostError, match="it is voided"):
@@ -427,7 +427,7 @@ def test_what_was_dropped_since_waits_again(url: str) -> None:
         assert {"attempts", "no good", "filtered", "max_size", "stale"} <= set(book.counts().dropped)
         book.rewind("saved", later="drop")
         after = seen(book)
-        assert [row for row in after["work"] if row[1] <= 6] == then["work"]
+        assert [row for row in after["queue"] if row[1] <= 6] == then["queue"]
         assert after["consumers"] == then["consumers"]
         assert book.policy_version == 3
         assert book.counts().dropped == {"rewound": 4}
@@ -549,7 +549,7 @@ def test_a_forgotten_checkpoint_leaves_what_older_ones_need(book: Book) -> None:
     forget_checkpoint(book, "new")
     book.lease(1).ack()
     book.rewind("old", later="drop")
-    assert [row for row in seen(book)["work"] if row[1] <= 8] == then["work"]
+    assert [row for row in seen(book)["queue"] if row[1] <= 8] == then["queue"]
     assert seen(book)["groups"] == then["groups"]
     sound(book)
 
@@ -815,10 +815,10 @@ def test_any_history_after_a_checkpoint_is_undone(
         book.rewind("saved", later="drop")
         after = seen(book)
         known = {row[0] for row in then["consumers"]}
-        for part in ("work", "groups"):
-            at = 1 if part == "work" else 2
+        for part in ("queue", "groups"):
+            at = 1 if part == "queue" else 2
             assert [row for row in after[part] if row[at] <= last and row[0] in known] == then[part]
-        assert all(row[3:5] == ("dropped", "rewound") for row in after["work"] if row[1] > last)
+        assert all(row[3:5] == ("dropped", "rewound") for row in after["queue"] if row[1] > last)
         assert after["version"] == then["version"]
         assert [row for row in after["consumers"] if row[0] in known] == then["consumers"]
         sound(book)

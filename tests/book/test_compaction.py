@@ -325,7 +325,7 @@ def test_bytes_in_another_writers_segment_go_when_it_ends(
         assert done.read == 0 and MARKER.encode() in held(book)
         assert list(done.pending) == [segment] and "a writer has it open" in done.pending[segment]
         sound(book, {1: record(1)})
-        assert [(each.kind, each.where) for each in book.check().findings] == [("pending", segment)]
+        assert [(each.kind, each.subject) for each in book.check().findings] == [("pending", segment)]
         assert main(["compact", str(tmp_path / "book")]) == 1
         assert f"pending: {segment} has deleted" in capsys.readouterr().err
         if ending == "close":

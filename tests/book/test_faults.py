@@ -428,7 +428,7 @@ def test_a_corrupt_ledger_is_said_to_be_one(tmp_path: Path, harm: Any, mode: str
         book.counts()
         book.get([uid for piece in PIECES for uid in piece.uids])
         with book.ledger.read() as tx:  # the pages that the above did not touch
-            for table in ("records", "events", "work", "tallies"):
+            for table in ("records", "events", "queue", "tallies"):
                 tx.all(f"SELECT * FROM {table}")
     assert segment.read_bytes() == kept, "the records are still there for a repair"
 

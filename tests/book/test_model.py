@@ -575,8 +575,8 @@ class Machine(RuleBasedStateMachine):
 
     def everything(self) -> list[list[tuple[Any, ...]]]:
         return [
-            self.table("SELECT seq, uid, revision, gone, reward FROM records ORDER BY seq"),
-            self.table("SELECT consumer, seq, state, reason, rank, uses, attempts, lease FROM work ORDER BY 1, 2"),
+            self.table("SELECT seq, uid, revision, removed_reason, reward FROM records ORDER BY seq"),
+            self.table("SELECT consumer, seq, state, reason, rank, uses, attempts, lease FROM queue ORDER BY 1, 2"),
             self.table("SELECT consumer, gid, ready, rank, weight, due FROM groups ORDER BY 1, 2"),
             self.table("SELECT id, state, expires FROM leases ORDER BY id"),
             self.table("SELECT id, name, settings, state, inserts, samples, generation FROM consumers ORDER BY id"),
@@ -606,8 +606,9 @@ class Machine(RuleBasedStateMachine):
     def every_record_is_where_the_model_has_it(self) -> None:
         queue.drain_inboxes(self.book)
         found = self.table(
-            "SELECT consumers.name, records.uid, work.state, work.reason, work.uses, work.attempts, work.lease, "
-            "work.until FROM work JOIN records ON records.seq = work.seq JOIN consumers ON consumers.id = work.consumer"
+            "SELECT consumers.name, records.uid, queue.state, queue.reason, queue.uses, queue.attempts, queue.lease, "
+            "queue.until FROM queue JOIN records ON records.seq = queue.seq "
+            "JOIN consumers ON consumers.id = queue.consumer"
         )
         wanted = {
             (name, uid, row.state, row.reason, row.uses, row.attempts, row.lease, row.until)
@@ -634,7 +635,7 @@ class Machine(RuleBasedStateMachine):
         )
         kept = {tuple(row[:3]): row[3:] for row in tallies}
         counted = self.table(
-            "SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+            "SELECT consumer, state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM queue GROUP BY 1, 2, 3"
         )
         assert {key for key, (n, _) in kept.items() if n} == {tuple(row[:3]) for row in counted}
         for *key, count, weight in counted:

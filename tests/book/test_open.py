@@ -203,6 +203,13 @@ def test_a_newer_layout_is_refused(durable_url: str) -> None:
             rollbook.open(durable_url, mode=mode)
 
 
+def test_an_older_layout_without_a_migration_is_refused(durable_url: str) -> None:
+    set_layout(durable_url, "4")
+    for mode in ("a", "r+", "r"):
+        with pytest.raises(NotABookError, match=f"has layout 4, written by an older version of .* {ledger.LAYOUT}$"):
+            rollbook.open(durable_url, mode=mode)
+
+
 def test_a_layout_that_is_no_number_is_refused(durable_url: str) -> None:
     set_layout(durable_url, "one")
     with pytest.raises(NotABookError, match="got layout 'one', expected a number"):
@@ -273,7 +280,7 @@ def test_data_beside_the_database(postgres_url: str, tmp_path: Path, kind: str) 
         assert numbers(book.where()) == [1, 2]
         check(book)
     with rollbook.open(postgres_url, mode="r", data=data) as book:
-        assert book.sql("select len(tokens) from experiences where gone is null").rows() == [(5,), (5,)]
+        assert book.sql("select len(tokens) from experiences where removed_reason is null").rows() == [(5,), (5,)]
 
 
 def test_a_user_without_rights_is_told_so(postgres_url: str) -> None:

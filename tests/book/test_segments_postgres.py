@@ -29,7 +29,7 @@ SCHEMA = 'a "book"'  # a name that has to be quoted
 def make(url: str) -> PostgresLedger:
     ledger = PostgresLedger(url, SCHEMA)
     ledger.make_schema()
-    prepare_tables(ledger, create=True, where=url, meta={})
+    prepare_tables(ledger, create=True, address=url, meta={})
     return ledger
 
 

@@ -189,11 +189,11 @@ def test_records_that_are_gone(url: str) -> None:
         book.fail(EID(batch=0, task="a"), "crashed")
         book.delete(made[1], author="ana")
         assert numbers(book.where()) == [0, 2, 3]
-        assert book.where(("gone", "is", None)).count() == 3
-        assert book.where(gone=["deleted", "crashed"]).count() == 2
+        assert book.where(("removed_reason", "is", None)).count() == 3
+        assert book.where(removed_reason=["deleted", "crashed"]).count() == 2
         assert numbers(book.where(("info.i", ">", 0))) == [2, 3]
         assert sum(batch.num_rows for batch in book.where().scan(["tokens"])) == 3
-        rows = book.sql("select gone, len(tokens), reward from experiences order by seq").rows()
+        rows = book.sql("select removed_reason, len(tokens), reward from experiences order by seq").rows()
         assert rows == [
             (None, 5, 0.5),
             ("deleted", None, None),
@@ -300,7 +300,7 @@ def test_sql_joins_records_with_the_ledger(url: str) -> None:
         book.lease(1)
         book.drop("1/7/3/0/s", "odd")
         rows = book.sql(
-            "select e.run, w.state, w.reason from experiences e join work w on w.uid = e.uid and w.consumer = 'train' "
+            "select e.run, w.state, w.reason from experiences e join queue w on w.uid = e.uid and w.consumer = 'train' "
             "order by e.run"
         ).rows()
         assert rows[:4] == [(0, "trained", None), (1, "trained", None), (2, "leased", None), (3, "dropped", "odd")]
@@ -336,7 +336,9 @@ def test_sql_counts_steps_and_hides_what_was_rewound(url: str) -> None:
         assert book.sql(steps.format("training")).rows() == [(2, 1, 2), (7, 1, 2), (10, 2, 4), (11, 1, 2)]
         assert book.sql(steps.format("evaluations")).rows() == [(10, 3, 6)]
         assert book.sql("select count(*), sum(len(tokens)) from experiences").rows() == [(8, 16)]
-        assert book.sql("select count(*), count(gone), sum(len(tokens)) from all_experiences").rows() == [(11, 3, 16)]
+        assert book.sql("select count(*), count(removed_reason), sum(len(tokens)) from all_experiences").rows() == [
+            (11, 3, 16)
+        ]
         assert (
             book.sql("select typeof(train_step), batch from training where train_step = 10").rows()
             == [("BIGINT", "10")] * 2
@@ -371,7 +373,7 @@ def test_sql_only_reads(eight: Book) -> None:
 def test_sql_of_an_empty_book(url: str) -> None:
     with rollbook.open(url) as book:
         assert book.sql("select count(*), avg(reward), max(len(tokens)) from experiences").rows() == [(0, None, None)]
-        for name in ("training", "metrics", "events", "work", "leases", "revisions", "checkpoints", "media", "ledger"):
+        for name in ("training", "metrics", "events", "queue", "leases", "revisions", "checkpoints", "media", "ledger"):
             assert book.sql(f"select * from {name}").rows() == []
 
 

@@ -412,8 +412,8 @@ def test_a_fork_is_the_book_at_the_checkpoint_and_goes_the_same_way(book: Book, 
         assert (seen(book), events(book)) == now
         queue.drain_inboxes(other)
         mine = seen(other)
-        assert mine["work"][: len(then["work"])] == then["work"]
-        assert {row[3] for row in mine["work"][len(then["work"]) :]} == {"waiting", "dropped"}  # one made since
+        assert mine["queue"][: len(then["queue"])] == then["queue"]
+        assert {row[3] for row in mine["queue"][len(then["queue"]) :]} == {"waiting", "dropped"}  # one made since
         for part in ("groups", "version"):
             assert mine[part] == then[part]
         assert mine["consumers"][:2] == then["consumers"]

@@ -31,7 +31,7 @@ from rollbook.io.formats import EXTENSIONS, FORMATS, guess, list_tables, read, w
 from rollbook.io.hf import from_hf, to_hf
 from rollbook.io.jsonl import encode_line, encode_lines
 from rollbook.io.parquet import read_parquet
-from rollbook.io.tables import regroup
+from rollbook.io.rows import regroup
 from tests.strategies import exact_rows, full_record, record_lists
 
 TWO_WAY = list(EXTENSIONS.values())
@@ -409,7 +409,7 @@ def test_folders(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (inner / "a.jsonl").symlink_to(tmp_path / "9.jsonl")
-    with pytest.raises(WireError, match="leaves the folder"):
+    with pytest.raises(WireError, match="symbolic link to outside the folder"):
         back(inner, "jsonl")
 
 
@@ -437,7 +437,7 @@ def test_a_damaged_piece_is_named_or_skipped(format: str, tmp_path: Path) -> Non
             back(path)
     path.write_bytes(data[: third + 70])
     reading = read(path, on_error="skip")
-    assert [len(batch) for batch in reading] == [1] and "the file ends after" in reading.report.skipped[0].why
+    assert [len(batch) for batch in reading] == [1] and "the file ends after" in reading.report.skipped[0].reason
     path.write_bytes(bytes(data[:third]) + b"\xff" * 200)
     with pytest.raises(WireError, match=rf"byte {third}"):
         back(path, on_error="skip")
@@ -519,7 +519,7 @@ def test_pickles_are_read_and_never_run(tmp_path: Path) -> None:
     bad = b"TRXP\x01" + len(meta).to_bytes(8, "little") + (8).to_bytes(8, "little") + meta + bytes(8)
     path.write_bytes(good + bad + good)
     reading = read(path, on_error="skip")
-    assert sum(len(batch) for batch in reading) == 2 and "touch" in reading.report.skipped[0].why
+    assert sum(len(batch) for batch in reading) == 2 and "touch" in reading.report.skipped[0].reason
     assert not mark.exists()
 
 
@@ -537,7 +537,7 @@ def test_a_dataset_names_no_file_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "x.hf" / "link.arrow").symlink_to(secret)
     held["_data_files"] = [{"filename": "link.arrow"}]
     state.write_text(json.dumps(held))
-    with pytest.raises(WireError, match="leaves the folder"):
+    with pytest.raises(WireError, match="symbolic link to outside the folder"):
         back(tmp_path / "x.hf")
 
 

@@ -254,7 +254,7 @@ def test_trl_template_that_is_not_prefix_stable(tmp_path: Path) -> None:
     reading = read(folder, tokenizer=changing, on_error="skip")
     (row,) = [row for batch in reading for row in batch]
     assert row.tokens[row.prompt_length :].tolist() == ids("five"), "of one message, its words are enough"
-    assert "differently" in reading.report.skipped[0].why
+    assert "differently" in reading.report.skipped[0].reason
     changing.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(WireError, match="the chat template fails"):
         rows(folder, tokenizer=changing)

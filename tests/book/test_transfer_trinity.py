@@ -168,7 +168,7 @@ def test_bad_rows_are_reported(database: Any, tmp_path: Path) -> None:
     assert [row.eid.suffix for batch in reading for row in batch] == ["000005"]
     report = reading.report
     assert (report.count, [skipped.row for skipped in report.skipped]) == (5, [1, 2, 3, 4, 5])
-    why = [skipped.why for skipped in report.skipped]
+    why = [skipped.reason for skipped in report.skipped]
     assert "touch" in why[1] and "2 records" in why[2] and "got a" not in why[1] and "cut short" in why[4]
     assert not mark.exists(), "a pickle is read, not run"
 
@@ -178,7 +178,7 @@ def test_rows_over_the_limit_are_not_fetched(database: Any) -> None:
     change(path, "UPDATE experiences_blob SET experience_bytes = zeroblob(50000000) WHERE id = 3")
     reading = read(path, table="experiences", on_error="skip", max_row_bytes=100_000)
     assert sum(map(len, reading)) == 5
-    assert reading.report.skipped[0].why == "50000000 bytes are over the limit of 100000 (max_row_bytes)"
+    assert reading.report.skipped[0].reason == "50000000 bytes are over the limit of 100000 (max_row_bytes)"
 
 
 def test_a_blob_table_that_is_missing(database: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_blob_table_that_is_missing(database: Any) -> None:
     assert list_tables(path)["experiences"] == "no bytes: the table of blobs is missing"
     reading = read(path, table="experiences", on_error="skip")
     assert list(reading) == [] and reading.report.count == 6
-    assert "a table 'experiences_blob', which is missing" in reading.report.skipped[0].why
+    assert "a table 'experiences_blob', which is missing" in reading.report.skipped[0].reason
 
 
 def test_columns_that_hold_what_they_cannot(database: Any) -> None:

@@ -162,11 +162,11 @@ HARM: dict[str, tuple[Callable[[Book], None], str]] = {
         "leased under lease 99, but the record 'p/2/1/0/t' was leased",
     ),
     "a state without an event": (
-        statement("UPDATE work SET state = 'dropped' WHERE seq = 9 AND consumer = 1"),
+        statement("UPDATE queue SET state = 'dropped' WHERE seq = 9 AND consumer = 1"),
         "p/5/0/0/t: train has it as dropped",
     ),
     "a record that was not offered": (
-        statement("DELETE FROM work WHERE seq = 9 AND consumer = 2"),
+        statement("DELETE FROM queue WHERE seq = 9 AND consumer = 2"),
         "p/5/0/0/t: critic was never offered it",
     ),
     "a wrong tally": (

@@ -100,7 +100,7 @@ def test_consumer_groups_are_created_listed_and_removed(
             check(copy)
         book.compact()
         with book.ledger.read() as tx:
-            for table in ("work", "groups", "work_before", "groups_before", "tallies"):
+            for table in ("queue", "groups", "queue_before", "groups_before", "tallies"):
                 assert tx.one(f"SELECT MAX(consumer) FROM {table}")[0] in (1, None), table
         check(book)
         book.rewind(saved)

@@ -99,13 +99,13 @@ def test_plan_and_progress(actor: Actor) -> None:
     [
         ({"token_budget": 0}, "token_budget: got 0"),
         ({"temperature": -1.0}, "temperature: got -1.0"),
-        ({"actor": torch.nn.Linear(2, 2)}, "actor: got Linear, expected an Actor"),
+        ({"actor": torch.nn.Linear(2, 2)}, "model: got Linear, expected an Actor"),
     ],
 )
 def test_bad_options(actor: Actor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         policy_log_probs(**{"actor": actor, "data": zoo.records([(2, 2)]), **options})
-    with pytest.raises(ValueError, match="critic: got Actor, expected a Critic"):
+    with pytest.raises(ValueError, match="model: got Actor, expected a Critic"):
         values(actor, zoo.records([(2, 2)]))
 
 

@@ -172,7 +172,7 @@ class Shifted(transformers.LlamaForCausalLM):
 def test_other_logits_are_used_as_they_are(layout: str) -> None:
     model = Shifted(zoo.text("llama").config).eval()
     actor = Actor(model, temperature=0.7)
-    assert actor.head_path == "logits" and "by up to 3" in actor.head.why
+    assert actor.head_path == "logits" and "by up to 3" in actor.head.reason
     records = zoo.records(SHAPES)
     batch = laid(records, layout)
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_a_replaced_output_layer_is_looked_at_again() -> None:
     torch.testing.assert_close(found, zoo.naive(model, records[0])[0].detach(), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(before, found)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 300), torch.nn.Tanh())
-    assert actor.head_path == "logits" and "Sequential" in actor.head.why
+    assert actor.head_path == "logits" and "Sequential" in actor.head.reason
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

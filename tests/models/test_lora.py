@@ -110,7 +110,7 @@ def test_saved_beside_a_base_that_has_a_place(tmp_path: Path) -> None:
 def test_an_adapter_on_the_head_is_seen_before_it_does_anything() -> None:
     actor, records = adapted(target_modules=["q_proj", "lm_head"]), zoo.records(RECORDS)
     fresh = Actor(tiny.llama(), lora={"r": 2, "target_modules": ["lm_head"]})
-    assert fresh.head_path == actor.head_path == "logits" and "lora" in actor.head.why
+    assert fresh.head_path == actor.head_path == "logits" and "lora" in actor.head.reason
     with torch.no_grad():
         want = torch.cat([zoo.naive(actor.model.eval(), record, 0.9)[0] for record in records])
     for packed in (None, True):

@@ -553,7 +553,7 @@ def test_an_engine_that_answers_twice_is_told() -> None:
         yield 0, sample_of(requests[0], 0)
         yield 0, sample_of(requests[0], 0)
 
-    with pytest.raises(ValueError, match="Odd: unexpected or repeated place 0"):
+    with pytest.raises(ValueError, match="Odd: unexpected or repeated position 0"):
         Odd(twice).generate(["a", "b"])
 
 

@@ -388,8 +388,8 @@ def check(url: str, log: Path, bound: int, steps: int) -> list[str]:
 
 def _check_appends(state: tables.Tables, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Each acknowledged record is there once, or was there until a rewind; nobody else appended records."""
-    live = Counter(record.uid for record in state.records if record.gone is None and not record.evaluation)
-    rewound = {record.uid for record in state.records if record.gone == "rewound"}
+    live = Counter(record.uid for record in state.records if record.removed_reason is None and not record.evaluation)
+    rewound = {record.uid for record in state.records if record.removed_reason == "rewound"}
     wrong = [f"{uid}: it is there {count} times" for uid, count in live.items() if count > 1]
     tried, appended = (
         {uid for line in lines if line["did"] == did for uid in line["records"]} for did in ("try append", "append")
@@ -423,11 +423,13 @@ def _check_claims(state: tables.Tables) -> list[str]:
 
 def _check_ledger(state: tables.Tables, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Replay the events of records that were not rewound, and compare acknowledgements with the log."""
-    rewound = {record.seq for record in state.records if record.gone == "rewound"}
+    rewound = {record.seq for record in state.records if record.removed_reason == "rewound"}
     voided = {event.lease for event in state.events if event.kind == "voided"}
     is_rewound = any(event.kind == "rewound" for event in state.events)
     counted = Ledger(state)
-    counted.training |= {record.seq for record in state.records if record.gone == "rewound" and not record.evaluation}
+    counted.training |= {
+        record.seq for record in state.records if record.removed_reason == "rewound" and not record.evaluation
+    }
     counted.counters()
     state.records = [record for record in state.records if record.seq not in rewound]
     state.events = [event for event in state.events if event.seq not in rewound]

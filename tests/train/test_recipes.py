@@ -133,7 +133,7 @@ def test_supervised_steps_learn_answers_and_not_those_of_others(shown: RunResult
 
 
 def test_pairs_teach_which_answer_is_better_and_shuffled_ones_do_not(warm: Path, tmp_path: Path) -> None:
-    rows = letters.pairs(1000, LENGTH, until=0.1, skip=COUNT, hidden=HIDDEN)
+    rows = letters.pairs(1000, LENGTH, target_accuracy=0.1, skip=COUNT, hidden=HIDDEN)
     luck, mixed = random.Random(0), []
     for row in rows:
         both = [row["chosen"], row["rejected"]]
@@ -165,7 +165,7 @@ TINY += ["batch.drop_zero_advantages=false"]
 TEACHER = ["steps=2", "count=40", "length=4", "skip=80", "hidden=48"]
 OWN = {
     "letters-sft": [],
-    "letters-dpo": ["data.options.hidden=48", "data.options.skip=80", "data.options.until=0.0"],
+    "letters-dpo": ["data.options.hidden=48", "data.options.skip=80", "data.options.target_accuracy=0.0"],
     "letters-distill": [f"teacher.options.{one}" for one in TEACHER],
 }
 
@@ -215,7 +215,7 @@ def test_a_loop_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-        before, after = module.main(tmp_path, steps=2, prompts_per_step=8, held=20, until=0.0)
+        before, after = module.main(tmp_path, steps=2, prompts_per_step=8, held=20, target_accuracy=0.0)
     finally:
         del sys.modules[spec.name]
     assert before.prompts == after.prompts == 20

@@ -194,9 +194,9 @@ class PolicyTensors:
         layout = policy_layout(new_logprobs, old_logprobs, advantages, mask)
         if rows is not None:
             layout = layout.narrowed(layout.spread(rows))
-        ours = layout.take("new_logprobs", new_logprobs)
+        policy = layout.take("new_logprobs", new_logprobs)
         old = layout.take("old_logprobs", old_logprobs).detach()
-        return cls(layout, ours, ours - old, on_tokens(layout, "advantages", advantages).detach())
+        return cls(layout, policy, policy - old, on_tokens(layout, "advantages", advantages).detach())
 
     def clamp_log_ratio(self, bound: float) -> torch.Tensor:
         """Clamp the log-ratio to ±`bound`, so that its exponential stays finite; beyond, its gradient is 0."""

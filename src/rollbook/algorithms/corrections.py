@@ -152,8 +152,8 @@ def importance_weights(
     tokens = int(layout.mask.sum())
     metrics["masked"] = 1 - int(left.mask.sum()) / tokens if tokens else 0.0
     if normalize:
-        part = torch.stack([weights[counted].sum(), counted.sum().to(torch.float64)]).cpu()
-        total, count = process_group.sum(part).tolist()
+        sum_and_count = torch.stack([weights[counted].sum(), counted.sum().to(torch.float64)]).cpu()
+        total, count = process_group.sum(sum_and_count).tolist()
         if total > 0:
             weights = weights * (count / total)
     return Correction(

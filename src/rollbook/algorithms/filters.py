@@ -309,19 +309,21 @@ def truncated(
     causes = (reasons,) if isinstance(reasons, str) else reasons  # `in` on a string would match substrings
     layout = Layout.from_tokens(mask)
     rows = as_ids("finish", finish, layout.rows)
-    odd = next(
+    invalid = next(
         (i for i, status in enumerate(rows) if not (status is None or isinstance(status, str) or status in (0, 1))),
         None,
     )
-    if odd is not None:
-        raise ValueError(f"finish: got {rows[odd]!r} at row {odd}, expected a finish reason, true, false or None")
-    cut = [status in causes if isinstance(status, str) else bool(status) for status in rows]
-    left = ~torch.tensor(cut, dtype=torch.bool, device=layout.mask.device)
+    if invalid is not None:
+        raise ValueError(
+            f"finish: got {rows[invalid]!r} at row {invalid}, expected a finish reason, true, false or None"
+        )
+    is_truncated = [status in causes if isinstance(status, str) else bool(status) for status in rows]
+    left = ~torch.tensor(is_truncated, dtype=torch.bool, device=layout.mask.device)
     tokens = float(layout.counts.sum())
     counted = layout.mask & layout.spread(left)
     metrics = {"masked_tokens": tokens - float(counted.sum())}
     unknown = rows_where([status is None for status in rows])
-    by_reason = {"truncated": rows_where(cut), "unknown finish": unknown}
+    by_reason = {"truncated": rows_where(is_truncated), "unknown finish": unknown}
     return MaskResult(layout.restore(counted), Report(layout.rows, by_reason, metrics, _check_names(ids, layout.rows)))
 
 
@@ -489,13 +491,13 @@ def _mark_on_host(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Ten
         if len(slots):
             count = max(1, int(len(slots) * ratio))
             first, last = slots[0], slots[-1] + 1
-            where = slice(first, last) if last - first == len(slots) else slots
-            candidates = values[where]
+            selection = slice(first, last) if last - first == len(slots) else slots
+            candidates = values[selection]
             least = np.partition(candidates, len(slots) - count)[len(slots) - count]
             highest = candidates > least
             equal = np.flatnonzero(candidates == least)
             highest[equal[: count - np.count_nonzero(highest)]] = True
-            flags[where] = highest
+            flags[selection] = highest
     return marked
 
 

@@ -61,7 +61,7 @@ def moments(tokens: torch.Tensor, mask: torch.Tensor, process_group: ProcessGrou
     ends = (counted.amin(), counted.amax()) if len(counted) else (counted.new_zeros(()), counted.new_zeros(()))
     total, low, high = torch.stack([counted.sum(), *ends]).tolist()
     count, total = process_group.sum(torch.tensor([float(len(counted)), total], dtype=torch.float64)).tolist()
-    every = [end for part in process_group.gather([low, high] if len(counted) else []) for end in part]
+    every = [end for rank_ends in process_group.gather([low, high] if len(counted) else []) for end in rank_ends]
     constant = len(set(every)) <= 1
     # The mean of equal tokens is exactly their value; a rounded sum would differ from it.
     mean = every[0] if every and constant else total / max(count, 1)
@@ -266,10 +266,10 @@ class Grouped:
         first = 0
         if check_process_group(process_group) is not SINGLE_PROCESS:
             parts = process_group.gather([numbers, names, labels])
-            first = sum(len(part[0]) for part in parts[: process_group.rank])
-            numbers = np.concatenate([part[0] for part in parts])
-            names = [name for part in parts for name in list(part[1])]
-            labels = [label for part in parts for label in part[2]] if labels is not None else None
+            first = sum(len(shard[0]) for shard in parts[: process_group.rank])
+            numbers = np.concatenate([shard[0] for shard in parts])
+            names = [name for shard in parts for name in list(shard[1])]
+            labels = [label for shard in parts for label in shard[2]] if labels is not None else None
         self.local = slice(first, first + self.rows)
         """The rows of this process among all rows."""
         self.values = numbers

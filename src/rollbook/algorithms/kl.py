@@ -47,13 +47,13 @@ class _Expm1MinusX(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
         last = 16 if x.dtype == torch.float64 else 10
-        near = x.clamp(-0.5, 0.5)
-        series = near * (1 / math.factorial(last))
+        small = x.clamp(-0.5, 0.5)
+        series = small * (1 / math.factorial(last))
         for power in range(last - 1, 2, -1):
-            series.add_(1 / math.factorial(power)).mul_(near)
-        series.add_(0.5).mul_(near).mul_(near)
+            series.add_(1 / math.factorial(power)).mul_(small)
+        series.add_(0.5).mul_(small).mul_(small)
         # The clamp changes no result, but avoids inf - inf.
-        return torch.where(near == x, series, torch.expm1(x).sub_(x.clamp(max=100.0)))
+        return torch.where(small == x, series, torch.expm1(x).sub_(x.clamp(max=100.0)))
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -87,8 +87,8 @@ def none(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
     >>> none([-1.0, -2.0], [-1.5, -1.0])
     tensor([0., 0.])
     """
-    ours, _ = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return torch.where(torch.zeros_like(ours, dtype=torch.bool), ours, 0.0)
+    policy, _ = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return torch.where(torch.zeros_like(policy, dtype=torch.bool), policy, 0.0)
 
 
 @KL.register("k1", "kl", source="Approximating KL Divergence (Schulman, 2020), k1: d = log p - log ref")
@@ -111,8 +111,8 @@ def k1(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
     >>> k1([-1.0, -2.0], [-1.5, -1.0])
     tensor([ 0.5000, -1.0000])
     """
-    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return ours - ref
+    policy, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return policy - ref
 
 
 @KL.register("k2", "mse", source="Approximating KL Divergence (Schulman, 2020), k2: d^2 / 2")
@@ -132,8 +132,8 @@ def k2(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
     >>> k2([-1.0, -2.0], [-1.5, -1.0])
     tensor([0.1250, 0.5000])
     """
-    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return (ours - ref).square() / 2
+    policy, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return (policy - ref).square() / 2
 
 
 @KL.register("k3", source="Approximating KL Divergence (Schulman, 2020), k3: exp(-d) - 1 + d")
@@ -159,8 +159,8 @@ def k3(logprobs: Numbers, ref_logprobs: Numbers) -> torch.Tensor:
     >>> k3([0.0], [1e-6])
     tensor([5.0000e-13])
     """
-    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    return _expm1_minus_x(ref - ours)
+    policy, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    return _expm1_minus_x(ref - policy)
 
 
 @KL.register("abs", source="the absolute log-ratio |d|, as verl and Trinity-RFT have it")
@@ -210,8 +210,8 @@ def low_var_kl(
     """
     check_float("log_ratio_clamp", log_ratio_clamp, 0)
     check_float("bound", bound, 0)
-    ours, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    ratio = (ref - ours).clamp(-log_ratio_clamp, log_ratio_clamp)
+    policy, ref = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    ratio = (ref - policy).clamp(-log_ratio_clamp, log_ratio_clamp)
     return _expm1_minus_x(ratio).clamp(-bound, bound)
 
 
@@ -252,11 +252,11 @@ def corrected_k3(
     detach_ratio = check_bool("detach_ratio", detach_ratio)
     if old_logprobs is None:
         return k3(logprobs, ref_logprobs)
-    ours, ref, old = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
+    policy, ref, old = same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, old_logprobs=old_logprobs)
     if not cap:
-        return (ours - ref) * 0.0
+        return (policy - ref) * 0.0
     # Clamped before the exponential, so that an overflow does not make the gradient NaN.
-    log_cap, x, log_ratio = math.log(cap), ref - ours, ours - old
+    log_cap, x, log_ratio = math.log(cap), ref - policy, policy - old
     bounded = log_ratio.clamp(max=log_cap)
     bounded = bounded.detach() if detach_ratio else bounded
     # Far from 0, exponents are added before exp() in ratio * (exp(x) - 1 - x), since exp(x) alone may overflow.
@@ -327,9 +327,9 @@ def token_kl(
 def _token_estimates(
     layout: Layout, logprobs: PerToken, ref: PerToken, old: PerToken | None, estimator: str, options: Mapping[str, Any]
 ) -> torch.Tensor:
-    ours, theirs = layout.take("logprobs", logprobs), layout.take("ref_logprobs", ref).detach()
-    before = None if old is None else layout.take("old_logprobs", old).detach()
-    data = {"logprobs": ours, "ref_logprobs": theirs, "old_logprobs": before}
+    policy, reference = layout.take("logprobs", logprobs), layout.take("ref_logprobs", ref).detach()
+    behavior = None if old is None else layout.take("old_logprobs", old).detach()
+    data = {"logprobs": policy, "ref_logprobs": reference, "old_logprobs": behavior}
     return layout.masked(KL[estimator].call(data, options))
 
 

@@ -194,11 +194,11 @@ class Layout:
             raise ValueError(f"{name}: got {type(argument).__name__}, expected {self._expected()}")
         else:
             parts = [as_tensor(f"{name}: row {i}", row, self.mask.device) for i, row in enumerate(argument)]
-            odd = next((i for i, part in enumerate(parts) if part.dim() != 1), None)
-            if odd is not None:
-                raise ValueError(f"{name}: row {odd} has {parts[odd].dim()} dimensions, expected 1")
-            lengths = [len(part) for part in parts]
-            filled = [part for part in parts if len(part)]  # an empty list has no type
+            invalid = next((i for i, row_tensor in enumerate(parts) if row_tensor.dim() != 1), None)
+            if invalid is not None:
+                raise ValueError(f"{name}: row {invalid} has {parts[invalid].dim()} dimensions, expected 1")
+            lengths = [len(row_tensor) for row_tensor in parts]
+            filled = [row_tensor for row_tensor in parts if len(row_tensor)]  # an empty list has no type
             tensor = torch.cat(filled) if filled else torch.empty(0, device=self.mask.device)
         if lengths != self.lengths:
             raise ValueError(f"{name}: got rows of lengths {_abbreviate(lengths)}, expected {self._expected()}")
@@ -346,8 +346,8 @@ def as_mask(name: str, value: torch.Tensor) -> torch.Tensor:
     entries = memory(value if value.dtype in NUMPY else value.float())  # numpy compares ten times as fast as torch
     mask = entries == 1
     if not np.array_equal(mask, entries != 0):
-        odd = entries[~mask & (entries != 0)]
-        raise ValueError(f"{name}: got {odd[0].item()}, expected 0 and 1 only (weights of tokens are not a mask)")
+        invalid = entries[~mask & (entries != 0)]
+        raise ValueError(f"{name}: got {invalid[0].item()}, expected 0 and 1 only (weights of tokens are not a mask)")
     return torch.from_numpy(mask)
 
 
@@ -402,9 +402,9 @@ def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
     tensor = as_tensor(name, value, layout.mask.device)
     if tuple(tensor.shape) != (layout.rows,):
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected [{layout.rows}], one for each row")
-    odd = tensor[(tensor != 0) & (tensor != 1)]
-    if len(odd):
-        raise ValueError(f"{name}: got {odd[0].item()}, expected 0 and 1 only, or False and True")
+    invalid = tensor[(tensor != 0) & (tensor != 1)]
+    if len(invalid):
+        raise ValueError(f"{name}: got {invalid[0].item()}, expected 0 and 1 only, or False and True")
     return tensor != 0
 
 

@@ -1,8 +1,10 @@
 """Backward recursions over tokens (GAE and discounted returns), padded or packed, on any device.
 
-Invariant: tokens that do not take part are never read, and masked tokens are 0 in the result. On the CPU, sums are in
-float64, and the compiled and the numpy implementation do the same operations in the same order, so that results do not
-depend on which one runs.
+A token is active if the recursion reads it: a token of the mask, or by the option `observations` a tool token.
+
+Invariant: inactive tokens are never read, and masked tokens are 0 in the result. On the CPU, sums are in float64, and
+the compiled and the numpy implementation do the same operations in the same order, so that results do not depend on
+which one runs.
 
 Implementations:
 
@@ -26,7 +28,7 @@ from rollbook.core.ragged import compute_offsets
 from rollbook.core.rows import empty
 
 OBSERVATIONS = ("skip", "through", "zeroed")
-"""How tool tokens take part in a recursion; see `gae_scan`."""
+"""Which tool tokens are active; see `gae_scan`."""
 LARGE = 1 << 15
 """Number of tokens from which a call loads numba. Once it is loaded, smaller calls use it too."""
 
@@ -46,7 +48,7 @@ def gae_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute GAE advantages and returns: `A_i = r_i + gamma V_j - V_i + gamma lam A_j`, and `A_i + V_i`.
 
-    j is the next token after i that takes part; after the last one V and A are 0. Results have no gradient.
+    j is the next active token after i; after the last one V and A are 0. Results have no gradient.
 
     Args:
         rewards: [B, R], or [total] with `lengths`.
@@ -55,7 +57,7 @@ def gae_scan(
         lengths: Lengths of packed rows; `None` if padded.
         gamma: Discount per token, 0 to 1.
         lam: Lambda of GAE, 0 to 1.
-        observations: Which masked tokens (tool output) take part. Their results are 0 in any case.
+        observations: Which masked tokens (tool output) are active. Their results are 0 in any case.
             `skip`: none; they are left out of the recursion. `through`: those between the first and the last token
             of a row that counts, or all of `response`, with their values and rewards. `zeroed`: the same, with values
             and rewards of 0.
@@ -69,21 +71,23 @@ def gae_scan(
     tensor([[0.0400, 0.0000, 0.8000]])
     """
     check_float("lam", lam, 0, 1)
-    rewards, values, mask, part = _prepare(gamma, observations, mask, response, lengths, rewards=rewards, values=values)
+    rewards, values, mask, active = _prepare(
+        gamma, observations, mask, response, lengths, rewards=rewards, values=values
+    )
     kernels = _triton_module(rewards.device.type)
     if kernels is not None:
-        results = kernels.gae(rewards, values, part, _offsets_on(rewards, lengths), gamma, lam)
+        results = kernels.gae(rewards, values, active, _offsets_on(rewards, lengths), gamma, lam)
     else:
         offsets = _offsets(mask, lengths)
-        flat = _flat(rewards), _flat(values), _flat(part)
+        flat = _flat(rewards), _flat(values), _flat(active)
         compiled = _compiled(mask.numel())
         if compiled is not None:
             out = empty(tuple(mask.shape), rewards.dtype), empty(tuple(mask.shape), rewards.dtype)
             compiled.gae(*flat, offsets, gamma, lam, _flat(out[0]), _flat(out[1]))
         else:
-            out = _plain_gae(*flat, offsets, gamma, lam, mask.shape)
+            out = _numpy_gae(*flat, offsets, gamma, lam, mask.shape)
         results = out if mask.device.type == "cpu" else (out[0].to(mask.device), out[1].to(mask.device))
-    if part is not mask:
+    if active is not mask:
         results[0].masked_fill_(~mask, 0)
         results[1].masked_fill_(~mask, 0)
     return results[0], results[1]
@@ -97,26 +101,40 @@ def return_scan(
     observations: str = "skip",
     response: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute returns-to-go: `R_i = r_i + gamma R_j`, j the next token that takes part; arguments as of `gae_scan`.
+    """Compute returns-to-go: `R_i = r_i + gamma R_j`, with j the next active token.
+
+    Args:
+        rewards: [B, R], or [total] with `lengths`.
+        mask: bool, in the same layout: which tokens count.
+        lengths: Lengths of packed rows; `None` if padded.
+        gamma: Discount per token, 0 to 1.
+        observations: Which masked tokens are active, as of `gae_scan`.
+        response: bool, in the same layout: slots that are not padding.
+
+    Returns:
+        Returns in the same layout, 0 where the mask is False.
+
+    Raises:
+        ValueError: If an option is invalid, or shapes differ.
 
     >>> return_scan(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([True, True, True]), [1, 2], gamma=0.5)
     tensor([1., 4., 4.])
     """
-    rewards, _, mask, part = _prepare(gamma, observations, mask, response, lengths, rewards=rewards)
+    rewards, _, mask, active = _prepare(gamma, observations, mask, response, lengths, rewards=rewards)
     kernels = _triton_module(rewards.device.type)
     if kernels is not None:
-        returns = kernels.discounted(rewards, part, _offsets_on(rewards, lengths), gamma)
+        returns = kernels.discounted(rewards, active, _offsets_on(rewards, lengths), gamma)
     else:
         offsets, compiled = _offsets(mask, lengths), _compiled(mask.numel())
         if compiled is not None:
             out = empty(tuple(mask.shape), rewards.dtype)
-            compiled.discounted(_flat(rewards), _flat(part), offsets, gamma, _flat(out))
+            compiled.discounted(_flat(rewards), _flat(active), offsets, gamma, _flat(out))
         else:
-            steps = _Steps(_flat(part), offsets)
+            steps = _Steps(_flat(active), offsets)
             sums = steps.sums(_flat(rewards)[steps.index].astype(np.float64), gamma)
-            out = steps.put(sums, rewards.dtype, mask.shape)
+            out = steps.scatter(sums, rewards.dtype, mask.shape)
         returns = out.to(mask.device)
-    if part is not mask:
+    if active is not mask:
         returns.masked_fill_(~mask, 0)
     return returns  # type: ignore[no-any-return]
 
@@ -124,7 +142,7 @@ def return_scan(
 def scan_mask(
     mask: torch.Tensor, lengths: list[int] | None, observations: str, response: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[of `mask`] bool: mark the tokens that take part in a recursion.
+    """[of `mask`] bool: mark the active tokens: those that the recursion reads.
 
     >>> mask = torch.tensor([[False, True, False, True, False]])
     >>> scan_mask(mask, None, "through").tolist()
@@ -165,8 +183,8 @@ class TokenPositions:
 
     def nearest(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the last slot that counts at or before each slot of the same row, or else the row's first one."""
-        before = torch.searchsorted(self.index, slots, right=True) - 1
-        return self.index[torch.maximum(before, self.begin[self.rows_at(slots)])]
+        preceding = torch.searchsorted(self.index, slots, right=True) - 1
+        return self.index[torch.maximum(preceding, self.begin[self.rows_at(slots)])]
 
 
 def spread_scores(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torch.Tensor:
@@ -189,36 +207,39 @@ class RewardCounts(NamedTuple):
     """Counts of rewards by row, on the host.
 
     Attributes:
-        counts: [B] Number of tokens that take part.
-        broken: [B] Number of NaN or infinite rewards among them.
-        off: [B] Number of finite nonzero rewards on other tokens.
+        counts: [B] Number of active tokens.
+        nonfinite: [B] Number of NaN or infinite rewards among them.
+        off_mask: [B] Number of finite nonzero rewards on other tokens.
     """
 
     counts: Ints
-    broken: Ints
-    off: Ints
+    nonfinite: Ints
+    off_mask: Ints
 
 
-def count_rewards(rewards: torch.Tensor, taken: torch.Tensor, lengths: list[int] | None = None) -> RewardCounts:
-    """Count rewards that are not finite, and rewards on tokens that do not take part.
+def count_rewards(rewards: torch.Tensor, active: torch.Tensor, lengths: list[int] | None = None) -> RewardCounts:
+    """Count rewards that are not finite, and rewards on inactive tokens.
 
     Args:
         rewards: [B, R], or [total] with `lengths`.
-        taken: bool, in the same layout: tokens that take part.
+        active: bool, in the same layout: tokens that the recursion reads.
         lengths: Lengths of packed rows; `None` if padded.
 
+    Returns:
+        The counts of each row.
+
     >>> count_rewards(torch.tensor([[0.0, float("nan"), 2.0]]), torch.tensor([[True, True, False]]))
-    RewardCounts(counts=array([2]), broken=array([1]), off=array([1]))
+    RewardCounts(counts=array([2]), nonfinite=array([1]), off_mask=array([1]))
     """
-    offsets = _offsets(taken, lengths)
+    offsets = _offsets(active, lengths)
     if rewards.device.type != "cpu":
         finite = torch.isfinite(rewards)
-        odd = torch.where(taken, ~finite, finite & (rewards != 0))
-        if not odd.any():  # the usual case, which copies a single flag to the host
-            positions = TokenPositions(taken, lengths)
-            none = np.zeros(len(offsets) - 1, dtype=np.int64)
-            return RewardCounts((positions.end - positions.begin).cpu().numpy(), none, none)
-    flat, mask = _flat(rewards), _flat(taken)
+        unexpected = torch.where(active, ~finite, finite & (rewards != 0))
+        if not unexpected.any():  # the usual case, which copies a single flag to the host
+            positions = TokenPositions(active, lengths)
+            zeros = np.zeros(len(offsets) - 1, dtype=np.int64)
+            return RewardCounts((positions.end - positions.begin).cpu().numpy(), zeros, zeros)
+    flat, mask = _flat(rewards), _flat(active)
     compiled = _compiled(len(flat))
     if compiled is not None and flat.dtype in (np.float32, np.float64):
         return RewardCounts(*compiled.count_rewards(flat, mask, offsets))
@@ -252,7 +273,7 @@ def _prepare(
     rewards: torch.Tensor,
     values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Check arguments; return rewards, values, mask and the tokens that take part, contiguous and without gradient."""
+    """Check arguments; return rewards, values, mask and the active tokens, contiguous and without gradient."""
     check_float("gamma", gamma, 0, 1)
     if mask.dtype != torch.bool:
         raise ValueError(f"mask: got {mask.dtype}, expected torch.bool")
@@ -264,7 +285,7 @@ def _prepare(
     for name, tensor in (("rewards", rewards), ("values", values), ("response", response)):
         if tensor is not None and tensor.shape != mask.shape:
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, expected {list(mask.shape)}, as the mask has")
-    part = scan_mask(mask, lengths, observations, response)
+    active = scan_mask(mask, lengths, observations, response)
     wide = torch.float64 in (rewards.dtype, None if values is None else values.dtype)
     kind = torch.float64 if wide else torch.float32
 
@@ -275,7 +296,7 @@ def _prepare(
             if tensor.dtype != kind or not tensor.is_contiguous():
                 tensor = tensor.to(kind).contiguous()
             tensors.append(tensor.masked_fill(~mask, 0) if observations == "zeroed" else tensor)
-    return tensors[0], tensors[-1], mask.contiguous(), part.contiguous()
+    return tensors[0], tensors[-1], mask.contiguous(), active.contiguous()
 
 
 def _flat(tensor: torch.Tensor) -> NDArray[Any]:
@@ -334,14 +355,14 @@ _ignore_warnings = np.errstate(all="ignore")
 
 
 class _Steps:
-    """Tokens that take part, ordered by step: the number of tokens after them in their row.
+    """Active tokens, ordered by step: the number of tokens after them in their row.
 
-    Within a step, rows are ordered by falling length: the tokens of step t belong to the first `active[t]` rows, each
-    at the same place as the token of its row in step t - 1.
+    Within a step, rows are ordered by falling length: the tokens of step t belong to the first `rows_per_step[t]` rows,
+    each in the same position as the token of its row in step t - 1.
     """
 
-    def __init__(self, taken: NDArray[np.bool_], offsets: Ints) -> None:
-        self.index = np.flatnonzero(taken)
+    def __init__(self, active: NDArray[np.bool_], offsets: Ints) -> None:
+        self.index = np.flatnonzero(active)
         row = np.searchsorted(offsets, self.index, side="right") - 1
         counts = np.bincount(row, minlength=len(offsets) - 1)
         ends = np.cumsum(counts)
@@ -351,28 +372,28 @@ class _Steps:
         longest_first = np.argsort(-counts, kind="stable")
         rank = np.empty(len(counts), dtype=np.int64)
         rank[longest_first] = np.arange(len(counts))
-        active = np.bincount(step, minlength=1)
-        begin = np.concatenate(([0], np.cumsum(active)))
-        self._place = begin[step] + rank[row]
+        rows_per_step = np.bincount(step, minlength=1)
+        begin = np.concatenate(([0], np.cumsum(rows_per_step)))
+        self._positions = begin[step] + rank[row]
         self._begin: list[int] = begin.tolist()
-        self._size = len(taken)
+        self._size = len(active)
 
     @_ignore_warnings
     def sums(self, entries: Floats, decay: float) -> Floats:
         """[tokens] Compute `S_i = entries_i + decay S_j`, with j the next token of the row."""
         sums = np.empty(len(entries))
-        sums[self._place] = entries
+        sums[self._positions] = entries
         begin = self._begin
-        room = np.empty(begin[1] if len(begin) > 1 else 0)
+        scratch = np.empty(begin[1] if len(begin) > 1 else 0)
         for t in range(1, len(begin) - 1):
-            here, stop = begin[t], begin[t + 1]
-            decayed = np.multiply(sums[begin[t - 1] : begin[t - 1] + stop - here], decay, out=room[: stop - here])
-            np.add(sums[here:stop], decayed, out=sums[here:stop])
-        summed: Floats = sums[self._place]
+            start, stop = begin[t], begin[t + 1]
+            decayed = np.multiply(sums[begin[t - 1] : begin[t - 1] + stop - start], decay, out=scratch[: stop - start])
+            np.add(sums[start:stop], decayed, out=sums[start:stop])
+        summed: Floats = sums[self._positions]
         return summed
 
     @_ignore_warnings
-    def put(self, sums: Floats, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    def scatter(self, sums: Floats, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Place the sums on the slots of their tokens, 0 elsewhere."""
         out = torch.zeros(self._size, dtype=dtype)
         out.numpy()[self.index] = sums
@@ -380,20 +401,20 @@ class _Steps:
 
 
 @_ignore_warnings
-def _plain_gae(
+def _numpy_gae(
     rewards: NDArray[Any],
     values: NDArray[Any],
-    taken: NDArray[np.bool_],
+    active: NDArray[np.bool_],
     offsets: Ints,
     gamma: float,
     lam: float,
     shape: torch.Size,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    steps = _Steps(taken, offsets)
+    steps = _Steps(active, offsets)
     value = values[steps.index].astype(np.float64)
     after = np.append(value[1:], 0.0)
     after[steps.last] = 0
     deltas = rewards[steps.index].astype(np.float64) + gamma * after - value
     sums = steps.sums(deltas, gamma * lam)
     dtype = torch.float64 if rewards.dtype == np.float64 else torch.float32
-    return steps.put(sums, dtype, shape), steps.put(sums + value, dtype, shape)
+    return steps.scatter(sums, dtype, shape), steps.scatter(sums + value, dtype, shape)

@@ -122,9 +122,11 @@ def length_bonus(
     sizes, right = _check_lengths(lengths), as_rewards("correct", correct)
     _check_row_count("correct", right, sizes)
     has_label = ~np.isnan(right)
-    odd = np.flatnonzero(has_label & (right != 0) & (right != 1))
-    if len(odd):
-        raise ValueError(f"correct: got {right[odd[0]]:g} at row {odd[0]}, expected true or false, 1 or 0, or None")
+    invalid = np.flatnonzero(has_label & (right != 0) & (right != 1))
+    if len(invalid):
+        raise ValueError(
+            f"correct: got {right[invalid[0]]:g} at row {invalid[0]}, expected true or false, 1 or 0, or None"
+        )
     grouped = Grouped(torch.from_numpy(np.where(has_label, sizes, np.nan)), groups, None, process_group)
     local = grouped.local
     low, high = (np.where(grouped.count > 0, end, 0.0) for end in grouped.reward_range)
@@ -209,8 +211,8 @@ def _mix_bits(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _unmasked_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
     """[N - n + 1] Mark the windows of n slots that all count."""
-    before = np.concatenate([[0], np.cumsum(counts)])
-    return np.equal(before[n:] - before[:-n], n) if len(counts) >= n else np.zeros(0, dtype=np.bool_)
+    counts_before = np.concatenate([[0], np.cumsum(counts)])
+    return np.equal(counts_before[n:] - counts_before[:-n], n) if len(counts) >= n else np.zeros(0, dtype=np.bool_)
 
 
 def rank_penalty(
@@ -267,10 +269,14 @@ def _compute_rank_penalty(
     grouped = Grouped(rewards, groups, runs, process_group)
     likely = as_rewards("logprobs", logprobs)
     _check_row_count("logprobs", likely, grouped.values[grouped.local])
-    likely = np.concatenate([np.asarray(part, dtype=np.float64) for part in process_group.gather(likely.tolist())])
-    odd = np.flatnonzero(grouped.valid & np.isnan(likely))
-    if len(odd):
-        raise ValueError(f"logprobs: got NaN at row {odd[0]}, expected the mean log-prob of each row with a reward")
+    likely = np.concatenate(
+        [np.asarray(rank_logprobs, dtype=np.float64) for rank_logprobs in process_group.gather(likely.tolist())]
+    )
+    missing_rows = np.flatnonzero(grouped.valid & np.isnan(likely))
+    if len(missing_rows):
+        raise ValueError(
+            f"logprobs: got NaN at row {missing_rows[0]}, expected the mean log-prob of each row with a reward"
+        )
     share = _group_ranks(grouped.over_runs(likely), grouped)[grouped.run] / np.maximum(
         grouped.per_row(grouped.count), 1
     )
@@ -282,23 +288,23 @@ def _group_ranks(values: Floats, grouped: Grouped) -> Floats:
     """[runs] Rank runs with a reward within their group, from 0; equal values share the mean of their ranks."""
     has_reward = np.flatnonzero(grouped.run_valid)
     order = has_reward[np.lexsort((values[has_reward], grouped.run_group[has_reward]))]
-    group, value, place = grouped.run_group[order], values[order], np.arange(len(order))
+    group, value, position = grouped.run_group[order], values[order], np.arange(len(order))
     new_group = np.r_[True, group[1:] != group[:-1]][: len(order)]
     new_value = new_group | np.r_[True, value[1:] != value[:-1]][: len(order)]
     first = np.flatnonzero(new_value)
     equals = np.cumsum(new_value) - 1
     middle = (first + np.r_[first[1:], len(order)][: len(first)] - 1) / 2
     rank = np.zeros(len(values))
-    rank[order] = middle[equals] - np.maximum.accumulate(np.where(new_group, place, 0))
+    rank[order] = middle[equals] - np.maximum.accumulate(np.where(new_group, position, 0))
     return rank
 
 
 def _check_lengths(lengths: PerRow) -> Floats:
     """[B] Convert lengths to float64, and check that they are nonnegative integers."""
     numbers = as_rewards("lengths", lengths)
-    odd = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf) & (np.floor(numbers) == numbers)))
-    if len(odd):
-        raise ValueError(f"lengths: got {numbers[odd[0]]:g} at row {odd[0]}, expected a number of tokens")
+    invalid = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf) & (np.floor(numbers) == numbers)))
+    if len(invalid):
+        raise ValueError(f"lengths: got {numbers[invalid[0]]:g} at row {invalid[0]}, expected a number of tokens")
     return numbers
 
 
@@ -387,9 +393,9 @@ class PassRates:
             if not isinstance(key, tuple) or len(key) != 2:
                 raise ValueError(f"keys: got {key!r}, expected pairs (taskset, index)")
             if count:
-                part = rates.setdefault(key[0], {"indices": [], "values": []})
-                part["indices"].append(key[1])
-                part["values"].append(rate)
+                taskset_rates = rates.setdefault(key[0], {"indices": [], "values": []})
+                taskset_rates["indices"].append(key[1])
+                taskset_rates["values"].append(rate)
         return rates
 
 
@@ -427,10 +433,10 @@ def shape_overlong(
     >>> shaped.rewards, shaped.report.which("overlong")
     (tensor([0.0000, 0.7500, 1.0000]), [0, 1])
     """
-    before, sizes = as_rewards("rewards", rewards), _check_lengths(lengths)
-    _check_row_count("lengths", sizes, before)
+    unshaped, sizes = as_rewards("rewards", rewards), _check_lengths(lengths)
+    _check_row_count("lengths", sizes, unshaped)
     penalty = _compute_overlong_penalty(sizes, max_length, buffer, factor, bounded)
-    return _build_result(rewards, before, before + penalty, {"overlong": rows_where(penalty < 0)}, ids)
+    return _build_result(rewards, unshaped, unshaped + penalty, {"overlong": rows_where(penalty < 0)}, ids)
 
 
 def shape_length(
@@ -464,10 +470,10 @@ def shape_length(
     >>> shaped.rewards, shaped.report.which("over target")
     (tensor([1.0000, 0.5000]), [1])
     """
-    before, sizes = as_rewards("rewards", rewards), _check_lengths(lengths)
-    _check_row_count("lengths", sizes, before)
+    unshaped, sizes = as_rewards("rewards", rewards), _check_lengths(lengths)
+    _check_row_count("lengths", sizes, unshaped)
     penalty = _compute_length_penalty(sizes, target, per_token, max_penalty)
-    return _build_result(rewards, before, before + penalty, {"over target": rows_where(penalty < 0)}, ids)
+    return _build_result(rewards, unshaped, unshaped + penalty, {"over target": rows_where(penalty < 0)}, ids)
 
 
 def shape_repetition(
@@ -501,11 +507,11 @@ def shape_repetition(
     >>> shaped.rewards, shaped.report.which("repetition")
     (tensor([0.5000, 1.0000]), [0])
     """
-    before, layout = as_rewards("rewards", rewards), Layout.from_tokens(mask, tokens=tokens)
-    if layout.rows != len(before):
-        raise ValueError(f"tokens: got {layout.rows} rows, expected {len(before)}, one for each reward")
+    unshaped, layout = as_rewards("rewards", rewards), Layout.from_tokens(mask, tokens=tokens)
+    if layout.rows != len(unshaped):
+        raise ValueError(f"tokens: got {layout.rows} rows, expected {len(unshaped)}, one for each reward")
     penalty = _compute_repetition_penalty(layout, tokens, n, max_penalty)
-    return _build_result(rewards, before, before + penalty, {"repetition": rows_where(penalty < 0)}, ids)
+    return _build_result(rewards, unshaped, unshaped + penalty, {"repetition": rows_where(penalty < 0)}, ids)
 
 
 def shape_rank(
@@ -541,9 +547,9 @@ def shape_rank(
     >>> shaped.rewards, shaped.report.which("likely")
     (tensor([0.8000, 1.0000, 0.0000]), [0])
     """
-    before = as_rewards("rewards", rewards)
+    unshaped = as_rewards("rewards", rewards)
     penalties = _compute_rank_penalty(rewards, groups, logprobs, runs, penalty, process_group)
-    return _build_result(rewards, before, before + penalties, {"likely": rows_where(penalties != 0)}, ids)
+    return _build_result(rewards, unshaped, unshaped + penalties, {"likely": rows_where(penalties != 0)}, ids)
 
 
 # --- the shaping of a rollout ----------------------------------------------------------------------------------------
@@ -687,18 +693,20 @@ def shape_by(
     check_float("weight", weight)
     if not isinstance(reason, str) or not reason or reason in _OTHER_REASONS:
         raise ValueError(f"reason: got {reason!r}, expected a name other than {', '.join(map(repr, _OTHER_REASONS))}")
-    before, by = as_rewards("rewards", rewards), as_rewards("values", values)
-    _check_row_count("values", by, before)
+    unshaped, by = as_rewards("rewards", rewards), as_rewards("values", values)
+    _check_row_count("values", by, unshaped)
     by = by * weight
     missing, kind = np.isnan(by), op.lower()
     zero = (by == 0) & (kind == "div")
     with np.errstate(all="ignore"):
-        after = {"add": before + by, "sub": before - by, "mul": before * by}.get(kind, before / np.where(zero, 1, by))
-    after = np.where(missing | zero, before, after)
-    has_reward = ~np.isnan(before)
+        after = {"add": unshaped + by, "sub": unshaped - by, "mul": unshaped * by}.get(
+            kind, unshaped / np.where(zero, 1, by)
+        )
+    after = np.where(missing | zero, unshaped, after)
+    has_reward = ~np.isnan(unshaped)
     reasons = {"missing value": rows_where(missing & has_reward), "zero divisor": rows_where(zero & has_reward)}
-    reasons[reason] = rows_where((after != before) & has_reward)
-    return _build_result(rewards, before, after, reasons, ids)
+    reasons[reason] = rows_where((after != unshaped) & has_reward)
+    return _build_result(rewards, unshaped, after, reasons, ids)
 
 
 def clip_rewards(
@@ -722,13 +730,13 @@ def clip_rewards(
     >>> clipped.rewards, clipped.report.which("above"), clipped.report.which("below")
     (tensor([10.0000,     nan, -1.0000,  0.5000]), [0], [2])
     """
-    least = -np.inf if low is None else check_float("low", low)
-    most = np.inf if high is None else check_float("high", high)
-    if least > most:
+    lower = -np.inf if low is None else check_float("low", low)
+    upper = np.inf if high is None else check_float("high", high)
+    if lower > upper:
         raise ValueError(f"low: got {low}, expected at most high, {high}")
-    before = as_rewards("rewards", rewards)
-    reasons = {"below": rows_where(before < least), "above": rows_where(before > most)}
-    return _build_result(rewards, before, np.clip(before, least, most), reasons, ids)
+    unclipped = as_rewards("rewards", rewards)
+    reasons = {"below": rows_where(unclipped < lower), "above": rows_where(unclipped > upper)}
+    return _build_result(rewards, unclipped, np.clip(unclipped, lower, upper), reasons, ids)
 
 
 def difference(before: PerRow, after: PerRow) -> dict[str, float]:
@@ -850,18 +858,18 @@ class RunningNorm:
         """Update the statistics with the rewards [B] of one rollout, of every process."""
         values = as_rewards("rewards", rewards)
         local = np.sort(values[np.isfinite(values)])  # sorted, so that the order of rewards has no effect
-        part = (0, 0.0, 0.0, 0.0, 0.0)
+        moments = (0, 0.0, 0.0, 0.0, 0.0)
         if len(local):
             mean = float(local.mean())
-            part = (len(local), mean, float(((local - mean) ** 2).sum()), float(local[0]), float(local[-1]))
-        for (state,) in process_group.gather([part]):
+            moments = (len(local), mean, float(((local - mean) ** 2).sum()), float(local[0]), float(local[-1]))
+        for (state,) in process_group.gather([moments]):
             self._state = _merge_moments(self._state, state)
 
     def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> ShapingResult:
         """Scale rewards [B] by the statistics so far."""
-        before = as_rewards("rewards", rewards)
-        shaped = (before - (self.mean if self.minus_mean else 0.0)) / self.scale
-        return _build_result(rewards, before, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
+        unscaled = as_rewards("rewards", rewards)
+        shaped = (unscaled - (self.mean if self.minus_mean else 0.0)) / self.scale
+        return _build_result(rewards, unscaled, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
 
     def __call__(
         self,
@@ -886,12 +894,12 @@ class RunningNorm:
         count = check_float("state: count", state["count"], 0, 2**63, "an integer >= 0")
         if not count.is_integer():
             raise ValueError(f"state: count: got {count}, expected an integer >= 0")
-        most = float(np.finfo(np.float64).max)
+        largest = float(np.finfo(np.float64).max)
         mean, low = (
-            check_float(f"state: {name}", state[name], -most, most, "a finite number") for name in ("mean", "low")
+            check_float(f"state: {name}", state[name], -largest, largest, "a finite number") for name in ("mean", "low")
         )
-        squares = check_float("state: squares", state["squares"], 0, most, "a finite number >= 0")
-        high = check_float("state: high", state["high"], low, most, f"a finite number >= {low:g}")
+        squares = check_float("state: squares", state["squares"], 0, largest, "a finite number >= 0")
+        high = check_float("state: high", state["high"], low, largest, f"a finite number >= {low:g}")
         self._state = (int(count), mean, squares, low, high)
 
 
@@ -948,16 +956,16 @@ def pass_rates(rewards: PerRow, keys: Sequence[Hashable]) -> PassRates:
 
 def _build_result(
     rewards: PerRow,
-    before: Floats,
+    unshaped: Floats,
     after: Floats,
     reasons: Mapping[str, Sequence[int]],
     ids: Sequence[Hashable] | None,
     metrics: Mapping[str, float] | None = None,
 ) -> ShapingResult:
     all_reasons = {
-        "missing reward": rows_where(np.isnan(before)),
-        "infinite reward": rows_where(np.isinf(before)),
+        "missing reward": rows_where(np.isnan(unshaped)),
+        "infinite reward": rows_where(np.isinf(unshaped)),
         **reasons,
     }
-    report = Report(len(before), all_reasons, {**difference(before, after), **(metrics or {})})
+    report = Report(len(unshaped), all_reasons, {**difference(unshaped, after), **(metrics or {})})
     return ShapingResult(_as_tensor_like(rewards, after), report if ids is None else report.with_ids(ids))

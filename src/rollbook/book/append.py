@@ -61,11 +61,11 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 50
 """Attempts of an append, which starts again if another writer changed what it had read."""
-ID_IS_FREE = "gone IS NOT NULL AND (gone = 'rewound' OR whole IS NULL)"
+ID_IS_FREE = "removed_reason IS NOT NULL AND (removed_reason = 'rewound' OR full_hash IS NULL)"
 """SQL condition: the row's id may be used again, since a rewind dropped its record or the run had failed."""
 _COLUMNS = (
-    *("seq", *IndexColumns._fields, "evaluation", "admitted", "revision", "whole", "core"),
-    *("segment", "start", "size", "slot", "bytes", "gone"),
+    *("seq", *IndexColumns._fields, "evaluation", "admitted", "revision", "full_hash", "core_hash"),
+    *("segment", "start", "size", "slot", "bytes", "removed_reason"),
 )
 
 
@@ -210,15 +210,21 @@ def append_records(
     timeout: float | None = None,
     condition: AppendCondition | None = None,
 ) -> tuple[AppendResult, dict[str, str]]:
-    """Implement `Book.append`; also return the outcome of records by id: "admitted", "stale" or "revised".
+    """Implement `Book.append`.
 
     Args:
         book: The book.
-        experiences: As for `Book.append`; so are `evaluation`, `author` and `timeout`.
-        evaluation: See `experiences`.
-        author: See `experiences`.
-        timeout: See `experiences`.
+        experiences: One record, several, or columns.
+        evaluation: Whether the records are for evaluation.
+        author: Author of the revisions of records that the book already has.
+        timeout: Seconds to wait for rate limiters and for other writers; `None`: no limit for rate limiters.
         condition: Checked in the transaction of new records; not if all are in the book already.
+
+    Returns:
+        The counts, and the outcome of records by id: `"admitted"`, `"stale"` or `"revised"`.
+
+    Raises:
+        BookError: The records were not appended; see `Book.append`.
     """
     records = experiences if isinstance(experiences, Experiences) else to_rows(experiences)
     if not records:
@@ -226,7 +232,7 @@ def append_records(
     pending, duplicates = _prepare(records, evaluation), 0
     if len(set(pending.uids)) < len(pending.uids):
         pending, duplicates = _deduplicate(pending)
-    end = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else time.monotonic() + timeout
     # If one transaction writes bytes and rows, the first attempt assumes that all records are new and writes them at
     # once. If some are not, it writes nothing.
     optimistic = book.quota is None and book.store.transactional
@@ -235,34 +241,34 @@ def append_records(
     revisions: list[tuple[int, int]]
     while True:
         if optimistic:
-            optimistic, fresh, known_count, revisions = False, list(range(len(pending.index_rows))), 0, []
+            optimistic, new_indices, known_count, revisions = False, list(range(len(pending.index_rows))), 0, []
         else:
             with book.ledger.read() as tx:
-                fresh, known_count, revisions = _classify(tx, pending)
+                new_indices, known_count, revisions = _classify(tx, pending)
                 if book.tokenizer is not None:
                     check_tokenizer(tx, book)
-                wait_reason = find_limiter_reason(tx, len(fresh)) if fresh and not evaluation else None
+                wait_reason = find_limiter_reason(tx, len(new_indices)) if new_indices and not evaluation else None
             if wait_reason is not None:
-                _wait_for_limiter(wait_reason, end)
+                _wait_for_limiter(wait_reason, deadline)
                 continue
-        new = pending if len(fresh) == len(pending.index_rows) else pending.take(fresh)
+        new = pending if len(new_indices) == len(pending.index_rows) else pending.take(new_indices)
         outcomes: dict[str, str] = {}
-        admit = AppendTransaction(book, new, condition) if fresh else None
+        transaction = AppendTransaction(book, new, condition) if new_indices else None
         # Without a timeout, or with 0 s (for limiters), the lock has its default timeout.
-        lock_wait = max(end - time.monotonic(), 0.0) if end is not None and timeout else None
+        lock_wait = max(deadline - time.monotonic(), 0.0) if deadline is not None and timeout else None
         try:
             if revisions:
                 # New records are written in the same transaction, which is only made if a revision changes something.
-                changed = revision.add_fields(book, pending, revisions, author, admit, lock_wait)
+                changed = revision.add_fields(book, pending, revisions, author, transaction, lock_wait)
                 outcomes = dict.fromkeys(changed, "revised")
                 known_count += len(revisions) - len(changed)
-            if admit is not None and admit.stale is None:
+            if transaction is not None and transaction.stale is None:
                 if book.store.transactional:
-                    admit.write_bytes()
+                    transaction.write_bytes()
                     with book.ledger.write(shared=True, timeout=lock_wait) as tx:
-                        admit(tx)
+                        transaction.commit(tx)
                 else:
-                    book.state.group_commit.run(book, admit, lock_wait)
+                    book.state.group_commit.run(book, transaction, lock_wait)
         except (_ConcurrentAppendError, ConcurrentChangeError):
             attempts += 1
             if attempts > MAX_ATTEMPTS:
@@ -273,22 +279,25 @@ def append_records(
             continue
         except (ConnectionLostError, OutcomeUnknownError) as error:
             # Ids make a second attempt safe. A query distinguishes records of this call from those stored before.
-            if not took_effect(book.ledger, error, admit.is_there if admit else lambda tx: False) or revisions:
+            if (
+                not took_effect(book.ledger, error, transaction.is_committed if transaction else lambda tx: False)
+                or revisions
+            ):
                 if time.monotonic() >= last_retry:
                     raise
                 continue
         known_count, revised = known_count + duplicates, len(outcomes)
-        if admit is None or admit.stale is None:
+        if transaction is None or transaction.stale is None:
             return AppendResult(existing=known_count, revised=revised), outcomes
 
-        book.state.known_column_types |= admit.columns
+        book.state.known_column_types |= transaction.columns
         book.state.pending_tokenizer = None
         if not book.store.transactional and next(book.state.appends) % compaction.AUTO_MERGE_INTERVAL == 0:
             compaction.start_auto_merge(book)
         outcomes.update(dict.fromkeys(new.uids, "admitted"))
-        for i in admit.stale:
+        for i in transaction.stale:
             outcomes[new.uids[i]] = "stale"
-        return AppendResult(len(fresh), known_count, revised, len(admit.stale)), outcomes
+        return AppendResult(len(new_indices), known_count, revised, len(transaction.stale)), outcomes
 
 
 def _deduplicate(pending: PendingAppend) -> tuple[PendingAppend, int]:
@@ -311,34 +320,35 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
     Raises:
         ConflictError: A record contradicts the one of the same id.
     """
-    place = dict(zip(pending.uids, range(len(pending.uids)), strict=True))
-    fresh = dict.fromkeys(place.values())
+    index_of = dict(zip(pending.uids, range(len(pending.uids)), strict=True))
+    new_indices = dict.fromkeys(index_of.values())
     known_count = 0
     revisions = []
-    for start in range(0, len(place), 10_000):
-        part = list(place)[start : start + 10_000]
-        for seq, uid, stored_hash, core, evaluation, gone in tx.all(
-            f"SELECT seq, uid, whole, core, evaluation, gone FROM records WHERE uid {tx.in_texts}", (tx.array(part),)
+    for start in range(0, len(index_of), 10_000):
+        chunk = list(index_of)[start : start + 10_000]
+        for seq, uid, full_hash, core_hash, evaluation, removed_reason in tx.all(
+            f"SELECT seq, uid, full_hash, core_hash, evaluation, removed_reason FROM records WHERE uid {tx.in_texts}",
+            (tx.array(chunk),),
         ):
-            i = place[uid]
-            if gone == "rewound" or (gone is not None and stored_hash is None):
+            i = index_of[uid]
+            if removed_reason == "rewound" or (removed_reason is not None and full_hash is None):
                 continue  # The id is free: see `ID_IS_FREE`.
-            del fresh[i]
+            del new_indices[i]
             if bool(evaluation) != pending.evaluation:
                 raise ConflictError(
                     f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
-            same = stored_hash is not None and bytes(stored_hash) == pending.hashes.full[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, pending.hashes.full[i])):
+            same = full_hash is not None and bytes(full_hash) == pending.hashes.full[i]
+            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND full_hash = ?", (seq, pending.hashes.full[i])):
                 known_count += 1
-            elif gone is not None:
+            elif removed_reason is not None:
                 # The same sample: it stays removed, and late fields are ignored.
-                if core is None or bytes(core) != pending.hashes.core[i]:
-                    raise ConflictError(f"{uid}: got a record under the id of a removed one ({gone})")
+                if core_hash is None or bytes(core_hash) != pending.hashes.core[i]:
+                    raise ConflictError(f"{uid}: got a record under the id of a removed one ({removed_reason})")
                 known_count += 1
             else:
                 revisions.append((i, seq))
-    return list(fresh), known_count, revisions
+    return list(new_indices), known_count, revisions
 
 
 def _purpose(evaluation: bool) -> str:
@@ -360,22 +370,22 @@ class Stored:
     media: dict[str, Place]
 
 
-def store_bytes(book: Book, admits: Sequence[AppendTransaction]) -> None:
+def store_bytes(book: Book, transactions: Sequence[AppendTransaction]) -> None:
     """Write the bytes of appends that are not in the store yet, with one sync."""
-    admits = [admit for admit in admits if admit.stored is None]
-    if not admits:
+    transactions = [transaction for transaction in transactions if transaction.stored is None]
+    if not transactions:
         return
-    new_media: list[list[str]] = [[] for _ in admits]
-    if [admit for admit in admits if admit.pending.blobs]:
+    new_media: list[list[str]] = [[] for _ in transactions]
+    if [transaction for transaction in transactions if transaction.pending.blobs]:
         with book.ledger.read() as tx:
-            new_media = [admit.new_media(tx) for admit in admits]
-    parts = [part for admit, new in zip(admits, new_media, strict=True) for part in admit.parts(new)]
+            new_media = [transaction.new_media(tx) for transaction in transactions]
+    parts = [data for transaction, new in zip(transactions, new_media, strict=True) for data in transaction.parts(new)]
     if book.quota is not None:
         check_quota(book, sum(map(len, parts)))
     places = iter(book.store.put(parts))
-    for admit, new in zip(admits, new_media, strict=True):
-        admit.stored = Stored(next(places), dict(zip(new, islice(places, len(new)), strict=True)))
-        admit.vocabulary = admit.vocabulary or encode_vocabulary(book)
+    for transaction, new in zip(transactions, new_media, strict=True):
+        transaction.stored = Stored(next(places), dict(zip(new, islice(places, len(new)), strict=True)))
+        transaction.vocabulary = transaction.vocabulary or encode_vocabulary(book)
 
 
 def check_quota(book: Book, size: int) -> None:
@@ -413,7 +423,7 @@ class _ConcurrentAppendError(Exception):
 
 
 class AppendTransaction:
-    """New records, written in two steps: `write_bytes` writes their bytes, a call writes the ledger in a transaction.
+    """New records, written in two steps: `write_bytes` writes their bytes, `commit` the ledger.
 
     A store in the ledger's database gets the bytes in the same transaction.
     """
@@ -430,7 +440,7 @@ class AppendTransaction:
         self.columns = column_types(pending.records) - book.state.known_column_types
         self.stored: Stored | None = None
         self.location: Stored | None = None
-        """Where the last transaction found or wrote the bytes."""
+        """Where the last `commit` found or wrote the bytes."""
         self.vocabulary: str | None = None
         self.stale: set[int] | None = None
         """Which records were too old for some consumer; `None` until they are written."""
@@ -453,25 +463,30 @@ class AppendTransaction:
         known_hashes = {key for (key,) in rows}
         return [key for key in blobs if key not in known_hashes]
 
-    def parts(self, new: Sequence[str]) -> list[bytes | bytearray | memoryview]:
+    def parts(self, hashes: Sequence[str]) -> list[bytes | bytearray | memoryview]:
         """Return the bytes to write: the frame, then the media with these hashes."""
-        return [self.pending.frame, *(self.pending.blobs[key].data for key in new)]
+        return [self.pending.frame, *(self.pending.blobs[key].data for key in hashes)]
 
-    def is_there(self, tx: Transaction) -> bool:
-        """Return whether a call was committed."""
+    def is_committed(self, tx: Transaction) -> bool:
+        """Return whether a `commit` took effect, though its connection was lost."""
         frame = None if self.location is None else self.location.frame
         if frame is None:
             return False
-        place = (self.pending.uids[0], frame.segment, frame.offset)
-        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", place) is not None
+        key = (self.pending.uids[0], frame.segment, frame.offset)
+        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", key) is not None
 
-    def __call__(self, tx: Transaction) -> None:
+    def commit(self, tx: Transaction) -> None:
+        """Write the records' rows, in a transaction of the ledger.
+
+        Raises:
+            _ConcurrentAppendError: Another writer changed what the append had read.
+        """
         book, pending = self.book, self.pending
         uids, condition = pending.uids, self.condition
         if condition is not None:
             condition.begin(tx)
         dropped_for = None if condition is None else condition.dropped_for
-        same_uids, consumer_rows, meta_rows, [(base,)] = tx.query_many(
+        same_uids, consumer_rows, meta_rows, [(first_seq,)] = tx.query_many(
             (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (tx.array(uids),)),
             (SELECT_CONSUMERS, ()),
             ("SELECT key, value FROM meta WHERE key IN ('tokenizer', 'policy_version', 'lineage')", ()),
@@ -488,10 +503,10 @@ class AppendTransaction:
         segment = stored.frame.segment
         if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
             book.store.seal()
-        listening = [] if pending.evaluation else parse_consumers(consumer_rows)
+        consumers = [] if pending.evaluation else parse_consumers(consumer_rows)
         # Appends that depend on the number of records, or change a limited number, run one after another.
         limited = []
-        for consumer in listening:
+        for consumer in consumers:
             if consumer.settings.ratio or consumer.settings.max_size or consumer.name == dropped_for:
                 limited.append(_lock_drained(tx, book, consumer))
                 if _limiter_reason(tx, limited[-1], len(uids)):
@@ -499,7 +514,7 @@ class AppendTransaction:
         if same_uids:
             renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
             tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
-        insert_records(tx, pending, stored, base)
+        insert_records(tx, pending, stored, first_seq)
         stale: set[int] = set()
         inbox = []
         lineage = queue.parse_lineage(meta)
@@ -507,12 +522,14 @@ class AppendTransaction:
             lineage = queue.read_lineage(tx, lock=True)
         abandoned: set[int] = set()
         if lineage.branches:
-            abandoned = lineage.admit(tx, pending.records, base, [row.version_max for row in pending.index_rows])
-        for consumer in listening:
+            abandoned = lineage.mark_abandoned(
+                tx, pending.records, first_seq, [row.version_max for row in pending.index_rows]
+            )
+        for consumer in consumers:
             key, numbers = consumer.settings.sampler.key, None
             if key is not None and key not in IndexColumns._fields:
                 numbers = json.dumps(number_column(pending.records, key))
-            inbox.append((consumer.id, base, base + len(uids) - 1, len(uids), numbers))
+            inbox.append((consumer.id, first_seq, first_seq + len(uids) - 1, len(uids), numbers))
             if consumer.settings.max_staleness is not None:
                 floor = queue.version_floor(lineage.announced, consumer.settings.max_staleness)
                 stale |= abandoned
@@ -526,7 +543,7 @@ class AppendTransaction:
             while not queue.drain_inbox(tx, book, consumer):
                 pass
             if condition is not None and consumer.name == dropped_for:
-                queue.drop_by_seq(tx, consumer, range(base, base + len(uids)), condition.reason)
+                queue.drop_by_seq(tx, consumer, range(first_seq, first_seq + len(uids)), condition.reason)
             save_consumer(tx, consumer)
         if self.columns:
             tx.insert("columns", ("name", "type"), sorted(self.columns), "ON CONFLICT DO NOTHING")
@@ -548,7 +565,7 @@ class AppendTransaction:
         if stored is None or not self.book.store.has(stored.frame.segment):
             raise _ConcurrentAppendError
         if self.pending.blobs:
-            segments = {place.segment for place in stored.media.values()}
+            segments = {location.segment for location in stored.media.values()}
             # Media that the book had when the bytes were written may have been removed since.
             if not all(map(self.book.store.has, segments)) or set(self.new_media(tx)) - stored.media.keys():
                 raise _ConcurrentAppendError
@@ -603,27 +620,43 @@ class HeldBackError(BackPressureError):
         return f"append: held back until the timeout, nothing was written: {self.reason}"
 
 
-def _wait_for_limiter(reason: str, end: float | None) -> None:
-    if end is not None and time.monotonic() >= end:
+def _wait_for_limiter(reason: str, deadline: float | None) -> None:
+    if deadline is not None and time.monotonic() >= deadline:
         raise HeldBackError(reason)
     time.sleep(0.01)
 
 
 def insert_records(
-    tx: Transaction, pending: PendingAppend, stored: Stored | None, base: int, gone: str | None = None
+    tx: Transaction, pending: PendingAppend, stored: Stored | None, first_seq: int, removed_reason: str | None = None
 ) -> None:
-    """Insert the records' rows, numbered from `base` on."""
+    """Insert the records' rows, numbered from `first_seq` on."""
     count = len(pending.index_rows)
-    place = (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
-    share = 0 if stored is None else -(-stored.frame.length // count)
+    location = (
+        (None, None, None) if stored is None else (stored.frame.segment, stored.frame.offset, stored.frame.length)
+    )
+    bytes_per_record = 0 if stored is None else -(-stored.frame.length // count)
     detail = {"evaluation": True} if pending.evaluation else None
     rows, events = [], []
     for i, columns in enumerate(pending.index_rows):
-        content, core, slot = None, None, None
+        full_hash, core_hash, slot = None, None, None
         if stored is not None:
-            content, core, slot = pending.hashes.full[i], pending.hashes.core[i], i
-        rows.append((base + i, *columns, int(pending.evaluation), tx.now, 0, content, core, *place, slot, share, gone))
-        events.append(queue.Event("admitted", base + i, detail=detail))
+            full_hash, core_hash, slot = pending.hashes.full[i], pending.hashes.core[i], i
+        rows.append(
+            (
+                first_seq + i,
+                *columns,
+                int(pending.evaluation),
+                tx.now,
+                0,
+                full_hash,
+                core_hash,
+                *location,
+                slot,
+                bytes_per_record,
+                removed_reason,
+            )
+        )
+        events.append(queue.Event("admitted", first_seq + i, detail=detail))
     tx.insert("records", _COLUMNS, rows)
     if stored is not None and pending.uses:
         # Another writer may have stored the same medium: its place stays, and compaction removes this copy.
@@ -633,7 +666,7 @@ def insert_records(
             [(key, p.segment, p.offset, p.length) for key, p in stored.media.items()],
             "ON CONFLICT DO NOTHING",
         )
-        uses = [(key, base + i) for i, keys in enumerate(pending.uses) for key in keys]
+        uses = [(key, first_seq + i) for i, keys in enumerate(pending.uses) for key in keys]
         tx.insert("media_uses", ("hash", "seq"), uses)
     queue.record_events(tx, events)
     queue.add_counts(tx, [(0, "evaluation" if pending.evaluation else "admitted", "", count, 0.0, tx.shard)])
@@ -657,37 +690,37 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
         gids, uids = tx.array([entry.gid for entry in entries]), tx.array(pending.uids)
         runs, same_uids = tx.query_many(
             (
-                "SELECT gid, run FROM records WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') "
-                f"AND gid {tx.in_texts}",
+                "SELECT gid, run FROM records WHERE evaluation = 0 AND "
+                f"(removed_reason IS NULL OR removed_reason <> 'rewound') AND gid {tx.in_texts}",
                 (gids,),
             ),
             (f"SELECT seq, uid, ({ID_IS_FREE}) FROM records WHERE uid {tx.in_texts}", (uids,)),
         )
         known_runs = set(map(tuple, runs))
-        taken = {uid for _, uid, free in same_uids if not free}
+        used_uids = {uid for _, uid, free in same_uids if not free}
         first = {(entry.gid, entry.run): i for i, entry in reversed(list(enumerate(entries)))}
-        fresh = sorted(i for run, i in first.items() if run not in known_runs and entries[i].uid not in taken)
-        if not fresh:
+        new_indices = sorted(i for run, i in first.items() if run not in known_runs and entries[i].uid not in used_uids)
+        if not new_indices:
             return 0
-        pending = pending.take(fresh)
-        again = set(pending.uids)
+        pending = pending.take(new_indices)
+        new_uids = set(pending.uids)
         tx.many(
             "UPDATE records SET uid = ? WHERE seq = ?",
-            [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in again],
+            [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in new_uids],
         )
-        base = tx.one(*tx.next_number("records", len(fresh)))[0]
-        insert_records(tx, pending, None, base, reason)
+        first_seq = tx.one(*tx.next_number("records", len(new_indices)))[0]
+        insert_records(tx, pending, None, first_seq, reason)
         for consumer in all_consumers(tx):
             queue.enter_rows(
                 tx,
                 consumer,
                 [
-                    queue.new_row(consumer, base + i, entry.gid, None, None, reason)
+                    queue.new_row(consumer, first_seq + i, entry.gid, None, None, reason)
                     for i, entry in enumerate(pending.index_rows)
                 ],
             )
             save_consumer(tx, consumer)
-    return len(fresh)
+    return len(new_indices)
 
 
 MAX_APPENDS = 64
@@ -698,7 +731,7 @@ MAX_APPENDS = 64
 class _Entry:
     """An append in the queue."""
 
-    admit: AppendTransaction
+    transaction: AppendTransaction
     leads: bool = False
     """Whether its thread writes next, for all waiting appends."""
     done: bool = False
@@ -722,7 +755,7 @@ class GroupCommit:
         self._busy = False
         self._pid = os.getpid()
 
-    def run(self, book: Book, admit: AppendTransaction, timeout: float | None) -> None:
+    def run(self, book: Book, transaction: AppendTransaction, timeout: float | None) -> None:
         """Write an append, alone or together with others.
 
         Raises:
@@ -730,17 +763,17 @@ class GroupCommit:
         """
         if self._pid != os.getpid():
             self._reset()  # A forked process does not have the parent's threads.
-        entry = _Entry(admit)
+        entry = _Entry(transaction)
         group: list[_Entry] = []  # Appends that this thread writes; empty if another thread writes the entry.
-        patience = BUSY_SECONDS if timeout is None else timeout
+        wait_seconds = BUSY_SECONDS if timeout is None else timeout
         try:
             with self._changed:
                 self._waiting.append(entry)
                 entry.leads, self._busy = not self._busy, True
-                if not entry.leads and not self._changed.wait_for(lambda: entry.done or entry.leads, patience):
+                if not entry.leads and not self._changed.wait_for(lambda: entry.done or entry.leads, wait_seconds):
                     if entry in self._waiting:
                         raise LockTimeoutError(
-                            f"append: other threads of this process held the book for {patience:.3g} s"
+                            f"append: other threads of this process held the book for {wait_seconds:.3g} s"
                         )
                     self._changed.wait_for(lambda: entry.done or entry.leads)  # It is being written.
                 if not entry.done:
@@ -766,31 +799,31 @@ def _write_group(book: Book, group: Sequence[_Entry], timeout: float | None) -> 
     """Write entries together, or one by one if one of them is faulty."""
     if len(group) > 1:
         try:
-            _commit(book, [entry.admit for entry in group], timeout)
+            _commit(book, [entry.transaction for entry in group], timeout)
         except LockTimeoutError as error:
             for entry in group:
                 entry.error, entry.done = error, True
         except Exception:
             for entry in group:
-                entry.admit.stale = None
+                entry.transaction.stale = None
         else:
             for entry in group:
                 entry.done = True
     for entry in group:
         if not entry.done:
             try:
-                _commit(book, [entry.admit], timeout)
+                _commit(book, [entry.transaction], timeout)
             except Exception as error:
                 entry.error = error
             entry.done = True
 
 
-def _commit(book: Book, admits: Sequence[AppendTransaction], timeout: float | None) -> None:
+def _commit(book: Book, transactions: Sequence[AppendTransaction], timeout: float | None) -> None:
     """Write the bytes of appends with one sync, then the ledger with one commit."""
-    store_bytes(book, admits)
+    store_bytes(book, transactions)
     with book.ledger.write(shared=True, timeout=timeout) as tx:
-        for admit in admits:
-            admit(tx)
+        for transaction in transactions:
+            transaction.commit(tx)
 
 
 class Receipt(Future[AppendResult]):
@@ -942,36 +975,36 @@ class Writer:
                     if left <= 0:
                         break
                     self._changed.wait(left)
-                taken, self._pending, self._count, self._flushing = self._pending, [], 0, False
+                batch, self._pending, self._count, self._flushing = self._pending, [], 0, False
                 self._busy = True
                 self._changed.notify_all()
             try:
-                self._append(taken)
+                self._append(batch)
             finally:
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _append(self, taken: list[tuple[Experiences, Receipt]]) -> None:
-        if len(taken) > 1:
+    def _append(self, batch: list[tuple[Experiences, Receipt]]) -> None:
+        if len(batch) > 1:
             try:
-                together = Experiences.concat([columns for columns, _ in taken])
-                _, outcomes = self._book._append(together, **self._options)
+                merged = Experiences.concat([columns for columns, _ in batch])
+                _, outcomes = self._book._append(merged, **self._options)
             except Exception:
                 pass  # One of them is faulty: append each alone. Records that were admitted are skipped.
             else:
-                self._set_results(taken, outcomes)
+                self._set_results(batch, outcomes)
                 return
-        for columns, receipt in taken:
+        for columns, receipt in batch:
             try:
                 receipt.set_result(self._book._append(columns, **self._options)[0])
             except BaseException as error:
                 self._failed.append(receipt)
                 receipt.set_exception(error)
 
-    def _set_results(self, taken: list[tuple[Experiences, Receipt]], outcomes: dict[str, str]) -> None:
+    def _set_results(self, batch: list[tuple[Experiences, Receipt]], outcomes: dict[str, str]) -> None:
         """Set the result of each receipt; a record that was added twice counts for the first."""
-        for columns, receipt in taken:
+        for columns, receipt in batch:
             states = [outcomes.pop(eid.uid, "known") for eid in columns.eids()]
             known_count, revised, stale = (states.count(word) for word in ("known", "revised", "stale"))
             receipt.set_result(AppendResult(len(states) - known_count - revised, known_count, revised, stale))

@@ -520,7 +520,7 @@ class Book:
         return fetch(self, find_seqs(self, [get_uid(uid)]))[0]
 
     def __iter__(self) -> Iterator[Experience]:
-        """Iterate over the records as they are now, in the order of admission, without those that have no bytes."""
+        """Iterate over the records that have bytes, as they are now, in the order in which they were appended."""
         return iter(self.where())
 
     def get(self, uids: RecordIds) -> Experiences:
@@ -569,7 +569,7 @@ class Book:
         """Run a read-only DuckDB query.
 
         Args:
-            query: One statement over the tables `experiences`, `events` (also called `ledger`), `work`, `leases`,
+            query: One statement over the tables `experiences`, `events` (also called `ledger`), `queue`, `leases`,
                 `revisions`, `checkpoints` and `media`.
             parameters: Parameters of the statement.
             memory: Memory limit.
@@ -812,7 +812,7 @@ def _open_storage(
             raise NotABookError(f"memory: got mode {mode!r}, expected 'a': a book in memory is always new")
         ledger = SQLiteLedger(None, clock=clock or time.time)
         store = MemorySegmentStore(segment_bytes)
-        prepare_tables(ledger, create=True, where="memory:", meta={})
+        prepare_tables(ledger, create=True, address="memory:", meta={})
         return address, ledger, store
     if "://" in address or (":" in address.split("/")[0] and not Path(address).exists() and os.name != "nt"):
         raise ValueError(
@@ -893,7 +893,7 @@ def open_folder(
     try:
         if lost and read_layout(ledger) is None:
             raise _lost_ledger_error(folder)
-        prepare_tables(ledger, create=mode != "r", where=str(folder), meta={})
+        prepare_tables(ledger, create=mode != "r", address=str(folder), meta={})
         _check_schema(ledger, folder)
         if new:
             disk.sync_folder(str(folder))
@@ -916,7 +916,7 @@ _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master"
 @lru_cache(maxsize=1)
 def _expected_schema() -> frozenset[tuple[Any, ...]]:
     ledger = SQLiteLedger(None)
-    prepare_tables(ledger, create=True, where="memory:", meta={})
+    prepare_tables(ledger, create=True, address="memory:", meta={})
     with ledger.read() as tx:
         return frozenset(tx.all(_SCHEMA))
 
@@ -945,24 +945,24 @@ def open_postgres(
     from rollbook.book.postgres import PostgresLedger
     from rollbook.book.segments.postgres import PostgresSegmentStore
 
-    address = PostgresAddress.parse(url)
+    parsed = PostgresAddress.parse(url)
     if data is not None and url_secrets(data):
         # The URL of the data is stored in the book, where every user of the book can read it.
         raise ValueError(f"data: {redacted(data)!r} contains a secret; pass it in storage_options")
-    ledger = PostgresLedger(address.plain, address.schema, read_only=mode == "r", clock=clock)
+    ledger = PostgresLedger(parsed.plain, parsed.schema, read_only=mode == "r", clock=clock)
     try:
         ledger.check_privilege()
         if mode == "a":
             ledger.make_schema()
-        where = redacted(url)
+        address = redacted(url)
         if mode == "r+" and read_layout(ledger) is None:
-            raise MissingBookError(f"{where}: there is no book here")
-        prepare_tables(ledger, create=mode != "r", where=where, meta={"data": data or ""})
+            raise MissingBookError(f"{address}: there is no book here")
+        prepare_tables(ledger, create=mode != "r", address=address, meta={"data": data or ""})
         with ledger.read() as tx:
             stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
         if stored_data != (data or ""):
             raise BookError(
-                f"{where}: its data lies in {redacted(stored_data) or 'the database'}; got data={data!r}, expected "
+                f"{address}: its data lies in {redacted(stored_data) or 'the database'}; got data={data!r}, expected "
                 f"data={redacted(stored_data) or None!r}"
             )
         if data is None:

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "tags": (ERROR, f"{_REPAIR} takes them from the record"),
     "uses": (ERROR, f"{_REPAIR} recounts them"),
     "consumer": (ERROR, f"{_REPAIR} resets the parts that cannot be read"),
-    "work": (ERROR, f"{_REPAIR} restores the rows from the events"),
+    "queue": (ERROR, f"{_REPAIR} restores the rows from the events"),
     "tally": (ERROR, f"{_REPAIR} recounts"),
     "lease": (ERROR, f"{_REPAIR} ends it and returns its records to the queue"),
     "group": (ERROR, f"{_REPAIR} rebuilds all groups"),
@@ -69,7 +69,7 @@ class Finding:
         kind: A key of `KINDS`.
         severity: `"error"` or `"note"`.
         description: What is wrong.
-        where: A record's id, a segment, a consumer or a table.
+        subject: A record's id, a segment, a consumer or a table.
         remedy: What to do about it.
 
     >>> Finding("orphan", NOTE, "a segment without references", "0001.rbs", "none").severity
@@ -79,7 +79,7 @@ class Finding:
     kind: str
     severity: str
     description: str
-    where: str
+    subject: str
     remedy: str
 
 
@@ -123,32 +123,32 @@ class Report:
         """Whether there is no error; notes do not count."""
         return not any(KINDS[kind][0] == ERROR for kind in self.counts)
 
-    def add(self, kind: str, description: str, where: str = "") -> None:
+    def add(self, kind: str, description: str, subject: str = "") -> None:
         """Add a finding.
 
         Args:
             kind: A key of `KINDS`.
             description: What is wrong.
-            where: A record's id, a segment, a consumer or a table.
+            subject: A record's id, a segment, a consumer or a table.
         """
         self.counts[kind] += 1
         if self.counts[kind] <= MAX_LISTED:
             severity, remedy = KINDS[kind]
-            self.findings.append(Finding(kind, severity, description, where, remedy))
+            self.findings.append(Finding(kind, severity, description, subject, remedy))
 
-    def add_repair(self, kind: str, description: str, where: str = "", count: int = 1) -> None:
+    def add_repair(self, kind: str, description: str, subject: str = "", count: int = 1) -> None:
         """Add an action of a repair.
 
         Args:
             kind: The kind of finding that was repaired.
             description: What was done.
-            where: A record's id, a segment, a consumer or a table.
+            subject: A record's id, a segment, a consumer or a table.
             count: How often it was done; nothing is added for 0.
         """
         if count:
             self.repairs[kind] += count
             if sum(repair.kind == kind for repair in self.repaired) < MAX_LISTED:
-                self.repaired.append(Finding(kind, NOTE, description, where, ""))
+                self.repaired.append(Finding(kind, NOTE, description, subject, ""))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""
@@ -164,7 +164,8 @@ class Report:
             "findings": [{name: getattr(finding, name) for name in Finding.__slots__} for finding in self.findings],
             "repairs": dict(self.repairs),
             "repaired": [
-                {name: getattr(finding, name) for name in ("kind", "description", "where")} for finding in self.repaired
+                {name: getattr(finding, name) for name in ("kind", "description", "subject")}
+                for finding in self.repaired
             ],
             "backup": self.backup,
         }
@@ -191,11 +192,11 @@ class _Row(NamedTuple):
     start: Any
     size: Any
     slot: Any
-    gone: str | None
+    removed_reason: str | None
     tags: IndexColumns
 
 
-_SELECT_ROWS = f"SELECT seq, segment, start, size, slot, gone, {', '.join(IndexColumns._fields)} FROM records"
+_SELECT_ROWS = f"SELECT seq, segment, start, size, slot, removed_reason, {', '.join(IndexColumns._fields)} FROM records"
 
 
 def _read_rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[_Row]:
@@ -221,10 +222,10 @@ def record_problems(book: Book, deep: bool, report: Report | None = None) -> Ite
         if report is not None:
             report.records += len(page)
         suspects = [problem.seq for problem in _check_rows(book, page, deep)]
-        for marks, part in chunks(list(dict.fromkeys(suspects))):
+        for marks, chunk in chunks(list(dict.fromkeys(suspects))):
             with book.ledger.read() as tx:
-                again = _read_rows(tx, f"seq IN ({marks}) ORDER BY seq", part)
-            yield from _check_rows(book, again, deep)
+                reread = _read_rows(tx, f"seq IN ({marks}) ORDER BY seq", chunk)
+            yield from _check_rows(book, reread, deep)
 
 
 def _check_rows(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Problem]:
@@ -232,20 +233,20 @@ def _check_rows(book: Book, rows: Sequence[_Row], deep: bool) -> Iterator[Proble
     for row in rows:
         if row.segment is not None:
             stored[row.segment, row.start, row.size].append(row)
-        elif row.gone is None:
+        elif row.removed_reason is None:
             yield Problem("missing", row.seq, row.tags.uid, "the ledger has neither its place nor why it was removed")
-    for place, mine in stored.items():
+    for frame_address, mine in stored.items():
         try:
-            frame = read_frame(book, Place(*place), deep)
+            records = read_frame(book, Place(*frame_address), deep)
         except MissingSegmentError:
             for row in mine:
-                yield Problem("missing", row.seq, row.tags.uid, f"segment {place[0]} is not there")
+                yield Problem("missing", row.seq, row.tags.uid, f"segment {frame_address[0]} is not there")
             continue
         except (WireError, OSError) as error:
             for row in mine:
                 yield Problem("damaged", row.seq, row.tags.uid, str(error))
             continue
-        yield from _check_frame(book, frame, mine)
+        yield from _check_frame(book, records, mine)
 
 
 def _check_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterator[Problem]:
@@ -269,11 +270,11 @@ def _check_frame(book: Book, frame: Experiences, rows: Sequence[_Row]) -> Iterat
     uses: defaultdict[int, set[str]] = defaultdict(set)
     stored_hashes: set[str] = set()
     with book.ledger.read() as tx:
-        for marks, part in chunks([row.seq for row in inside]):
-            for seq, key in tx.all(f"SELECT seq, hash FROM media_uses WHERE seq IN ({marks})", part):
+        for marks, chunk in chunks([row.seq for row in inside]):
+            for seq, key in tx.all(f"SELECT seq, hash FROM media_uses WHERE seq IN ({marks})", chunk):
                 uses[seq].add(key)
-        for marks, part in chunks(list({key for keys in references for key in keys})):
-            stored_hashes.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", part))
+        for marks, chunk in chunks(list({key for keys in references for key in keys})):
+            stored_hashes.update(key for (key,) in tx.all(f"SELECT hash FROM media WHERE hash IN ({marks})", chunk))
     for row, mine, keys in zip(inside, expected, references, strict=True):
         uid = row.tags.uid
         if mine.uid != uid:
@@ -305,8 +306,8 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
         last = rows[-1][0]
         if report is not None:
             report.media += len(rows)
-        for key, *place in rows:
-            problem = _check_medium(book, key, Place(*place), deep)
+        for key, *location in rows:
+            problem = _check_medium(book, key, Place(*location), deep)
             if problem is None:
                 continue
             with book.ledger.read() as tx:  # Compaction may have moved it.
@@ -382,16 +383,18 @@ def check_layout(book: Book, report: Report) -> None:
     dialect = book.ledger.dialect
     with book.ledger.read() as tx:
         for table in TABLES:
-            there = read_columns(tx, dialect, table)
-            missing = [name for name in expected_columns(table) if name not in there]
+            found_columns = read_columns(tx, dialect, table)
+            missing = [name for name in expected_columns(table) if name not in found_columns]
             if missing:
-                report.add("layout", f"columns are missing: {', '.join(missing)}" if there else "no such table", table)
+                report.add(
+                    "layout", f"columns are missing: {', '.join(missing)}" if found_columns else "no such table", table
+                )
         if report.counts["layout"]:
             return
         source = "sqlite_master WHERE type = 'index'" if dialect == "sqlite" else "pg_indexes"
         name = "name" if dialect == "sqlite" else "indexname"
-        where = "" if dialect == "sqlite" else " WHERE schemaname = current_schema()"
-        indices = {row[0] for row in tx.all(f"SELECT {name} FROM {source}{where}")}
+        schema_filter = "" if dialect == "sqlite" else " WHERE schemaname = current_schema()"
+        indices = {row[0] for row in tx.all(f"SELECT {name} FROM {source}{schema_filter}")}
         for index in (sql.split()[2] for sql in INDICES):
             if index not in indices:
                 report.add("ledger", "the index is missing", index)
@@ -477,7 +480,7 @@ def parse_each_consumer(tx: Transaction) -> tuple[list[Consumer], dict[int, str]
 def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, float]]:
     """Compute the tallies of a consumer from its rows."""
     rows = tx.all(
-        "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM work WHERE consumer = ? GROUP BY 1, 2",
+        "SELECT state, COALESCE(reason, ''), COUNT(*), SUM(weight) FROM queue WHERE consumer = ? GROUP BY 1, 2",
         (consumer,),
     )
     return {(state, reason): (n, weight) for state, reason, n, weight in rows}
@@ -486,8 +489,8 @@ def recount(tx: Transaction, consumer: int) -> dict[tuple[str, str], tuple[int, 
 def _check_counts(book: Book, report: Report) -> None:
     with book.ledger.read() as tx:
         readable, unreadable = parse_each_consumer(tx)
-        for number, why in unreadable.items():
-            report.add("consumer", why, f"consumer number {number}")
+        for number, reason in unreadable.items():
+            report.add("consumer", reason, f"consumer number {number}")
         stored = dict(tx.all("SELECT evaluation, COUNT(*) FROM records GROUP BY 1"))
         totals = dict(tx.all("SELECT state, SUM(n) FROM tallies WHERE consumer = 0 GROUP BY 1"))
         for state, key in (("admitted", 0), ("evaluation", 1)):
@@ -498,51 +501,51 @@ def _check_counts(book: Book, report: Report) -> None:
         for consumer in readable:
             _check_consumer(tx, report, consumer, totals.get("admitted", 0))
         stray = f"consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED}"
-        _add_stray_rows(tx, report, "work", stray, "of a consumer that is not there")
-        gone = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq)"
-        _add_stray_rows(tx, report, "work", gone, "of a record that is not there")
+        _add_stray_rows(tx, report, "queue", stray, "of a consumer that is not there")
+        without_record = "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = queue.seq)"
+        _add_stray_rows(tx, report, "queue", without_record, "of a record that is not there")
 
 
 def _check_consumer(tx: Transaction, report: Report, consumer: Consumer, admitted: int) -> None:
     name = f"consumer {consumer.name!r}"
-    there = recount(tx, consumer.id)
+    counted = recount(tx, consumer.id)
     rows = tx.all(
         "SELECT state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer = ? GROUP BY 1, 2", (consumer.id,)
     )
     tallies = {(state, reason): (n, weight) for state, reason, n, weight in rows}
-    total_weight = sum(weight for _, weight in there.values())  # Rounding errors grow with the total.
-    for key in sorted({*there, *tallies}):
+    total_weight = sum(weight for _, weight in counted.values())  # Rounding errors grow with the total.
+    for key in sorted({*counted, *tallies}):
         n, weight = tallies.get(key, (0, 0.0))
-        real, real_weight = there.get(key, (0, 0.0))
+        real, real_weight = counted.get(key, (0, 0.0))
         label = " ".join(filter(None, key))
         if n != real:
             report.add("tally", f"{label}: counted {n}, there are {real}", name)
         elif abs(weight - real_weight) > 1e-6 * max(abs(real_weight), 1.0) + 1e-12 * total_weight:
             report.add("tally", f"{label}: weight {weight!r}, there is {real_weight!r}", name)
         if key[0] not in queue.STATES:
-            report.add("work", f"{real} rows in unknown state {key[0]!r}", name)
-    total = sum(n for n, _ in there.values()) + queue.inbox_size(tx, consumer.id)
+            report.add("queue", f"{real} rows in unknown state {key[0]!r}", name)
+    total = sum(n for n, _ in counted.values()) + queue.inbox_size(tx, consumer.id)
     if total != admitted:
-        report.add("work", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
+        report.add("queue", f"{admitted} records were admitted, {total} are waiting, leased, trained or dropped", name)
     missing = tx.all(
-        "SELECT uid FROM records WHERE evaluation = 0 AND NOT EXISTS (SELECT 1 FROM work WHERE work.seq = records.seq "
-        "AND work.consumer = ?) AND NOT EXISTS (SELECT 1 FROM inbox WHERE inbox.consumer = ? AND records.seq "
-        f"BETWEEN inbox.first AND inbox.last) LIMIT {MAX_LISTED}",
+        "SELECT uid FROM records WHERE evaluation = 0 AND NOT EXISTS (SELECT 1 FROM queue "
+        "WHERE queue.seq = records.seq AND queue.consumer = ?) AND NOT EXISTS (SELECT 1 FROM inbox "
+        f"WHERE inbox.consumer = ? AND records.seq BETWEEN inbox.first AND inbox.last) LIMIT {MAX_LISTED}",
         (consumer.id, consumer.id),
     )
     for (uid,) in missing:
-        report.add("work", f"{name} has no row for it", uid)
+        report.add("queue", f"{name} has no row for it", uid)
     evaluation_uids = tx.all(
-        "SELECT records.uid FROM records JOIN work ON work.seq = records.seq WHERE records.evaluation <> 0 AND "
-        f"work.consumer = ? LIMIT {MAX_LISTED}",
+        "SELECT records.uid FROM records JOIN queue ON queue.seq = records.seq WHERE records.evaluation <> 0 AND "
+        f"queue.consumer = ? LIMIT {MAX_LISTED}",
         (consumer.id,),
     )
     for (uid,) in evaluation_uids:
-        report.add("work", f"{name} has a row for a record that is for evaluation", uid)
+        report.add("queue", f"{name} has a row for a record that is for evaluation", uid)
 
 
 def _add_stray_rows(tx: Transaction, report: Report, kind: str, condition: str, description: str) -> None:
-    for consumer, seq in tx.all(f"SELECT consumer, seq FROM work WHERE {condition} LIMIT {MAX_LISTED}"):
+    for consumer, seq in tx.all(f"SELECT consumer, seq FROM queue WHERE {condition} LIMIT {MAX_LISTED}"):
         report.add(kind, f"a row {description}", f"consumer number {consumer}, record number {seq}")
 
 
@@ -555,13 +558,13 @@ def _check_quarantine(book: Book, report: Report) -> None:
 
 LEASED_WITHOUT_LEASE = (
     "state = 'leased' AND (lease IS NULL OR NOT EXISTS "
-    "(SELECT 1 FROM leases WHERE leases.id = work.lease AND leases.state = 'active'))"
+    "(SELECT 1 FROM leases WHERE leases.id = queue.lease AND leases.state = 'active'))"
 )
-"""Condition on `work`: leased, but by no active lease."""
+"""Condition on `queue`: leased, but by no active lease."""
 LEASE_WITHOUT_STATE = "state <> 'leased' AND lease IS NOT NULL"
 EXPIRED_AND_EMPTY = (
     "state = 'active' AND expires <= ? AND NOT EXISTS "
-    "(SELECT 1 FROM work WHERE work.lease = leases.id AND work.state = 'leased')"
+    "(SELECT 1 FROM queue WHERE queue.lease = leases.id AND queue.state = 'leased')"
 )
 """Condition on `leases`: expired, without records."""
 
@@ -588,11 +591,12 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
     rows = tx.all(
         "SELECT actual.gid, stored.ready, stored.runs, actual.runs FROM "
         "(SELECT records.gid, COUNT(DISTINCT run) AS runs, MAX(group_size) AS size, MIN(admitted) AS since "
-        "FROM records JOIN work ON work.consumer = ? AND work.seq = records.seq "
-        "WHERE evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY records.gid) AS actual "
+        "FROM records JOIN queue ON queue.consumer = ? AND queue.seq = records.seq "
+        "WHERE evaluation = 0 AND (removed_reason IS NULL OR removed_reason <> 'rewound') "
+        "GROUP BY records.gid) AS actual "
         "LEFT JOIN (SELECT gid, ready, runs FROM groups WHERE consumer = ?) AS stored ON stored.gid = actual.gid "
         "LEFT JOIN (SELECT gid, SUM(CASE WHEN state = 'waiting' THEN 1 ELSE 0 END) AS waiting, "
-        "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS leased FROM work WHERE consumer = ? GROUP BY gid) "
+        "SUM(CASE WHEN state = 'leased' THEN 1 ELSE 0 END) AS leased FROM queue WHERE consumer = ? GROUP BY gid) "
         "AS states ON states.gid = actual.gid WHERE stored.gid IS NULL OR stored.runs <> actual.runs "
         f"OR (stored.ready = 0 AND {complete} AND {waits}) OR (stored.ready <> 0 AND NOT {waits}) "
         f"OR (stored.ready <> 0 AND NOT {complete} AND {early}) ORDER BY actual.gid LIMIT {MAX_LISTED}",
@@ -645,11 +649,11 @@ class EventSummary(NamedTuple):
 def summarize_events(tx: Transaction, seqs: Sequence[int]) -> dict[tuple[int, int], EventSummary]:
     """Summarize the events of records, by record and consumer."""
     histories: dict[tuple[int, int], EventSummary] = {}
-    for marks, part in chunks(seqs):
+    for marks, chunk in chunks(seqs):
         rows = tx.all(
             "SELECT seq, consumer, kind, reason, id, lease FROM events WHERE consumer IS NOT NULL "
             f"AND seq IN ({marks}) ORDER BY id",
-            part,
+            chunk,
         )
         for seq, consumer, kind, reason, event, lease in rows:
             if kind in _STATES_AFTER:
@@ -702,15 +706,15 @@ _FIRST_EVENTS = "('admitted', 'recovered')"
 
 def _check_store(book: Book, report: Report) -> None:
     # Segments first: what is committed in between is then not reported as missing.
-    there = book.store.segments()
-    report.segments, report.bytes = len(there), sum(there.values())
+    stored_segments = book.store.segments()
+    report.segments, report.bytes = len(stored_segments), sum(stored_segments.values())
     with book.ledger.read() as tx:
         used = {
             name
             for table in ("records", "media")
             for (name,) in tx.all(f"SELECT DISTINCT segment FROM {table} WHERE segment IS NOT NULL")
         }
-    for name in there:
+    for name in stored_segments:
         try:
             book.store.get(Place(name, ALIGN, 0))
         except MissingSegmentError:

@@ -285,7 +285,7 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
     queue.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
-    later_count = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND gone IS NULL", (point.seq,))[0]
+    later_count = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND removed_reason IS NULL", (point.seq,))[0]
     if later == "drop":
         _mark_rewound(tx, point.seq)
     states = {consumer_state["id"]: consumer_state for consumer_state in point.state["consumers"]}
@@ -327,7 +327,7 @@ def void_leases(tx: Transaction, reason: str) -> int:
     """End every active lease; the caller has to free its rows."""
     tx.run(
         "INSERT INTO events (time, seq, consumer, kind, reason, lease, detail) "
-        f"SELECT {tx.now!r}, seq, consumer, 'voided', ?, lease, '{{\"what\": \"leased\"}}' FROM work "
+        f"SELECT {tx.now!r}, seq, consumer, 'voided', ?, lease, '{{\"what\": \"leased\"}}' FROM queue "
         "WHERE lease IS NOT NULL ORDER BY consumer, seq",
         (reason,),
     )
@@ -341,8 +341,8 @@ def _mark_rewound(tx: Transaction, seq: int) -> None:
         (seq,),
     )
     tx.run(
-        "UPDATE records SET gone = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, bytes = 0 "
-        "WHERE seq > ? AND (gone IS NULL OR gone <> 'deleted')",
+        "UPDATE records SET removed_reason = 'rewound', segment = NULL, start = NULL, size = NULL, slot = NULL, "
+        "bytes = 0 WHERE seq > ? AND (removed_reason IS NULL OR removed_reason <> 'deleted')",
         (seq,),
     )
     tx.run("DELETE FROM media_uses WHERE seq > ?", (seq,))
@@ -351,7 +351,7 @@ def _mark_rewound(tx: Transaction, seq: int) -> None:
 def _list_revised(tx: Transaction, point: Point) -> list[int]:
     """Return the records of the checkpoint that were revised since and still exist."""
     rows = tx.all(
-        "SELECT seq FROM records WHERE gone IS NULL AND seq <= ? AND seq IN "
+        "SELECT seq FROM records WHERE removed_reason IS NULL AND seq <= ? AND seq IN "
         "(SELECT seq FROM events WHERE id > ? AND kind IN ('revised', 'redacted')) ORDER BY seq",
         (point.seq, point.event),
     )
@@ -370,7 +370,7 @@ def _shift_state(state: dict[str, Any], point: Point, last: int) -> dict[str, An
 
 def _reset_consumer(tx: Transaction, book: Book, consumer: Consumer, point: Point, last: int) -> None:
     """Reset a consumer that was created after the checkpoint, except its settings."""
-    for table in ("work", "groups", "tallies", "work_before", "groups_before"):
+    for table in ("queue", "groups", "tallies", "queue_before", "groups_before"):
         tx.run(f"DELETE FROM {table} WHERE consumer = ?", (consumer.id,))
     consumer.state, consumer.grouped, consumer.floor = _shift_state({}, point, last), False, None
     consumer.inserts = consumer.samples = 0
@@ -397,7 +397,7 @@ def _restore_consumer(
     gids = dict.fromkeys(row.gid for rows in lost.values() for row in rows)
     gids.update(dict.fromkeys(free_leased(tx, consumer)))
     mine = (point.event, consumer.id)
-    source = "FROM work_before WHERE checkpoint = ? AND consumer = ? AND state"
+    source = "FROM queue_before WHERE checkpoint = ? AND consumer = ? AND state"
     leased = tx.one(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
     # The undo log keeps rows that were leased, since they wait now; the others are as they were.
     tx.run(f"DELETE {source} <> 'leased'", mine)
@@ -428,21 +428,26 @@ def _restore_rows(tx: Transaction, consumer: Consumer, point: Point) -> dict[str
     last = 0
     while True:
         rows = tx.all(
-            f"SELECT {queue.ROW_COLUMNS} FROM work_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
+            f"SELECT {queue.ROW_COLUMNS} FROM queue_before WHERE checkpoint = ? AND consumer = ? AND seq > ? "
             f"ORDER BY seq LIMIT {_CHUNK}",
             (point.event, consumer.id, last),
         )
         if not rows:
             return lost
         then = {row.seq: row for row in (queue.Row(*values) for values in rows)}
-        gone: dict[int, str] = {}
-        for marks, part in chunks(list(then)):
-            gone.update(tx.all(f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND seq IN ({marks})", part))
+        removed_reasons: dict[int, str] = {}
+        for marks, chunk in chunks(list(then)):
+            removed_reasons.update(
+                tx.all(
+                    f"SELECT seq, removed_reason FROM records WHERE removed_reason IS NOT NULL AND seq IN ({marks})",
+                    chunk,
+                )
+            )
         moves, events = [], []
         for now in queue.select_rows_by_seq(tx, consumer, list(then)):
             new = _unlease(then[now.seq])
-            if new.seq in gone and new.state in (queue.WAITING, queue.COOLING):
-                lost.setdefault(gone[new.seq], []).append(new)
+            if new.seq in removed_reasons and new.state in (queue.WAITING, queue.COOLING):
+                lost.setdefault(removed_reasons[new.seq], []).append(new)
             if new != now:
                 moves.append((now, new))
             if now.state == queue.DROPPED != new.state:
@@ -503,22 +508,22 @@ def _offer_later_records(tx: Transaction, book: Book, consumer: Consumer, point:
         if not rows:
             return list(gids)
         seqs = [row.seq for row in rows]
-        gone: dict[int, str | None] = {}
+        removed_reasons: dict[int, str | None] = {}
         newest: dict[int, int | None] = {}
-        for marks, part in chunks(seqs):
+        for marks, chunk in chunks(seqs):
             for seq, reason, version in tx.all(
-                f"SELECT seq, gone, version_max FROM records WHERE seq IN ({marks})", part
+                f"SELECT seq, removed_reason, version_max FROM records WHERE seq IN ({marks})", chunk
             ):
-                gone[seq], newest[seq] = reason, version
-        stored = [seq for seq in seqs if gone[seq] is None]
-        gone.update(dict.fromkeys(queue.find_quarantined(tx, stored), queue.QUARANTINED))
+                removed_reasons[seq], newest[seq] = reason, version
+        stored = [seq for seq in seqs if removed_reasons[seq] is None]
+        removed_reasons.update(dict.fromkeys(queue.find_quarantined(tx, stored), queue.QUARANTINED))
         numbers = {} if key is None else dict(zip(stored, read_numbers(book, tx, stored, key), strict=True))
         inserts, samples = consumer.inserts, consumer.samples
         moves, events = [], []
         for now in rows:
             outdated = floor is not None and now.version is not None and now.version < floor
             abandoned = bounded and lineage.is_abandoned(now.seq, newest[now.seq])
-            reason_dropped = gone[now.seq] or ("stale" if outdated or abandoned else None)
+            reason_dropped = removed_reasons[now.seq] or ("stale" if outdated or abandoned else None)
             detail = queue.abandoned_detail(newest[now.seq]) if abandoned else None
             new = queue.new_row(consumer, now.seq, now.gid, now.version, numbers.get(now.seq), reason_dropped)
             moves.append((now, new))

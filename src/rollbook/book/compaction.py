@@ -50,7 +50,7 @@ MARK_ORPHANS = "INSERT INTO orphans (segment, seen) {} ON CONFLICT (segment) DO 
 
 
 def _finished_rule(tx: Transaction, condition: str) -> str | None:
-    """Return the end of a query of `work` and `records` for records that every consumer has finished.
+    """Return the end of a query of `queue` and `records` for records that every consumer has finished.
 
     `condition` is about a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
     consumer the result is `None`.
@@ -60,14 +60,14 @@ def _finished_rule(tx: Transaction, condition: str) -> str | None:
         return None
     checkpoint = tx.one("SELECT MIN(event) FROM checkpoints")[0]
     return (
-        "FROM work JOIN records ON records.seq = work.seq "
-        f"WHERE work.consumer = {int(first)} AND records.segment IS NOT NULL "
-        "AND NOT EXISTS (SELECT 1 FROM consumers LEFT JOIN work AS mine ON mine.consumer = consumers.id "
-        f"AND mine.seq = work.seq WHERE mine.state IS NULL OR NOT ({condition})) "
+        "FROM queue JOIN records ON records.seq = queue.seq "
+        f"WHERE queue.consumer = {int(first)} AND records.segment IS NOT NULL "
+        "AND NOT EXISTS (SELECT 1 FROM consumers LEFT JOIN queue AS mine ON mine.consumer = consumers.id "
+        f"AND mine.seq = queue.seq WHERE mine.state IS NULL OR NOT ({condition})) "
     ) + (
         ""
         if checkpoint is None
-        else "AND NOT EXISTS (SELECT 1 FROM events WHERE events.seq = work.seq "
+        else "AND NOT EXISTS (SELECT 1 FROM events WHERE events.seq = queue.seq "
         f"AND events.kind IN ('dropped', 'trained') AND events.id > {int(checkpoint)}) "
     )
 
@@ -88,24 +88,27 @@ def _trained_or_dropped_rule(tx: Transaction) -> str | None:
 def purge_records(book: Book) -> int:
     """Detach the bytes of records that no consumer or checkpoint needs, and return how many."""
     with book.ledger.read() as tx:
-        gone = [row[0] for row in tx.all("SELECT seq FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL")]
+        removed = [
+            row[0] for row in tx.all("SELECT seq FROM records WHERE removed_reason IS NOT NULL AND segment IS NOT NULL")
+        ]
         rule = _evicted_rule(tx)
         evicted = (
-            [] if rule is None else [row[0] for row in tx.all(f"SELECT work.seq {rule} AND work.state = 'dropped'")]
+            [] if rule is None else [row[0] for row in tx.all(f"SELECT queue.seq {rule} AND queue.state = 'dropped'")]
         )
         unused = tx.one(f"SELECT 1 FROM media WHERE {_UNUSED_MEDIUM}")
     count = 0
-    for marks, part in chunks(gone):
+    for marks, chunk in chunks(removed):
         with book.ledger.write() as tx:
             rows = tx.all(
-                f"SELECT seq, gone FROM records WHERE gone IS NOT NULL AND segment IS NOT NULL AND seq IN ({marks})",
-                part,
+                "SELECT seq, removed_reason FROM records WHERE removed_reason IS NOT NULL AND segment IS NOT NULL "
+                f"AND seq IN ({marks})",
+                chunk,
             )
             count += _detach_bytes(tx, rows)
-    for marks, part in chunks(evicted):
+    for marks, chunk in chunks(evicted):
         with book.ledger.write() as tx:
             # A revision may have returned one to the queue meanwhile.
-            rows = tx.all(f"SELECT work.seq, work.reason {_evicted_rule(tx)} AND work.seq IN ({marks})", part)
+            rows = tx.all(f"SELECT queue.seq, queue.reason {_evicted_rule(tx)} AND queue.seq IN ({marks})", chunk)
             count += _detach_bytes(tx, rows)
     if count or unused:
         _forget_media(book)
@@ -114,12 +117,12 @@ def purge_records(book: Book) -> int:
 
 def _detach_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
     """Detach the bytes of records (number, reason); the ledger keeps their rows."""
-    for marks, part in chunks([seq for seq, _ in reasons]):
-        tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), part)
-        tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
+    for marks, chunk in chunks([seq for seq, _ in reasons]):
+        tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), chunk)
+        tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", chunk)
     tx.many(
-        "UPDATE records SET gone = COALESCE(gone, ?), segment = NULL, start = NULL, size = NULL, slot = NULL, "
-        "bytes = 0 WHERE seq = ?",
+        "UPDATE records SET removed_reason = COALESCE(removed_reason, ?), segment = NULL, start = NULL, "
+        "size = NULL, slot = NULL, bytes = 0 WHERE seq = ?",
         [(reason, seq) for seq, reason in reasons],
     )
     queue.record_events(tx, [queue.Event("removed", seq, reason=reason) for seq, reason in reasons])
@@ -130,11 +133,11 @@ def _forget_media(book: Book) -> None:
     """Delete the rows of media that no record uses."""
     with book.ledger.read() as tx:
         hashes = [key for (key,) in tx.all(f"SELECT hash FROM media WHERE {_UNUSED_MEDIUM}")]
-    for marks, part in chunks(hashes):
+    for marks, chunk in chunks(hashes):
         with book.ledger.write() as tx:
             unused = f"hash IN ({marks}) AND {_UNUSED_MEDIUM}"
-            tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), part)
-            tx.run(f"DELETE FROM media WHERE {unused}", part)
+            tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM media WHERE {unused}"), chunk)
+            tx.run(f"DELETE FROM media WHERE {unused}", chunk)
 
 
 def evict_finished(book: Book, min_bytes: int, max_bytes: int) -> int:
@@ -156,7 +159,7 @@ def evict_finished(book: Book, min_bytes: int, max_bytes: int) -> int:
         rule = _trained_or_dropped_rule(tx)
         if rule is None:
             return 0
-        finished = tx.all(f"SELECT work.seq, records.segment, records.bytes {rule} ORDER BY work.seq")
+        finished = tx.all(f"SELECT queue.seq, records.segment, records.bytes {rule} ORDER BY queue.seq")
         sizes = {
             key: 0 if segment in busy else size
             for key, segment, size in tx.all("SELECT hash, segment, size FROM media")
@@ -181,9 +184,9 @@ def evict_finished(book: Book, min_bytes: int, max_bytes: int) -> int:
     if freed < min_bytes:
         return 0
     count = 0
-    for marks, part in chunks(taken):
+    for marks, chunk in chunks(taken):
         with book.ledger.write() as tx:
-            rows = tx.all(f"SELECT work.seq {_trained_or_dropped_rule(tx)} AND work.seq IN ({marks})", part)
+            rows = tx.all(f"SELECT queue.seq {_trained_or_dropped_rule(tx)} AND queue.seq IN ({marks})", chunk)
             count += _detach_bytes(tx, [(seq, "quota") for (seq,) in rows])
     _forget_media(book)
     return count
@@ -220,9 +223,9 @@ def find_stale_copies(book: Book) -> None:
     if last == since:
         return
     names: set[str] = set()
-    for marks, part in chunks([seq for (seq,) in seqs]):
+    for marks, chunk in chunks([seq for (seq,) in seqs]):
         with book.ledger.read() as tx:
-            uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", part)]
+            uids = [uid for (uid,) in tx.all(f"SELECT uid FROM records WHERE seq IN ({marks})", chunk)]
         # The id of a rewound record ends in "~" and its number.
         names.update(uids, (uid.rpartition("~")[0] for uid in uids))
     segments = []
@@ -379,13 +382,13 @@ def _choose_segments(book: Book, garbage: float, small: int) -> list[list[str]]:
         for name in _mergeable(book, tier)
     }
     groups: list[list[str]] = []
-    room = 0
+    free_bytes = 0
     for name in sorted(chosen | merged):
-        if not groups or live[name] > room:
+        if not groups or live[name] > free_bytes:
             groups.append([])
-            room = PUT_BYTES
+            free_bytes = PUT_BYTES
         groups[-1].append(name)
-        room -= live[name]
+        free_bytes -= live[name]
     # Rewriting a single small segment would change nothing.
     return [names for names in groups if len(names) > 1 or names[0] in chosen]
 
@@ -444,10 +447,10 @@ class _Copies:
         self.owners: list[list[_Row] | _Medium] = []
         self.size = 0
 
-    def add(self, part: bytes | bytearray | memoryview, owner: list[_Row] | _Medium) -> None:
-        self.parts.append(part)
+    def add(self, data: bytes | bytearray | memoryview, owner: list[_Row] | _Medium) -> None:
+        self.parts.append(data)
         self.owners.append(owner)
-        self.size += len(part)
+        self.size += len(data)
 
 
 def _move_segments(book: Book, names: Sequence[str], done: CompactionResult) -> None:
@@ -455,16 +458,16 @@ def _move_segments(book: Book, names: Sequence[str], done: CompactionResult) -> 
     rows: list[_Row] = []
     media: list[_Medium] = []
     with book.ledger.read() as tx:
-        for marks, part in chunks(names):
+        for marks, chunk in chunks(names):
             rows += [
                 _Row(*row)
                 for row in tx.all(
-                    f"SELECT seq, segment, start, size, slot, bytes FROM records WHERE segment IN ({marks})", part
+                    f"SELECT seq, segment, start, size, slot, bytes FROM records WHERE segment IN ({marks})", chunk
                 )
             ]
             media += [
                 _Medium(*row)
-                for row in tx.all(f"SELECT hash, segment, start, size FROM media WHERE segment IN ({marks})", part)
+                for row in tx.all(f"SELECT hash, segment, start, size FROM media WHERE segment IN ({marks})", chunk)
             ]
     copies = _Copies()
     frames = FrameCache(book, 8)
@@ -485,13 +488,13 @@ def _move_segments(book: Book, names: Sequence[str], done: CompactionResult) -> 
 def _split_rows(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
     """Yield records of adjacent numbers, as many as fit into a frame."""
     piece: list[_Row] = []
-    room = FRAME_BYTES
+    free_bytes = FRAME_BYTES
     for row in rows:
-        if piece and (len(piece) == FRAME_RECORDS or row.bytes > room):
+        if piece and (len(piece) == FRAME_RECORDS or row.bytes > free_bytes):
             yield piece
-            piece, room = [], FRAME_BYTES
+            piece, free_bytes = [], FRAME_BYTES
         piece.append(row)
-        room -= row.bytes
+        free_bytes -= row.bytes
     if piece:
         yield piece
 
@@ -552,22 +555,24 @@ def _put_copies(book: Book, names: Sequence[str], copies: _Copies, done: Compact
     hit_failpoint(_FAILPOINT)
     places = book.store.put(copies.parts)
     hit_failpoint(_FAILPOINT)
-    fresh = places[0].segment
+    copy_segment = places[0].segment
     records: list[tuple[Any, ...]] = []
     media: list[tuple[Any, ...]] = []
     for place, owner in zip(places, copies.owners, strict=True):
         if isinstance(owner, _Medium):
-            media.append((fresh, place.offset, place.length, owner.hash, owner.segment, owner.start))
+            media.append((copy_segment, place.offset, place.length, owner.hash, owner.segment, owner.start))
         else:
             share = -(-place.length // len(owner))
             records += [
-                (fresh, place.offset, place.length, slot, share, row.seq, row.segment, row.start, row.slot)
+                (copy_segment, place.offset, place.length, slot, share, row.seq, row.segment, row.start, row.slot)
                 for slot, row in enumerate(owner)
             ]
     starts = range(0, max(len(records), len(media)), REPOINT_ROWS)
     for start in starts:
-        part = slice(start, start + REPOINT_ROWS)
-        if not _repoint(book, names, fresh, records[part], media[part], copies.size, start == starts[-1], done):
+        selection = slice(start, start + REPOINT_ROWS)
+        if not _repoint(
+            book, names, copy_segment, records[selection], media[selection], copies.size, start == starts[-1], done
+        ):
             return _Copies()
         hit_failpoint(_FAILPOINT)
     return _Copies()
@@ -576,18 +581,18 @@ def _put_copies(book: Book, names: Sequence[str], copies: _Copies, done: Compact
 def _repoint(
     book: Book,
     names: Sequence[str],
-    fresh: str,
+    copy_segment: str,
     records: Sequence[tuple[Any, ...]],
     media: Sequence[tuple[Any, ...]],
     size: int,
     last: bool,
     done: CompactionResult,
 ) -> bool:
-    """Make the ledger refer to copies in the segment `fresh`; return whether that segment exists."""
+    """Make the ledger refer to copies in the segment `copy_segment`; return whether that segment exists."""
     with book.ledger.write() as tx:
-        if not book.store.has(fresh):
+        if not book.store.has(copy_segment):
             return False  # Another compaction removed it as an orphan; the originals are still there.
-        before = [_count_references(tx, table, fresh) for table in ("records", "media")]
+        counts_before = [_count_references(tx, table, copy_segment) for table in ("records", "media")]
         # A record that was revised or purged meanwhile has another place, and its row does not change.
         tx.many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? "
@@ -595,12 +600,15 @@ def _repoint(
             records,
         )
         tx.many("UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ? AND segment = ? AND start = ?", media)
-        moved = [_count_references(tx, table, fresh) - n for table, n in zip(("records", "media"), before, strict=True)]
+        moved = [
+            _count_references(tx, table, copy_segment) - n
+            for table, n in zip(("records", "media"), counts_before, strict=True)
+        ]
         if any(moved):
             detail = {"segments": len(names), "records": moved[0], "media": moved[1], "bytes": size}
             queue.record_events(tx, [queue.Event("compacted", detail=detail)])
-            done.written += not any(before)
-        for name in (*names, fresh) if last else ():
+            done.written += not any(counts_before)
+        for name in (*names, copy_segment) if last else ():
             if not _is_referenced(tx, name):
                 tx.run(MARK_ORPHANS.format("VALUES (?, 0)"), (name,))
     done.records += moved[0]
@@ -625,20 +633,20 @@ def _is_referenced(tx: Transaction, segment: str) -> bool:
 def _remove_segments(book: Book, names: Sequence[str]) -> int:
     """Remove the segments that have no references and no writer; return how many."""
     count = 0
-    for _, part in chunks(names, _REMOVE_CHUNK):
+    for _, chunk in chunks(names, _REMOVE_CHUNK):
         # An append checks in its own transaction that its segment still exists.
         with book.ledger.write() as tx:
-            for name in part:
+            for name in chunk:
                 if _is_referenced(tx, name):
                     continue
-                there = book.store.has(name)
+                exists = book.store.has(name)
                 try:
                     book.store.remove(name)
                 except SegmentBusyError:
                     continue
                 tx.run("DELETE FROM orphans WHERE segment = ?", (name,))
                 tx.run("DELETE FROM purges WHERE segment = ?", (name,))
-                count += there
+                count += exists
         hit_failpoint(_FAILPOINT)
     return count
 
@@ -733,10 +741,10 @@ def _auto_merge(book: Book) -> None:
         if len(sizes) <= AUTO_MERGE_SEGMENTS:
             return
         names: list[str] = []
-        room = AUTO_MERGE_BYTES
+        free_bytes = AUTO_MERGE_BYTES
         for name in _mergeable(book, max(_group_by_size(sizes).values(), key=len)):
-            room -= sizes[name]
-            if room < 0 or len(names) == 4 * AUTO_MERGE_SEGMENTS:
+            free_bytes -= sizes[name]
+            if free_bytes < 0 or len(names) == 4 * AUTO_MERGE_SEGMENTS:
                 break
             names.append(name)
         with book.ledger.write() as tx:

@@ -43,8 +43,10 @@ def exact_decimal(number: float) -> Fraction:
 
 def _format_at_least(bound: Fraction) -> str:
     """Format a number that is at least the bound."""
-    near = float(bound)
-    return repr(near if exact_decimal(near) >= bound else math.nextafter(near, math.inf)).removesuffix(".0")
+    approximate = float(bound)
+    return repr(
+        approximate if exact_decimal(approximate) >= bound else math.nextafter(approximate, math.inf)
+    ).removesuffix(".0")
 
 
 @dataclass(frozen=True)
@@ -219,35 +221,35 @@ def check_limits(
 ) -> None:
     """Raise `ValueError` if these parts could keep leases or appends waiting forever."""
     for kind in (*REMOVERS.values(), *LIMITERS.values()):
-        if sum(isinstance(part, kind) for part in (*removers, *limiters)) > 1:
+        if sum(isinstance(rule, kind) for rule in (*removers, *limiters)) > 1:
             raise ValueError(f"{kind.__name__}: got it twice, expected it once")
-    max_size = min((part.size for part in removers if isinstance(part, MaxSize)), default=None)
-    for part in limiters:
-        floor = part.size if isinstance(part, MinSize) else part.min_size
+    max_size = min((rule.size for rule in removers if isinstance(rule, MaxSize)), default=None)
+    for rule in limiters:
+        floor = rule.size if isinstance(rule, MinSize) else rule.min_size
         if max_size is not None and floor > max_size:
             raise ValueError(
-                f"{type(part).__name__}: nothing is leased before {floor} records are present, but MaxSize keeps at "
+                f"{type(rule).__name__}: nothing is leased before {floor} records are present, but MaxSize keeps at "
                 f"most {max_size}: no lease would ever succeed"
             )
-        if isinstance(part, SamplesToInserts) and uses is not None and part.ratio > uses:
+        if isinstance(rule, SamplesToInserts) and uses is not None and rule.ratio > uses:
             raise ValueError(
-                f"SamplesToInserts.ratio: got {part.ratio}, but each record is leased at most {uses} time(s): "
+                f"SamplesToInserts.ratio: got {rule.ratio}, but each record is leased at most {uses} time(s): "
                 "samples could never keep up and appends would wait forever; expected a ratio of at most "
                 f"{uses}, or a larger MaxUses"
             )
-        if isinstance(part, SamplesToInserts) and group_size and part.lease_size < group_size:
+        if isinstance(rule, SamplesToInserts) and group_size and rule.lease_size < group_size:
             raise ValueError(
-                f"SamplesToInserts.lease_size: got {part.lease_size}, but groups have {group_size} runs and are "
+                f"SamplesToInserts.lease_size: got {rule.lease_size}, but groups have {group_size} runs and are "
                 "leased as a whole; expected at least one group"
             )
-        if isinstance(part, SamplesToInserts):
+        if isinstance(rule, SamplesToInserts):
             # All but one of them may be there, with none leased: the next append must fit in.
             minimums = [other.size for other in limiters if isinstance(other, MinSize)]
             minimum = max([*minimums, 0 if partial or group_size is None else group_size])
-            needed = (minimum - 1 + part.append_size - part.min_size) * exact_decimal(part.ratio)
-            if minimum and exact_decimal(part.slack) < needed:
+            needed = (minimum - 1 + rule.append_size - rule.min_size) * exact_decimal(rule.ratio)
+            if minimum and exact_decimal(rule.slack) < needed:
                 raise ValueError(
-                    f"SamplesToInserts.slack: got {part.slack}, but nothing is leased before {minimum} records are "
+                    f"SamplesToInserts.slack: got {rule.slack}, but nothing is leased before {minimum} records are "
                     f"present: appends would wait forever; expected at least {_format_at_least(needed)}"
                 )
     if max_size is not None and group_size and group_size > max_size and not partial:
@@ -313,10 +315,10 @@ class ConsumerConfig:
         for name, kinds in (("removers", REMOVERS), ("limiters", LIMITERS)):
             setting = getattr(self, name)
             parts = setting if isinstance(setting, (list, tuple)) else (setting,)
-            for part in parts:
-                if type(part) not in kinds.values():
+            for rule in parts:
+                if type(rule) not in kinds.values():
                     expected = ", ".join([kind.__name__ for kind in kinds.values()])
-                    raise ValueError(f"{name}: got {part!r}, expected any of {expected}")
+                    raise ValueError(f"{name}: got {rule!r}, expected any of {expected}")
             object.__setattr__(self, name, tuple(parts))
         if self.max_staleness is not None:
             check_int("max_staleness", self.max_staleness)
@@ -339,13 +341,13 @@ class ConsumerConfig:
         check_limits(self.removers, self.limiters, self.max_uses, self.group_size, self.partial_after is not None)
 
     def _part(self, kind: type) -> Any:
-        return next((part for part in (*self.removers, *self.limiters) if type(part) is kind), None)
+        return next((rule for rule in (*self.removers, *self.limiters) if type(rule) is kind), None)
 
     @cached_property
     def max_uses(self) -> int | None:
         """Number of acknowledgements after which a record is done; `None` for no limit."""
-        part = self._part(MaxUses)
-        limits = [part.uses if part is not None else None if isinstance(self.sampler, Priority) else 1]
+        rule = self._part(MaxUses)
+        limits = [rule.uses if rule is not None else None if isinstance(self.sampler, Priority) else 1]
         if isinstance(self.sampler, Priority):
             limits.append(self.sampler.max_uses)
         return min((limit for limit in limits if limit is not None), default=None)
@@ -353,26 +355,26 @@ class ConsumerConfig:
     @cached_property
     def max_size(self) -> MaxSize | None:
         """The `MaxSize` remover, if any."""
-        part: MaxSize | None = self._part(MaxSize)
-        return part
+        rule: MaxSize | None = self._part(MaxSize)
+        return rule
 
     @cached_property
     def max_age(self) -> float | None:
         """Seconds that a record may wait, or `None`."""
-        part = self._part(MaxAge)
-        return None if part is None else float(part.seconds)
+        rule = self._part(MaxAge)
+        return None if rule is None else float(rule.seconds)
 
     @cached_property
     def min_size(self) -> int:
         """Number of records that must be present before a lease, 0 for none."""
-        part = self._part(MinSize)
-        return 0 if part is None else int(part.size)
+        rule = self._part(MinSize)
+        return 0 if rule is None else int(rule.size)
 
     @cached_property
     def ratio(self) -> SamplesToInserts | None:
         """The `SamplesToInserts` limiter, if any."""
-        part: SamplesToInserts | None = self._part(SamplesToInserts)
-        return part
+        rule: SamplesToInserts | None = self._part(SamplesToInserts)
+        return rule
 
     @property
     def bounded(self) -> bool:
@@ -383,8 +385,8 @@ class ConsumerConfig:
         """Return the settings as JSON, as the ledger stores them."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["sampler"] = part_to_json(SAMPLERS, self.sampler)
-        plain["removers"] = [part_to_json(REMOVERS, part) for part in self.removers]
-        plain["limiters"] = [part_to_json(LIMITERS, part) for part in self.limiters]
+        plain["removers"] = [part_to_json(REMOVERS, rule) for rule in self.removers]
+        plain["limiters"] = [part_to_json(LIMITERS, rule) for rule in self.limiters]
         # Numpy numbers are allowed, too.
         return json.dumps(plain, sort_keys=True, default=lambda n: int(n) if hasattr(n, "__index__") else float(n))
 
@@ -406,8 +408,8 @@ class ConsumerConfig:
             if name not in plain or (name != "sampler" and not isinstance(plain[name], list)):
                 raise ValueError(f"a consumer's settings: {name}: got {plain.get(name)!r}, expected its parts")
         plain["sampler"] = part_from_json(SAMPLERS, "sampler", plain["sampler"])
-        plain["removers"] = tuple([part_from_json(REMOVERS, "remover", part) for part in plain["removers"]])
-        plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", part) for part in plain["limiters"]])
+        plain["removers"] = tuple([part_from_json(REMOVERS, "remover", rule) for rule in plain["removers"]])
+        plain["limiters"] = tuple([part_from_json(LIMITERS, "limiter", rule) for rule in plain["limiters"]])
         return cls(**plain)
 
     def changed(self, options: Mapping[str, ConsumerSetting]) -> ConsumerConfig:
@@ -598,7 +600,7 @@ _REMOVED_KEY = "removed_consumer:"
 NOT_REMOVED = f"'{_REMOVED_KEY}' || consumer NOT IN (SELECT key FROM meta)"
 """SQL condition on a row with a `consumer`: that consumer was not removed."""
 _REMOVED_CHUNK = 2000
-_CONSUMER_TABLES = {"work": "seq", "groups": "gid", "work_before": "seq", "groups_before": "gid"}
+_CONSUMER_TABLES = {"queue": "seq", "groups": "gid", "queue_before": "seq", "groups_before": "gid"}
 
 
 @served
@@ -625,7 +627,7 @@ def remove_consumer(book: Book, name: str) -> None:
         consumer = get_consumer(tx, name)
         last = _last_number(tx)
         tx.run("UPDATE leases SET state = 'voided' WHERE consumer = ? AND state = 'active'", (consumer.id,))
-        tx.run("DELETE FROM work WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
+        tx.run("DELETE FROM queue WHERE consumer = ? AND lease IS NOT NULL", (consumer.id,))
         for table, column in (("tallies", "consumer"), ("inbox", "consumer"), ("consumers", "id")):
             tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
         tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
@@ -655,8 +657,8 @@ def _delete_chunk(ledger: Ledger, table: str, column: str, consumer: int) -> boo
     """Delete some rows of a consumer; return whether there were any."""
     with ledger.write() as tx:
         rows = tx.all(f"SELECT {column} FROM {table} WHERE consumer = ? LIMIT {_REMOVED_CHUNK}", (consumer,))
-        for marks, part in chunks([value for (value,) in rows]):
-            tx.run(f"DELETE FROM {table} WHERE consumer = ? AND {column} IN ({marks})", (consumer, *part))
+        for marks, chunk in chunks([value for (value,) in rows]):
+            tx.run(f"DELETE FROM {table} WHERE consumer = ? AND {column} IN ({marks})", (consumer, *chunk))
     return bool(rows)
 
 

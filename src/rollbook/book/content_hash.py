@@ -286,7 +286,7 @@ def _hash_ragged(name: str, column: Ragged) -> list[bytes]:
     values = column.values[start:stop]
     offsets = column.offsets - start if start else column.offsets
     if 0 in trailing:
-        dtypes = [column.row_dtype(i) if there else "" for i, there in enumerate(column.present.tolist())]
+        dtypes = [column.row_dtype(i) if present else "" for i, present in enumerate(column.present.tolist())]
         shapes = [(length, *trailing) for length in column.lengths.tolist()]
         entries = [
             _hash_boxed(name, dtype, shape, b"") if dtype else b"" for dtype, shape in zip(dtypes, shapes, strict=True)
@@ -302,7 +302,7 @@ def _hash_ragged(name: str, column: Ragged) -> list[bytes]:
         }
         entries = [hashes[code][i] if code else _ABSENT for i, code in enumerate(codes.tolist())]
     if column.valid is not None:
-        entries = [entry if there else _ABSENT for entry, there in zip(entries, column.valid.tolist(), strict=True)]
+        entries = [entry if present else _ABSENT for entry, present in zip(entries, column.valid.tolist(), strict=True)]
     return entries
 
 
@@ -326,19 +326,19 @@ def _hash_elements(dtype: str, data: bytes | memoryview) -> bytes:
     return hash128(_to_bytes(canonical_floats(values, dtype)))
 
 
-def list_boxes(column: pa.StructArray, where: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
+def list_boxes(column: pa.StructArray, prefix: str) -> list[tuple[str, tuple[int, ...], bytes | memoryview] | None]:
     """Return the type, shape and bytes of each tensor of an `__other` column, `None` for missing ones."""
     fields = {column.type.field(i).name: column.field(i) for i in range(column.type.num_fields)}
     valid = column.is_valid().to_pylist()
     tensors: list[tuple[str, tuple[int, ...], bytes | memoryview] | None] = []
     rows = zip(valid, texts(fields["dtype"]), fields["shape"].to_pylist(), _slices(fields["data"]), strict=True)
-    for there, dtype, shape, data in rows:
-        if not there:
+    for present, dtype, shape, data in rows:
+        if not present:
             tensors.append(None)
         elif data is None:
-            raise WireError(f"{where}: a tensor without data")
+            raise WireError(f"{prefix}: a tensor without data")
         else:
-            tensors.append((str(dtype), check_shape(dtype, shape, len(data), where), data))
+            tensors.append((str(dtype), check_shape(dtype, shape, len(data), prefix), data))
     return tensors
 
 
@@ -355,7 +355,7 @@ def _slices(array: pa.Array | Values) -> Sequence[bytes | memoryview | None]:
     valid = arrow.validity(array)
     slices: list[memoryview | None] = [data[a:b] for a, b in pairwise(bounds)]
     if valid is not None:
-        slices = [item if there else None for item, there in zip(slices, valid.tolist(), strict=True)]
+        slices = [item if present else None for item, present in zip(slices, valid.tolist(), strict=True)]
     return slices
 
 
@@ -383,15 +383,15 @@ def _hash_media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
     valid = array.is_valid().to_pylist()
     # Bytes under a null belong to no row.
     lengths = [
-        length if there else 0
-        for length, there in zip(np.diff(arrow.offsets(array, len(array.values))).tolist(), valid, strict=True)
+        length if present else 0
+        for length, present in zip(np.diff(arrow.offsets(array, len(array.values))).tolist(), valid, strict=True)
     ]
     flat = array.flatten()
     keys = _slices(flat.field(0))
     tensors = list_boxes(flat, field.name)
     head = _hash_name(field.name, "media")
     entries, at = [], 0
-    for there, length in zip(valid, lengths, strict=True):
+    for present, length in zip(valid, lengths, strict=True):
         items = []
         for key, box in zip(keys[at : at + length], tensors[at : at + length], strict=True):
             if key is None or box is None:
@@ -400,7 +400,7 @@ def _hash_media(field: Field, columns: Mapping[str, Column]) -> list[bytes]:
             items.append((bytes(key), hash128(_describe_tensor(dtype, shape).encode()) + _hash_elements(dtype, data)))
         at += length
         content = b"".join(struct.pack("<Q", len(key)) + key + value for key, value in sorted(items))
-        entries.append(head + hash128(content) if there else _ABSENT)
+        entries.append(head + hash128(content) if present else _ABSENT)
     return entries
 
 
@@ -531,10 +531,10 @@ def _canonical_int(value: int) -> Json:
     if -(2**63) <= value < 2**64:
         return value
     try:
-        near = float(value)
+        rounded = float(value)
     except OverflowError:
-        near = 0.0
-    return near if int(near) == value else {"$int": hex(value)}
+        rounded = 0.0
+    return rounded if int(rounded) == value else {"$int": hex(value)}
 
 
 def _escape(value: dict[str, Any]) -> dict[str, Any]:

@@ -348,8 +348,8 @@ def network_mount(path: str, table: str) -> str | None:
     """
     longest, kind = -1, None
     for line in table.splitlines():
-        before, dash, after = line.partition(" - ")
-        fields, kinds = before.split(" "), after.split(" ")
+        mount_fields, dash, source_fields = line.partition(" - ")
+        fields, kinds = mount_fields.split(" "), source_fields.split(" ")
         if not dash or len(fields) < 5 or len(kinds) < 2:
             continue
         point = _unescape(fields[4])

@@ -109,7 +109,7 @@ def index_columns(records: Experiences | RowLayout, ids: Ids | None = None) -> l
         )
     response = lengths - prompt
     mask = _Mask(columns, count)
-    trained = np.where(mask.known, mask.counts, response)
+    trained = np.where(mask.has_mask, mask.counts, response)
     oldest, newest = _version_ranges(columns, mask, count)
     rewards: list[float | None] = arrow.numbers(columns["reward"]) if "reward" in columns else [None] * count
     sizes: list[int | None] = arrow.numbers(columns["group_size"]) if "group_size" in columns else [None] * count
@@ -184,7 +184,7 @@ class _Mask:
 
     def __init__(self, columns: Mapping[str, Column], count: int) -> None:
         column, other = columns.get("action_mask"), columns.get("action_mask__other")
-        self.known = np.zeros(count, dtype=np.bool_)
+        self.has_mask = np.zeros(count, dtype=np.bool_)
         self.counts = np.zeros(count, dtype=np.int64)
         self.offsets = np.zeros(count + 1, dtype=np.int64)
         self.bits: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
@@ -192,16 +192,16 @@ class _Mask:
         if isinstance(column, Ragged):
             self.offsets = column.offsets - column.offsets[0]
             self.bits = _is_true(column.values[column.offsets[0] : column.offsets[-1]], column.dtype)
-            self.known |= column.present
-            there = column.lengths > 0
-            if there.any():
+            self.has_mask |= column.present
+            nonempty = column.lengths > 0
+            if nonempty.any():
                 # Rows without tokens have no values, so the other rows are adjacent.
-                starts = self.offsets[:-1][there]
-                self.counts[there] = np.add.reduceat(self.bits.view(np.uint8), starts, dtype=np.int64)
+                starts = self.offsets[:-1][nonempty]
+                self.counts[nonempty] = np.add.reduceat(self.bits.view(np.uint8), starts, dtype=np.int64)
         for i, box in enumerate(list_boxes(other, "action_mask") if other is not None else ()):
-            if box is not None and not self.known[i]:
+            if box is not None and not self.has_mask[i]:
                 self.other_rows[i] = bits = _is_true(_tensor_elements(box[0], box[2]), box[0])
-                self.counts[i], self.known[i] = int(bits.sum()), True
+                self.counts[i], self.has_mask[i] = int(bits.sum()), True
 
     def row(self, i: int) -> NDArray[np.bool_]:
         """Return row i, empty if it is missing."""
@@ -234,8 +234,8 @@ def _version_ranges(
     column = columns.get(name)
     if isinstance(column, Ragged) and column.offsets[-1] > column.offsets[0]:
         values = _clip_to_int64(column.values[column.offsets[0] : column.offsets[-1]])
-        there = column.lengths > 0
-        rows = np.flatnonzero(there).tolist()
+        nonempty = column.lengths > 0
+        rows = np.flatnonzero(nonempty).tolist()
         offsets = column.offsets - column.offsets[0]
         low, high = values.min(), values.max()
         if low == high:
@@ -243,7 +243,7 @@ def _version_ranges(
         elif np.array_equal(offsets, mask.offsets):
             # If no token of a row is trained on, all of its tokens count.
             keep = mask.bits | np.repeat(mask.counts == 0, column.lengths)
-            starts = offsets[:-1][there]
+            starts = offsets[:-1][nonempty]
             lows = np.minimum.reduceat(np.where(keep, values, high), starts).tolist()
             highs = np.maximum.reduceat(np.where(keep, values, low), starts).tolist()
         else:

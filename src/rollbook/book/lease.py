@@ -342,7 +342,7 @@ class Lease:
             return len(rows)
 
         def committed(tx: Transaction, _: int) -> bool:
-            sql = f"SELECT 1 FROM work WHERE lease = ? AND seq {tx.in_ints}"
+            sql = f"SELECT 1 FROM queue WHERE lease = ? AND seq {tx.in_ints}"
             return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
 
         return write_once(self._book.ledger, transact, committed)
@@ -363,7 +363,7 @@ class Lease:
         acknowledged = self._acknowledged(tx, seqs, step)
         # A record that was deleted while it was leased could not be acknowledged.
         others = tx.array([seq for seq in seqs if seq not in acknowledged])
-        if tx.one(f"SELECT 1 FROM records WHERE gone IS NULL AND seq {tx.in_ints}", (others,)):
+        if tx.one(f"SELECT 1 FROM records WHERE removed_reason IS NULL AND seq {tx.in_ints}", (others,)):
             return 0
         return len(acknowledged)
 
@@ -403,7 +403,7 @@ class Lease:
         consumer_rows, lease_rows, rows = tx.query_many(
             (f"{SELECT_CONSUMER}{tx.for_update if lock_consumer else ''}", (name,)),
             (f"{_SELECT_LEASE}{tx.for_update}", (fence,)),
-            (f"SELECT {queue.ROW_COLUMNS} FROM work WHERE lease = ? ORDER BY seq", (fence,)),
+            (f"SELECT {queue.ROW_COLUMNS} FROM queue WHERE lease = ? ORDER BY seq", (fence,)),
         )
         if not consumer_rows:
             raise LeaseLostError(f"consumer {name!r}: removed from the book")
@@ -559,7 +559,7 @@ def refresh_queue(tx: Transaction, book: Book, name: str, request: LeaseRequest 
         (
             f"SELECT (SELECT 1 FROM leases WHERE {mine} AND state = 'active' AND "
             "(expires <= ? OR expires > ? + seconds + 1) LIMIT 1), "
-            f"(SELECT 1 FROM work WHERE {mine} AND state = 'cooling' AND until <= ? LIMIT 1), "
+            f"(SELECT 1 FROM queue WHERE {mine} AND state = 'cooling' AND until <= ? LIMIT 1), "
             f"(SELECT 1 FROM inbox WHERE {mine} LIMIT 1), "
             "(SELECT value FROM meta WHERE key = 'policy_version')",
             (name, tx.now, tx.now, name, tx.now, name),
@@ -737,8 +737,8 @@ _SELECT_READY_GROUPS = (
     "SELECT gid, rank, weight, size, runs FROM groups WHERE consumer = ? AND ready = 1 ORDER BY rank, seq LIMIT ?"
 )
 _SELECT_WAITING = (
-    f"SELECT {', '.join(f'work.{name}' for name in queue.Row._fields)}, records.uid "
-    "FROM work JOIN records ON records.seq = work.seq WHERE work.consumer = ? AND work.state = 'waiting'"
+    f"SELECT {', '.join(f'queue.{name}' for name in queue.Row._fields)}, records.uid "
+    "FROM queue JOIN records ON records.seq = queue.seq WHERE queue.consumer = ? AND queue.state = 'waiting'"
 )
 
 
@@ -784,7 +784,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
             if size is not None and runs < size:
                 partial.append(gid)
         claimed, [(lease,)] = tx.query_many(
-            (f"{_SELECT_WAITING} AND work.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
+            (f"{_SELECT_WAITING} AND queue.gid {tx.in_texts}", (consumer.id, tx.array(list(members)))),
             tx.next_number("leases", 1),
         )
         for row in queue.check_rows([values[:-1] for values in sorted(claimed)]):
@@ -793,7 +793,7 @@ def _claim(tx: Transaction, book: Book, consumer: Consumer, request: LeaseReques
         probabilities = [weight for gid, _, weight, *_ in ready for _ in members[gid]]
         count, total = consumer.state.get("ready", (0, 0.0))
     else:
-        in_order = (f"{_SELECT_WAITING} ORDER BY work.rank, work.seq LIMIT ?", (consumer.id, limit))
+        in_order = (f"{_SELECT_WAITING} ORDER BY queue.rank, queue.seq LIMIT ?", (consumer.id, limit))
         claimed, [(lease,)] = tx.query_many(in_order, tx.next_number("leases", 1))
         empty = not takes_in_order(consumer, request)
         while len(claimed) < limit and not empty:
@@ -897,7 +897,7 @@ def forecast(book: Book, request: LeaseRequest) -> Forecast:
         )
         leases, cooldowns, partial = tx.query_many(
             ("SELECT MIN(expires) FROM leases WHERE consumer = ? AND state = 'active'", (number,)),
-            ("SELECT MIN(until) FROM work WHERE consumer = ? AND state = 'cooling'", (number,)),
+            ("SELECT MIN(until) FROM queue WHERE consumer = ? AND state = 'cooling'", (number,)),
             ("SELECT MIN(due) FROM groups WHERE consumer = ? AND ready = 0 AND due IS NOT NULL", (number,)),
         )
         due = [moment for [(moment,)] in (leases, cooldowns, partial) if moment is not None]
@@ -1147,12 +1147,12 @@ class Mix:
         self.name = name
         if not self.parts:
             raise ValueError("parts: missing, expected at least one")
-        for i, part in enumerate(self.parts):
-            if not isinstance(part, Part):
-                raise ValueError(f"parts[{i}]: got {type(part).__name__}, expected a Part(book, share)")
-            if not check_float(f"parts[{i}].share", part.share, 0.0, 1e9) > 0:
-                raise ValueError(f"parts[{i}].share: got {part.share!r}, expected a number > 0")
-        self._total = sum(part.share for part in self.parts)
+        for i, source in enumerate(self.parts):
+            if not isinstance(source, Part):
+                raise ValueError(f"parts[{i}]: got {type(source).__name__}, expected a Part(book, share)")
+            if not check_float(f"parts[{i}].share", source.share, 0.0, 1e9) > 0:
+                raise ValueError(f"parts[{i}].share: got {source.share!r}, expected a number > 0")
+        self._total = sum(source.share for source in self.parts)
 
     @property
     def balance(self) -> list[float]:
@@ -1180,15 +1180,15 @@ class Mix:
         counts = self._split(n)
         leases: list[Lease] = []
         try:
-            for part, count in zip(self.parts, counts, strict=True):
+            for source, count in zip(self.parts, counts, strict=True):
                 if not count:
-                    leases.append(empty_lease(part.book, part.consumer))
+                    leases.append(empty_lease(source.book, source.consumer))
                     continue
                 leases.append(
-                    part.book.lease(
+                    source.book.lease(
                         count,
-                        by=part.by,
-                        consumer=part.consumer,
+                        by=source.by,
+                        consumer=source.consumer,
                         timeout=None if end is None else max(end - time.monotonic(), 0.001 if timeout else 0.0),
                         max_staleness=max_staleness,
                         seconds=seconds,
@@ -1203,7 +1203,7 @@ class Mix:
         return MixedLease(leases)
 
     def _exact_shares(self, n: int) -> list[float]:
-        return [n * part.share / self._total for part in self.parts]
+        return [n * source.share / self._total for source in self.parts]
 
     def _split(self, n: int) -> list[int]:
         """Split `n` and update the balance in one transaction, so that concurrent leases do not settle it twice."""
@@ -1211,7 +1211,7 @@ class Mix:
 
     def acks(self) -> Mapping[int, int]:
         """Return how many records of each part, by index, were trained on."""
-        return {i: part.book.counts(part.consumer).trained for i, part in enumerate(self.parts)}
+        return {i: source.book.counts(source.consumer).trained for i, source in enumerate(self.parts)}
 
 
 @served(repeat=True)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rollbook.book.book import Book
 
 
-LAYOUT = 4
+LAYOUT = 5
 """Version of the tables' layout."""
 HASH_FORMAT = 1
 """Version of the content hashes; here, so that listing books loads neither numpy nor pyarrow."""
@@ -245,8 +245,8 @@ def chunks(values: Sequence[Any], size: int = MAX_IN_VALUES) -> Iterator[tuple[s
     [('?,?', [1, 2]), ('?', [3])]
     """
     for start in range(0, len(values), size):
-        part = values[start : start + size]
-        yield ",".join("?" * len(part)), part
+        chunk = values[start : start + size]
+        yield ",".join("?" * len(chunk)), chunk
 
 
 def yield_to_writers(ledger: Ledger) -> None:
@@ -533,10 +533,10 @@ class SQLiteLedger:
         with nullcontext() if self.read_only else self._block_repairs(self.path):
             while True:
                 # A file system with layers may copy a file, under another inode, when it is first opened for writing.
-                before = file_identity(self.path)
+                identity = file_identity(self.path)
                 connection = self._connect()
                 now = file_identity(self.path)
-                if before == now or before is None:
+                if identity == now or identity is None:
                     break
                 connection.close()
         if self._identity is not None and self._identity != now:
@@ -919,14 +919,14 @@ TABLES: dict[str, tuple[str, ...]] = {
         "evaluation {INT} NOT NULL",
         "admitted {REAL} NOT NULL",
         "revision {INT} NOT NULL",
-        "whole {BYTES}",
-        "core {BYTES}",
+        "full_hash {BYTES}",
+        "core_hash {BYTES}",
         "segment TEXT",
         "start {INT}",
         "size {INT}",
         "slot {INT}",
         "bytes {INT} NOT NULL",
-        "gone TEXT",
+        "removed_reason TEXT",
     ),
     "consumers": (
         "id {INT} PRIMARY KEY",
@@ -941,7 +941,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "generation {INT} NOT NULL",
         "waiting {REAL}",
     ),
-    "work": (
+    "queue": (
         "consumer {INT} NOT NULL",
         "seq {INT} NOT NULL",
         "gid TEXT NOT NULL",
@@ -1014,7 +1014,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "author TEXT NOT NULL",
         "reason TEXT",
         "fields TEXT NOT NULL",
-        "whole {BYTES}",
+        "full_hash {BYTES}",
         "PRIMARY KEY (seq, n)",
     ),
     "media": (
@@ -1062,16 +1062,16 @@ TABLES: dict[str, tuple[str, ...]] = {
         "PRIMARY KEY (id, part)",
     ),
 }
-for _table, _key in (("work", "seq"), ("groups", "gid")):
+for _table, _key in (("queue", "seq"), ("groups", "gid")):
     TABLES[f"{_table}_before"] = (
         "checkpoint {INT} NOT NULL",
         *TABLES[_table][:-1],
         f"PRIMARY KEY (checkpoint, consumer, {_key})",
     )
-"""`records`: one row per record: index columns, content hashes, place of the bytes (`gone`: why there are none).
-`work`: the state of each record for each consumer. `inbox`: ranges of records for which a consumer has no rows of
-`work` yet. `groups`: which groups are ready, for consumers that lease by group. `tallies`: numbers of rows of `work` by
-state, updated with them; a count is the sum over `shard`. `events`: what happened, in order. `work_before`,
+"""`records`: one row per record: index columns, content hashes, place of the bytes (`removed_reason`: why there are
+none). `queue`: the state of each record for each consumer. `inbox`: ranges of records for which a consumer has no rows
+of `queue` yet. `groups`: which groups are ready, for consumers that lease by group. `tallies`: numbers of rows of
+`queue` by state, updated with them; a count is the sum over `shard`. `events`: what happened, in order. `queue_before`,
 `groups_before`: the undo log, with rows that have changed since a checkpoint as they were then. `rollouts` (one row),
 `claims`, `workers`, `weights`: rollouts in progress (`rollbook.book.rollouts`)."""
 ROLLOUT_TABLES = ("rollouts", "claims", "workers", "weights")
@@ -1081,12 +1081,12 @@ INDICES = (
     "CREATE INDEX records_batch ON records (batch, seq)",
     "CREATE INDEX records_gid ON records (gid, run)",
     "CREATE INDEX records_segment ON records (segment)",
-    "CREATE INDEX work_waiting ON work (consumer, rank, seq) WHERE state = 'waiting'",
-    "CREATE INDEX work_oldest ON work (consumer, seq) WHERE state = 'waiting'",
-    "CREATE INDEX work_version ON work (consumer, version) WHERE state = 'waiting'",
-    "CREATE INDEX work_cooling ON work (consumer, until) WHERE state = 'cooling'",
-    "CREATE INDEX work_lease ON work (lease) WHERE lease IS NOT NULL",
-    "CREATE INDEX work_gid ON work (consumer, gid, seq)",
+    "CREATE INDEX queue_waiting ON queue (consumer, rank, seq) WHERE state = 'waiting'",
+    "CREATE INDEX queue_oldest ON queue (consumer, seq) WHERE state = 'waiting'",
+    "CREATE INDEX queue_version ON queue (consumer, version) WHERE state = 'waiting'",
+    "CREATE INDEX queue_cooling ON queue (consumer, until) WHERE state = 'cooling'",
+    "CREATE INDEX queue_lease ON queue (lease) WHERE lease IS NOT NULL",
+    "CREATE INDEX queue_gid ON queue (consumer, gid, seq)",
     "CREATE INDEX groups_ready ON groups (consumer, rank, seq) WHERE ready = 1",
     "CREATE INDEX groups_due ON groups (consumer, due) WHERE ready = 0 AND due IS NOT NULL",
     "CREATE INDEX leases_active ON leases (consumer, expires) WHERE state = 'active'",
@@ -1097,13 +1097,13 @@ INDICES = (
 )
 
 
-def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, str]) -> bool:
+def prepare_tables(ledger: Ledger, *, create: bool, address: str, meta: dict[str, str]) -> bool:
     """Create the tables, or check existing ones.
 
     Args:
         ledger: The ledger.
         create: Create the tables if there are none.
-        where: The book's address, for error messages.
+        address: The book's address, for error messages.
         meta: More rows of `meta` for new tables.
 
     Returns:
@@ -1116,7 +1116,7 @@ def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, 
     layout = read_layout(ledger)
     if layout is None:
         if not create:
-            raise MissingBookError(f"{where}: there is no book here")
+            raise MissingBookError(f"{address}: there is no book here")
         with ledger.write() as tx:
             if _read_layout(tx, ledger.dialect) is not None:  # Another process created them.
                 return False
@@ -1124,11 +1124,11 @@ def prepare_tables(ledger: Ledger, *, create: bool, where: str, meta: dict[str, 
         return True
     if layout > LAYOUT:
         raise NewerLayoutError(
-            f"{where}: the book has layout {layout}, this version knows up to {LAYOUT}; use a newer one"
+            f"{address}: the book has layout {layout}, this version knows up to {LAYOUT}; use a newer one"
         )
     if layout < LAYOUT:
         raise NotABookError(
-            f"{where}: the book has layout {layout}, written by an older version of Rollbook; this one reads layout "
+            f"{address}: the book has layout {layout}, written by an older version of Rollbook; this one reads layout "
             f"{LAYOUT}"
         )
     return False

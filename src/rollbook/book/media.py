@@ -158,7 +158,7 @@ def blob_size(head: bytes | memoryview) -> int:
 
 def _read_header(view: memoryview) -> tuple[Kind, int, int, bytes, int, int]:
     if len(view) < _ALIGN:
-        raise WireError(f"a blob is cut short: {len(view)} bytes, expected {_ALIGN} of header", len(view))
+        raise WireError(f"a blob is replacement short: {len(view)} bytes, expected {_ALIGN} of header", len(view))
     magic, version, kind, described, length, digest, checksum = _HEADER.unpack_from(view)
     if magic != MAGIC:
         raise WireError(f"bad magic {magic!r}: not a blob (a blob begins with {MAGIC!r})", 0)
@@ -232,7 +232,7 @@ class Extracted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Replacement:
     """A range of bytes of a column's data, and its replacement."""
 
     start: int
@@ -314,11 +314,11 @@ def extract(records: Experiences, min_bytes: int = MIN_MEDIUM_BYTES, evaluation:
         kind = entry[0].kind
         if kind == "json" and np.diff(_text_memory(column)[1]).max(initial=0) < min_bytes:
             continue  # Every text is shorter than a medium.
-        cuts = (_cut_tensors if kind == "media" else _cut_texts)(column, min_bytes, gathered)
-        if cuts:
-            changed[name] = _apply_cuts(column, [cut for _, _, cut in cuts])
-        for row, at, cut in cuts:
-            reference = cut.new.removeprefix(_PREFIX).decode()
+        replacements = (_extract_tensors if kind == "media" else _extract_texts)(column, min_bytes, gathered)
+        if replacements:
+            changed[name] = _replace_pieces(column, [replacement for _, _, replacement in replacements])
+        for row, at, replacement in replacements:
+            reference = replacement.new.removeprefix(_PREFIX).decode()
             listed.setdefault(row, []).append({"column": name, "at": at, "hash": reference})
     stripped_columns = {
         f"{name}+" if name.startswith(BOOK_COLUMNS) else name: changed.get(name, c) for name, c in columns.items()
@@ -344,37 +344,39 @@ def _distinct_hashes(listed: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item["hash"] for item in listed))
 
 
-def _cut_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
-    """Return (row, entry in the row, cut in the data) of each large and valid tensor."""
+def _extract_tensors(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Replacement]]:
+    """Return (row, entry in the row, replacement in the data) of each large and valid tensor."""
     entries, rows = _tensor_entries(column)
     memory, bounds = _text_memory(entries.field("data"))
     heavy = np.diff(bounds) >= min_bytes
     for array in (entries, entries.field("data")):
-        there = arrow.validity(array)
-        if there is not None:
-            heavy &= there
-    where = np.flatnonzero(heavy)
-    owners = np.searchsorted(rows, where, side="right") - 1
-    there = arrow.validity(column)
-    if there is not None:
-        where, owners = where[there[owners]], owners[there[owners]]
-    cuts = []
-    for entry, row, description in zip(where.tolist(), owners.tolist(), _describe_entries(entries, where), strict=True):
+        valid = arrow.validity(array)
+        if valid is not None:
+            heavy &= valid
+    indices = np.flatnonzero(heavy)
+    owners = np.searchsorted(rows, indices, side="right") - 1
+    valid = arrow.validity(column)
+    if valid is not None:
+        indices, owners = indices[valid[owners]], owners[valid[owners]]
+    replacements = []
+    for entry, row, description in zip(
+        indices.tolist(), owners.tolist(), _describe_entries(entries, indices), strict=True
+    ):
         start, stop = int(bounds[entry]), int(bounds[entry + 1])
         try:
             shape = check_shape(description["dtype"], description["shape"], stop - start, "")
         except WireError:
             continue  # Not a valid tensor: it is not changed, and making a row of it raises.
         if name := gathered.add("tensor", memory[start:stop], description["dtype"], shape):
-            cuts.append((row, entry - int(rows[row]), _Cut(start, stop, _PREFIX + name.encode())))
-    return cuts
+            replacements.append((row, entry - int(rows[row]), _Replacement(start, stop, _PREFIX + name.encode())))
+    return replacements
 
 
-def _cut_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Cut]]:
-    """Return (row, byte of the reference in the row, cut in the column's text) of each large base64 text."""
+def _extract_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> list[tuple[int, int, _Replacement]]:
+    """Return (row, byte of the reference in the row, replacement in the column's text) of each large base64 text."""
     shortest = -(-4 * min_bytes // 3)
     memory, bounds = _text_memory(column)
-    cuts = []
+    replacements = []
     for row in _rows_with_runs(memory, bounds, shortest):
         if not column[row].is_valid:
             continue
@@ -390,9 +392,11 @@ def _cut_texts(column: pa.Array, min_bytes: int, gathered: _BlobCollector) -> li
                 continue
             name = gathered.add("bytes", memory[start + first : start + last])
             if name is not None:
-                cuts.append((row, first + grown, _Cut(start + first, start + last, _PREFIX + name.encode())))
+                replacements.append(
+                    (row, first + grown, _Replacement(start + first, start + last, _PREFIX + name.encode()))
+                )
                 grown += _REFERENCE_BYTES - (last - first)
-    return cuts
+    return replacements
 
 
 def may_hold_media(layout: RowLayout) -> bool:
@@ -482,26 +486,26 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
     opened: dict[str, Blob] = {}
     written: dict[str, bytes] = {}
     changed: Columns = {}
-    room = DEFAULT_LIMITS.max_bytes
+    bytes_left = DEFAULT_LIMITS.max_bytes
     for name, refs in places.items():
         if name not in columns:
             continue
         column = columns[name]
         if not isinstance(column, pa.Array) or column.type not in (MEDIA, pa.large_string()):
             raise WireError(f"{REFERENCES_COLUMN}: refers to column {name!r}, which can hold no media")
-        cuts = []
+        replacements = []
         for (row, item), (start, stop, entry) in zip(refs, _find_references(column, refs), strict=True):
-            where, key = f"record {row}: {name}", item["hash"]
+            prefix, key = f"record {row}: {name}", item["hash"]
             if start == stop:
-                raise WireError(f"{where}: no reference to sha256:{key} at {item['at']}")
+                raise WireError(f"{prefix}: no reference to sha256:{key} at {item['at']}")
             if key not in opened:
-                opened[key] = _fetch_blob(fetch, key, where)
+                opened[key] = _fetch_blob(fetch, key, prefix)
             blob = opened[key]
             new: Any = blob.payload
             if entry is not None:
                 if (blob.kind, blob.dtype, list(blob.shape)) != ("tensor", entry["dtype"], entry["shape"]):
                     raise WireError(
-                        f"{where}[{entry['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
+                        f"{prefix}[{entry['key']!r}]: sha256:{key} is {blob.kind} {blob.dtype}{list(blob.shape)}, "
                         f"expected tensor {entry['dtype']}{entry['shape']}"
                     )
             elif blob.kind != "text":
@@ -509,11 +513,11 @@ def restore(stripped: Experiences, fetch: Callable[[str], Any]) -> Experiences:
                     written[key] = binascii.b2a_base64(blob.payload, newline=False)
                 new = written[key]
             # Small references could request any number of copies of a large medium.
-            room -= len(new)
-            if room < 0:
-                raise WireError(f"{where}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
-            cuts.append(_Cut(start, stop, new))
-        changed[name] = _apply_cuts(column, cuts)
+            bytes_left -= len(new)
+            if bytes_left < 0:
+                raise WireError(f"{prefix}: the media take more than the limit of {DEFAULT_LIMITS.max_bytes} bytes")
+            replacements.append(_Replacement(start, stop, new))
+        changed[name] = _replace_pieces(column, replacements)
     restored = {
         name[:-1] if name.startswith(BOOK_COLUMNS) else name: changed.get(name, column)
         for name, column in columns.items()
@@ -539,23 +543,23 @@ def _find_references(column: pa.Array, refs: list[tuple[int, dict[str, Any]]]) -
             chosen.append(entry if inside else 0)
             start, stop = (int(bounds[entry]), int(bounds[entry + 1])) if inside else (0, 0)
             limit = stop
-        there = stop <= limit and memory[start:stop].tobytes() == _PREFIX + item["hash"].encode()
-        places.append((start, stop if there else start, None))
+        matches = stop <= limit and memory[start:stop].tobytes() == _PREFIX + item["hash"].encode()
+        places.append((start, stop if matches else start, None))
     if not in_media or not len(entries):
         return places
     descriptions = _describe_entries(entries, np.array(chosen, dtype=np.int64))
     return [(start, stop, description) for (start, stop, _), description in zip(places, descriptions, strict=True)]
 
 
-def _fetch_blob(fetch: Callable[[str], Any], key: str, where: str) -> Blob:
+def _fetch_blob(fetch: Callable[[str], Any], key: str, prefix: str) -> Blob:
     try:
         blob = open_blob(fetch(key))
     except KeyError:
-        raise WireError(f"{where}: the medium sha256:{key} is missing") from None
+        raise WireError(f"{prefix}: the medium sha256:{key} is missing") from None
     except WireError as error:
-        raise WireError(f"{where}: the medium sha256:{key} is damaged: {error}") from None
+        raise WireError(f"{prefix}: the medium sha256:{key} is damaged: {error}") from None
     if blob.hash != key:
-        raise WireError(f"{where}: the medium sha256:{key} was requested, got sha256:{blob.hash}")
+        raise WireError(f"{prefix}: the medium sha256:{key} was requested, got sha256:{blob.hash}")
     return blob
 
 
@@ -575,33 +579,35 @@ def _tensor_entries(column: pa.Array) -> tuple[pa.Array, NDArray[np.int64]]:
     return column.values.slice(int(rows[0]), int(rows[-1] - rows[0])), rows - rows[0]
 
 
-def _describe_entries(entries: pa.Array, where: NDArray[np.int64]) -> list[dict[str, Any]]:
+def _describe_entries(entries: pa.Array, indices: NDArray[np.int64]) -> list[dict[str, Any]]:
     """Return key, dtype and shape of some entries, without their data."""
-    chosen = pa.array(where)
+    chosen = pa.array(indices)
     parts = {name: entries.field(name).take(chosen).to_pylist() for name in ("key", "dtype", "shape")}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-def _apply_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
+def _replace_pieces(column: pa.Array, replacements: list[_Replacement]) -> pa.Array:
     """Replace pieces of a column's text, or of its tensors' data."""
     in_media = column.type == MEDIA
     entries, rows = _tensor_entries(column) if in_media else (column, None)
     array = entries.field("data") if in_media else column
     memory, bounds = _text_memory(array)
-    cuts = sorted(cuts, key=lambda cut: cut.start)
-    if any(first.stop > other.start for first, other in pairwise(cuts)):
+    replacements = sorted(replacements, key=lambda replacement: replacement.start)
+    if any(first.stop > other.start for first, other in pairwise(replacements)):
         raise WireError(f"{REFERENCES_COLUMN}: two references share a place")
-    stops = np.array([cut.stop for cut in cuts], dtype=np.int64)
-    growth = compute_offsets([len(cut.new) - (cut.stop - cut.start) for cut in cuts])
+    stops = np.array([replacement.stop for replacement in replacements], dtype=np.int64)
+    growth = compute_offsets(
+        [len(replacement.new) - (replacement.stop - replacement.start) for replacement in replacements]
+    )
     moved = bounds + growth[np.searchsorted(stops, bounds, side="right")] - bounds[0]
     joined = allocate((int(moved[-1]),), np.uint8)
     at, done = 0, int(bounds[0])
-    for cut in (*cuts, _Cut(int(bounds[-1]), int(bounds[-1]), b"")):
-        length = cut.start - done
-        joined[at : at + length] = memory[done : cut.start]
+    for replacement in (*replacements, _Replacement(int(bounds[-1]), int(bounds[-1]), b"")):
+        length = replacement.start - done
+        joined[at : at + length] = memory[done : replacement.start]
         at += length
-        joined[at : at + len(cut.new)] = np.frombuffer(cut.new, dtype=np.uint8)
-        at, done = at + len(cut.new), cut.stop
+        joined[at : at + len(replacement.new)] = np.frombuffer(replacement.new, dtype=np.uint8)
+        at, done = at + len(replacement.new), replacement.stop
     data = _rebuild_array(array, [pa.py_buffer(moved), pa.py_buffer(joined)])
     if rows is None:
         return data
@@ -611,6 +617,6 @@ def _apply_cuts(column: pa.Array, cuts: list[_Cut]) -> pa.Array:
 
 def _rebuild_array(like: pa.Array, buffers: list[pa.Buffer], children: list[pa.Array] | None = None) -> pa.Array:
     """Return an array with the type, length and nulls of `like` on other buffers."""
-    there = arrow.validity(like)
-    nulls = None if there is None else pa.py_buffer(np.packbits(there, bitorder="little"))
+    valid = arrow.validity(like)
+    nulls = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
     return pa.Array.from_buffers(like.type, len(like), [nulls, *buffers], children=children)

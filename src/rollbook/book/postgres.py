@@ -520,32 +520,32 @@ class PostgresLedger:
     ) -> BaseException:
         import psycopg
 
-        where, text = redacted(self.url), _one_line(error)
+        address, text = redacted(self.url), _one_line(error)
         if isinstance(error, psycopg.errors.DiskFull):
-            return OSError(f"{where}: {text}")
+            return OSError(f"{address}: {text}")
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            return BookError(f"{where}: {text}")
+            return BookError(f"{address}: {text}")
         if isinstance(error, (psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected)):
             return ConcurrentChangeError(text)
         if isinstance(error, psycopg.errors.LockNotAvailable):
             waited = min(seconds, BUSY_SECONDS)
             return LockTimeoutError(
-                f"{where}: other writers held the ledger for {waited:.3g} s{self._name_lock_holder()}"
+                f"{address}: other writers held the ledger for {waited:.3g} s{self._name_lock_holder()}"
             )
         if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
             return ConnectionLostError(
-                f"{where}: this process paused for more than {IDLE_SECONDS:g} s inside a transaction, and the server "
+                f"{address}: this process paused for more than {IDLE_SECONDS:g} s inside a transaction, and the server "
                 "ended its session; nothing was changed"
             )
         if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
             if not broken:
-                return BookError(f"{where}: {text}")
+                return BookError(f"{address}: {text}")
             if committing:
                 return OutcomeUnknownError(
-                    f"{where}: the connection to PostgreSQL broke during the commit, so its outcome is unknown; "
+                    f"{address}: the connection to PostgreSQL broke during the commit, so its outcome is unknown; "
                     f"repeat the same call: {text}"
                 )
-            return ConnectionLostError(f"{where}: the connection to PostgreSQL broke, nothing was changed: {text}")
+            return ConnectionLostError(f"{address}: the connection to PostgreSQL broke, nothing was changed: {text}")
         return error
 
     def _name_lock_holder(self) -> str:

@@ -130,14 +130,14 @@ def _cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         return batch
     arrays = []
     for field in schema:
-        place = batch.schema.get_field_index(field.name)
-        if place < 0:
+        index = batch.schema.get_field_index(field.name)
+        if index < 0:
             arrays.append(pa.nulls(batch.num_rows, field.type))
-        elif batch.column(place).type == field.type:
-            arrays.append(batch.column(place))
+        elif batch.column(index).type == field.type:
+            arrays.append(batch.column(index))
         else:
             # Not "safe", which would reject 2**53 + 1 as a float; the types were checked above.
-            column = batch.column(place)
+            column = batch.column(index)
             counted = replace_types(column.type, _BOOL_AS_NUMBER)
             if counted != column.type:  # Arrow casts a bool to any number but a decimal.
                 column = column.cast(counted, safe=False)
@@ -241,10 +241,10 @@ class Result:
     """
 
     def __init__(self, table: pa.Table, more: bool = False) -> None:
-        for place, field in enumerate(table.schema):
+        for index, field in enumerate(table.schema):
             if pa.types.is_decimal128(field.type) and field.type.precision == 38 and field.type.scale == 0:
                 try:
-                    table = table.set_column(place, field.name, table.column(place).cast(pa.int64()))
+                    table = table.set_column(index, field.name, table.column(index).cast(pa.int64()))
                 except pa.ArrowInvalid:
                     continue
         self._table = table.rename_columns(_number_duplicates(table.column_names))
@@ -659,7 +659,7 @@ def _check_reads(query: str, connection: DuckDBPyConnection) -> None:
     """Raise unless the query is one reading statement. (The connection ensures that it can do no harm.)"""
     duckdb = _duckdb()
     text = query.encode()  # tokens are counted in bytes
-    starts = [place for place, kind in duckdb.tokenize(query) if kind != duckdb.token_type.comment]
+    starts = [offset for offset, kind in duckdb.tokenize(query) if kind != duckdb.token_type.comment]
     words = [text[a:b].split(maxsplit=1)[0].decode().upper() for a, b in pairwise([*starts, len(text)])]
     statements = connection.extract_statements(query)
     if not statements:
@@ -854,7 +854,7 @@ def _collect(reader: pa.RecordBatchReader, limit: int, max_rows: int | None, wat
 _LEDGER_TYPES = {"INT": pa.int64(), "REAL": pa.float64(), "EVENT_ID": pa.int64(), "BYTES": pa.large_binary()}
 LEDGER_TABLES = {
     "events": ("id", "time", "seq", "uid", "consumer", "kind", "reason", "step", "lease", "detail"),
-    "work": ("seq", "uid", "consumer", "state", "reason", "rank", "weight", "version", "uses", "attempts", "lease"),
+    "queue": ("seq", "uid", "consumer", "state", "reason", "rank", "weight", "version", "uses", "attempts", "lease"),
     "leases": ("id", "consumer", "holder", "made", "expires", "seconds", "state", "count"),
     "revisions": ("seq", "uid", "n", "time", "author", "reason", "fields"),
     "checkpoints": ("name", "event", "seq", "made"),
@@ -864,12 +864,12 @@ LEDGER_TABLES = {
 `events`."""
 
 
-_WORK_WITH_INBOX = (
-    "(SELECT seq, consumer, state, reason, rank, weight, version, uses, attempts, lease FROM work UNION ALL "
+_QUEUE_WITH_INBOX = (
+    "(SELECT seq, consumer, state, reason, rank, weight, version, uses, attempts, lease FROM queue UNION ALL "
     "SELECT records.seq, inbox.consumer, 'waiting', NULL, NULL, NULL, records.version_min, 0, 0, NULL FROM inbox "
-    "JOIN records ON records.seq BETWEEN inbox.first AND inbox.last AND records.evaluation = 0) AS work"
+    "JOIN records ON records.seq BETWEEN inbox.first AND inbox.last AND records.evaluation = 0) AS queue"
 )
-"""`work` with the records of inboxes, which wait and have no rank yet."""
+"""`queue` with the records of inboxes, which wait and have no rank yet."""
 
 
 def _ledger_type(table: str, column: str) -> pa.DataType:
@@ -906,14 +906,14 @@ class LedgerTable:
             joins += f" LEFT JOIN consumers ON consumers.id = {name}.consumer"
         order = {"events": "id", "leases": "id", "checkpoints": "event", "media": "hash"}.get(name, "seq")
         listed = ", ".join(expressions.get(column, f"{name}.{column}") for column in columns)
-        source = _WORK_WITH_INBOX if name == "work" else name
+        source = _QUEUE_WITH_INBOX if name == "queue" else name
         with self.book.ledger.read() as tx:
             rows = tx.all(f"SELECT {listed} FROM {source}{joins} ORDER BY {name}.{order}")
         arrays = [pa.array([row[i] for row in rows], self.schema.field(c).type) for i, c in enumerate(columns)]
         return pa.Table.from_arrays(arrays, names=columns)
 
 
-_NOT_REWOUND = "(gone IS NULL OR gone <> 'rewound')"
+_NOT_REWOUND = "(removed_reason IS NULL OR removed_reason <> 'rewound')"
 RECORD_TABLES = {
     "experiences": _NOT_REWOUND,
     "training": f"{_NOT_REWOUND} AND evaluation = 0",
@@ -962,8 +962,8 @@ class RecordsTable:
             if stored and from_frames:
                 present, columns_read = frame_arrays(self.book, seqs, from_frames, portable=True)
                 if len(present) < len(seqs):  # Deleted meanwhile: a row without bytes.
-                    place = {seq: i for i, seq in enumerate(present)}
-                    indices = pa.array([place.get(seq) for seq in seqs], pa.int64())
+                    index_of = {seq: i for i, seq in enumerate(present)}
+                    indices = pa.array([index_of.get(seq) for seq in seqs], pa.int64())
                     columns_read = {name: array.take(indices) for name, array in columns_read.items()}
                 arrays |= columns_read
             chosen = [name for name in columns if name in arrays and not pa.types.is_null(arrays[name].type)]
@@ -989,8 +989,8 @@ class RecordsTable:
             if not by_frame:
                 yield [row[0] for row in rows], False
                 continue
-            for place, run in groupby(rows, key=lambda row: row[1:]):
-                yield [row[0] for row in run], place[0] is not None
+            for location, run in groupby(rows, key=lambda row: row[1:]):
+                yield [row[0] for row in run], location[0] is not None
 
     def _from_ledger(self, columns: list[str], seqs: list[int]) -> dict[str, pa.Array]:
         computed = {name: needs for name, needs in _COMPUTED.items() if name in columns}

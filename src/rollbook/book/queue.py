@@ -1,21 +1,21 @@
-"""The queue of each consumer: inbox, rows of `work`, groups, their undo log, quarantine and policy lineage.
+"""The queue of each consumer: inbox, rows of `queue`, groups, their undo log, quarantine and policy lineage.
 
-The state of a record for a consumer is one row of `work`. An append only adds the range of its record numbers to
+The state of a record for a consumer is one row of `queue`. An append only adds the range of its record numbers to
 `inbox`, one row per consumer, so that concurrent appends do not change the same row. A lease, and any other change of
-the queue, first drains the inbox: each record gets a row of `work`, ranked by the sampler.
+the queue, first drains the inbox: each record gets a row of `queue`, ranked by the sampler.
 
-In this order: undo log, groups, policy lineage, rows of `work`, maintenance (expired leases, cooldowns, size, age and
+In this order: undo log, groups, policy lineage, rows of `queue`, maintenance (expired leases, cooldowns, size, age and
 staleness), announced version, quarantine, inbox.
 
 Invariants:
 
-- Rows of `work` change only through `enter_rows` and `change_rows`, which update `tallies` in the same transaction and
+- Rows of `queue` change only through `enter_rows` and `change_rows`, which update `tallies` in the same transaction and
   write an event for each: for every consumer, admitted = waiting + cooling + leased + trained + dropped.
-- For every consumer, a training record is in exactly one of `work` and `inbox`. A transaction that drains holds the
+- For every consumer, a training record is in exactly one of `queue` and `inbox`. A transaction that drains holds the
   consumer's row, or is exclusive.
 - A group's size counts runs, not rows, and every admitted run counts, also failed, filtered and stale ones. A group is
   ready when it is complete (or due), at least one of its rows is waiting and none is leased.
-- For every checkpoint, a row of `work` or `groups` that existed then is unchanged, or its value at that checkpoint is
+- For every checkpoint, a row of `queue` or `groups` that existed then is unchanged, or its value at that checkpoint is
   in the undo log, under that checkpoint or a later one. Without a checkpoint nothing is logged.
 - A quarantined record can be read and queried, but is not leased until it is released.
 """
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 # --- undo log -------------------------------------------------------------------------------------------------------
 
-WORK_TABLE, GROUPS_TABLE = "work", "groups"
-UNDO_COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (WORK_TABLE, GROUPS_TABLE)}
+QUEUE_TABLE, GROUPS_TABLE = "queue", "groups"
+UNDO_COLUMNS = {table: [column.split()[0] for column in TABLES[table][:-1]] for table in (QUEUE_TABLE, GROUPS_TABLE)}
 _UNDO_LISTED = {table: ", ".join(names) for table, names in UNDO_COLUMNS.items()}
 _UNDO_SELECTED = {table: ", ".join(f"now.{name}" for name in names) for table, names in UNDO_COLUMNS.items()}
 
@@ -70,7 +70,7 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
 
     Args:
         tx: The transaction.
-        table: `WORK_TABLE` or `GROUPS_TABLE`.
+        table: `QUEUE_TABLE` or `GROUPS_TABLE`.
         consumer: The consumer's number.
         key: The column that selects the rows, `"seq"` or `"gid"`.
         values: Values of that column.
@@ -135,17 +135,18 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], rer
         return
     save_undo(tx, GROUPS_TABLE, consumer.id, "gid", gids)
     parameters = (consumer.id, tx.array(gids))
-    work_rows, record_rows, group_rows = tx.query_many(
+    queue_rows, record_rows, group_rows = tx.query_many(
         (
             # Without ORDER BY, for which SQLite would read all rows of the consumer.
-            f"SELECT gid, state, seq, version, value, uses FROM work WHERE consumer = ? AND gid {tx.in_texts}",
+            f"SELECT gid, state, seq, version, value, uses FROM queue WHERE consumer = ? AND gid {tx.in_texts}",
             parameters,
         ),
         (
             # Without runs that are still in the inbox: a group that they complete would be leased without them.
             "SELECT records.gid, COUNT(DISTINCT run), MAX(group_size), MIN(records.seq), MIN(admitted) FROM records "
-            "JOIN work ON work.consumer = ? AND work.seq = records.seq "
-            f"WHERE records.gid {tx.in_texts} AND evaluation = 0 AND (gone IS NULL OR gone <> 'rewound') GROUP BY 1",
+            "JOIN queue ON queue.consumer = ? AND queue.seq = records.seq "
+            f"WHERE records.gid {tx.in_texts} AND evaluation = 0 "
+            "AND (removed_reason IS NULL OR removed_reason <> 'rewound') GROUP BY 1",
             parameters,
         ),
         (
@@ -154,7 +155,7 @@ def refresh_groups(tx: Transaction, consumer: Consumer, gids: Iterable[str], rer
         ),
     )
     members: defaultdict[str, list[Any]] = defaultdict(list)
-    for gid, *member in sorted(work_rows, key=itemgetter(2)):
+    for gid, *member in sorted(queue_rows, key=itemgetter(2)):
         members[gid].append(member)
     totals: dict[str, Sequence[Any]] = {gid: total for gid, *total in record_rows}
     old_groups: dict[str, Sequence[Any]] = {gid: group for gid, *group in group_rows}
@@ -192,7 +193,7 @@ def _refresh_group(
         tx: The transaction.
         consumer: The consumer.
         gid: The group.
-        members: (state, record number, version, value, uses) of its rows of `work`.
+        members: (state, record number, version, value, uses) of its rows of `queue`.
         total: Its number of runs, size, first record and time of the first append.
         old_group: (ready, rank, weight) of its row so far.
         rerank: Whether it needs a new rank.
@@ -255,7 +256,7 @@ def begin_groups(tx: Transaction, consumer: Consumer) -> None:
     `build_groups` creates the groups of existing rows. Groups of later rows are created with the rows.
     """
     consumer.grouped = True
-    (last,) = tx.one("SELECT MAX(seq) FROM work WHERE consumer = ?", (consumer.id,))
+    (last,) = tx.one("SELECT MAX(seq) FROM queue WHERE consumer = ?", (consumer.id,))
     if last is not None:
         consumer.state["ungrouped"], consumer.state["ungrouped_last"] = 1, last
 
@@ -266,7 +267,7 @@ def build_groups(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     if start is None:
         return True
     rows = tx.all(
-        "SELECT seq, gid FROM work WHERE consumer = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?",
+        "SELECT seq, gid FROM queue WHERE consumer = ? AND seq >= ? AND seq <= ? ORDER BY seq LIMIT ?",
         (consumer.id, start, consumer.state.get("ungrouped_last", start), limit),
     )
     gids = dict.fromkeys(gid for _, gid in rows)
@@ -331,22 +332,25 @@ class Lineage:
             return self.top is not None and (self.announced or 0) < version <= self.top
         return any(low < version <= top and after < seq <= last for low, top, after, last in self.late)
 
-    def admit(
-        self, tx: Transaction, records: Experiences | RowLayout, base: int, versions: Sequence[int | None]
+    def mark_abandoned(
+        self, tx: Transaction, records: Experiences | RowLayout, first_seq: int, versions: Sequence[int | None]
     ) -> set[int]:
-        """Return the indices of new records that were sampled by abandoned versions; their numbers start at `base`."""
-        before = len(self.named)
+        """Return the indices of new records, numbered from `first_seq` on, that abandoned versions sampled.
+
+        Records that name their lineage are remembered.
+        """
+        named_before = len(self.named)
         for i, lineage in enumerate(_named_lineages(records)):
             version = versions[i]
             if version is None or lineage is None or lineage not in range(len(self.branches) + 1):
                 continue
             abandoned = any(version > branch for branch, _, _ in self.branches[int(lineage) :])
-            if abandoned != self.is_abandoned(base + i, version):
-                self.named.append([int(abandoned), base + i - 1, base + i])
-        if len(self.named) > before:
+            if abandoned != self.is_abandoned(first_seq + i, version):
+                self.named.append([int(abandoned), first_seq + i - 1, first_seq + i])
+        if len(self.named) > named_before:
             self.named = _join_ranges(self.named)
             save_lineage(tx, self)
-        return {i for i, version in enumerate(versions) if self.is_abandoned(base + i, version)}
+        return {i for i, version in enumerate(versions) if self.is_abandoned(first_seq + i, version)}
 
     def clipped(self, last: int) -> Lineage:
         """Return the lineage of a copy of the book that ends with record `last`."""
@@ -478,7 +482,7 @@ def branch_lineage(tx: Transaction, version: int | None, seq: int) -> Lineage:
     return lineage
 
 
-# --- rows of `work` -------------------------------------------------------------------------------------------------
+# --- rows of `queue` -------------------------------------------------------------------------------------------------
 
 WAITING, COOLING, LEASED, TRAINED, DROPPED = "waiting", "cooling", "leased", "trained", "dropped"
 STATES = (WAITING, COOLING, LEASED, TRAINED, DROPPED)
@@ -544,19 +548,19 @@ def record_events(tx: Transaction, events: Iterable[Event]) -> None:
     tx.insert("events", _EVENT_COLUMNS, rows)
 
 
-def select_rows(tx: Transaction, where: str, values: Sequence[Any]) -> list[Row]:
-    """Select rows of `work` by a condition."""
-    return check_rows(tx.all(f"SELECT {ROW_COLUMNS} FROM work WHERE {where}", values))
+def select_rows(tx: Transaction, condition: str, values: Sequence[Any]) -> list[Row]:
+    """Select rows of `queue` by a condition."""
+    return check_rows(tx.all(f"SELECT {ROW_COLUMNS} FROM queue WHERE {condition}", values))
 
 
 def check_rows(values: Iterable[Any]) -> list[Row]:
-    """Parse rows of `work` and check their types, since the ledger is not trusted."""
+    """Parse rows of `queue` and check their types, since the ledger is not trusted."""
     rows = list(map(Row._make, values))
     for row in rows:
         if not all(map(isinstance, row, _ROW_TYPES)):
             # SQLite also stores text in columns of numbers.
             raise CorruptBookError(
-                f"work: record number {row.seq}: got {str(row)[:200]}, expected the types of its columns"
+                f"queue: record number {row.seq}: got {str(row)[:200]}, expected the types of its columns"
             )
     return rows
 
@@ -564,8 +568,8 @@ def check_rows(values: Iterable[Any]) -> list[Row]:
 def select_rows_by_seq(tx: Transaction, consumer: Consumer, seqs: Sequence[int]) -> list[Row]:
     """Return the rows of these records, in the order of their numbers."""
     rows: list[Row] = []
-    for _, part in chunks(sorted(seqs), 5000):
-        rows += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(part)))
+    for _, chunk in chunks(sorted(seqs), 5000):
+        rows += select_rows(tx, f"consumer = ? AND seq {tx.in_ints} ORDER BY seq", (consumer.id, tx.array(chunk)))
     return rows
 
 
@@ -583,11 +587,11 @@ def add_counts(tx: Transaction, changes: Sequence[tuple[int, str, str, int, floa
 
 
 def recount_all(tx: Transaction) -> None:
-    """Recompute all tallies from `work` and `records`, within an exclusive transaction."""
+    """Recompute all tallies from `queue` and `records`, within an exclusive transaction."""
     tx.run("DELETE FROM tallies")
     tx.run(
         "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT consumer, state, "
-        "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM work GROUP BY 1, 2, 3"
+        "COALESCE(reason, ''), 0, COUNT(*), SUM(weight) FROM queue GROUP BY 1, 2, 3"
     )
     tx.run(
         "INSERT INTO tallies (consumer, state, reason, shard, n, weight) SELECT 0, "
@@ -627,7 +631,7 @@ def enter_rows(
         gids[row.gid] = None
         if row.state == DROPPED:
             dropped.append(Event(DROPPED, row.seq, consumer.id, row.reason, detail=details.get(row.seq)))
-    tx.insert("work", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
+    tx.insert("queue", ("consumer", *Row._fields), [(consumer.id, *row) for row in rows])
     counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
     add_counts(tx, counts)
     consumer.inserts += len(rows) - len(dropped)
@@ -664,8 +668,8 @@ def change_rows(tx: Transaction, consumer: Consumer, moves: Sequence[tuple[Row, 
             sign = -1 if new.state == DROPPED else 1
             consumer.inserts += sign
             consumer.samples += sign * (old.uses if sign < 0 else new.uses)
-    save_undo(tx, WORK_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
-    tx.update("work", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
+    save_undo(tx, QUEUE_TABLE, consumer.id, "seq", [new.seq for _, new in moves])
+    tx.update("queue", ("consumer", "seq"), Row._fields[2:], [(*new[2:], consumer.id, new.seq) for _, new in moves])
     counts = [(consumer.id, *key, int(n), weight, tx.shard) for key, (n, weight) in changes.items() if n or weight]
     add_counts(tx, counts)
     record_events(tx, events)
@@ -769,10 +773,10 @@ def drop_over_age(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     age = consumer.settings.max_age
     if age is None:
         return True
-    # Record numbers follow the order of admission: the oldest come first.
+    # Record numbers follow the order of appends: the oldest come first.
     oldest = tx.all(
-        "SELECT work.seq, records.admitted FROM work JOIN records ON records.seq = work.seq "
-        "WHERE work.consumer = ? AND work.state = 'waiting' ORDER BY work.seq LIMIT ?",
+        "SELECT queue.seq, records.admitted FROM queue JOIN records ON records.seq = queue.seq "
+        "WHERE queue.consumer = ? AND queue.state = 'waiting' ORDER BY queue.seq LIMIT ?",
         (consumer.id, limit),
     )
     late = [seq for seq, admitted in oldest if admitted <= tx.now - age]
@@ -782,13 +786,13 @@ def drop_over_age(tx: Transaction, consumer: Consumer, limit: int) -> bool:
 
 def drop_over_size(tx: Transaction, consumer: Consumer, limit: int) -> bool:
     """Drop records beyond `MaxSize`; return whether none is left."""
-    part = consumer.settings.max_size
-    if part is None:
+    rule = consumer.settings.max_size
+    if rule is None:
         return True
-    over = count_rows(tx, consumer, WAITING, COOLING)[0] - part.size
+    over = count_rows(tx, consumer, WAITING, COOLING)[0] - rule.size
     if over <= 0:
         return True
-    order = "seq" if part.drop == "oldest" else "rank DESC, seq"
+    order = "seq" if rule.drop == "oldest" else "rank DESC, seq"
     surplus = select_rows(
         tx, f"consumer = ? AND state = 'waiting' ORDER BY {order} LIMIT ?", (consumer.id, min(over, limit))
     )
@@ -818,9 +822,9 @@ def drop_abandoned_rows(tx: Transaction, consumer: Consumer) -> None:
     lowest = min(version for version, _, _ in lineage.branches)
     while True:
         waiting = tx.all(
-            "SELECT work.seq, records.version_max FROM work JOIN records ON records.seq = work.seq "
-            "WHERE work.consumer = ? AND work.state = 'waiting' AND work.seq > ? AND records.version_max > ? "
-            "ORDER BY work.seq LIMIT 1000",
+            "SELECT queue.seq, records.version_max FROM queue JOIN records ON records.seq = queue.seq "
+            "WHERE queue.consumer = ? AND queue.state = 'waiting' AND queue.seq > ? AND records.version_max > ? "
+            "ORDER BY queue.seq LIMIT 1000",
             (consumer.id, last, lowest),
         )
         details = {seq: abandoned_detail(version) for seq, version in waiting if lineage.is_abandoned(seq, version)}
@@ -916,20 +920,20 @@ def find_quarantined(tx: Transaction, seqs: Sequence[int]) -> set[int]:
         return set()
     return {
         seq
-        for marks, part in chunks(seqs)
+        for marks, chunk in chunks(seqs)
         for (seq,) in tx.all(
-            f"SELECT seq FROM events WHERE kind = '{QUARANTINED}' AND id >= {first} AND seq IN ({marks})", part
+            f"SELECT seq FROM events WHERE kind = '{QUARANTINED}' AND id >= {first} AND seq IN ({marks})", chunk
         )
     }
 
 
 def quarantined_uids(tx: Transaction) -> list[str]:
-    """Return the ids of the records in quarantine, in the order of admission."""
+    """Return the ids of the records in quarantine, in the order of their numbers."""
     first = _first_quarantine_event(tx)
     if first is None:
         return []
     rows = tx.all(
-        "SELECT uid FROM records WHERE gone IS NULL AND evaluation = 0 AND seq IN "
+        "SELECT uid FROM records WHERE removed_reason IS NULL AND evaluation = 0 AND seq IN "
         f"(SELECT seq FROM events WHERE id >= {first} AND kind = '{QUARANTINED}') ORDER BY seq"
     )
     return [uid for (uid,) in rows]
@@ -1010,7 +1014,7 @@ def inbox_size(tx: Transaction, consumer: int) -> int:
 
 
 def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CHUNK) -> bool:
-    """Create rows of `work` for about `limit` records, at least one range; return whether the inbox is empty now."""
+    """Create rows of `queue` for about `limit` records, at least one range; return whether the inbox is empty now."""
     ranges = tx.all(
         f"SELECT first, last, numbers FROM inbox WHERE consumer = ? ORDER BY first LIMIT {limit + 1}", (consumer.id,)
     )
@@ -1019,7 +1023,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
     seqs: list[int] = []
     values: dict[int, float | None] = {}
     done: list[int] = []
-    cut: tuple[int, int] | None = None
+    split_range: tuple[int, int] | None = None
     for first, last, numbers in ranges:
         left = limit - len(seqs)
         if left <= 0:
@@ -1027,8 +1031,8 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
         if numbers is not None:
             values.update(zip(range(first, last + 1), _parse_numbers(numbers, last - first + 1), strict=True))
         elif last - first >= left:
-            cut = (first, first + left)  # the long range of a new consumer is drained in chunks
-            seqs.extend(range(*cut))
+            split_range = (first, first + left)  # the long range of a new consumer is drained in chunks
+            seqs.extend(range(*split_range))
             break
         seqs.extend(range(first, last + 1))
         done.append(first)
@@ -1040,7 +1044,7 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
     column = f", {key}" if key in index_columns.IndexColumns._fields else ""
     # Some numbers of a range belong to evaluation records, which are left out.
     records = tx.all(
-        f"SELECT seq, gid, version_min, gone, version_max{column} FROM records "
+        f"SELECT seq, gid, version_min, removed_reason, version_max{column} FROM records "
         f"WHERE evaluation = 0 AND seq {tx.in_ints} ORDER BY seq",
         (tx.array(seqs),),
     )
@@ -1052,21 +1056,21 @@ def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CH
     quarantined = find_quarantined(tx, [row[0] for row in records]) if _QUARANTINE_KEY in meta else set()
     rows = []
     details = {}
-    for seq, gid, version, gone, newest, *_ in records:
+    for seq, gid, version, removed_reason, newest, *_ in records:
         stale = floor is not None and version is not None and version < floor
         if bounded and lineage.is_abandoned(seq, newest):
             stale, details[seq] = True, abandoned_detail(newest)
-        dropped = gone or (QUARANTINED if seq in quarantined else "stale" if stale else None)
+        dropped = removed_reason or (QUARANTINED if seq in quarantined else "stale" if stale else None)
         rows.append(new_row(consumer, seq, gid, version, values.get(seq), dropped))
     enter_rows(tx, consumer, rows, details)
     if consumer.settings.max_size is not None:
         drop_over_size(tx, consumer, CHUNK)
     if done:
         tx.defer("inbox", f"DELETE FROM inbox WHERE consumer = ? AND first {tx.in_ints}", (consumer.id, tx.array(done)))
-    if cut is not None:
+    if split_range is not None:
         tx.run(
             "UPDATE inbox SET first = ?, count = count - ? WHERE consumer = ? AND first = ?",
-            (cut[1], sum(row.seq >= cut[0] for row in rows), consumer.id, cut[0]),
+            (split_range[1], sum(row.seq >= split_range[0] for row in rows), consumer.id, split_range[0]),
         )
     return len(done) == len(ranges)
 

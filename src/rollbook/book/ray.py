@@ -207,7 +207,8 @@ def _return_lost_claims(book: Book, request: LeaseRequest) -> None:
         claims = []
         for fence, expires, seconds in leases:
             rows = tx.all(
-                "SELECT work.seq, records.uid FROM work JOIN records ON records.seq = work.seq WHERE work.lease = ?",
+                "SELECT queue.seq, records.uid FROM queue JOIN records ON records.seq = queue.seq "
+                "WHERE queue.lease = ?",
                 (fence,),
             )
             seqs, uids = [row[0] for row in rows], [row[1] for row in rows]

@@ -50,7 +50,8 @@ _WHOLE_FRAME_SHARE = 3
 _WHOLE_FRAME_BYTES = 16 << 10
 """A frame up to this size is read whole, since requests for ranges would take longer."""
 Location = tuple[int, str | None, int, int, int, str | None, int]
-"""(seq, segment, start, size, slot, gone, bytes): where a record is; `bytes` is its equal share of the frame."""
+"""(seq, segment, start, size, slot, removed_reason, bytes): where a record is;
+`bytes` is its equal share of the frame."""
 _get_slot = operator.itemgetter(4)
 
 
@@ -171,30 +172,30 @@ def _all_in_order(slots: Sequence[Any], count: int) -> bool:
 
 def locate(source: Ledger | Transaction, seqs: Sequence[int]) -> dict[int, Location]:
     """Return the locations of records, by number."""
-    where: dict[int, Location] = {}
-    sql = f"SELECT seq, segment, start, size, slot, gone, bytes FROM records WHERE seq {source.in_ints}"
+    locations: dict[int, Location] = {}
+    sql = f"SELECT seq, segment, start, size, slot, removed_reason, bytes FROM records WHERE seq {source.in_ints}"
     for start in range(0, len(seqs), 10_000):
         for row in source.all(sql, (source.array(seqs[start : start + 10_000]),)):
-            where[row[0]] = row
-    return where
+            locations[row[0]] = row
+    return locations
 
 
-def check_present(book: Book, seqs: Sequence[int], where: Mapping[int, Location]) -> list[Location]:
+def check_present(book: Book, seqs: Sequence[int], locations: Mapping[int, Location]) -> list[Location]:
     """Return the locations of these records, in this order.
 
     Raises:
         BookError: A record is not in the book, or its bytes are gone.
     """
-    locations = []
+    present = []
     for seq in seqs:
-        if seq not in where:
+        if seq not in locations:
             raise BookError(f"record number {seq}: not in the book")
-        if where[seq][1] is None:
+        if locations[seq][1] is None:
             with book.ledger.read() as tx:
                 (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
-            raise BookError(f"{uid}: data was removed ({where[seq][5] or 'never stored'})")
-        locations.append(where[seq])
-    return locations
+            raise BookError(f"{uid}: data was removed ({locations[seq][5] or 'never stored'})")
+        present.append(locations[seq])
+    return present
 
 
 def retry_when_moved(
@@ -215,16 +216,16 @@ def retry_when_moved(
         located: The locations, if they were queried already.
     """
     for attempt in range(_ATTEMPTS):
-        where = locate(book.ledger, seqs) if located is None or attempt else located
+        locations = locate(book.ledger, seqs) if located is None or attempt else located
         if skip:
-            places = [where[seq] for seq in seqs if seq in where and where[seq][1] is not None]
+            places = [locations[seq] for seq in seqs if seq in locations and locations[seq][1] is not None]
         else:
-            places = check_present(book, seqs, where)
+            places = check_present(book, seqs, locations)
         try:
             return read(places)
         except MissingSegmentError as missing:
-            gone = missing
-    raise CorruptBookError(f"{gone}: a segment that the ledger refers to; see `rollbook check`") from None
+            missing_error = missing
+    raise CorruptBookError(f"{missing_error}: a segment that the ledger refers to; see `rollbook check`") from None
 
 
 def fetch(book: Book, seqs: Sequence[int], *, verify: bool = True, media: bool = True) -> Experiences:
@@ -293,18 +294,18 @@ def _assemble(book: Book, places: Sequence[Location], parts: _Parts, verify: boo
     return records
 
 
-def _matches_hashes(book: Book, records: Experiences, where: Sequence[Location], rows: Sequence[int]) -> bool:
+def _matches_hashes(book: Book, records: Experiences, locations: Sequence[Location], rows: Sequence[int]) -> bool:
     """Return whether some rows of `records` have the hashes that the ledger has for them."""
     hashes = book.ledger.all(
-        "SELECT seq, CASE WHEN revision = 0 THEN whole ELSE (SELECT revisions.whole FROM revisions "
+        "SELECT seq, CASE WHEN revision = 0 THEN full_hash ELSE (SELECT revisions.full_hash FROM revisions "
         "WHERE revisions.seq = records.seq AND revisions.n = records.revision) END "
         f"FROM records WHERE seq {book.ledger.in_ints}",
-        (book.ledger.array([where[i][0] for i in rows]),),
+        (book.ledger.array([locations[i][0] for i in rows]),),
     )
     expected = {seq: None if digest is None else bytes(digest) for seq, digest in hashes}
     chosen = records if len(rows) == len(records) else records.take(list(rows))
     try:
-        return [expected.get(where[i][0]) for i in rows] == content_hashes(chosen).full
+        return [expected.get(locations[i][0]) for i in rows] == content_hashes(chosen).full
     except (WireError, ValueError):
         return False
 
@@ -324,24 +325,26 @@ def fetch_rows(book: Book, located: Mapping[int, Location]) -> list[Experience]:
         if not places:
             return []
         parts = _read_parts(book, places, together=_in_order(places))
-        restored = [restore_media(book, part) for part in (parts.parts if parts.order is None else [_join(parts)])]
+        restored = [
+            restore_media(book, records) for records in (parts.parts if parts.order is None else [_join(parts)])
+        ]
         with gc_paused():
-            return [row for part in restored for row in part.rows()]
+            return [row for records in restored for row in records.rows()]
 
     return retry_when_moved(book, list(located), read, skip=True, located=located) if located else []
 
 
-def _in_order(where: Sequence[Location]) -> bool:
+def _in_order(locations: Sequence[Location]) -> bool:
     """Return whether the records of each frame are adjacent."""
-    places = [location[1:4] for location in where]
+    places = [location[1:4] for location in locations]
     return sum(a != b for a, b in pairwise(places)) + 1 == len(set(places))
 
 
 def gather(
-    book: Book, where: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
+    book: Book, locations: Sequence[Location], verify: bool = True, only: Collection[str] | None = None
 ) -> Experiences:
     """Read records, each frame once; with `only`, the columns of these fields."""
-    return _join(_read_parts(book, where, verify, only, sparse=not verify))
+    return _join(_read_parts(book, locations, verify, only, sparse=not verify))
 
 
 def check_slots(place: Place, slots: Sequence[Any], count: int) -> None:
@@ -365,7 +368,7 @@ class _Parts(NamedTuple):
 
 def _read_parts(
     book: Book,
-    where: Sequence[Location],
+    locations: Sequence[Location],
     verify: bool = True,
     only: Collection[str] | None = None,
     sparse: bool = False,
@@ -375,18 +378,18 @@ def _read_parts(
 
     Args:
         book: The book.
-        where: Locations of the records.
+        locations: Locations of the records.
         verify: Verify the checksums of frames.
         only: Fields to read; all if `None`.
         sparse: Read the records without the rest of their frame if they are few.
         together: Read adjacent frames as one; only rows can be made from the result.
     """
     grouped: dict[tuple[Any, ...], list[int]] = {}
-    for i, location in enumerate(where):
+    for i, location in enumerate(locations):
         grouped.setdefault(location[1:4], []).append(i)
     frames = {Place(*place): indices for place, indices in grouped.items()}
-    slots = {place: list(map(_get_slot, map(where.__getitem__, indices))) for place, indices in frames.items()}
-    shares = {place: where[indices[0]][6] for place, indices in frames.items()}
+    slots = {place: list(map(_get_slot, map(locations.__getitem__, indices))) for place, indices in frames.items()}
+    shares = {place: locations[indices[0]][6] for place, indices in frames.items()}
     rows = _sparse_rows(book, slots, shares, only) if sparse else {}
     rest = [place for place in frames if place not in rows]
     parts = {place: [records] for place, records in rows.items()}
@@ -533,7 +536,7 @@ def _merge_spans(spans: Sequence[Span], spare: int) -> list[Span]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
             merged.append((start, stop))
-    gaps = sorted((after[0] - before[1], i) for i, (before, after) in enumerate(pairwise(merged)))
+    gaps = sorted((following[0] - previous[1], i) for i, (previous, following) in enumerate(pairwise(merged)))
     joined = set()
     for gap, i in gaps:
         spare -= gap
@@ -567,9 +570,9 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
         return restore(records, dict[str, Any]().__getitem__)
     places: dict[str, Place] = {}
     with book.ledger.read() as tx:
-        for marks, part in chunks(sorted(hashes)):
+        for marks, chunk in chunks(sorted(hashes)):
             for key, segment, start, size in tx.all(
-                f"SELECT hash, segment, start, size FROM media WHERE hash IN ({marks})", part
+                f"SELECT hash, segment, start, size FROM media WHERE hash IN ({marks})", chunk
             ):
                 places[key] = Place(segment, start, size)
 
@@ -592,10 +595,10 @@ def restore_media(book: Book, records: Experiences) -> Experiences:
 def find_seqs(book: Book, uids: Sequence[str]) -> list[int]:
     """Return the numbers of records by id, in order; an unknown id raises `KeyError`."""
     listed: list[int] = []
-    for marks, part in chunks(uids):
+    for marks, chunk in chunks(uids):
         with book.ledger.read() as tx:
-            seqs = dict(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", part))
-        for uid in part:
+            seqs = dict(tx.all(f"SELECT uid, seq FROM records WHERE uid IN ({marks})", chunk))
+        for uid in chunk:
             if uid not in seqs:
                 raise KeyError(f"uid: got {uid!r}, which is not in the book")
             listed.append(seqs[uid])
@@ -606,11 +609,11 @@ def read_numbers(book: Book, tx: Transaction, seqs: Sequence[int], key: str) -> 
     """Return one number per record, from the ledger if possible, else from the record."""
     if key in index_columns.IndexColumns._fields:
         numbers: dict[int, Any] = {}
-        for marks, part in chunks(seqs):
-            numbers.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", part))
+        for marks, chunk in chunks(seqs):
+            numbers.update(tx.all(f"SELECT seq, {key} FROM records WHERE seq IN ({marks})", chunk))
         return [None if numbers[seq] is None else float(numbers[seq]) for seq in seqs]
-    where = locate(tx, seqs)
-    return index_columns.number_column(gather(book, [where[seq] for seq in seqs]), key) if seqs else []
+    locations = locate(tx, seqs)
+    return index_columns.number_column(gather(book, [locations[seq] for seq in seqs]), key) if seqs else []
 
 
 def get_uid(record: RecordId) -> str:
@@ -630,7 +633,15 @@ def get_uids(records: RecordIds) -> list[str]:
     return list(dict.fromkeys(get_uid(record) for record in records))
 
 
-LEDGER_COLUMNS = (*index_columns.IndexColumns._fields, "seq", "evaluation", "admitted", "revision", "bytes", "gone")
+LEDGER_COLUMNS = (
+    *index_columns.IndexColumns._fields,
+    "seq",
+    "evaluation",
+    "admitted",
+    "revision",
+    "bytes",
+    "removed_reason",
+)
 """Columns of the ledger that a condition can be on."""
 _CONDITION_COLUMNS = tuple(
     dict.fromkeys(
@@ -775,7 +786,7 @@ class Selection:
         return [condition for condition in self._conditions if condition[0] not in LEDGER_COLUMNS]
 
     def count(self) -> int:
-        """Count the records, including failed runs and those whose bytes were removed (`gone` is the reason)."""
+        """Count the records, including failed runs and those whose bytes were removed (see `removed_reason`)."""
         if not self._record_conditions:
             sql, values = build_ledger_condition(self._conditions)
             with self._book.ledger.read() as tx:
@@ -783,7 +794,7 @@ class Selection:
         return sum(len(piece) for piece in self._pieces())
 
     def uids(self) -> list[str]:
-        """Return their ids, in the order of admission, including those whose bytes are gone."""
+        """Return their ids, in the order in which they were appended, including those whose bytes are gone."""
         return [uid for piece in self._pieces() for _, uid, *_ in piece]
 
     def experiences(self) -> Experiences:
@@ -820,13 +831,13 @@ class Selection:
         return scan(self._book, self, columns, rows)
 
     def _pieces(self, rows: int = PAGE_ROWS) -> Iterator[list[Any]]:
-        """Yield (seq, uid, segment, start, size, slot, gone, bytes) of the records that meet all conditions."""
+        """Yield (seq, uid, segment, start, size, slot, removed_reason, bytes) of records that meet all conditions."""
         sql, values = build_ledger_condition(self._conditions)
         last = 0
         while True:
             with self._book.ledger.read() as tx:
                 page = tx.all(
-                    "SELECT seq, uid, segment, start, size, slot, gone, bytes FROM records "
+                    "SELECT seq, uid, segment, start, size, slot, removed_reason, bytes FROM records "
                     f"WHERE seq > ? AND {sql} ORDER BY seq LIMIT ?",
                     (last, *values, rows),
                 )
@@ -927,13 +938,15 @@ def scan(book: Book, selection: Selection, columns: Sequence[str] | None, rows: 
         runs = [list(run) for _, run in groupby(with_bytes, key=lambda row: row[2:5])]
         start = 0
         for run, (present, frame_columns) in zip(runs, _read_run_columns(book, runs, from_frames), strict=True):
-            here = {name: array.slice(start, len(run)) for name, array in arrays.items()}
+            frame_arrays = {name: array.slice(start, len(run)) for name, array in arrays.items()}
             start += len(run)
             if len(present) < len(run):
                 rows_present = [i for i, row in enumerate(run) if row[0] in set(present)]
-                here = {name: array.take(pa.array(rows_present, pa.int64())) for name, array in here.items()}
+                frame_arrays = {
+                    name: array.take(pa.array(rows_present, pa.int64())) for name, array in frame_arrays.items()
+                }
             if present:
-                yield _build_batch(names, here | frame_columns)
+                yield _build_batch(names, frame_arrays | frame_columns)
 
 
 def _build_batch(names: list[str], arrays: dict[str, pa.Array]) -> pa.RecordBatch:
@@ -977,7 +990,18 @@ def _with_nulls(arrays: dict[str, pa.Array], fields: Sequence[str], count: int) 
 
 LEDGER_TYPES: dict[str, pa.DataType] = {
     **dict.fromkeys(
-        ("uid", "gid", "batch", "task", "suffix", "finish_reason", "truncate_status", "kind", "parent", "gone"),
+        (
+            "uid",
+            "gid",
+            "batch",
+            "task",
+            "suffix",
+            "finish_reason",
+            "truncate_status",
+            "kind",
+            "parent",
+            "removed_reason",
+        ),
         pa.large_string(),
     ),
     **dict.fromkeys(("reward", "admitted"), pa.float64()),

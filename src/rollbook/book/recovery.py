@@ -153,26 +153,26 @@ class PageFile:
     def _table_cell(self, page: bytes, at: int, kind: int) -> Row:
         length, at = _varint(page, at)
         number, at = _varint(page, at)
-        most = self.usable - 35
+        max_local = self.usable - 35
         return (
             number - (1 << 64) if number >= 1 << 63 else number,
-            *_decode_record(self._payload(page, at, length, most)),
+            *_decode_record(self._payload(page, at, length, max_local)),
         )
 
     def _index_cell(self, page: bytes, at: int, kind: int) -> Row:
         length, at = _varint(page, at + (4 if kind == _INDEX_INTERIOR else 0))
-        most = (self.usable - 12) * 64 // 255 - 23
-        return _decode_record(self._payload(page, at, length, most))
+        max_local = (self.usable - 12) * 64 // 255 - 23
+        return _decode_record(self._payload(page, at, length, max_local))
 
-    def _payload(self, page: bytes, at: int, length: int, most: int) -> bytes:
+    def _payload(self, page: bytes, at: int, length: int, max_local: int) -> bytes:
         """Read the payload of a cell from its page and overflow pages."""
         if length > min(_MAX_PAYLOAD_BYTES, self.length):
             raise _MalformedPageError
         local = length
-        if length > most:
+        if length > max_local:
             least = (self.usable - 12) * 32 // 255 - 23
             local = least + (length - least) % (self.usable - 4)
-            local = local if local <= most else least
+            local = local if local <= max_local else least
         parts = [page[at : at + local]]
         missing = length - local
         following = struct.unpack_from(">I", page, at + local)[0] if missing else 0
@@ -267,10 +267,10 @@ class LostRows:
         return table in self.gaps or table in self.rows or table in self.tables
 
 
-def connect_to_copy(path: str, fresh: str) -> sqlite3.Connection | None:
+def connect_to_copy(path: str, copy: str) -> sqlite3.Connection | None:
     """Connect to a copy of a damaged ledger; return `None` if it is not a database at all.
 
-    If its first page, which locates the tables, is damaged, it is replaced by the first page of `fresh`, a new ledger:
+    If its first page, which locates the tables, is damaged, it is replaced by the first page of `copy`, a new ledger:
     tables are always created in the same order and begin on the same pages.
     """
     _apply_log(path)
@@ -278,7 +278,7 @@ def connect_to_copy(path: str, fresh: str) -> sqlite3.Connection | None:
     # SQLite would read an incomplete last page as one that ends in zeros.
     os.truncate(path, os.path.getsize(path) // size * size)
     for transplant in (False, True):
-        if transplant and not _copy_schema_pages(path, fresh):
+        if transplant and not _copy_schema_pages(path, copy):
             return None
         connection = sqlite3.connect(path, isolation_level=None)
         try:
@@ -300,9 +300,9 @@ def read_page_size(path: str) -> int:
         return PageFile(file).size
 
 
-def _copy_schema_pages(path: str, fresh: str) -> bool:
+def _copy_schema_pages(path: str, copy: str) -> bool:
     """Copy the schema pages of a new ledger to a damaged one; return whether both have the same pages."""
-    with open(fresh, "rb") as file:
+    with open(copy, "rb") as file:
         good = file.read()
     size = struct.unpack_from(">H", good, 16)[0]
     pages = [1, *_children(good)]
@@ -515,14 +515,14 @@ def _read_part(store: SegmentStore, segment: str, at: int, size: int) -> Part | 
             length = media.blob_size(head)
             if at + length > size:
                 return None
-            place = Place(segment, at, length)
-            return Part(place, [], media.open_blob(store.get(place), verify=True).hash)
+            location = Place(segment, at, length)
+            return Part(location, [], media.open_blob(store.get(location), verify=True).hash)
         frame = read_header(bytes(head[:HEADER_BYTES]))
         if frame.compression is not None or at + frame.stop > size:
             return None
-        place = Place(segment, at, frame.stop)
-        records: Experiences = decode(store.get(place), private=store.private)
-        return Part(place, list(printed_ids(records.columns["eid"]).uid) if len(records) else [], None)
+        location = Place(segment, at, frame.stop)
+        records: Experiences = decode(store.get(location), private=store.private)
+        return Part(location, list(printed_ids(records.columns["eid"]).uid) if len(records) else [], None)
     except (WireError, MissingSegmentError, CorruptBookError):
         return None
 
@@ -553,7 +553,7 @@ def recover_rows(book: Book, backup: str, report: Report) -> LostRows:
         # A new ledger, all of it in one file.
         model = os.path.join(working, "model")
         other = SQLiteLedger(Path(model))
-        prepare_tables(other, create=True, where=model, meta={})
+        prepare_tables(other, create=True, address=model, meta={})
         other.close()
         connection = connect_to_copy(os.path.join(working, LEDGER), model)
         if connection is None:
@@ -622,7 +622,7 @@ def recover_parts(
     complete: bool,
     report: Report,
 ) -> None:
-    """Admit records of the segments that the ledger does not have; of several copies the last one counts.
+    """Append records of the segments that the ledger does not have; of several copies the last one counts.
 
     Args:
         book: The book.
@@ -634,31 +634,31 @@ def recover_parts(
     """
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE found (uid TEXT PRIMARY KEY, segment TEXT, start INT, size INT, slot INT, n INT)")
-        tx.run("CREATE TEMP TABLE whole (segment TEXT, start INT, PRIMARY KEY (segment, start))")
+        tx.run("CREATE TEMP TABLE intact (segment TEXT, start INT, PRIMARY KEY (segment, start))")
     for segment, size in sizes.items():
         report.segments += 1
         for part in read_parts(book.store, segment, size):
-            place = (part.place.segment, part.place.offset, part.place.length)
+            location = (part.place.segment, part.place.offset, part.place.length)
             with book.ledger.write() as tx:
-                tx.run("INSERT OR IGNORE INTO whole VALUES (?, ?)", place[:2])
+                tx.run("INSERT OR IGNORE INTO intact VALUES (?, ?)", location[:2])
                 if part.hash is not None:
                     tx.run(
                         "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT (hash) "
                         "DO UPDATE SET segment = excluded.segment, start = excluded.start, size = excluded.size "
-                        "WHERE NOT EXISTS (SELECT 1 FROM whole WHERE whole.segment = media.segment "
-                        "AND whole.start = media.start)",
-                        (part.hash, *place),
+                        "WHERE NOT EXISTS (SELECT 1 FROM intact WHERE intact.segment = media.segment "
+                        "AND intact.start = media.start)",
+                        (part.hash, *location),
                     )
                 tx.many(
                     "INSERT INTO found VALUES (?, ?, ?, ?, ?, 1) ON CONFLICT (uid) DO UPDATE SET segment = "
                     "excluded.segment, start = excluded.start, size = excluded.size, slot = excluded.slot, n = n + 1",
-                    [(uid, *place, slot) for slot, uid in enumerate(part.uids)],
+                    [(uid, *location, slot) for slot, uid in enumerate(part.uids)],
                 )
     with book.ledger.write() as tx:
         tx.run("CREATE TEMP TABLE recovered (uid TEXT PRIMARY KEY)")
         _find_other_copies(tx, report)
         _leave_out(tx, lost, complete, report)
-    _admit_found(book, report)
+    _append_found(book, report)
     _repeat_deletions(book, listed, report)
 
 
@@ -666,13 +666,14 @@ def _find_other_copies(tx: Transaction, report: Report) -> None:
     """Find another copy of records whose place in the ledger is damaged, except redacted ones."""
     moved = tx.all(
         "SELECT records.seq, records.uid, found.segment, found.start, found.size, found.slot FROM records "
-        "JOIN found ON found.uid = records.uid WHERE records.gone IS NULL AND NOT EXISTS (SELECT 1 FROM whole "
-        "WHERE whole.segment = records.segment AND whole.start = records.start) AND found.segment NOT IN "
-        "(SELECT segment FROM purges) AND NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq "
+        "JOIN found ON found.uid = records.uid WHERE records.removed_reason IS NULL AND NOT EXISTS "
+        "(SELECT 1 FROM intact WHERE intact.segment = records.segment AND intact.start = records.start) "
+        "AND found.segment NOT IN (SELECT segment FROM purges) AND NOT EXISTS "
+        "(SELECT 1 FROM events WHERE events.seq = records.seq "
         "AND events.kind = 'redacted')"
     )
-    for seq, uid, *place in moved:
-        tx.run("UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?", (*place, seq))
+    for seq, uid, *location in moved:
+        tx.run("UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?", (*location, seq))
         report.add_repair(RECOVERED, "another copy of it was found; it may lack its last revision", uid)
 
 
@@ -685,9 +686,9 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
     tx.run("DELETE FROM found WHERE uid IN (SELECT uid FROM records)")
     # The id of a rewound record ends with its number.
     tx.run("DELETE FROM found WHERE uid IN (SELECT substr(uid, 1, length(uid) - length('~' || seq)) FROM records "
-           "WHERE gone = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
+           "WHERE removed_reason = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
     missing = "SELECT 1 FROM {} WHERE seq IS NOT NULL AND seq NOT IN (SELECT seq FROM records) LIMIT 1"
-    if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "work")):
+    if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "queue")):
         # No row is missing: these are bytes of appends that failed.
         for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
             report.add_repair(
@@ -700,21 +701,21 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
         "SELECT COUNT(DISTINCT seq) FROM events WHERE kind IN ('deleted', 'redacted') AND seq NOT IN "
         "(SELECT seq FROM records) AND seq NOT IN (SELECT seq FROM numbers JOIN found ON found.uid = numbers.uid)"
     )[0]
-    where = "segment IN (SELECT segment FROM purges)"
-    why = "it lies where bytes of deleted or redacted records are, and may be one of them"
+    condition = "segment IN (SELECT segment FROM purges)"
+    reason = "it lies where bytes of deleted or redacted records are, and may be one of them"
     if unknown and lost.any("purges"):
-        where, why = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
-    for (uid,) in tx.all(f"SELECT uid FROM found WHERE {where} ORDER BY uid"):
-        report.add_repair("lost", f"not recovered: {why}", uid)
-    tx.run(f"DELETE FROM found WHERE {where}")
+        condition, reason = "1 = 1", f"{unknown} records were deleted or redacted, and it may be one of them"
+    for (uid,) in tx.all(f"SELECT uid FROM found WHERE {condition} ORDER BY uid"):
+        report.add_repair("lost", f"not recovered: {reason}", uid)
+    tx.run(f"DELETE FROM found WHERE {condition}")
 
 
-def _admit_found(book: Book, report: Report) -> None:
+def _append_found(book: Book, report: Report) -> None:
     """Insert rows of `records` for recovered records, as new records. Rows of consumers are added later."""
     with book.ledger.read() as tx:
         base = 1 + max(
             tx.one(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
-            for table in ("records", "events", "work", "revisions", "media_uses", "checkpoints", "numbers")
+            for table in ("records", "events", "queue", "revisions", "media_uses", "checkpoints", "numbers")
         )
     while True:
         with book.ledger.read() as tx:
@@ -759,12 +760,12 @@ def _admit_found(book: Book, report: Report) -> None:
 
 
 def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
-    """Return the former numbers of records by id, if they are free, since events and work refer to them."""
+    """Return the former numbers of records by id, if they are free, since events and the queue refer to them."""
     numbers: dict[str, int] = {}
     with book.ledger.read() as tx:
-        for marks, part in chunks(uids):
+        for marks, chunk in chunks(uids):
             sql = f"SELECT uid, seq FROM numbers WHERE uid IN ({marks}) AND seq NOT IN (SELECT seq FROM records)"
-            numbers.update(tx.all(sql, part))
+            numbers.update(tx.all(sql, chunk))
     # A damaged index may have one number twice.
     return {uid: seq for seq, uid in {seq: uid for uid, seq in numbers.items()}.items()}
 
@@ -775,11 +776,11 @@ def _repeat_deletions(book: Book, listed: Sequence[revision.Deletion], report: R
         rows = tx.all(
             "SELECT records.uid, events.kind, events.time, events.reason, events.detail FROM events "
             "JOIN records ON records.seq = events.seq WHERE events.kind IN ('deleted', 'redacted') "
-            "AND records.gone IS NULL"
+            "AND records.removed_reason IS NULL"
         )
         recovered = {uid for (uid,) in tx.all("SELECT uid FROM recovered")}
-        there = {uid for (uid,) in tx.all("SELECT uid FROM records WHERE gone IS NULL")}
-    entries = [entry for entry in listed if entry.uid in there]
+        present_uids = {uid for (uid,) in tx.all("SELECT uid FROM records WHERE removed_reason IS NULL")}
+    entries = [entry for entry in listed if entry.uid in present_uids]
     for uid, kind, when, reason, detail in rows:
         try:
             values = parse_object(detail or "{}", uid)
@@ -821,7 +822,20 @@ def _insert_records(
     names = [
         "seq",
         *index_columns.IndexColumns._fields,
-        *(["evaluation", "admitted", "revision", "whole", "core", "segment", "start", "size", "slot", "bytes"]),
+        *(
+            [
+                "evaluation",
+                "admitted",
+                "revision",
+                "full_hash",
+                "core_hash",
+                "segment",
+                "start",
+                "size",
+                "slot",
+                "bytes",
+            ]
+        ),
     ]
     share = -(-place.length // len(rows))
     with book.ledger.write() as tx:
@@ -894,8 +908,8 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     if not folder.is_dir():
         raise NotABookError(f"{folder}: there is no book here")
     report = Report(address)
-    why = _rebuild_reason(address, path)
-    if why is None:
+    reason = _rebuild_reason(address, path)
+    if reason is None:
         # Not `rollbook.open`, which reads a consumer that may be damaged.
         with Book(address, *open_folder(folder, "r+", 256 << 20, None, Disk())) as book:
             return _repair_readable(book, report, lambda: _copy_ledger(path, _make_backup_folder(folder)), offer)
@@ -903,9 +917,9 @@ def repair(url: str | os.PathLike[str], *, offer: bool = False) -> Report:
     with folder_lock(folder, shared=False, seconds=BUSY_SECONDS) as alone:
         if not alone:
             raise BookError(f"{folder}: other processes wrote to the book for {BUSY_SECONDS:g} s; repair it later")
-        why = _rebuild_reason(address, path)
-        if why is not None:
-            return _rebuild(folder, path, report, why, offer)
+        reason = _rebuild_reason(address, path)
+        if reason is not None:
+            return _rebuild(folder, path, report, reason, offer)
     return repair(url, offer=offer)  # Another repair replaced it.
 
 
@@ -922,7 +936,7 @@ def _rebuild_reason(address: str, path: Path) -> str | None:
         raise
     except (BookError, OSError, sqlite3.Error) as error:
         return str(error)
-    return next((f"{finding.where}: {finding.description}" for finding in report.findings), None)
+    return next((f"{finding.subject}: {finding.description}" for finding in report.findings), None)
 
 
 _NOT_REPAIRED = {"orphan", "unused", "stranger", "event", QUARANTINED}
@@ -930,10 +944,10 @@ _NOT_REPAIRED = {"orphan", "unused", "stranger", "event", QUARANTINED}
 
 def _repair_readable(book: Book, report: Report, copy: Callable[[], str], offer: bool) -> Report:
     """Repair a book whose ledger can be read."""
-    before = check(book)
-    intact = set(before.counts) <= _NOT_REPAIRED
-    if intact and not (offer and before.counts[QUARANTINED]):
-        return before
+    problems = check(book)
+    intact = set(problems.counts) <= _NOT_REPAIRED
+    if intact and not (offer and problems.counts[QUARANTINED]):
+        return problems
     report.backup = copy()
     if not intact:
         _repair_tables(book, report)
@@ -1026,7 +1040,7 @@ def _quarantine_all(book: Book) -> None:
     while True:
         with book.ledger.write() as tx:
             rows = tx.all(
-                "SELECT seq FROM records WHERE evaluation = 0 AND gone IS NULL AND seq > ? "
+                "SELECT seq FROM records WHERE evaluation = 0 AND removed_reason IS NULL AND seq > ? "
                 f"ORDER BY seq LIMIT {PAGE_ROWS}",
                 (last,),
             )
@@ -1041,27 +1055,27 @@ def _quarantine_all(book: Book) -> None:
 def _repair_consumers(book: Book, report: Report) -> bool:
     """Reset unreadable settings of consumers and create missing consumers; return whether none was missing."""
     with book.ledger.write() as tx:
-        for number, why in parse_each_consumer(tx)[1].items():
+        for number, reason in parse_each_consumer(tx)[1].items():
             settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
             try:
                 parse_settings(settings)
             except ValueError:
                 settings = ConsumerConfig().to_json()
-                report.add_repair("consumer", f"its settings are those of a new one now: {why}", str(name))
+                report.add_repair("consumer", f"its settings are those of a new one now: {reason}", str(name))
             try:
                 parse_state(state)
             except ValueError:
                 state = "{}"
-                report.add_repair("consumer", f"its sampler starts over: {why}", str(name))
+                report.add_repair("consumer", f"its sampler starts over: {reason}", str(name))
             tx.run(
                 "UPDATE consumers SET settings = ?, state = ?, grouped = CASE WHEN grouped = 1 THEN 1 ELSE 0 END, "
-                "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM work WHERE consumer = ? AND "
-                "state <> 'dropped'), samples = (SELECT COALESCE(SUM(uses), 0) FROM work WHERE consumer = ? AND "
+                "floor = NULL, generation = 0, inserts = (SELECT COUNT(*) FROM queue WHERE consumer = ? AND "
+                "state <> 'dropped'), samples = (SELECT COALESCE(SUM(uses), 0) FROM queue WHERE consumer = ? AND "
                 "state <> 'dropped') WHERE id = ?",
                 (settings, state, number, number, number),
             )
         missing = tx.all(
-            f"SELECT consumer FROM work WHERE consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} "
+            f"SELECT consumer FROM queue WHERE consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} "
             "UNION SELECT consumer FROM events WHERE consumer IS NOT NULL "
             f"AND consumer NOT IN (SELECT id FROM consumers) AND {NOT_REMOVED} ORDER BY 1"
         )
@@ -1083,7 +1097,7 @@ def _repair_records(book: Book, report: Report) -> None:
             with book.ledger.write() as tx:
                 settings = ", ".join(f"{name} = ?" for name in index_columns.IndexColumns._fields)
                 tx.run(f"UPDATE records SET {settings} WHERE seq = ?", (*problem.fix, problem.seq))
-                tx.run("UPDATE work SET gid = ? WHERE seq = ?", (problem.fix.gid, problem.seq))
+                tx.run("UPDATE queue SET gid = ? WHERE seq = ?", (problem.fix.gid, problem.seq))
             report.add_repair("tags", problem.description, problem.uid)
         elif problem.kind == "uses":
             with book.ledger.write() as tx:
@@ -1096,19 +1110,19 @@ def _repair_records(book: Book, report: Report) -> None:
                 _drop_damaged(book, damaged, report)
                 damaged = []
     with book.ledger.read() as tx:
-        for marks, part in chunks(sorted(lost_media)):
+        for marks, chunk in chunks(sorted(lost_media)):
             damaged += [
                 (seq, uid, f"the medium sha256:{key} is damaged or missing")
                 for seq, uid, key in tx.all(
                     "SELECT records.seq, records.uid, media_uses.hash FROM media_uses JOIN records "
                     f"ON records.seq = media_uses.seq WHERE media_uses.hash IN ({marks})",
-                    part,
+                    chunk,
                 )
             ]
     _drop_damaged(book, damaged, report)
     with book.ledger.write() as tx:
-        for marks, part in chunks(sorted(lost_media)):
-            tx.run(f"DELETE FROM media WHERE hash IN ({marks})", part)
+        for marks, chunk in chunks(sorted(lost_media)):
+            tx.run(f"DELETE FROM media WHERE hash IN ({marks})", chunk)
         count = tx.count(
             "DELETE FROM media_uses WHERE NOT EXISTS (SELECT 1 FROM records WHERE records.seq = media_uses.seq "
             "AND records.segment IS NOT NULL) OR NOT EXISTS (SELECT 1 FROM media WHERE media.hash = media_uses.hash)"
@@ -1126,19 +1140,19 @@ def _drop_damaged(book: Book, damaged: Sequence[tuple[int, str, str]], report: R
         return
     with book.ledger.write() as tx:
         busy: set[str] = set()
-        for marks, part in chunks(seqs):
+        for marks, chunk in chunks(seqs):
             busy.update(
                 name
                 for (name,) in tx.all(
-                    f"SELECT DISTINCT segment FROM records WHERE segment IS NOT NULL AND seq IN ({marks})", part
+                    f"SELECT DISTINCT segment FROM records WHERE segment IS NOT NULL AND seq IN ({marks})", chunk
                 )
             )
             tx.run(
-                f"UPDATE records SET gone = COALESCE(gone, '{DAMAGED}'), segment = NULL, start = NULL, size = NULL, "
-                f"slot = NULL, bytes = 0 WHERE seq IN ({marks})",
-                part,
+                f"UPDATE records SET removed_reason = COALESCE(removed_reason, '{DAMAGED}'), segment = NULL, "
+                f"start = NULL, size = NULL, slot = NULL, bytes = 0 WHERE seq IN ({marks})",
+                chunk,
             )
-            tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", part)
+            tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", chunk)
         queue.record_events(tx, [queue.Event("removed", seq, reason=DAMAGED) for seq in seqs])
         for consumer in all_consumers(tx):
             living = (queue.WAITING, queue.COOLING, queue.LEASED)
@@ -1178,18 +1192,18 @@ def _repair_work(book: Book, report: Report, gaps: bool) -> None:
     queue.drain_inboxes(book)
     with book.ledger.write() as tx:
         stray = (
-            "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = work.seq AND records.evaluation = 0) "
+            "NOT EXISTS (SELECT 1 FROM records WHERE records.seq = queue.seq AND records.evaluation = 0) "
             "OR consumer NOT IN (SELECT id FROM consumers)"
         )
         report.add_repair(
-            "work", "rows of records that are not there", count=tx.count(f"DELETE FROM work WHERE {stray}")
+            "queue", "rows of records that are not there", count=tx.count(f"DELETE FROM queue WHERE {stray}")
         )
-        for table in ("work_before", "groups_before"):
+        for table in ("queue_before", "groups_before"):
             tx.run(f"DELETE FROM {table} WHERE checkpoint NOT IN (SELECT event FROM checkpoints)")
         marks = ", ".join("?" * len(queue.STATES))
-        count = tx.count(f"DELETE FROM work WHERE state NOT IN ({marks})", queue.STATES)
-        report.add_repair("work", "rows in an unknown state, rebuilt from their events", count=count)
-        tx.run("DELETE FROM inbox")  # what is in it is missing in `work`
+        count = tx.count(f"DELETE FROM queue WHERE state NOT IN ({marks})", queue.STATES)
+        report.add_repair("queue", "rows in an unknown state, rebuilt from their events", count=count)
+        tx.run("DELETE FROM inbox")  # what is in it is missing in `queue`
         for consumer in all_consumers(tx):
             _enter_missing_rows(tx, book, consumer, report, gaps)
             save_consumer(tx, consumer)
@@ -1199,8 +1213,8 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
     key = consumer.settings.sampler.key
     while True:
         rows = tx.all(
-            "SELECT seq, uid, gid, version_min, gone FROM records WHERE evaluation = 0 AND NOT EXISTS "
-            "(SELECT 1 FROM work WHERE work.consumer = ? AND work.seq = records.seq) ORDER BY seq "
+            "SELECT seq, uid, gid, version_min, removed_reason FROM records WHERE evaluation = 0 AND NOT EXISTS "
+            "(SELECT 1 FROM queue WHERE queue.consumer = ? AND queue.seq = records.seq) ORDER BY seq "
             f"LIMIT {PAGE_ROWS}",
             (consumer.id,),
         )
@@ -1211,16 +1225,16 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
         histories = summarize_events(tx, [row[0] for row in rows])
         admitted_seqs = {
             seq
-            for marks, part in chunks([row[0] for row in rows])
-            for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", part)
+            for marks, chunk in chunks([row[0] for row in rows])
+            for (seq,) in tx.all(f"SELECT seq FROM events WHERE kind = 'admitted' AND seq IN ({marks})", chunk)
         }
         quarantined = queue.find_quarantined(tx, stored)
         entries = []
         unknown = []
-        for seq, uid, gid, version, gone in rows:
+        for seq, uid, gid, version, removed_reason in rows:
             summary = histories.get((seq, consumer.id), EventSummary())
-            reason = gone or (summary.reason if summary.kind == queue.DROPPED else None)
-            if gone is None and summary.kind not in (queue.DROPPED, queue.TRAINED):
+            reason = removed_reason or (summary.reason if summary.kind == queue.DROPPED else None)
+            if removed_reason is None and summary.kind not in (queue.DROPPED, queue.TRAINED):
                 if seq not in quarantined and (gaps or seq not in admitted_seqs):
                     unknown.append(seq)
                 reason = QUARANTINED if seq in quarantined or gaps or seq not in admitted_seqs else None
@@ -1230,7 +1244,7 @@ def _enter_missing_rows(tx: Transaction, book: Book, consumer: Consumer, report:
                 row = row._replace(state=queue.TRAINED, reason=None)
             entries.append(row._replace(uses=uses))
             report.add_repair(
-                "work", f"consumer {consumer.name!r} had no row for it: {row.state} now, by its events", uid
+                "queue", f"consumer {consumer.name!r} had no row for it: {row.state} now, by its events", uid
             )
         if unknown:
             queue.add_to_quarantine(tx, unknown)
@@ -1248,7 +1262,7 @@ def _repair_leases(book: Book, report: Report) -> None:
                 f"consumer {consumer.name!r}: records without an active lease are offered again",
                 count=len(rows),
             )
-        count = tx.count(f"UPDATE work SET lease = NULL WHERE {LEASE_WITHOUT_STATE}")
+        count = tx.count(f"UPDATE queue SET lease = NULL WHERE {LEASE_WITHOUT_STATE}")
         report.add_repair("lease", "rows that named a lease and were not leased", count=count)
         count = tx.count(f"UPDATE leases SET state = 'voided' WHERE {EXPIRED_AND_EMPTY}", (tx.now,))
         report.add_repair("lease", "leases that held nothing are ended", count=count)
@@ -1259,10 +1273,10 @@ _SELECT_TALLIES = "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tall
 
 def _repair_counts(book: Book, report: Report) -> None:
     with book.ledger.write() as tx:
-        before = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
+        counts_before = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
         queue.recount_all(tx)
         after = {row[:3]: row[3:] for row in tx.all(_SELECT_TALLIES)}
-        changed = sum(before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*before, *after})
+        changed = sum(counts_before.get(key, (0, 0.0)) != after.get(key, (0, 0.0)) for key in {*counts_before, *after})
         report.add_repair("tally", "recounted", count=changed)
         for consumer in all_consumers(tx):
             wrong = wrong_groups(tx, consumer)
@@ -1292,7 +1306,7 @@ def _repair_files(store: FileSegmentStore, backup: str, report: Report) -> None:
 # --- a new ledger ---------------------------------------------------------------------------------------------------
 
 
-def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) -> Report:
+def _rebuild(folder: Path, path: Path, report: Report, reason: str, offer: bool) -> Report:
     """Replace a ledger by one that is rebuilt from its readable rows and the segments."""
     disk = Disk()
     store = FileSegmentStore(str(folder), disk)
@@ -1302,7 +1316,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     busy = [name for name in sizes if store.busy(name)]
     if busy:
         raise BookError(f"{folder}: another process writes to {busy[0]}; close all writers to rebuild the ledger")
-    report.add_repair("ledger", f"rebuilt: {why}", LEDGER)
+    report.add_repair("ledger", f"rebuilt: {reason}", LEDGER)
     report.backup = backup = _make_backup_folder(folder)
     for tail in DATABASE_SUFFIXES:
         if os.path.exists(f"{path}{tail}"):
@@ -1310,11 +1324,11 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
     # In a separate folder, which has its own lock.
     work_folder = folder / f".repair.{os.urandom(8).hex()}.tmp"
     work_folder.mkdir(FOLDER_MODE)
-    fresh = work_folder / LEDGER
+    rebuilt = work_folder / LEDGER
     try:
-        ledger = SQLiteLedger(fresh)
+        ledger = SQLiteLedger(rebuilt)
         try:
-            prepare_tables(ledger, create=True, where=str(folder), meta={})
+            prepare_tables(ledger, create=True, address=str(folder), meta={})
             book = Book(str(folder), ledger, store)
             lost = recover_rows(book, backup, report)
             recover_parts(book, sizes, lost, *revision.read_deletions(folder, disk), report)
@@ -1324,7 +1338,7 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
         finally:
             ledger.close()
             store.close()
-        _replace_ledger(fresh, path)
+        _replace_ledger(rebuilt, path)
         disk.sync_folder(str(folder))
     finally:
         shutil.rmtree(work_folder)
@@ -1332,14 +1346,14 @@ def _rebuild(folder: Path, path: Path, report: Report, why: str, offer: bool) ->
         return _check_again(book, report)
 
 
-def _replace_ledger(fresh: Path, path: Path) -> None:
+def _replace_ledger(rebuilt: Path, path: Path) -> None:
     """Replace the old ledger. Its log is removed first, since SQLite would apply it to the new one."""
-    connection = sqlite3.connect(fresh)
+    connection = sqlite3.connect(rebuilt)
     try:
         connection.execute("PRAGMA journal_mode=DELETE")
     finally:
         connection.close()
-    _sync_file(str(fresh))
+    _sync_file(str(rebuilt))
     for tail in DATABASE_SUFFIXES[1:]:
         Path(f"{path}{tail}").unlink(missing_ok=True)
-    os.replace(fresh, path)
+    os.replace(rebuilt, path)

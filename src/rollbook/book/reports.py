@@ -169,10 +169,10 @@ def keep_rates(
     queue.drain_inboxes(book)
     with book.ledger.read() as tx:
         rows = tx.all(
-            f"SELECT records.{column}, work.state, work.uses, COUNT(*) FROM work "
-            "JOIN records ON records.seq = work.seq "
-            f"WHERE work.consumer = ? AND records.{column} IS NOT NULL "
-            "AND NOT (records.length = 0 AND records.gone IS NOT NULL) "  # failed runs have no length
+            f"SELECT records.{column}, queue.state, queue.uses, COUNT(*) FROM queue "
+            "JOIN records ON records.seq = queue.seq "
+            f"WHERE queue.consumer = ? AND records.{column} IS NOT NULL "
+            "AND NOT (records.length = 0 AND records.removed_reason IS NOT NULL) "  # failed runs have no length
             "GROUP BY 1, 2, 3 ORDER BY 1",
             (get_consumer(tx, consumer).id,),
         )

@@ -254,34 +254,34 @@ def rewrite_records(
     reason: str | None,
     hashes: Sequence[bytes] | None = None,
     retrain: bool | str = False,
-    also: AppendTransaction | None = None,
+    append: AppendTransaction | None = None,
     timeout: float | None = None,
 ) -> list[int]:
-    """Replace records by the results of `change`, and append those of `also` in the same transaction.
+    """Replace records by the results of `change`, and append those of `append` in the same transaction.
 
     Returns:
         The indices of the changed records. If there are none, nothing is appended either.
     """
     for _ in range(_MAX_ATTEMPTS):
         with book.ledger.read() as tx:
-            before = _read_revisions(tx, seqs)
+            states = _read_revisions(tx, seqs)
         rewrites = []
         for i, (seq, row) in enumerate(zip(seqs, fetch(book, seqs).rows(), strict=True)):
             changed = change(row, i)
             if changed is not None:
-                rewrites.append(_Rewrite(i, seq, row, *changed, before[seq][0] + 1))
+                rewrites.append(_Rewrite(i, seq, row, *changed, states[seq][0] + 1))
         if not rewrites:
             return []
         records = from_rows([rewrite.new for rewrite in rewrites])
-        extracted = extract(records, evaluation=[before[rewrite.seq][2] for rewrite in rewrites])
+        extracted = extract(records, evaluation=[states[rewrite.seq][2] for rewrite in rewrites])
         blobs = list(extracted.blobs)
         parts = [encode(extracted.stripped), *(extracted.blobs[key].data for key in blobs)]
         if book.quota is not None and kind != "redacted":  # A redaction is never refused for lack of space.
             from rollbook.book.append import check_quota
 
-            check_quota(book, sum(len(part) for part in parts))
-        if also is not None:
-            also.write_bytes()
+            check_quota(book, sum(len(data) for data in parts))
+        if append is not None:
+            append.write_bytes()
         place, *media_places = book.store.put(parts)
         index_rows = index_columns.index_columns(records)
         rewritten_seqs = [rewrite.seq for rewrite in rewrites]
@@ -290,7 +290,7 @@ def rewrite_records(
         else:
             stored_hashes = [hashes[rewrite.position] for rewrite in rewrites]
         with queue.write_drained(book, timeout=timeout) as tx:
-            if _read_revisions(tx, seqs) != before or not book.store.has(place.segment):
+            if _read_revisions(tx, seqs) != states or not book.store.has(place.segment):
                 continue  # Another writer revised or deleted one of them: start again from that.
             if kind == "redacted":
                 mark_for_purge(tx, rewritten_seqs)
@@ -316,8 +316,8 @@ def rewrite_records(
                 if retrain == "group":
                     siblings = _find_siblings(tx, [row.gid for row in index_rows], rewritten_seqs)
                     apply_revisions(tx, consumer, siblings, None, True)
-            if also is not None:
-                also(tx)
+            if append is not None:
+                append.commit(tx)
             if kind == "redacted":
                 deletions = [Deletion(r.new.eid.uid, tx.now, author, reason, tuple(r.fields)) for r in rewrites]
                 append_deletions(book.store, deletions)
@@ -362,7 +362,7 @@ def _add_revisions(
     tx: Transaction, rewrites: Sequence[_Rewrite], hashes: Sequence[bytes], author: str, reason: str | None
 ) -> None:
     tx.many(
-        "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO revisions (seq, n, time, author, reason, fields, full_hash) VALUES (?, ?, ?, ?, ?, ?, ?)",
         [
             (rewrite.seq, rewrite.revision, tx.now, author, reason, ",".join(rewrite.fields), content)
             for rewrite, content in zip(rewrites, hashes, strict=True)
@@ -403,20 +403,24 @@ def _event_values(record: Experience, names: Sequence[str]) -> dict[str, Any]:
 def _read_revisions(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[int, str | None, bool]]:
     """Return the revision of each record, why it is gone, and whether it is for evaluation."""
     states: dict[int, tuple[int, str | None, bool]] = {}
-    for marks, part in chunks(seqs):
-        rows = tx.all(f"SELECT seq, revision, gone, evaluation FROM records WHERE seq IN ({marks})", part)
-        states.update((seq, (revision, gone, bool(evaluation))) for seq, revision, gone, evaluation in rows)
+    for marks, chunk in chunks(seqs):
+        rows = tx.all(f"SELECT seq, revision, removed_reason, evaluation FROM records WHERE seq IN ({marks})", chunk)
+        states.update(
+            (seq, (revision, removed_reason, bool(evaluation))) for seq, revision, removed_reason, evaluation in rows
+        )
     return states
 
 
 def _find_siblings(tx: Transaction, gids: Sequence[str], besides: Sequence[int]) -> list[int]:
     """Return the other records of these groups that can be trained on."""
     siblings: list[int] = []
-    for marks, part in chunks(list(dict.fromkeys(gids))):
+    for marks, chunk in chunks(list(dict.fromkeys(gids))):
         siblings += [
             row[0]
             for row in tx.all(
-                f"SELECT seq FROM records WHERE gid IN ({marks}) AND evaluation = 0 AND gone IS NULL ORDER BY seq", part
+                f"SELECT seq FROM records WHERE gid IN ({marks}) AND evaluation = 0 AND removed_reason IS NULL "
+                "ORDER BY seq",
+                chunk,
             )
         ]
     left = set(besides)
@@ -468,7 +472,7 @@ def add_fields(
     pending: PendingAppend,
     revisions: Sequence[tuple[int, int]],
     author: str,
-    also: AppendTransaction | None,
+    append: AppendTransaction | None,
     timeout: float | None = None,
 ) -> list[str]:
     """Add late fields to existing records and, if any changes, append new records in the same transaction.
@@ -498,7 +502,7 @@ def add_fields(
         author=author,
         reason="append",
         hashes=stored_hashes,
-        also=also,
+        append=append,
         timeout=timeout,
     )
     if len(revised) < len(seqs):
@@ -510,10 +514,11 @@ def _store_hashes(book: Book, seqs: Sequence[int], stored_hashes: Sequence[bytes
     """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
         for seq, content in zip(seqs, stored_hashes, strict=True):
-            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND whole = ?", (seq, content)) is None:
+            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND full_hash = ?", (seq, content)) is None:
                 n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
                 tx.run(
-                    "INSERT INTO revisions (seq, n, time, author, reason, fields, whole) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO revisions (seq, n, time, author, reason, fields, full_hash) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (seq, n, tx.now, author, "append", "", content),
                 )
 
@@ -559,8 +564,8 @@ def _requeue_unchanged(book: Book, seqs: Sequence[int], retrain: bool | str) -> 
         returned = list(seqs)
         if retrain == "group":
             gids: list[str] = []
-            for marks, part in chunks(seqs):
-                gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", part)]
+            for marks, chunk in chunks(seqs):
+                gids += [row[0] for row in tx.all(f"SELECT gid FROM records WHERE seq IN ({marks})", chunk)]
             returned += _find_siblings(tx, gids, seqs)
         for consumer in all_consumers(tx):
             apply_revisions(tx, consumer, returned, None, True)
@@ -630,29 +635,29 @@ def redact_records(
 def _split_by_size(book: Book, seqs: Sequence[int]) -> list[list[int]]:
     """Split records into pieces that are rewritten together; raise if one of them has no bytes."""
     pieces: list[list[int]] = []
-    room = 0
+    free_bytes = 0
     for start in range(0, len(seqs), _CHUNK):
-        part = seqs[start : start + _CHUNK]
+        chunk = seqs[start : start + _CHUNK]
         with book.ledger.read() as tx:
-            places = locate(tx, part)
+            places = locate(tx, chunk)
             sizes = dict(
                 row
-                for marks, some in chunks(part)
+                for marks, some in chunks(chunk)
                 for row in tx.all(f"SELECT seq, bytes FROM records WHERE seq IN ({marks})", some)
             )
-        check_present(book, part, places)
-        for seq in part:
-            if not pieces or len(pieces[-1]) == _REDACT_CHUNK or sizes[seq] > room:
+        check_present(book, chunk, places)
+        for seq in chunk:
+            if not pieces or len(pieces[-1]) == _REDACT_CHUNK or sizes[seq] > free_bytes:
                 pieces.append([])
-                room = _REDACT_BYTES
+                free_bytes = _REDACT_BYTES
             pieces[-1].append(seq)
-            room -= sizes[seq]
+            free_bytes -= sizes[seq]
     return pieces
 
 
 def mark_for_purge(tx: Transaction, seqs: Sequence[int]) -> None:
     """Mark the segments of these records, which the next compaction has to rewrite."""
-    for marks, part in chunks(seqs):
+    for marks, chunk in chunks(seqs):
         for table, condition in (
             ("records", f"seq IN ({marks}) AND segment IS NOT NULL"),
             ("media", f"hash IN (SELECT hash FROM media_uses WHERE seq IN ({marks}))"),
@@ -660,14 +665,14 @@ def mark_for_purge(tx: Transaction, seqs: Sequence[int]) -> None:
             tx.run(
                 f"INSERT INTO purges (segment, since) SELECT DISTINCT segment, {tx.now!r} FROM {table} "
                 f"WHERE {condition} ON CONFLICT DO NOTHING",
-                part,
+                chunk,
             )
 
 
 def _clear_quoted_values(tx: Transaction, seqs: Sequence[int]) -> None:
     """Clear the values of records that events quote."""
-    for marks, part in chunks(seqs):
-        tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", part)
+    for marks, chunk in chunks(seqs):
+        tx.run(f"UPDATE events SET detail = NULL WHERE kind = 'revised' AND seq IN ({marks})", chunk)
 
 
 def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str | None) -> int:
@@ -686,24 +691,27 @@ def delete_records(book: Book, uids: Sequence[str], *, author: str, reason: str 
 def _delete_chunk(tx: Transaction, book: Book, seqs: Sequence[int], author: str, reason: str | None) -> int:
     """Delete records, except those deleted already; return how many."""
     present = tx.all(
-        f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} AND (gone IS NULL OR gone <> 'deleted')",
+        f"SELECT seq, uid FROM records WHERE seq {tx.in_ints} "
+        "AND (removed_reason IS NULL OR removed_reason <> 'deleted')",
         (tx.array(seqs),),
     )
-    fresh = [seq for seq, _ in present]
-    mark_for_purge(tx, fresh)
+    seqs_present = [seq for seq, _ in present]
+    mark_for_purge(tx, seqs_present)
     tx.run(
-        "UPDATE records SET gone = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
+        "UPDATE records SET removed_reason = 'deleted', segment = NULL, start = NULL, size = NULL, slot = NULL, "
         f"bytes = 0, reward = NULL, scored = 0 WHERE seq {tx.in_ints}",
-        (tx.array(fresh),),
+        (tx.array(seqs_present),),
     )
-    tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(fresh),))
-    queue.record_events(tx, [queue.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in fresh])
+    tx.run(f"DELETE FROM media_uses WHERE seq {tx.in_ints}", (tx.array(seqs_present),))
+    queue.record_events(
+        tx, [queue.Event("deleted", seq, reason=reason, detail={"author": author}) for seq in seqs_present]
+    )
     for consumer in all_consumers(tx):
-        rows = queue.select_rows_by_seq(tx, consumer, fresh)
+        rows = queue.select_rows_by_seq(tx, consumer, seqs_present)
         queue.drop_rows(
             tx, consumer, [row for row in rows if row.state in (queue.WAITING, queue.COOLING, queue.LEASED)], "deleted"
         )
         save_consumer(tx, consumer)
-    _clear_quoted_values(tx, fresh)
+    _clear_quoted_values(tx, seqs_present)
     append_deletions(book.store, [Deletion(uid, tx.now, author, reason) for _, uid in present])
-    return len(fresh)
+    return len(seqs_present)

@@ -292,7 +292,7 @@ def count_open_groups(book: Book, consumer: str = "train") -> int:
     with book.ledger.read() as tx:
         group = get_consumer(tx, consumer)
         (count,) = tx.one(
-            "SELECT COUNT(DISTINCT gid) FROM work WHERE consumer = ? AND state IN ('waiting', 'cooling', 'leased')",
+            "SELECT COUNT(DISTINCT gid) FROM queue WHERE consumer = ? AND state IN ('waiting', 'cooling', 'leased')",
             (group.id,),
         )
     return int(count)
@@ -634,7 +634,7 @@ def groups_in_book(book: Book, groups: Sequence[str]) -> set[str]:
     with book.ledger.read() as tx:
         rows = tx.all(
             f"SELECT DISTINCT gid FROM records WHERE gid {tx.in_texts} AND evaluation = 0 "
-            "AND (gone IS NULL OR gone <> 'rewound')",
+            "AND (removed_reason IS NULL OR removed_reason <> 'rewound')",
             (tx.array(list(groups)),),
         )
     return {group for (group,) in rows}

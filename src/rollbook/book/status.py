@@ -218,14 +218,14 @@ def _read_tallies(tx: Transaction) -> defaultdict[int, Counter[tuple[str, str]]]
 def _read_events(tx: Transaction, seconds: float) -> _RecentEvents:
     """Count the events of the last seconds, from the newest ones backward."""
     # Events have no index on the time, but a later one has a higher id, apart from concurrent transactions.
-    before = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]) - MAX_EVENTS
-    if before > 0:
-        (oldest,) = tx.one("SELECT time FROM events WHERE id > ? ORDER BY id LIMIT 1", (before,))
+    earlier = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]) - MAX_EVENTS
+    if earlier > 0:
+        (oldest,) = tx.one("SELECT time FROM events WHERE id > ? ORDER BY id LIMIT 1", (earlier,))
         seconds = min(max(tx.now - oldest, 0.001), seconds)
     rows = tx.all(
         "SELECT kind, consumer, CASE kind WHEN 'generated' THEN detail END, COUNT(*) FROM events "
         "WHERE id > ? AND time >= ? AND (seq IS NOT NULL OR kind = 'generated') GROUP BY 1, 2, 3",
-        (before, tx.now - seconds),
+        (earlier, tx.now - seconds),
     )
     events = _RecentEvents(seconds)
     for kind, consumer, detail, count in rows:
@@ -288,7 +288,7 @@ def _read_consumer(
 def _read_queue(tx: Transaction, consumer: Consumer, announced: int | None) -> tuple[int, Staleness | None]:
     """Return the number of waiting groups and the staleness of waiting records, also of those in the inbox."""
     rows = tx.all(
-        "SELECT gid, version FROM work WHERE consumer = ? AND state = 'waiting' UNION ALL "
+        "SELECT gid, version FROM queue WHERE consumer = ? AND state = 'waiting' UNION ALL "
         "SELECT records.gid, records.version_min FROM inbox JOIN records "
         "ON records.seq BETWEEN inbox.first AND inbox.last WHERE inbox.consumer = ? AND records.evaluation = 0",
         (consumer.id, consumer.id),
@@ -306,7 +306,7 @@ def _read_version_range(tx: Transaction, consumer: Consumer, announced: int | No
     """Return the least and greatest staleness of a long queue, without its inbox, by an index."""
     oldest, newest = (
         tx.one(
-            "SELECT version FROM work WHERE consumer = ? AND state = 'waiting' AND version IS NOT NULL "
+            "SELECT version FROM queue WHERE consumer = ? AND state = 'waiting' AND version IS NOT NULL "
             f"ORDER BY version {order} LIMIT 1",
             (consumer.id,),
         )

@@ -46,7 +46,7 @@ PUT_BYTES = 16 << 20
 """Bytes that are put at once."""
 _KEPT_KINDS = "('revised', 'redacted', 'deleted')"
 """Events after a checkpoint that a fork keeps."""
-_TABLES_BY_SEQ = ("records", "work", "groups", "revisions", "media_uses")
+_TABLES_BY_SEQ = ("records", "queue", "groups", "revisions", "media_uses")
 _TABLES_NOT_COPIED = ("meta", "blobs", "purges", "orphans", *ROLLOUT_TABLES)
 _MAX_ATTEMPTS = 10
 
@@ -183,7 +183,7 @@ def import_records(
     if reader.report.count:
         warn_user(
             f"import_records: {reader.report.count} rows of {os.fspath(path)} could not be read; the first: "
-            f"{reader.report.skipped[0].why}"
+            f"{reader.report.skipped[0].reason}"
         )
     return total
 
@@ -362,19 +362,19 @@ def _list_columns(table: str) -> tuple[list[str], list[str]]:
 def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | None) -> None:
     names, key = _list_columns(table)
     listed, marks, keys = ", ".join(names), ", ".join("?" * len(names)), ", ".join(key)
-    where = "1 = 1"
+    condition = "1 = 1"
     if point is not None and table == "events":
-        where = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {_KEPT_KINDS})"
+        condition = f"(seq IS NULL OR seq <= {point.seq}) AND (id <= {point.event} OR kind IN {_KEPT_KINDS})"
     elif point is not None and table == "inbox":
-        where = "1 = 0"  # a checkpoint is made when all inboxes are empty
+        condition = "1 = 0"  # a checkpoint is made when all inboxes are empty
     elif point is not None and table in _TABLES_BY_SEQ:
-        where = f"seq <= {point.seq}"
+        condition = f"seq <= {point.seq}"
     at = [names.index(column) for column in key]
     last: tuple[Any, ...] | None = None
     while True:
         after = "" if last is None else f" AND ({keys}) > ({', '.join('?' * len(key))})"
         rows = tx.all(
-            f"SELECT {listed} FROM {table} WHERE {where}{after} ORDER BY {keys} LIMIT {_PAGE_ROWS}", last or ()
+            f"SELECT {listed} FROM {table} WHERE {condition}{after} ORDER BY {keys} LIMIT {_PAGE_ROWS}", last or ()
         )
         if not rows:
             return
@@ -430,12 +430,12 @@ def _copy_records(book: Book, source: Ledger, copy: Book) -> None:
         size = 0
         for place, members in frames.items():
             try:
-                part = _read_part(book, place, [slot for _, slot in members])
+                frame = _read_part(book, place, [slot for _, slot in members])
             except MissingSegmentError:
                 waiting += _follow_move(source, copy, place, [seq for seq, _ in members])
                 continue
-            batch.append(([(seq, i) for i, (seq, _) in enumerate(members)], part))
-            size += memoryview(part).nbytes
+            batch.append(([(seq, i) for i, (seq, _) in enumerate(members)], frame))
+            size += memoryview(frame).nbytes
             if size >= PUT_BYTES:
                 _put_frames(copy, batch)
                 batch, size = [], 0
@@ -446,11 +446,11 @@ def _list_frames(copy: Book, names: Sequence[str]) -> dict[Place, list[tuple[int
     """Return the frames of some segments: their places, and the records (number, slot) to copy."""
     frames: dict[Place, list[tuple[int, int]]] = {}
     with copy.ledger.read() as out:
-        for marks, part in chunks(names):
+        for marks, chunk in chunks(names):
             for seq, segment, start, size, slot in out.all(
                 f"SELECT seq, segment, start, size, slot FROM records WHERE segment IN ({marks}) "
                 "ORDER BY segment, start, slot",
-                part,
+                chunk,
             ):
                 frames.setdefault(Place(segment, start, size), []).append((seq, slot))
     return frames
@@ -486,16 +486,16 @@ def _list_places(ledger: Ledger, seqs: Sequence[int]) -> dict[int, tuple[Any, ..
     """Return (segment, start, size, slot, revision) of records by number."""
     places: dict[int, tuple[Any, ...]] = {}
     with ledger.read() as tx:
-        for marks, part in chunks(seqs):
+        for marks, chunk in chunks(seqs):
             sql = f"SELECT seq, segment, start, size, slot, revision FROM records WHERE seq IN ({marks})"
-            places.update((row[0], tuple(row[1:])) for row in tx.all(sql, part))
+            places.update((row[0], tuple(row[1:])) for row in tx.all(sql, chunk))
     return places
 
 
 def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) -> None:
     if not batch:
         return
-    places = copy.store.put([part for _, part in batch])
+    places = copy.store.put([frame for _, frame in batch])
     with copy.ledger.write() as out:
         _check_stored(copy, places)
         out.many(

@@ -42,12 +42,13 @@ def check(options: argparse.Namespace) -> int:
 
 def _print_report(report: Report) -> None:
     for finding in report.repaired:
-        print(wrapped(f"repaired  {finding.kind}: {printable(finding.where)}: {printable(finding.description)}", 10))
+        print(wrapped(f"repaired  {finding.kind}: {printable(finding.subject)}: {printable(finding.description)}", 10))
     remedies: dict[str, str] = {}
     for finding in report.findings:
         print(
             wrapped(
-                f"{finding.severity:9} {finding.kind}: {printable(finding.where)}: {printable(finding.description)}", 10
+                f"{finding.severity:9} {finding.kind}: {printable(finding.subject)}: {printable(finding.description)}",
+                10,
             )
         )
         remedies.setdefault(finding.kind, finding.remedy)

@@ -17,12 +17,12 @@ from rollbook.core.terminal import (
     OK,
     block,
     columns,
-    cut,
     figure,
     has_color,
     percent,
     print_json,
     printable,
+    shorten,
     styled,
     table,
     width,
@@ -147,7 +147,7 @@ def _print_comparison(comparison: dict[str, Any]) -> None:
         for entry in rows:
             tags = f"{entry['solved_a']} → {entry['solved_b']}"
             text = f"{sign} {tags:11}  {figure(entry['a'])} → {figure(entry['b'])}  {printable(entry['gid_b'])}"
-            print(f"{text}  {cut(printable(entry['opening']), max(20, min(90, columns() - width(text) - 2)))}")
+            print(f"{text}  {shorten(printable(entry['opening']), max(20, min(90, columns() - width(text) - 2)))}")
 
 
 def _format_mean(side: dict[str, float] | None) -> str:

@@ -120,16 +120,16 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("argument COMMAND: invalid choice") and len(words) > 1:
             import difflib
 
-            near = difflib.get_close_matches(words[1], COMMANDS, 1)
-            message = f"unknown command {words[1]!r}{f'; did you mean {near[0]!r}?' if near else '.'}"
+            suggestions = difflib.get_close_matches(words[1], COMMANDS, 1)
+            message = f"unknown command {words[1]!r}{f'; did you mean {suggestions[0]!r}?' if suggestions else '.'}"
             message += f" Commands: {', '.join(COMMANDS)}"
         elif message.startswith("unrecognized arguments: -"):
             import difflib
 
             option = message.split(": ", 1)[1].split()[0].split("=")[0]
             options = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(option, options, 1)
-            message += f"; did you mean {near[0]}?" if near else ""
+            suggestions = difflib.get_close_matches(option, options, 1)
+            message += f"; did you mean {suggestions[0]}?" if suggestions else ""
         super().error(message)
 
     def parse_known_args(  # type: ignore[override]
@@ -183,7 +183,7 @@ COMMANDS: dict[str, str] = {
     "top": "Show live who generates, leases and trains: rates, queue depth, staleness, drops by reason.",
     "doctor": "Check a run for common RL failure modes; exit status 1: findings of severity medium or high.",
     "diff": "Compare two step ranges, two runs or two trajectories: distributions, phrases, solved prompts.",
-    "sql": "Run a SQL query over training, evaluations, metrics, events, work, leases ...",
+    "sql": "Run a SQL query over training, evaluations, metrics, events, queue, leases ...",
     "history": "Show the history of a record.",
     "export": "Export records to a file or folder, or as an HTML page.",
     "import": "Import records from a file or folder into a book; create the book if needed.",

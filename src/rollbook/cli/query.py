@@ -198,7 +198,9 @@ def _summarize_ledger(ledger: Ledger) -> dict[str, Any]:
             rewound: dict[int, int] = {}
             if tx.all("SELECT 1 FROM events WHERE seq IS NULL AND kind = 'rewound' LIMIT 1"):
                 rewound = dict(
-                    tx.all("SELECT evaluation, COUNT(*) FROM records WHERE gone = 'rewound' GROUP BY evaluation")
+                    tx.all(
+                        "SELECT evaluation, COUNT(*) FROM records WHERE removed_reason = 'rewound' GROUP BY evaluation"
+                    )
                 )
             step, reward = _last_step_and_reward(tx, 0)
             evaluation_reward = _last_step_and_reward(tx, 1)[1]
@@ -229,7 +231,7 @@ def _summarize_ledger(ledger: Ledger) -> dict[str, Any]:
 
 def _last_step_and_reward(tx: Transaction, evaluation: int) -> tuple[int | None, float | None]:
     """Return the step and mean reward of the newest batch of training (0) or evaluation (1) records."""
-    present = f"evaluation = {evaluation} AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+    present = f"evaluation = {evaluation} AND (removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
     rows = tx.all(f"SELECT batch, version_min FROM records WHERE {present} ORDER BY seq DESC LIMIT 1")
     if not rows:
         return None, None

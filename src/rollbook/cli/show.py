@@ -24,13 +24,13 @@ from rollbook.core.terminal import (
     block,
     break_lines,
     columns,
-    cut,
     figure,
     has_color,
     paint,
     percent,
     print_json,
     printable,
+    shorten,
     spark,
     styled,
     table,
@@ -194,7 +194,7 @@ def _show_group(run: OpenRun, options: argparse.Namespace) -> int:
         print_json({name: entry for name, entry in group.items() if name not in ("previous", "next", "timeline")})
         return OK
     print(styled(printable(group["gid"]), "bold"), f"· step {group['step']} · {len(group['rows'])} samples")
-    print(wrapped(cut(printable(group["opening"]), 4 * columns())))
+    print(wrapped(shorten(printable(group["opening"]), 4 * columns())))
     print()
     for line in sample_table(group["rows"]):
         print(line)

@@ -26,12 +26,12 @@ from rollbook.core.terminal import (
     LEAVE_SCREEN,
     OK,
     columns,
-    cut,
     figure,
     format_duration,
     print_json,
     printable,
     screen,
+    shorten,
     styled,
     table,
     tail,
@@ -257,16 +257,16 @@ def format_status(status: BookStatus, *, rows: int | None = None, interval: floa
     parts = [_format_header(status, limit, interval), *_format_consumers(status, limit, rows)]
     if status.rollouts is not None:
         parts.append(_format_rollouts(status.rollouts, limit))
-    used = sum(len(part) + 1 for part in parts)
-    room = 10**6 if rows is None else max(rows - used, 0)
+    used = sum(len(section) + 1 for section in parts)
+    free_lines = 10**6 if rows is None else max(rows - used, 0)
     # A header, a line and a blank line each; leases get what workers do not need, and a few lines in any case.
-    leases = min(len(status.leases), max(_MAX_LEASES, room - len(status.workers) - 3))
+    leases = min(len(status.leases), max(_MAX_LEASES, free_lines - len(status.workers) - 3))
     lease_lines = leases + 2 + (_count_leases(status) > leases) if leases else 0
     if status.workers:
-        parts.append(_format_workers(status, max(room - lease_lines - 1, 1)))
+        parts.append(_format_workers(status, max(free_lines - lease_lines - 1, 1)))
     if leases:
         parts.append(_format_leases(status, leases))
-    lines = [line for part in parts for line in (*part, "")][:-1]
+    lines = [line for section in parts for line in (*section, "")][:-1]
     return lines if rows is None else lines[:rows]
 
 
@@ -278,16 +278,16 @@ def _format_header(status: BookStatus, limit: int, interval: float | None) -> li
     right = time.strftime("%H:%M:%S", time.localtime(status.time))
     if interval is not None:
         right += f"  every {interval:g} s, q quits"
-    room = limit - width(right) - 2
-    address = tail(printable(redacted(status.url)), max(room - len("rollbook top  "), 8))
+    free_columns = limit - width(right) - 2
+    address = tail(printable(redacted(status.url)), max(free_columns - len("rollbook top  "), 8))
     left = f"rollbook top  {address}"
-    gap = " " * (max(room - width(left), 0) + 2) if limit < 10**6 else "  "
+    gap = " " * (max(free_columns - width(left), 0) + 2) if limit < 10**6 else "  "
     version = "no policy version" if status.policy_version is None else f"policy version {status.policy_version}"
     texts = [version, f"records {status.records:,} (+{_rate(status.appended)}/s)"]
     if status.evaluation:
         texts.append(f"evaluation {status.evaluation:,}")
     texts.append(f"rates over {status.window:.3g} s")
-    return [styled(cut(left + gap + right, limit), "bold"), cut("   ".join(texts), limit)]
+    return [styled(shorten(left + gap + right, limit), "bold"), shorten("   ".join(texts), limit)]
 
 
 def _format_consumers(status: BookStatus, limit: int, rows: int | None) -> Iterator[list[str]]:
@@ -299,19 +299,19 @@ def _format_consumers(status: BookStatus, limit: int, rows: int | None) -> Itera
         counts, rates = consumer.counts, consumer.rates
         cells.append(
             [
-                cut(printable(counts.consumer), 20),
+                shorten(printable(counts.consumer), 20),
                 *(figure(n) for n in (counts.waiting, consumer.groups, counts.leased, counts.trained)),
                 figure(sum(counts.dropped.values())),
                 *(_rate(rates.get(kind, 0.0)) for kind in ("leased", "trained", "dropped")),
             ]
         )
     header, *lines = table(names, cells, right=range(1, len(names)), optional=(8, 6, 2, 7))
-    part = [header]
+    consumer_lines = [header]
     for consumer, line in zip(shown, lines, strict=True):
-        part += [line, *(cut(f"  {text}", limit) for text in _consumer_notes(consumer))]
+        consumer_lines += [line, *(shorten(f"  {text}", limit) for text in _consumer_notes(consumer))]
     if len(shown) < len(status.consumers):
-        part.append(f"  and {len(status.consumers) - len(shown)} more consumers")
-    yield part
+        consumer_lines.append(f"  and {len(status.consumers) - len(shown)} more consumers")
+    yield consumer_lines
 
 
 def _consumer_notes(consumer: ConsumerStatus) -> Iterator[str]:
@@ -341,7 +341,7 @@ def _format_rollouts(rollouts: RolloutStatus, limit: int) -> list[str]:
     ]
     if rollouts.oldest is not None:
         texts[1] += f"; oldest claim {_age(rollouts.oldest)} ({printable(rollouts.oldest_worker)})"
-    return [cut(text, limit) for text in texts]
+    return [shorten(text, limit) for text in texts]
 
 
 _WORKER_COLUMNS = (
@@ -351,14 +351,14 @@ _WORKER_OPTIONAL = ("records", "groups", "role", "version", "groups/min", "in fl
 """Columns that a narrow terminal does not show."""
 
 
-def _format_workers(status: BookStatus, room: int) -> list[str]:
+def _format_workers(status: BookStatus, max_lines: int) -> list[str]:
     """Return a table of the workers: trainers first, then silent ones, so that only healthy workers are cut off."""
     silent = {report.name for report in status.workers if is_silent(report, status)}
     reports = sorted(
         status.workers, key=lambda report: (report.details.get("role") != "trainer", report.name not in silent)
     )
-    if len(reports) + 1 > room:
-        reports = reports[: max(room - 2, 1)]
+    if len(reports) + 1 > max_lines:
+        reports = reports[: max(max_lines - 2, 1)]
     cells = [_worker_cells(report, status, report.name in silent) for report in reports]
     names = [name for name in _WORKER_COLUMNS if name != "discarded" or any(row[name] for row in cells)]
     widths = {name: max(width(text) for text in (name, *(row[name] for row in cells))) for name in names}
@@ -367,13 +367,13 @@ def _format_workers(status: BookStatus, room: int) -> list[str]:
             names.remove(name)
     right = [i for i, name in enumerate(names) if name not in ("worker", "role", "state")]
     header, *lines = table(names, [[row[name] for name in names] for row in cells], right=right)
-    part = [header]
+    worker_lines = [header]
     for report, line in zip(reports, lines, strict=True):
-        part.append(styled(line, "red") if report.name in silent else line)
+        worker_lines.append(styled(line, "red") if report.name in silent else line)
     if len(reports) < len(status.workers):
         hidden = {report.name for report in status.workers} - {report.name for report in reports}
-        part.append(f"  and {len(hidden)} more workers, {len(hidden & silent)} of them silent")
-    return part
+        worker_lines.append(f"  and {len(hidden)} more workers, {len(hidden & silent)} of them silent")
+    return worker_lines
 
 
 def _worker_cells(report: WorkerReport, status: BookStatus, silent: bool) -> dict[str, str]:
@@ -389,8 +389,8 @@ def _worker_cells(report: WorkerReport, status: BookStatus, silent: bool) -> dic
         state += f" step {details['step']}"
     return {
         "worker": tail(printable(report.name), min(columns() // 3, 24)),
-        "role": cut(printable(details.get("role")), 10),
-        "state": cut(f"SILENT, was {state}" if silent else state, 40),
+        "role": shorten(printable(details.get("role")), 10),
+        "state": shorten(f"SILENT, was {state}" if silent else state, 40),
         "version": _worker_version(details.get("version"), status.policy_version),
         "in flight": flight,
         "groups": groups,
@@ -414,7 +414,7 @@ def _format_leases(status: BookStatus, count: int) -> list[str]:
     cells: list[Sequence[str]] = []
     for lease in status.leases[:count]:
         left = _age(lease.left) if lease.left > 0 else "expired"
-        consumer = [cut(printable(lease.consumer), 20)] if several else []
+        consumer = [shorten(printable(lease.consumer), 20)] if several else []
         cells.append(
             [
                 tail(printable(lease.holder), min(columns() // 3, 30)),

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollbook.cli.run import resolve_book
 from rollbook.core.errors import RollbookError
-from rollbook.core.terminal import FOUND, OK, UNREADABLE, columns, cut, figure, print_json, printable, styled, table
+from rollbook.core.terminal import FOUND, OK, UNREADABLE, columns, figure, print_json, printable, shorten, styled, table
 
 if TYPE_CHECKING:
     from rollbook.train.config import Config
@@ -263,7 +263,7 @@ def _print_changed(changed: CounterfactualResult) -> None:
         [
             printable(move.uid),
             *map(figure, (*move.advantage, *move.reward)),
-            cut(printable(move.prompt), max(20, columns() // 3)),
+            shorten(printable(move.prompt), max(20, columns() // 3)),
         ]
         for move in changed.moved
     ]

@@ -107,15 +107,15 @@ class PostgresAddress:
         # As in libpq, the user ends with the first @ before a slash.
         stop = next((i for i, character in enumerate(rest) if character in "@/"), len(rest))
         user = rest[: stop + 1] if rest[stop : stop + 1] == "@" else ""
-        place, _, query = rest.removeprefix(user).partition("?")
-        if "@" in place:
+        server, _, query = rest.removeprefix(user).partition("?")
+        if "@" in server:
             raise ValueError(f"url: got '{scheme}://{HIDDEN}' with an @ after its user, expected one: {_ENCODING_HINT}")
         pairs = [pair for pair in query.split("&") if pair]
         named = [(unquote(pair.partition("=")[0]), pair) for pair in pairs]
         schema = next((unquote(pair.partition("=")[2]) for name, pair in named if name == "schema"), "rollbook")
         if not schema.isidentifier() or len(schema) > 63:
             raise ValueError(f"schema: got {schema!r}, expected a name of letters, digits and underscores")
-        base = f"{scheme}://{user}{place}"
+        base = f"{scheme}://{user}{server}"
         others = "&".join(pair for name, pair in named if name == "ssl" or name in _keywords())
         parameters = _conninfo(f"{base}?{others}")
         if parameters is None:
@@ -153,14 +153,14 @@ class PostgresAddress:
         hosts, ports = (self.parameters.get(name, "").split(",") for name in ("host", "port"))
         values.pop("host", None), values.pop("port", None)
         ports = ports * len(hosts) if len(ports) == 1 else ports
-        place = ",".join(
+        server = ",".join(
             _bracketed(host) + (f":{port}" if port else "") for host, port in zip(hosts, ports, strict=False)
         )
         name = values.pop("dbname", "")
         query = "&".join(f"{key}={value}" for key, value in values.items())
         query += ("&" if query else "") + f"schema={self.schema}" if self.schema != "rollbook" else ""
         login = f"{user}{f':{password}' if password else ''}@" if user or password else ""
-        return f"postgresql://{login}{place}/{name}" + (f"?{query}" if query else "")
+        return f"postgresql://{login}{server}/{name}" + (f"?{query}" if query else "")
 
 
 def _bracketed(host: str) -> str:

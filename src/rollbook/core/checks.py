@@ -75,17 +75,17 @@ def describe_range(
     """
     # Infinite bounds are none.
     low, high = (None if bound in (float("-inf"), float("inf")) else bound for bound in (low, high))
-    least, most = low if above is None else above, high if below is None else below
-    if least is None or most is None:
+    smallest, largest = low if above is None else above, high if below is None else below
+    if smallest is None or largest is None:
         limits = [
-            *([f"{'>=' if above is None else '>'} {_format_bound(least)}"] if least is not None else []),
-            *([f"{'<=' if below is None else '<'} {_format_bound(most)}"] if most is not None else []),
+            *([f"{'>=' if above is None else '>'} {_format_bound(smallest)}"] if smallest is not None else []),
+            *([f"{'<=' if below is None else '<'} {_format_bound(largest)}"] if largest is not None else []),
         ]
         return " ".join([kind, *limits])
     if above is None and below is None:
-        return f"{kind} from {_format_bound(least)} to {_format_bound(most)}"
+        return f"{kind} from {_format_bound(smallest)} to {_format_bound(largest)}"
     # No thousands separators next to the comma of the interval.
-    bounds = ", ".join(_format_bound(bound).replace(",", "") for bound in (least, most))
+    bounds = ", ".join(_format_bound(bound).replace(",", "") for bound in (smallest, largest))
     return f"{kind} in {'[' if above is None else '('}{bounds}{']' if below is None else ')'}"
 
 

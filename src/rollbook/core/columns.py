@@ -352,7 +352,7 @@ def decode(field: Field, columns: Mapping[str, Column]) -> list[Any] | None:
     elif kind == "text":
         values = texts(column)
     elif kind == "json":
-        values = freeform.loads_many(texts(column), where=name)
+        values = freeform.loads_many(texts(column), prefix=name)
         if field.holds and not set(map(type, values)) <= _JSON_TYPES[field.holds]:
             wrong = next(entry for entry in values if type(entry) not in _JSON_TYPES[field.holds])
             raise WireError(f"{name}: got a {type(wrong).__name__}, expected a {field.holds}")
@@ -388,10 +388,10 @@ def _unbox(side: str, box: freeform.Json, field: Field) -> Any:
     return _tensor(box, field.name)
 
 
-def _tensor(box: dict[str, Any], where: str) -> torch.Tensor:
+def _tensor(box: dict[str, Any], prefix: str) -> torch.Tensor:
     if box is None or box["data"] is None:
-        raise WireError(f"{where}: a tensor without data")
-    return tensor_from_bytes(box["dtype"], box["shape"], box["data"], where)
+        raise WireError(f"{prefix}: a tensor without data")
+    return tensor_from_bytes(box["dtype"], box["shape"], box["data"], prefix)
 
 
 def numbers(column: pa.Array) -> list[Any]:
@@ -446,14 +446,14 @@ def _decode_eids(column: pa.StructArray) -> list[EID]:
     return ids
 
 
-def _media(entries: list[dict[str, Any]] | None, where: str) -> dict[str, Any] | None:
+def _media(entries: list[dict[str, Any]] | None, prefix: str) -> dict[str, Any] | None:
     if entries is None:
         return None
     if any(entry is None or entry["key"] is None for entry in entries):
-        raise WireError(f"{where}: a tensor without a key")
-    media = {entry["key"]: _tensor(entry, f"{where}[{entry['key']!r}]") for entry in entries}
+        raise WireError(f"{prefix}: a tensor without a key")
+    media = {entry["key"]: _tensor(entry, f"{prefix}[{entry['key']!r}]") for entry in entries}
     if len(media) != len(entries):
-        raise WireError(f"{where}: a duplicate key")
+        raise WireError(f"{prefix}: a duplicate key")
     return media
 
 
@@ -473,7 +473,7 @@ def check_depth(columns: Mapping[str, Column], max_depth: int) -> None:
     """Raise `WireError` if a free-form value is nested deeper than `max_depth`, naming the record and field."""
     for name, field in FIELDS.items():
         if field.kind == "json" and name in columns:
-            freeform.loads_many(texts(columns[name]), max_depth, where=name)
+            freeform.loads_many(texts(columns[name]), max_depth, prefix=name)
 
 
 def set_aside(field: Field, columns: Mapping[str, Column], count: int) -> list[frozenset[str]]:
@@ -511,7 +511,7 @@ def _concat_arrow(name: str, parts: Sequence[tuple[Columns, int]], kind: pa.Data
 
 
 def _concat_ragged(name: str, parts: Sequence[tuple[Columns, int]], joined: Columns) -> None:
-    columns = [part.get(name) for part, _ in parts]
+    columns = [columns_of_part.get(name) for columns_of_part, _ in parts]
     ragged = [column for column in columns if isinstance(column, Ragged)]
     dtype = promote(column.dtype for column in ragged)
     if dtype is None or len({column.trailing for column in ragged}) > 1:
@@ -519,9 +519,9 @@ def _concat_ragged(name: str, parts: Sequence[tuple[Columns, int]], joined: Colu
         field = FIELDS[name]
         values: list[Any] = []
         aside: list[frozenset[str]] = []
-        for part, count in parts:
-            values.extend(decode(field, part) or [None] * count)
-            aside.extend(set_aside(field, part, count))
+        for columns_of_part, count in parts:
+            values.extend(decode(field, columns_of_part) or [None] * count)
+            aside.extend(set_aside(field, columns_of_part, count))
         joined.update(_encode_tensors(field, values, aside))
         return
     trailing = ragged[0].trailing
@@ -762,17 +762,19 @@ def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
             _fail(np.asarray(columns[name].is_valid()), f"{name}: got None, expected a value")
     eid = columns["eid"]
     for i in range(eid.type.num_fields):
-        part = eid.field(i)
-        if part.null_count:
-            _fail(np.asarray(part.is_valid()), f"eid.{eid.type.field(i).name}: got None, expected a value")
+        id_column = eid.field(i)
+        if id_column.null_count:
+            _fail(np.asarray(id_column.is_valid()), f"eid.{eid.type.field(i).name}: got None, expected a value")
     prompt = columns["prompt_length"].to_numpy(zero_copy_only=False).astype(np.int64)
     kind = columns["experience_type"]
     single, multi, dpo = kinds(kind)
     if not (single | multi | dpo).all():
         _fail(single | multi | dpo, f"experience_type: expected one of {', '.join(EXPERIENCE_TYPES)}, got", kind)
     pairs = bool(dpo.any())
-    cut = truncated(columns, count) & ~dpo
-    fits = np.where(multi, prompt >= 0, prompt > 0) & (cut | np.where(single, prompt < lengths, prompt <= lengths))
+    is_truncated = truncated(columns, count) & ~dpo
+    fits = np.where(multi, prompt >= 0, prompt > 0) & (
+        is_truncated | np.where(single, prompt < lengths, prompt <= lengths)
+    )
     if pairs:
         fits = np.where(dpo, prompt == lengths, fits)
     if not fits.all():
@@ -782,17 +784,17 @@ def check_columns(columns: Columns, count: int, masks: bool = False) -> None:
             "0 < prompt_length < tokens (single_turn), 0 to all (multi_turn), all (dpo)"
         )
     expected = lengths - prompt
-    if cut.any():
+    if is_truncated.any():
         logprobs = columns.get("logprobs")
-        scored = has(columns, "logprobs", count) | ~cut
+        scored = has(columns, "logprobs", count) | ~is_truncated
         if not scored.all():
             _fail(scored, "logprobs: got None, expected them with truncate_status 'prompt_truncated'")
         # -1: log-probs in a side column have no expected length.
         widths = np.where(logprobs.present, logprobs.lengths, -1) if isinstance(logprobs, Ragged) else -1
-        expected = np.where(cut, widths, expected)
+        expected = np.where(is_truncated, widths, expected)
         mask = columns.get("action_mask")
         if isinstance(mask, Ragged):
-            for i in np.flatnonzero(cut & mask.present).tolist():
+            for i in np.flatnonzero(is_truncated & mask.present).tolist():
                 if mask.row(i).any():
                     raise ValueError(
                         f"record {i}: action_mask: got True, expected all False with truncate_status 'prompt_truncated'"

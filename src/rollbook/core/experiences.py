@@ -336,10 +336,10 @@ class Experiences(Sequence["Experience"]):
         Returns:
             The records of each group by its id, in the order of first appearance.
         """
-        part = id_part(id_type)
+        id_component = id_part(id_type)
         groups: dict[str, list[int]] = {}
         for i, eid in enumerate(self.eids()):
-            groups.setdefault(getattr(eid, part), []).append(i)
+            groups.setdefault(getattr(eid, id_component), []).append(i)
         return Groups((key, self.take(indices)) for key, indices in groups.items())
 
     def assign(self, **fields: ColumnValues) -> Experiences:
@@ -691,11 +691,11 @@ def _add_masks(parts: Columns, count: int, lengths: NDArray[np.int64], missing: 
     """Add the masks of single-turn records: all True, or all False if the prompt was truncated."""
     widths = np.where(missing, np.maximum(lengths - parts["prompt_length"].to_numpy(zero_copy_only=False), 0), 0)
     fill = np.ones(count, dtype=np.uint8)
-    cut = columns.truncated(parts, count) & missing
-    if cut.any():
+    is_truncated = columns.truncated(parts, count) & missing
+    if is_truncated.any():
         logprobs = parts.get("logprobs")
-        widths = np.where(cut, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)
-        fill[cut] = 0
+        widths = np.where(is_truncated, logprobs.lengths if isinstance(logprobs, Ragged) else 0, widths)
+        fill[is_truncated] = 0
     added = Ragged(np.repeat(fill, widths), compute_offsets(widths), "bool", missing, owned=True)
     if missing.all():
         added.valid = None

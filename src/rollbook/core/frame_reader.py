@@ -343,10 +343,10 @@ def advance_together(readers: Sequence[Reader[Any]]) -> Reader[list[Any]]:
         chunks = yield spans
         at, spans, still = 0, [], []
         for i, count in waiting:
-            part = chunks[at : at + count]
+            group = chunks[at : at + count]
             at += count
             try:
-                ranges = readers[i].send(part)
+                ranges = readers[i].send(group)
             except StopIteration as stop:
                 results[i] = stop.value
             else:
@@ -489,7 +489,7 @@ def _read_node(node: _Node, spans: list[Span]) -> Reader[pa.Array]:
     if width:
         offsets = [_inside(node.buffers[1], a * width, (b + 1) * width) for a, b in spans]
         chunks = yield bitmap + offsets
-        bounds, inner = _rebase([np.frombuffer(part, f"<i{width}") for part in chunks[len(bitmap) :]], node)
+        bounds, inner = _rebase([np.frombuffer(buffer, f"<i{width}") for buffer in chunks[len(bitmap) :]], node)
         buffers.append(pa.py_buffer(bounds))
         if node.children:
             children.append((yield from _read_node(node.children[0], inner)))
@@ -553,8 +553,8 @@ def _rebase(tables: list[Any], node: _Node) -> tuple[Any, list[Span]]:
 def _joined_bits(parts: Sequence[Any], spans: Sequence[Span]) -> pa.Buffer:
     """Join the bits of several runs, each read from the bytes that contain it, into one bitmap."""
     pieces = []
-    for part, (start, stop) in zip(parts, spans, strict=True):
-        bits = np.unpackbits(np.frombuffer(part, dtype=np.uint8), bitorder="little")
+    for buffer, (start, stop) in zip(parts, spans, strict=True):
+        bits = np.unpackbits(np.frombuffer(buffer, dtype=np.uint8), bitorder="little")
         pieces.append(bits[start & 7 : (start & 7) + stop - start])
     return pa.py_buffer(np.packbits(np.concatenate(pieces), bitorder="little"))
 

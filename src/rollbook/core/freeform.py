@@ -244,13 +244,13 @@ def loads(text: str, max_depth: int = MAX_DEPTH) -> Any:
     return loads_many([text], max_depth)[0]
 
 
-def loads_many(texts: list[str | None], max_depth: int = MAX_DEPTH, where: str = "") -> list[Any]:
+def loads_many(texts: list[str | None], max_depth: int = MAX_DEPTH, prefix: str = "") -> list[Any]:
     """Read many texts as `loads` does.
 
     Args:
         texts: JSON texts; `None` stays `None`.
         max_depth: Largest nesting.
-        where: Name of the field for error messages.
+        prefix: Name of the field for error messages.
 
     Returns:
         The values.
@@ -274,7 +274,7 @@ def loads_many(texts: list[str | None], max_depth: int = MAX_DEPTH, where: str =
             values.append(parsed)
     except (WireError, orjson.JSONDecodeError) as error:
         message = error.message if isinstance(error, WireError) else f"a free-form value is not JSON: {error}"
-        raise WireError(f"record {len(values)}: {where}: {message}" if where else message) from None
+        raise WireError(f"record {len(values)}: {prefix}: {message}" if prefix else message) from None
     return values
 
 

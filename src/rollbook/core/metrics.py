@@ -110,8 +110,8 @@ class StepMetrics:
 
     def add(self, *numbers: Mapping[str, float]) -> None:
         """Add numbers by name; later ones replace earlier ones."""
-        for part in numbers:
-            self._numbers.update(part)
+        for rank_numbers in numbers:
+            self._numbers.update(rank_numbers)
 
     def merge(self, others: Iterable[StepMetrics]) -> None:
         """Take in the stages of other ranks, which ran at the same time: the longest time, and the tokens of all.

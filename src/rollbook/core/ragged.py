@@ -116,14 +116,14 @@ def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(dtype: str | None, shape: Sequence[int], data: bytes | memoryview, where: str) -> torch.Tensor:
+def tensor_from_bytes(dtype: str | None, shape: Sequence[int], data: bytes | memoryview, prefix: str) -> torch.Tensor:
     """Build a tensor from its bytes.
 
     Args:
         dtype: Name of the element type.
         shape: Shape of the tensor.
         data: The elements in row-major order.
-        where: Prefix of error messages.
+        prefix: Prefix of error messages.
 
     Returns:
         The tensor, on memory of its own.
@@ -132,33 +132,33 @@ def tensor_from_bytes(dtype: str | None, shape: Sequence[int], data: bytes | mem
         WireError: Type, shape and bytes do not match.
     """
     memory = np.frombuffer(data, dtype=np.uint8)
-    sizes = check_shape(dtype, shape, len(memory), where)
+    sizes = check_shape(dtype, shape, len(memory), prefix)
     if dtype == "bool" and memory.size and memory.max() > 1:
-        raise WireError(f"{where}: got the byte {int(memory.max())} for a bool, expected 0 or 1")
+        raise WireError(f"{prefix}: got the byte {int(memory.max())} for a bool, expected 0 or 1")
     import torch
 
     kind = getattr(torch, str(dtype), None)
     if not isinstance(kind, torch.dtype):
-        raise WireError(f"{where}: this version of torch has no dtype {dtype!r}")
+        raise WireError(f"{prefix}: this version of torch has no dtype {dtype!r}")
     if not memory.size:
         return torch.empty(sizes, dtype=kind)
     return torch.from_numpy(np.array(memory)).view(kind).reshape(sizes)
 
 
-def check_shape(dtype: str | None, shape: Sequence[int], nbytes: int, where: str) -> tuple[int, ...]:
+def check_shape(dtype: str | None, shape: Sequence[int], nbytes: int, prefix: str) -> tuple[int, ...]:
     """Return a shape as a tuple, or raise `WireError` if it does not take `nbytes` bytes of `dtype`."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise WireError(f"{where}: dtype {dtype!r} is unknown")
+        raise WireError(f"{prefix}: dtype {dtype!r} is unknown")
     if not isinstance(shape, (list, tuple)) or len(shape) > 64:
-        raise WireError(f"{where}: got shape {shape!r}, expected a list of at most 64 sizes")
+        raise WireError(f"{prefix}: got shape {shape!r}, expected a list of at most 64 sizes")
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise WireError(f"{where}: got shape {shape!r}, expected sizes of at least 0")
+        raise WireError(f"{prefix}: got shape {shape!r}, expected sizes of at least 0")
     # Strides are products of sizes even where one of them is 0 and there are no elements.
     if prod(max(size, 1) for size in shape) >= 2**58:
-        raise WireError(f"{where}: shape {shape!r} is larger than any tensor")
+        raise WireError(f"{prefix}: shape {shape!r} is larger than any tensor")
     count = prod(shape) * DTYPES[dtype].itemsize
     if count != nbytes:
-        raise WireError(f"{where}: {dtype} of shape {list(shape)} takes {count} bytes, got {nbytes}")
+        raise WireError(f"{prefix}: {dtype} of shape {list(shape)} takes {count} bytes, got {nbytes}")
     return tuple(shape)
 
 
@@ -521,13 +521,13 @@ class Ragged:
         Returns:
             All rows, copied.
         """
-        offsets = compute_offsets(np.concatenate([part.lengths for part in parts]))
-        values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
+        offsets = compute_offsets(np.concatenate([column.lengths for column in parts]))
+        values = np.concatenate([column.values[column.offsets[0] : column.offsets[-1]] for column in parts])
         valid = None
-        if any(part.valid is not None for part in parts):
-            valid = np.concatenate([part.present for part in parts])
+        if any(column.valid is not None for column in parts):
+            valid = np.concatenate([column.present for column in parts])
         codes = None
-        if any(part.codes is not None for part in parts):
+        if any(column.codes is not None for column in parts):
             code = DTYPES[parts[0].dtype].code
             codes = np.concatenate(
                 [np.full(len(p), code, dtype=np.uint8) if p.codes is None else p.codes for p in parts]

@@ -130,10 +130,10 @@ def width(text: str) -> int:
     )
 
 
-def cut(text: str, columns: int) -> str:
+def shorten(text: str, columns: int) -> str:
     """Truncate a text to a width, at a space if there is one.
 
-    >>> cut("a long one", 8), cut("uninterrupted", 6)
+    >>> shorten("a long one", 8), shorten("uninterrupted", 6)
     ('a long…', 'unint…')
     """
     if width(text) <= columns:
@@ -153,7 +153,7 @@ def tail(text: str, columns: int = 60) -> str:
     >>> tail("one two three", 6), tail("one two three", 10)
     ('…three', '…two three')
     """
-    return text if width(text) <= columns else "…" + cut(text[::-1], columns)[:-1][::-1]
+    return text if width(text) <= columns else "…" + shorten(text[::-1], columns)[:-1][::-1]
 
 
 def wrapped(text: str, indent: int = 0, *, limit: int | None = None) -> str:
@@ -237,9 +237,9 @@ def format_duration(seconds: float) -> str:
     ('41 s', '5 min 12 s', '3 h 4 min', '2 d 7 h')
     """
     total = round(seconds)
-    for unit, name, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for unit, name, divisor, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if total >= unit:
-            return f"{total // unit} {name} {total % unit // part} {small}"
+            return f"{total // unit} {name} {total % unit // divisor} {small}"
     return f"{total} s"
 
 
@@ -388,7 +388,7 @@ def table(
     for number, line in enumerate((names, *rows)):
         cells = []
         for i in visible:
-            cell = (tail if i in ends else cut)(line[i], widths[i])
+            cell = (tail if i in ends else shorten)(line[i], widths[i])
             space = " " * (widths[i] - width(cell))
             cells.append(space + cell if i in right else cell + space)
         text = (" " * gap).join(cells).rstrip()

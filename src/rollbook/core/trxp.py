@@ -277,18 +277,18 @@ class _Machine:
         """Reject a key or member that is not a scalar or a tuple of scalars, or is costly to hash."""
         todo = [(key, 0)]
         while todo:
-            part, depth = todo.pop()
-            kind = type(part)
+            key_part, depth = todo.pop()
+            kind = type(key_part)
             if kind is tuple:
                 self.need(depth < _MAX_KEY_DEPTH, "a dict key or set member is nested too deep")
-                self.charge_work(_ITEM_COST * (1 + len(part)))
-                todo.extend((entry, depth + 1) for entry in part)
+                self.charge_work(_ITEM_COST * (1 + len(key_part)))
+                todo.extend((entry, depth + 1) for entry in key_part)
             elif kind is int:
-                self.charge_work(part.bit_length() >> 3)
-            elif isinstance(part, (str, bytes, np.generic)):
-                self.charge_work(part.nbytes if isinstance(part, np.generic) else len(part))
+                self.charge_work(key_part.bit_length() >> 3)
+            elif isinstance(key_part, (str, bytes, np.generic)):
+                self.charge_work(key_part.nbytes if isinstance(key_part, np.generic) else len(key_part))
             elif kind not in _SCALARS:
-                self.fail(f"a dict key or set member that is a {_describe(part)}")
+                self.fail(f"a dict key or set member that is a {_describe(key_part)}")
         if isinstance(key, (str, bytes)):
             return
         self.need(len(holder) < _MAX_OTHER_KEYS, f"over {_MAX_OTHER_KEYS} keys that are not text in one dict or set")
@@ -331,11 +331,11 @@ class _Machine:
 
     def build(self, instance: Pickled, state: Pickled) -> Any:
         if type(instance) is Record:
-            for part in state if type(state) is tuple and len(state) == 2 else (state,):
-                part = self.exact(part, dict, type(None)) or {}
-                self.charge_work(_ITEM_COST * len(part))
-                self.need(all(type(key) is str for key in part), "a field whose name is not text")
-                instance.state.update(part)
+            for state_part in state if type(state) is tuple and len(state) == 2 else (state,):
+                state_part = self.exact(state_part, dict, type(None)) or {}
+                self.charge_work(_ITEM_COST * len(state_part))
+                self.need(all(type(key) is str for key in state_part), "a field whose name is not text")
+                instance.state.update(state_part)
             return instance
         if type(instance) is _Internal and instance.kind == "numpy dtype":
             return self.build_dtype(instance, self.exact(state, tuple))
@@ -859,7 +859,7 @@ def _read_safetensors(view: memoryview, at: int) -> dict[str, StoredTensor]:
 
 
 def _from_item(item: Mapping[str, Any], stored: Mapping[str, StoredTensor], index: int) -> Experience:
-    where = f"item {index}"
+    prefix = f"item {index}"
     tensors = {name: tensor_from_bytes(*tensor, f"tensor '{index}:{name}'") for name, tensor in stored.items()}
     values: dict[str, Any] = {name: item.get(name) for name in ("eid", "custom_fields", *_META)}
     media: dict[str, dict[str, Any]] = {}
@@ -871,7 +871,7 @@ def _from_item(item: Mapping[str, Any], stored: Mapping[str, StoredTensor], inde
             values[name] = tensor
     extra = item.get(EXTRA) or {}
     if not isinstance(extra, dict) or not set(extra) <= set(FIELDS):
-        raise WireError(f"{where}: {EXTRA!r} has an unknown field")
+        raise WireError(f"{prefix}: {EXTRA!r} has an unknown field")
     values.update(extra)
     keys = item.get("multi_modal_input_keys") or []
     if keys or "multi_modal_inputs" in media:
@@ -880,12 +880,12 @@ def _from_item(item: Mapping[str, Any], stored: Mapping[str, StoredTensor], inde
         if field.kind == "media" and values.get(name) is not None:
             keys, keyed = values[name], media.get(name, {})
             if not isinstance(keys, (list, tuple)) or sorted(map(str, keys)) != sorted(keyed):
-                raise WireError(f"{where}: the keys {keys!r} of {name} do not match the tensors {sorted(keyed)}")
+                raise WireError(f"{prefix}: the keys {keys!r} of {name} do not match the tensors {sorted(keyed)}")
             values[name] = {key: keyed[key] for key in keys}
-    return _build_record(values, where)
+    return _build_record(values, prefix)
 
 
-def _build_record(values: dict[str, Any], where: str) -> Experience:
+def _build_record(values: dict[str, Any], prefix: str) -> Experience:
     from rollbook.core.experience import restore
 
     for name, field in FIELDS.items():
@@ -893,7 +893,7 @@ def _build_record(values: dict[str, Any], where: str) -> Experience:
             values[name] = _copy_freeform(values[name])
     if values.get("experience_type") is None:
         values["experience_type"] = _infer_kind(values)
-    return restore(values, where)
+    return restore(values, prefix)
 
 
 def _copy_freeform(value: Pickled) -> Any:
@@ -934,10 +934,10 @@ def _infer_kind(values: Mapping[str, Any]) -> str | None:
 
 
 def _from_pickled(item: Pickled, index: int) -> Experience:
-    where = f"item {index}"
+    prefix = f"item {index}"
     if not isinstance(item, Record) or item.name != "Experience":
-        raise WireError(f"{where}: got {type(item).__name__}, expected a pickled Experience")
-    state = {str(name): _unwrap_record(entry, where) for name, entry in item.state.items()}
+        raise WireError(f"{prefix}: got {type(item).__name__}, expected a pickled Experience")
+    state = {str(name): _unwrap_record(entry, prefix) for name, entry in item.state.items()}
     values = {name: state.pop(name) for name in list(state) if name in FIELDS}
     if "eid" not in values:
         _convert_old_ids(values, state)
@@ -946,22 +946,22 @@ def _from_pickled(item: Pickled, index: int) -> Experience:
         if entry not in (None, ""):
             info.setdefault(name, entry)
     values["info"] = info
-    return _build_record(values, where)
+    return _build_record(values, prefix)
 
 
-def _unwrap_record(value: Pickled, where: str) -> Any:
+def _unwrap_record(value: Pickled, prefix: str) -> Any:
     """Convert the records inside a pickled one to what the constructor takes."""
     if isinstance(value, list):
-        return [_unwrap_record(entry, where) for entry in value]
+        return [_unwrap_record(entry, prefix) for entry in value]
     if not isinstance(value, Record):
         return value
     if value.name == "ExperienceType":
         return value.state.get("value")
     if value.name == "CustomField":
-        return {name: str(part) for name, part in value.state.items()}
+        return {name: str(inner) for name, inner in value.state.items()}
     if value.name == "EID":
         return value.state
-    raise WireError(f"{where}: unexpected {value.name}")
+    raise WireError(f"{prefix}: unexpected {value.name}")
 
 
 def _convert_old_ids(values: dict[str, Any], state: dict[str, Any]) -> None:

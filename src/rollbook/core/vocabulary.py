@@ -378,7 +378,7 @@ def _decoder_steps(decoder: DecoderStep | None) -> list[DecoderStep]:
     if decoder is None:
         return [{"type": "Spaces"}]
     if decoder.get("type") == "Sequence":
-        return [step for part in decoder.get("decoders") or () for step in _decoder_steps(part)]
+        return [step for inner in decoder.get("decoders") or () for step in _decoder_steps(inner)]
     return [decoder]
 
 

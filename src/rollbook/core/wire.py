@@ -1207,11 +1207,11 @@ def _fresh_bytes(size: int) -> tuple[bytes, NDArray[np.uint8]]:
 
     The C API allows writing to a new bytes object as long as no other code has seen it.
     """
-    fresh: bytes = _new_bytes(None, size)
-    address = _bytes_address(fresh)
+    buffer: bytes = _new_bytes(None, size)
+    address = _bytes_address(buffer)
     populate(address, size)
     memory: Any = (ctypes.c_uint8 * size).from_address(address)
-    return fresh, np.frombuffer(memory, dtype=np.uint8)
+    return buffer, np.frombuffer(memory, dtype=np.uint8)
 
 
 def write_frame(file: BinaryIO, experiences: Iterable[Experience], *, compression: str | None = None) -> int:
@@ -1353,7 +1353,7 @@ def decode(data: Buffer, *, verify: bool = True, limits: Limits = DEFAULT_LIMITS
         start = frame.stop
     if len(parts) == 1:
         return parts[0]
-    if len({name for part in parts for name in part.columns}) > limits.max_columns:
+    if len({name for table in parts for name in table.columns}) > limits.max_columns:
         raise WireError(f"the frames together have more columns than the limit of {limits.max_columns}")
     try:
         return Experiences.concat(parts)
@@ -1509,11 +1509,11 @@ def iter_frames(file: BinaryIO, *, verify: bool = True, limits: Limits = DEFAULT
 def _read(file: BinaryIO, size: int) -> bytes:
     parts = []
     while size:
-        part = file.read(size)
-        if not part:
+        chunk = file.read(size)
+        if not chunk:
             break
-        parts.append(part)
-        size -= len(part)
+        parts.append(chunk)
+        size -= len(chunk)
     return b"".join(parts)
 
 

@@ -123,29 +123,31 @@ class Snapshots:
 
 def _row_numbers(read: sqlite3.Connection, query: ListQuery) -> array[int]:
     """Return the ordered row numbers of a list: `n` of samples, `g` of groups."""
-    where: list[str] = []
+    conditions: list[str] = []
     values: list[Any] = []
     for name, number in (("step", query.step), ("gid", query.gid), ("prompt", query.prompt)):
         if number is not None:
-            where.append(f"{name} = ?")
+            conditions.append(f"{name} = ?")
             values.append(number)
     evaluation = query.evaluation
     if evaluation is None and query.step is not None:
         evaluation = False  # a step means training samples by default
     if evaluation is not None:
-        where.append("evaluation = ?")
+        conditions.append("evaluation = ?")
         values.append(int(evaluation))
     condition = filters.parse(query.filter, query.parts)
     default = "-step,gid,run,turn" if query.view == "samples" else "-step"
     ordered, more = filters.parse_sort(query.sort or default, query.view, query.parts)
     if query.view == "samples":
-        where += [COUNTED, condition.sql]
+        conditions += [COUNTED, condition.sql]
         values += condition.values
     elif condition.sql != "1":
-        where.append(f"(gid, evaluation) IN (SELECT gid, evaluation FROM samples WHERE {COUNTED} AND {condition.sql})")
+        conditions.append(
+            f"(gid, evaluation) IN (SELECT gid, evaluation FROM samples WHERE {COUNTED} AND {condition.sql})"
+        )
         values += condition.values
     key = "n" if query.view == "samples" else "g"
-    sql = f"SELECT {key} FROM {query.view} WHERE {' AND '.join(where) or '1'} ORDER BY {ordered}"
+    sql = f"SELECT {key} FROM {query.view} WHERE {' AND '.join(conditions) or '1'} ORDER BY {ordered}"
     return array("q", (row[0] for row in read.execute(sql, [*values, *more])))
 
 
@@ -163,9 +165,9 @@ def sample_rows(read: sqlite3.Connection, ns: Sequence[int]) -> list[dict[str, A
     """Return rows of samples by number, in this order."""
     rows_by_number: dict[int, dict[str, Any]] = {}
     for start in range(0, len(ns), _SQL_CHUNK):
-        part = ns[start : start + _SQL_CHUNK]
-        marks = ",".join("?" * len(part))
-        for row in fetch_dicts(read.execute(f"SELECT n, {_COLUMNS} FROM samples WHERE n IN ({marks})", part)):
+        chunk = ns[start : start + _SQL_CHUNK]
+        marks = ",".join("?" * len(chunk))
+        for row in fetch_dicts(read.execute(f"SELECT n, {_COLUMNS} FROM samples WHERE n IN ({marks})", chunk)):
             rows_by_number[row.pop("n")] = to_json_row(row)
     return [rows_by_number[n] for n in ns if n in rows_by_number]
 
@@ -176,9 +178,9 @@ def group_rows(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, An
     bars = dict(read.execute("SELECT evaluation, bar FROM tops WHERE solves").fetchall())
     rows_by_number: dict[int, dict[str, Any]] = {}
     for start in range(0, len(gs), _SQL_CHUNK):
-        part = gs[start : start + _SQL_CHUNK]
-        marks = ",".join("?" * len(part))
-        rows = fetch_dicts(read.execute(f"SELECT * FROM groups WHERE g IN ({marks})", part))
+        chunk = gs[start : start + _SQL_CHUNK]
+        marks = ",".join("?" * len(chunk))
+        rows = fetch_dicts(read.execute(f"SELECT * FROM groups WHERE g IN ({marks})", chunk))
         places = {(row["gid"], row["evaluation"]): row for row in rows}
         for row in rows:
             row.update(rewards=[], uids=[], opening="")
@@ -186,7 +188,7 @@ def group_rows(read: sqlite3.Connection, gs: Sequence[int]) -> list[dict[str, An
             "SELECT gid, evaluation, uid, reward, opening FROM samples "
             f"WHERE gid IN (SELECT gid FROM groups WHERE g IN ({marks})) AND {COUNTED} "
             "ORDER BY reward IS NULL, reward DESC, run, turn, n",
-            part,
+            chunk,
         ):
             group = places.get((gid, evaluation))
             if group is not None:
@@ -385,7 +387,7 @@ class Answers:
         self.index.update_summaries(_SUMMARY_SECONDS)
         flag = int(evaluation)
         with self.index.reading() as read:
-            before, after = (
+            previous, following = (
                 read.execute(
                     f"SELECT step FROM steps WHERE evaluation = ? AND n > 0 AND step {sign} ? "
                     f"ORDER BY step {way} LIMIT 1",
@@ -394,10 +396,10 @@ class Answers:
                 for sign, way in (("<", "DESC"), (">", ""))
             )
             summary = _summary(read, step, flag)
-            earlier = None if before is None else _summary(read, before[0], flag)
+            earlier = None if previous is None else _summary(read, previous[0], flag)
             now, then = (
                 _step_values(read, number, flag) if number is not None else {}
-                for number in (step, before and before[0])
+                for number in (step, previous and previous[0])
             )
             rows = read.execute(
                 "SELECT response_tokens, reward, status, n, uid FROM samples "
@@ -409,8 +411,8 @@ class Answers:
             rows = [rows[i] for i in sorted(chosen.tolist())]
         return {
             "step": step,
-            "previous": before and before[0],
-            "next": after and after[0],
+            "previous": previous and previous[0],
+            "next": following and following[0],
             "summary": summary,
             "before": earlier,
             "versus": {

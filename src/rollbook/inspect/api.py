@@ -342,7 +342,7 @@ class Guard:
                 return None
         name, expected = self.cookie_name(request), self._session_value()
         # A page of another port may have set a cookie of the same name for another path: any match counts.
-        cookies = [part.strip().partition("=") for line in request.all("cookie") for part in line.split(";")]
+        cookies = [pair.strip().partition("=") for line in request.all("cookie") for pair in line.split(";")]
         if any(key == name and _secrets_equal(secret, expected) for key, _, secret in cookies):
             return None
         return Refusal(401, "missing or wrong token; open the URL that the server printed, with its #token=")
@@ -382,13 +382,15 @@ class Annotations:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        place = Path(path)
-        if not place.exists():
+        resolved = Path(path)
+        if not resolved.exists():
             raise ValueError(
                 f"annotate: {redacted(path)} is not a local file or folder, so notes cannot be saved next to it"
             )
         self.path = (
-            place / "annotations.jsonl" if place.is_dir() else place.with_name(place.name + ".annotations.jsonl")
+            resolved / "annotations.jsonl"
+            if resolved.is_dir()
+            else resolved.with_name(resolved.name + ".annotations.jsonl")
         )
         if os.path.lexists(self.path) and not stat.S_ISREG(os.lstat(self.path).st_mode):
             raise ValueError(f"annotate: {self.path} is a link or not a regular file")
@@ -422,10 +424,10 @@ class Annotations:
         if note is not None and len(note) > MAX_NOTE_LENGTH:
             raise ValueError(f"note: got {len(note)} characters, expected at most {MAX_NOTE_LENGTH}")
         with self._lock:
-            before = self._annotations.get(uid, {"star": False, "note": ""})
+            previous = self._annotations.get(uid, {"star": False, "note": ""})
             annotation = {
-                "star": before["star"] if star is None else star,
-                "note": before["note"] if note is None else note,
+                "star": previous["star"] if star is None else star,
+                "note": previous["note"] if note is None else note,
                 "time": time.time(),
             }
             line = json.dumps({"uid": uid, **annotation}).encode()

@@ -64,7 +64,7 @@ class Side:
     name: str = ""
 
     @property
-    def where(self) -> tuple[str, list[Any]]:
+    def condition(self) -> tuple[str, list[Any]]:
         """Return the SQL condition of its samples, and the values."""
         conditions, values = ["evaluation = 0", COUNTED], []
         for bound, sign in ((self.first, ">="), (self.last, "<=")):
@@ -114,17 +114,17 @@ def compare(
 
 
 def _describe_side(side: Side) -> dict[str, Any]:
-    where, values = side.where
+    condition, values = side.condition
     n, groups, first, last = side.index.query(
-        f"SELECT COUNT(*), COUNT(DISTINCT gid), MIN(step), MAX(step) FROM samples WHERE {where}", values
+        f"SELECT COUNT(*), COUNT(DISTINCT gid), MIN(step), MAX(step) FROM samples WHERE {condition}", values
     )[0]
     return {"name": side.name or side.source.name, "n": n, "groups": groups, "steps": None if n == 0 else [first, last]}
 
 
 def _read_column(side: Side, column: str) -> tuple[NDArray[np.float64], NDArray[Any]]:
     """Return the finite values [N] of a column, and the groups [N] of their samples."""
-    where, values = side.where
-    rows = side.index.query(f"SELECT {column}, gid FROM samples WHERE {where} AND {column} IS NOT NULL", values)
+    condition, values = side.condition
+    rows = side.index.query(f"SELECT {column}, gid FROM samples WHERE {condition} AND {column} IS NOT NULL", values)
     numbers = np.array([row[0] for row in rows], dtype=np.float64)
     finite = np.isfinite(numbers)
     return numbers[finite], np.array([row[1] for row in rows])[finite]
@@ -135,26 +135,26 @@ def _compare_metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
 
     Intervals and the test are clustered by group, since samples of a group are not independent.
     """
-    (first, groups), (other, other_groups) = _read_column(a, column), _read_column(b, column)
-    if not len(first) and not len(other):
+    (values_a, groups_a), (values_b, groups_b) = _read_column(a, column), _read_column(b, column)
+    if not len(values_a) and not len(values_b):
         return None
-    result: dict[str, Any] = {**histograms(first, other)}
+    result: dict[str, Any] = {**histograms(values_a, values_b)}
     halves = []
-    for which, values, grouped in (("a", first, groups), ("b", other, other_groups)):
-        result[which] = quantiles(values)
+    for side_name, values, grouped in (("a", values_a, groups_a), ("b", values_b, groups_b)):
+        result[side_name] = quantiles(values)
         if len(values):
             mean, half = mean_interval(values, grouped)
             halves.append(half)
             has_interval = math.isfinite(half)
-            result[which] |= {
+            result[side_name] |= {
                 "low": mean - half if has_interval else None,
                 "high": mean + half if has_interval else None,
             }
     if len(halves) < 2:
         return result | dict.fromkeys(("ks", "p", "shift", "shift_low", "shift_high"))
-    distance, chance = group_test(group_means(first, groups), group_means(other, other_groups))
-    shift, half = float(other.mean() - first.mean()), math.hypot(*halves)
-    result |= {"ks": distance, "p": chance, "shift": shift}
+    distance, p_value = group_test(group_means(values_a, groups_a), group_means(values_b, groups_b))
+    shift, half = float(values_b.mean() - values_a.mean()), math.hypot(*halves)
+    result |= {"ks": distance, "p": p_value, "shift": shift}
     has_interval = math.isfinite(half)
     return result | {
         "shift_low": shift - half if has_interval else None,
@@ -163,23 +163,23 @@ def _compare_metric(a: Side, b: Side, column: str) -> dict[str, Any] | None:
 
 
 def _share(side: Side, test: str) -> float | None:
-    where, values = side.where
-    n, share = side.index.query(f"SELECT COUNT(*), AVG({test}) FROM samples WHERE {where}", values)[0]
+    condition, values = side.condition
+    n, share = side.index.query(f"SELECT COUNT(*), AVG({test}) FROM samples WHERE {condition}", values)[0]
     return None if not n else float(share or 0.0)
 
 
 def _compare_numbers(a: Side, b: Side) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the means of each named number on both sides: of reward parts, and of other logged numbers."""
     means: dict[str, dict[str, float | None]] = {}
-    for which, side in (("a", a), ("b", b)):
-        where, values = side.where
+    for side_name, side in (("a", a), ("b", b)):
+        selected, values = side.condition
         rows = side.index.query(
             "SELECT part.key, AVG(part.value) FROM samples, json_each(samples.parts) part "
-            f"WHERE {where} AND samples.parts IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1 LIMIT 200",
+            f"WHERE {selected} AND samples.parts IS NOT NULL AND part.type IN ('integer', 'real') GROUP BY 1 LIMIT 200",
             values,
         )
         for name, mean in rows:
-            means.setdefault(str(name), {"a": None, "b": None})[which] = float(mean)
+            means.setdefault(str(name), {"a": None, "b": None})[side_name] = float(mean)
     parts = {name for side in (a, b) for name in reward_parts(side.index)}
     named = sorted(means.items())
     return {n: v for n, v in named if n in parts}, {n: v for n, v in named if n not in parts}
@@ -193,16 +193,16 @@ def _compare_prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict
     if solved is None:
         minimums = [minimum for side in (a, b) if (minimum := _solved_reward(side)) is not None]
         solved = max(minimums, default=None)
-    first, other = (_count_solved(side, "prompt", solved) for side in (a, b))
-    both = sorted(first.keys() & other.keys())
+    prompts_a, prompts_b = (_count_solved(side, "prompt", solved) for side in (a, b))
+    both = sorted(prompts_a.keys() & prompts_b.keys())
     rows: list[dict[str, Any]] = [
         {
             "prompt": prompt,
-            "opening": other[prompt]["opening"] or first[prompt]["opening"],
-            **{f"{name}_a": first[prompt][name] for name in ("gid", "n", "solved")},
-            **{f"{name}_b": other[prompt][name] for name in ("gid", "n", "solved")},
-            "a": first[prompt]["mean"],
-            "b": other[prompt]["mean"],
+            "opening": prompts_b[prompt]["opening"] or prompts_a[prompt]["opening"],
+            **{f"{name}_a": prompts_a[prompt][name] for name in ("gid", "n", "solved")},
+            **{f"{name}_b": prompts_b[prompt][name] for name in ("gid", "n", "solved")},
+            "a": prompts_a[prompt]["mean"],
+            "b": prompts_b[prompt]["mean"],
         }
         for prompt in both
     ]
@@ -215,8 +215,8 @@ def _compare_prompts(a: Side, b: Side, limit: int, solved: float | None) -> dict
     return {
         "solved_from": solved,
         "common": len(both),
-        "only_a": len(first) - len(both),
-        "only_b": len(other) - len(both),
+        "only_a": len(prompts_a) - len(both),
+        "only_b": len(prompts_b) - len(both),
         "groups": {"a": _count_groups(a, solved), "b": _count_groups(b, solved)},
         "newly_solved": better[:limit],
         "newly_broken": worse[:limit],
@@ -232,10 +232,10 @@ def _solved_reward(side: Side) -> float | None:
 
 def _count_solved(side: Side, column: str, solved: float | None) -> dict[str, dict[str, Any]]:
     """Return each prompt's or group's (`gid`) mean reward, and whether none, some or all samples are solved."""
-    where, values = side.where
+    condition, values = side.condition
     rows = side.index.query(
         f"SELECT {column}, AVG(reward), COUNT(*), MAX(gid), MAX(opening), TOTAL(reward >= ?) FROM samples "
-        f"WHERE {where} AND reward IS NOT NULL AND {column} <> '' GROUP BY 1",
+        f"WHERE {condition} AND reward IS NOT NULL AND {column} <> '' GROUP BY 1",
         [solved, *values],
     )
     return {
@@ -347,10 +347,10 @@ def _log_odds_z(hits_a: int, texts_a: int, hits_b: int, texts_b: int) -> float:
     return math.log(cells[2] * cells[1] / (cells[3] * cells[0])) / math.sqrt(sum(1 / cell for cell in cells))
 
 
-def _correlation(first: Sequence[float], other: Sequence[float]) -> float | None:
-    if len(first) < 8 or len(set(first)) < 2 or len(set(other)) < 2:
+def _correlation(values: Sequence[float], other_values: Sequence[float]) -> float | None:
+    if len(values) < 8 or len(set(values)) < 2 or len(set(other_values)) < 2:
         return None
-    return float(np.corrcoef(np.array(first), np.array(other))[0, 1])
+    return float(np.corrcoef(np.array(values), np.array(other_values))[0, 1])
 
 
 class _Response(NamedTuple):
@@ -370,9 +370,9 @@ def _share_error(side: Sequence[_Response], counted: Sequence[Counter[str]], phr
 
 
 def _sample_responses(side: Side, count: int) -> list[_Response]:
-    where, values = side.where
+    condition, values = side.condition
     rows = side.index.query(
-        f"SELECT uid, gid, reward FROM samples WHERE {where} AND removed_reason IS NULL ORDER BY n", values
+        f"SELECT uid, gid, reward FROM samples WHERE {condition} AND removed_reason IS NULL ORDER BY n", values
     )
     if len(rows) > count:
         rows = random.Random(0).sample(rows, count)
@@ -384,11 +384,11 @@ def _sample_responses(side: Side, count: int) -> list[_Response]:
 
 
 def read_responses(
-    source: Source, uids: Sequence[str], piece: int = 64, special: bool = True
+    source: Source, uids: Sequence[str], chunk_size: int = 64, special: bool = True
 ) -> Iterable[tuple[str, str]]:
     """Yield the text of each response; without `special`, special tokens end sentences. Loads a few at a time."""
-    for at in range(0, len(uids), piece):
-        for trajectory in source.trajectories(uids[at : at + piece]):
+    for start in range(0, len(uids), chunk_size):
+        for trajectory in source.trajectories(uids[start : start + chunk_size]):
             if trajectory.tokenized == "ids":
                 text = trajectory.response_text or ""
             else:

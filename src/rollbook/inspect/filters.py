@@ -226,14 +226,14 @@ class _Parser:
         self.texts = False
         self.tokens: list[_Token] = []
         self.at = 0
-        place = 0
-        while text[place:].strip():
-            match = _TOKEN.match(text, place)
+        offset = 0
+        while text[offset:].strip():
+            match = _TOKEN.match(text, offset)
             if match is None or match.lastgroup is None:
-                start = place + len(text[place:]) - len(text[place:].lstrip())
+                start = offset + len(text[offset:]) - len(text[offset:].lstrip())
                 raise self._error_at(start, text[start], "a column, a value, or and, or, not")
             self.tokens.append(_Token(match.lastgroup, match[match.lastgroup], match.start(match.lastgroup)))
-            place = match.end()
+            offset = match.end()
 
     def _error_at(self, at: int, actual: str | None, expected: str, hint: str = "") -> ValueError:
         token = "the end" if actual is None else repr(actual[:40])
@@ -307,10 +307,10 @@ class _Parser:
         if name in FLAGS and name not in _TEXT_COLUMNS:
             return self._parse_flag(name)
         if name.startswith(_NUMBER_PREFIXES):
-            part = self._resolve_part(token)
+            reward_part = self._resolve_part(token)
             # As one side of a comparison, a name is safe even if it is not a valid SQLite path.
             column = "(SELECT value FROM json_each(samples.parts) WHERE key = ?)"
-            return self._parse_number_test(column, (part,))
+            return self._parse_number_test(column, (reward_part,))
         if name in _NUMBER_COLUMNS:
             return self._parse_number_test(name)
         if name in _TEXT_COLUMNS:
@@ -338,7 +338,7 @@ class _Parser:
     def _resolve_part(self, token: _Token) -> str:
         name = token.text.split(".", 1)[1]
         if self.parts and name not in self.parts:
-            same = [part for part in self.parts if part.lower() == name.lower()]
+            same = [candidate for candidate in self.parts if candidate.lower() == name.lower()]
             if not same:
                 hint = suggest(name, list(self.parts))
                 raise self.error(token, "the name of a reward part or metric", hint)
@@ -480,7 +480,7 @@ def parse_sort(text: str, view: str = "samples", parts: Sequence[str] = ()) -> t
         raise ValueError(f"sort: got {str(text)[:40]!r}, expected column names separated by commas")
     clauses: list[str] = []
     values: list[Any] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in filter(None, (text_part.strip() for text_part in text.split(","))):
         falling = word.startswith("-")
         name = word.lstrip("+-").strip()
         lower = name.lower()

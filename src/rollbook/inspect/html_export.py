@@ -404,12 +404,12 @@ def _record_answers(source: Source, answers: Answers, trajectories: Sequence[Tra
     recorded: list[Answer] = []
     rows: list[dict[str, Any]] = []
     for trajectory in trajectories:
-        near = dict(answers.neighbors(trajectory.uid))
-        rows.append(near["row"])
+        neighbors = dict(answers.neighbors(trajectory.uid))
+        rows.append(neighbors["row"])
         for name in ("previous", "next", "previous_group", "next_group"):
-            near[name] = near[name] if near[name] in inside else None
-        near["same_prompt"] = []
-        recorded.append(("/api/neighbors", {"uid": trajectory.uid}, near))
+            neighbors[name] = neighbors[name] if neighbors[name] in inside else None
+        neighbors["same_prompt"] = []
+        recorded.append(("/api/neighbors", {"uid": trajectory.uid}, neighbors))
         # Without the ledger, which names consumers and machines.
         recorded.append(("/api/record", {"uid": trajectory.uid}, _shorten(source.record(trajectory.uid))))
     groups: list[dict[str, Any]] = []

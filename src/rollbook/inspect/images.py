@@ -57,10 +57,10 @@ def _image_json(image: Picture) -> dict[str, Any]:
     return {"picture": image.sha256, "mime": image.mime, "width": image.width, "height": image.height}
 
 
-def read_image(source: Json | bytes | bytearray, where: RowContext, notes: list[str]) -> Picture | None:
+def read_image(source: Json | bytes | bytearray, context: RowContext, notes: list[str]) -> Picture | None:
     """Return the picture of a data URL, base64 text or a local file; anything else is noted and not fetched."""
     if isinstance(source, (bytes, bytearray)):
-        return store_image(bytes(source), where, notes)
+        return store_image(bytes(source), context, notes)
     if not isinstance(source, str):
         notes.append("Image omitted: no content.")
         return None
@@ -69,32 +69,32 @@ def read_image(source: Json | bytes | bytearray, where: RowContext, notes: list[
         if head is None or ";base64" not in head[0]:
             notes.append("Image omitted: data URL without base64.")
             return None
-        return _from_base64(source[head.end() :], where, notes)
+        return _from_base64(source[head.end() :], context, notes)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", source):
         notes.append("Image omitted: remote images are not fetched.")
         return None
-    path = resolve_path(where.root, source)
+    path = resolve_path(context.root, source)
     if path is not None:
         with open(path, "rb") as file:
-            return store_image(file.read(MAX_PICTURE + 1), where, notes)
+            return store_image(file.read(MAX_PICTURE + 1), context, notes)
     if len(source) > 256:
-        return _from_base64(source, where, notes)
+        return _from_base64(source, context, notes)
     notes.append("Image omitted: file not found.")
     return None
 
 
-def _from_base64(text: str, where: RowContext, notes: list[str]) -> Picture | None:
+def _from_base64(text: str, context: RowContext, notes: list[str]) -> Picture | None:
     if len(text) > MAX_PICTURE * 4 // 3 + 4:
         notes.append(f"Image omitted: more than {MAX_PICTURE} bytes.")
         return None
     try:
-        return store_image(binascii.a2b_base64(text), where, notes)
+        return store_image(binascii.a2b_base64(text), context, notes)
     except (binascii.Error, ValueError):
         notes.append("Image omitted: invalid base64.")
         return None
 
 
-def store_image(data: bytes, where: RowContext, notes: list[str]) -> Picture | None:
+def store_image(data: bytes, context: RowContext, notes: list[str]) -> Picture | None:
     """Return a picture for these bytes, if they are an image that browsers show safely."""
     if len(data) > MAX_PICTURE:
         notes.append(f"Image omitted: more than {MAX_PICTURE} bytes.")
@@ -108,7 +108,7 @@ def store_image(data: bytes, where: RowContext, notes: list[str]) -> Picture | N
         notes.append(f"Image omitted: {width}x{height} pixels are too many.")
         return None
     name = sha256(data).hexdigest()
-    where.keep(name, data, mime)
+    context.keep(name, data, mime)
     return Picture(name, mime, width, height)
 
 
@@ -266,9 +266,9 @@ class ImageExtractor:
         elif isinstance(value, str):
             image = self._in_text(value, key)
         elif isinstance(value, dict) and depth > 0:
-            before = len(self.pictures)
+            count_before = len(self.pictures)
             shown = {name: self.extract(item, name, depth - 1) for name, item in value.items()}
-            if value.get("type") in _IMAGE_TYPES and len(self.pictures) == before and len(value) > 1:
+            if value.get("type") in _IMAGE_TYPES and len(self.pictures) == count_before and len(value) > 1:
                 self.external += 1
             return shown
         elif isinstance(value, (list, tuple)) and depth > 0:

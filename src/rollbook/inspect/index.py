@@ -371,14 +371,14 @@ class Index:
                 raise ValueError("index: already closed")
             connection = self._writer
             connection.execute("BEGIN IMMEDIATE")
-            before = connection.total_changes
+            changes_before = connection.total_changes
             try:
                 yield connection
             except BaseException:
                 connection.execute("ROLLBACK")
                 raise
             connection.execute("COMMIT")
-            if quiet or connection.total_changes == before:
+            if quiet or connection.total_changes == changes_before:
                 return
             with self._changed:
                 self._cursor += 1
@@ -410,12 +410,12 @@ class Index:
         for row in rows:
             rows_by_columns.setdefault(tuple(row), []).append(row)
         with self.writing() as write:
-            for names, part in rows_by_columns.items():
-                ns = [row["n"] for row in part]
+            for names, row_values in rows_by_columns.items():
+                ns = [row["n"] for row in row_values]
                 self._mark_changed(write, ns)
                 others = [name for name in names if name != "n"]
                 if "uid" in names:
-                    self._release_ids(write, [(row["uid"], row["n"]) for row in part])
+                    self._release_ids(write, [(row["uid"], row["n"]) for row in row_values])
                     update = ", ".join(f"{name} = excluded.{name}" for name in others)
                     sql = (
                         f"INSERT INTO samples ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)}) "
@@ -424,7 +424,7 @@ class Index:
                 else:
                     sql = f"UPDATE samples SET {', '.join(f'{name} = :{name}' for name in others)} WHERE n = :n"
                 try:
-                    write.executemany(sql, part)
+                    write.executemany(sql, row_values)
                 except UnicodeEncodeError:
                     # Lone surrogates, which SQLite cannot store.
                     write.executemany(
@@ -434,16 +434,16 @@ class Index:
                                 name: replace_surrogates(value) if isinstance(value, str) else value
                                 for name, value in row.items()
                             }
-                            for row in part
+                            for row in row_values
                         ],
                     )
                 self._mark_changed(write, ns)
 
     def _release_ids(self, write: sqlite3.Connection, ids: Sequence[tuple[str, int]]) -> None:
         numbers = dict(ids)
-        for part in _chunks(list(numbers)):
-            marks = ",".join("?" * len(part))
-            for uid, n in write.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall():
+        for chunk in _chunks(list(numbers)):
+            marks = ",".join("?" * len(chunk))
+            for uid, n in write.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", chunk).fetchall():
                 if numbers[uid] != n:
                     write.execute("UPDATE samples SET uid = ? WHERE n = ?", (f"{uid}~{n}", n))
 
@@ -461,10 +461,10 @@ class Index:
 
     def _mark_changed(self, write: sqlite3.Connection, ns: Sequence[int]) -> None:
         """Mark groups and steps to be summarized again."""
-        for part in _chunks(ns):
-            marks = ",".join("?" * len(part))
+        for chunk in _chunks(ns):
+            marks = ",".join("?" * len(chunk))
             for gid, step, evaluation in write.execute(
-                f"SELECT DISTINCT gid, step, evaluation FROM samples WHERE n IN ({marks})", part
+                f"SELECT DISTINCT gid, step, evaluation FROM samples WHERE n IN ({marks})", chunk
             ):
                 self._gids.add(gid)
                 self._steps.add((step, evaluation))
@@ -476,10 +476,10 @@ class Index:
         self.declare(name for trajectory in trajectories for name in trajectory.declared)
         with self._lock:
             numbers: dict[str, int] = {}
-            for part in _chunks([trajectory.uid for trajectory in trajectories]):
-                marks = ",".join("?" * len(part))
+            for chunk in _chunks([trajectory.uid for trajectory in trajectories]):
+                marks = ",".join("?" * len(chunk))
                 numbers.update(
-                    self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", part).fetchall()
+                    self._writer.execute(f"SELECT uid, n FROM samples WHERE uid IN ({marks})", chunk).fetchall()
                 )
             (last,) = self._writer.execute("SELECT COALESCE(MAX(n), 0) FROM samples").fetchone()
             rows = []
@@ -565,6 +565,6 @@ def _chunks(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield values[start : start + _SQL_CHUNK]
 
 
-def _contains(text: str | float | None, part: str | float) -> int | None:
+def _contains(text: str | float | None, substring: str | float) -> int | None:
     """Return whether a text contains another, ignoring case; `None` without a text."""
-    return None if text is None else int(str(part).casefold() in str(text).casefold())
+    return None if text is None else int(str(substring).casefold() in str(text).casefold())

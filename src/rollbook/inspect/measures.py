@@ -92,11 +92,11 @@ def _find_loop(ids: NDArray[Any], grams: NDArray[np.uint64]) -> tuple[int, int] 
         stop = len(ids) - skipped
         last = len(grams) - 1 - skipped
         # The period is the distance to the previous occurrence of the last 8 tokens.
-        near = grams[max(0, last - MAX_PERIOD) : last]
-        before = np.flatnonzero(near == grams[last])
-        if not len(before):
+        candidates = grams[max(0, last - MAX_PERIOD) : last]
+        matches = np.flatnonzero(candidates == grams[last])
+        if not len(matches):
             continue
-        period = len(near) - int(before[-1])
+        period = len(candidates) - int(matches[-1])
         same = ids[period:stop] == ids[: stop - period]
         differs = np.flatnonzero(~same[::-1])
         length = (int(differs[0]) if len(differs) else len(same)) + period
@@ -186,8 +186,8 @@ def extract_user_message(messages: Json) -> str:
             content = message.get("content")
             if isinstance(content, str):
                 return _excerpt(content)
-            parts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
-            return _excerpt(" ".join(part for part in parts if isinstance(part, str)))
+            parts = [entry.get("text") for entry in content or () if isinstance(entry, Mapping)]
+            return _excerpt(" ".join(entry for entry in parts if isinstance(entry, str)))
     return ""
 
 
@@ -524,9 +524,11 @@ def update_summaries(
         if _update_solved_reward(write, evaluation):
             candidates.update(write.execute("SELECT step, evaluation FROM steps WHERE evaluation = ?", (evaluation,)))
         # The previous newest step may have groups that are now known to be incomplete.
-        before = write.execute("SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)).fetchone()
-        if before[0] is not None and before[0] != newest.get(evaluation):
-            candidates.add((before[0], evaluation))
+        last_step = write.execute(
+            "SELECT MAX(step) FROM steps WHERE evaluation = ? AND n > 0", (evaluation,)
+        ).fetchone()
+        if last_step[0] is not None and last_step[0] != newest.get(evaluation):
+            candidates.add((last_step[0], evaluation))
     summaries = dict[tuple[int, int], str]()
     for step, evaluation, text in write.execute("SELECT step, evaluation, summary FROM steps"):
         if (step, evaluation) in candidates:
@@ -558,22 +560,22 @@ def _update_solved_reward(write: sqlite3.Connection, evaluation: int) -> bool:
         "SELECT COUNT(*), MIN(low), MAX(high) FROM groups WHERE evaluation = ? AND low > -9e999 AND high < 9e999",
         (evaluation,),
     ).fetchone()
-    before = write.execute("SELECT top, bar, solves, groups FROM tops WHERE evaluation = ?", (evaluation,)).fetchone()
+    stored = write.execute("SELECT top, bar, solves, groups FROM tops WHERE evaluation = ?", (evaluation,)).fetchone()
     write.execute("UPDATE tops SET low = ? WHERE evaluation = ? AND low <> ?", (least, evaluation, least))
     if top is None:
         write.execute("DELETE FROM tops WHERE evaluation = ?", (evaluation,))
-        return before is not None
-    if before is not None and before[0] == top and before[3] <= count < 2 * before[3]:
+        return stored is not None
+    if stored is not None and stored[0] == top and stored[3] <= count < 2 * stored[3]:
         return False
-    where = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTED}"  # 9e999 is infinity
-    scored = write.execute(f"SELECT COUNT(*) FROM samples WHERE {where}", (evaluation,)).fetchone()[0]
+    condition = f"evaluation = ? AND reward > -9e999 AND reward < 9e999 AND {_COUNTED}"  # 9e999 is infinity
+    scored = write.execute(f"SELECT COUNT(*) FROM samples WHERE {condition}", (evaluation,)).fetchone()[0]
     low = write.execute(
-        f"SELECT reward FROM samples WHERE {where} ORDER BY reward LIMIT 1 OFFSET ?", (evaluation, scored // 10)
+        f"SELECT reward FROM samples WHERE {condition} ORDER BY reward LIMIT 1 OFFSET ?", (evaluation, scored // 10)
     ).fetchone()[0]
     bar = top - _SOLVED_DISTANCE * (top - low)
     entry = (top, bar, int(top > low or top > 0), count)
     write.execute("INSERT OR REPLACE INTO tops VALUES (?, ?, ?, ?, ?, ?)", (evaluation, least, *entry))
-    return before is not None and before[1:3] != entry[1:3]
+    return stored is not None and stored[1:3] != entry[1:3]
 
 
 def solved_reward(read: sqlite3.Connection, evaluation: int = 0) -> float | None:
@@ -623,7 +625,7 @@ def summarize(read: sqlite3.Connection, step: int, evaluation: int, newest: int 
     columns = list(zip(*rows, strict=True)) if rows else [()] * 17
     (reward, response, entropy, kl, mismatch, staleness, advantage) = columns[:7]
     status, duplicate, repetition, trained, nans, scored, parts, low, high, removed = columns[7:]
-    lengths = [r if r or why is None else None for r, why in zip(response, removed, strict=True)]
+    lengths = [r if r or reason is None else None for r, reason in zip(response, removed, strict=True)]
     measured = (reward, lengths, entropy, kl, mismatch, staleness, advantage)
     tokens = sum(response)
     shares = {

@@ -102,9 +102,9 @@ class Reader:
         evaluation: dict[int, bool] = {}
         versions: dict[int, int | None] = {}
         with self.book.ledger.read() as tx:
-            for marks, part in chunks(numbers):
+            for marks, chunk in chunks(numbers):
                 for seq, flag, version in tx.all(
-                    f"SELECT seq, evaluation, version_min FROM records WHERE seq IN ({marks})", part
+                    f"SELECT seq, evaluation, version_min FROM records WHERE seq IN ({marks})", chunk
                 ):
                     evaluation[seq], versions[seq] = bool(flag), version
         trajectories = convert_records(records, self.vocabulary, self.album)
@@ -194,9 +194,9 @@ def _decode_numbers(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     return values != 0 if dtype == "bool" else values
 
 
-def _array(dtype: str, shape: Sequence[int], data: bytes, where: str) -> NDArray[Any] | None:
+def _array(dtype: str, shape: Sequence[int], data: bytes, prefix: str) -> NDArray[Any] | None:
     """Return the elements of a tensor; `None` for types that numpy lacks."""
-    sizes = check_shape(dtype, shape, len(data), where)
+    sizes = check_shape(dtype, shape, len(data), prefix)
     if DTYPES[dtype].code == 0:
         return None
     return _decode_numbers(np.frombuffer(data, dtype=DTYPES[dtype].storage).reshape(sizes), dtype)

@@ -39,16 +39,16 @@ def matches(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     except (re.error, OverflowError, RecursionError) as error:
         yield {"error": str(error)}
         return
-    where = "WHERE (samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
+    condition = "WHERE (samples.removed_reason IS NULL OR samples.removed_reason NOT IN ('deleted', 'rewound'))"
     values: list[Any] = []
     if job["step"] is not None:
-        where, values = f"{where} AND samples.step = ?", [job["step"]]
+        condition, values = f"{condition} AND samples.step = ?", [job["step"]]
     end = time.monotonic() + job["seconds"]
     context, yielded, total = job["context"], 0, 0
     connection = sqlite3.connect(f"{job['path']}?mode=ro", uri=True)
     last: tuple[bytes, Any] = (b"", None)  # groups of one prompt are consecutive
     for sql in (_RESPONSES, _PROMPTS):
-        for n, field, body in connection.execute(sql.format(where=where), values):
+        for n, field, body in connection.execute(sql.format(where=condition), values):
             if body == last[0]:
                 text, match = last[1]
             else:

@@ -77,13 +77,13 @@ def decompress(body: bytes) -> str:
     return zlib.decompress(body).decode("utf-8", "surrogatepass")
 
 
-def text_contains(body: bytes, part: str) -> int:
+def text_contains(body: bytes, substring: str) -> int:
     """Return whether the compressed text `body` contains another, ignoring case.
 
     >>> text_contains(compress("Wait, no"), "wait")
     1
     """
-    return int(part.casefold() in decompress(body).casefold())
+    return int(substring.casefold() in decompress(body).casefold())
 
 
 def remove_texts(write: sqlite3.Connection, ns: Sequence[int]) -> None:
@@ -291,9 +291,9 @@ class Search:
         rows = {}
         ns = [hit["n"] for hit in hits]
         for start in range(0, len(ns), 500):
-            part = ns[start : start + 500]
-            marks = ",".join("?" * len(part))
-            for row in self.index.query(f"SELECT n, uid, gid, step, reward FROM samples WHERE n IN ({marks})", part):
+            chunk = ns[start : start + 500]
+            marks = ",".join("?" * len(chunk))
+            for row in self.index.query(f"SELECT n, uid, gid, step, reward FROM samples WHERE n IN ({marks})", chunk):
                 rows[row[0]] = row
         return [
             {
@@ -307,12 +307,12 @@ class Search:
 
     def _search_phrases(self, terms: Sequence[str], limit: int, step: int | None) -> tuple[int, list[dict[str, Any]]]:
         match = " AND ".join('"' + _clean_text(phrase).replace('"', '""') + '"' for phrase in terms)
-        where, values = ("AND samples.step = ?", (step,)) if step is not None else ("", ())
-        where += f" AND {_COUNTED}"
-        responses = f"FROM texts JOIN samples ON samples.n = texts.rowid WHERE texts MATCH ? {where}"
+        condition, values = ("AND samples.step = ?", (step,)) if step is not None else ("", ())
+        condition += f" AND {_COUNTED}"
+        responses = f"FROM texts JOIN samples ON samples.n = texts.rowid WHERE texts MATCH ? {condition}"
         prompts = (
             "FROM prompt_texts JOIN prompt_bodies ON prompt_bodies.p = prompt_texts.rowid "
-            f"JOIN samples ON samples.prompt = prompt_bodies.prompt WHERE prompt_texts MATCH ? {where}"
+            f"JOIN samples ON samples.prompt = prompt_bodies.prompt WHERE prompt_texts MATCH ? {condition}"
         )
         pattern = re.compile(_phrase_regex(terms[0]), re.IGNORECASE)
         with self.index.reading() as read:
@@ -336,8 +336,8 @@ class Search:
                     else "SELECT body FROM prompt_bodies WHERE prompt = (SELECT prompt FROM samples WHERE n = ?)"
                 )
                 text = decompress(read.execute(sql, (n,)).fetchone()[0])
-                place = pattern.search(text)
-                start, stop = place.span() if place else (0, 0)
+                span = pattern.search(text)
+                start, stop = span.span() if span else (0, 0)
                 shown = {
                     "before": text[max(0, start - CONTEXT_LENGTH) : start],
                     "match": text[start:stop],

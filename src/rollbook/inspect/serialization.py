@@ -213,7 +213,7 @@ def _encode_trajectory(trajectory: Trajectory, blobs: _Blobs, dtype: str) -> dic
         fields["prompt_text"] = fields["response_text"] = None
     return fields | {
         "tokens": trajectory.tokens,
-        "segments": [[*(json_safe(part) for part in segment)] for segment in trajectory.segments],
+        "segments": [[*(json_safe(entry) for entry in segment)] for segment in trajectory.segments],
         "pictures": [dataclasses.asdict(picture) for picture in trajectory.pictures],
         "rejected": None if trajectory.rejected is None else _encode_trajectory(trajectory.rejected, blobs, dtype),
         "blobs": places,
@@ -261,7 +261,7 @@ def _decode_trajectory(entry: Json, blobs: memoryview, nested: bool = False) -> 
     places: dict[str, Any] = dict(entry["blobs"])
     text = _read_blob("text", places.pop("text", None), blobs, None)
     fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "blobs"}
-    arrays = {name: _read_array(name, place, blobs, length) for name, place in places.items()}
+    arrays = {name: _read_array(name, blob_range, blobs, length) for name, blob_range in places.items()}
     try:
         fields["text"] = bytes(text).decode()
         widths, flags = arrays.pop("widths"), arrays.pop("flags")
@@ -280,22 +280,22 @@ def _decode_trajectory(entry: Json, blobs: memoryview, nested: bool = False) -> 
     return fields
 
 
-def _read_blob(name: str, place: Json, blobs: memoryview, kind: str | None) -> memoryview:
-    if not isinstance(place, list) or len(place) != (2 if kind is None else 3):
+def _read_blob(name: str, blob_range: Json, blobs: memoryview, kind: str | None) -> memoryview:
+    if not isinstance(blob_range, list) or len(blob_range) != (2 if kind is None else 3):
         raise WireError(f"frame: blob {name!r} has no offset and size")
-    start, size = place[:2]
+    start, size = blob_range[:2]
     if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > len(blobs):
-        raise WireError(f"frame: blob {name!r} at {place[:2]} is outside of {len(blobs)} bytes")
+        raise WireError(f"frame: blob {name!r} at {blob_range[:2]} is outside of {len(blobs)} bytes")
     if start % _ALIGN:
         raise WireError(f"frame: blob {name!r} starts at {start}, expected a multiple of {_ALIGN}")
     return blobs[start : start + size]
 
 
-def _read_array(name: str, place: Json, blobs: memoryview, length: int) -> NDArray[Any]:
-    kind = place[2] if isinstance(place, list) and len(place) == 3 else None
+def _read_array(name: str, blob_range: Json, blobs: memoryview, length: int) -> NDArray[Any]:
+    kind = blob_range[2] if isinstance(blob_range, list) and len(blob_range) == 3 else None
     if not isinstance(kind, str) or kind not in TYPES:
         raise WireError(f"frame: blob {name!r} has type {kind!r}, expected one of {', '.join(TYPES)}")
-    data = _read_blob(name, place, blobs, kind)
+    data = _read_blob(name, blob_range, blobs, kind)
     dtype = np.dtype(TYPES[kind])
     if len(data) != length * dtype.itemsize:
         raise WireError(f"frame: blob {name!r} has {len(data)} bytes, expected {length} numbers of {dtype.itemsize}")

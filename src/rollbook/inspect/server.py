@@ -232,9 +232,9 @@ class _Handler(socketserver.BaseRequestHandler):
                 connection.sendall(start + body)  # one packet if it fits
                 return
             connection.sendall(start)
-            for place in range(0, len(body), _SEND_BYTES):
+            for first in range(0, len(body), _SEND_BYTES):
                 # The time limit applies per piece, so that a slow connection can finish.
-                connection.sendall(memoryview(body)[place : place + _SEND_BYTES])
+                connection.sendall(memoryview(body)[first : first + _SEND_BYTES])
             return
         try:
             connection.sendall(start)
@@ -534,11 +534,11 @@ def _bind_unix(path: str) -> sockets.socket:
                 raise ValueError(f"socket: {path} is in use")
             bound.close()
             bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-        before = os.umask(0o177)
+        umask = os.umask(0o177)
         try:
             bound.bind(path)
         finally:
-            os.umask(before)
+            os.umask(umask)
         bound.listen(64)
     except BaseException:
         bound.close()
@@ -752,9 +752,9 @@ class AsgiViewer:
         if isinstance(stream, bytes):
             raise ValueError("answer: got bytes, expected a stream")
         await send({"type": "http.response.start", "status": answer.status, "headers": _headers(answer)})
-        gone = asyncio.ensure_future(_until_gone(receive))
+        disconnected = asyncio.ensure_future(_until_gone(receive))
         try:
-            while not gone.done():
+            while not disconnected.done():
                 piece = await self._run(next, stream, None)
                 if piece is None:
                     await send({"type": "http.response.body", "body": b""})
@@ -762,7 +762,7 @@ class AsgiViewer:
                 if piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         finally:
-            gone.cancel()
+            disconnected.cancel()
             stream.close()
 
 

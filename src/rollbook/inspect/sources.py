@@ -118,12 +118,12 @@ class BatchMeasurer:
 
     def _numbers(self, columns: Mapping[str, Any], mask: _Mask, count: int) -> list[dict[str, Any]]:
         """Measure records with the same fields together, which in most pieces are all of them."""
-        there = {name: columns[name] for name in NUMBER_FIELDS if isinstance(columns.get(name), Ragged)}
+        number_columns = {name: columns[name] for name in NUMBER_FIELDS if isinstance(columns.get(name), Ragged)}
         lengths = np.zeros(count, dtype=np.int64)
-        for column in there.values():
+        for column in number_columns.values():
             lengths = np.maximum(lengths, column.lengths)
         has = np.zeros(count, dtype=np.int64)
-        for bit, column in enumerate(there.values()):
+        for bit, column in enumerate(number_columns.values()):
             has |= (column.present & (column.lengths == lengths)).astype(np.int64) << bit
         rows: list[dict[str, Any]] = [dict(_NO_METRICS) for _ in range(count)]
         for signature in np.unique(has).tolist():
@@ -131,7 +131,7 @@ class BatchMeasurer:
             if not signature or not chosen.any():
                 continue
             fields = {}
-            for bit, (name, column) in enumerate(there.items()):
+            for bit, (name, column) in enumerate(number_columns.items()):
                 if signature >> bit & 1:
                     values = to_floats(column)
                     fields[name] = values if chosen.all() else values[np.repeat(chosen, column.lengths)]
@@ -347,9 +347,9 @@ _LEDGER_COLUMNS = (
     *("trained_tokens", "version_min", "version_max", "finish_reason", "kind", "group_size", "parent", "evaluation"),
     *("admitted", "removed_reason"),
 )
-"""Ledger columns that the index copies; the last is `gone` in the ledger."""
+"""Ledger columns that the index copies; the last is `removed_reason` in the ledger."""
 _SELECTED_COLUMNS = ", ".join(
-    f"records.{name}" for name in ("seq", *_LEDGER_COLUMNS[:-1], "gone", "step", "truncate_status")
+    f"records.{name}" for name in ("seq", *_LEDGER_COLUMNS[:-1], "removed_reason", "step", "truncate_status")
 )
 _TEXT_CHANGES = ("revised", "redacted")
 _REMOVALS = ("deleted", "removed")
@@ -360,7 +360,7 @@ _REMOVED_VALUES = {"opening": "", "closing": "", "parts": "{}", "kept": None, "m
 
 def _state_sql(consumer: int) -> str:
     """Return the SQL of a record's state; records in a consumer's inbox are waiting."""
-    return "work.state" if consumer < 0 else "COALESCE(work.state, 'waiting')"
+    return "queue.state" if consumer < 0 else "COALESCE(queue.state, 'waiting')"
 
 
 class Follower:
@@ -431,13 +431,13 @@ class Follower:
                 trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
                 self._has_trained = bool(trained and trained[0])
             if self._remaining_seqs is not None:
-                part, self._remaining_seqs = self._remaining_seqs[:LEDGER_ROWS], self._remaining_seqs[LEDGER_ROWS:]
-                rows = self._read_rows(tx, part, consumer)
+                seqs, self._remaining_seqs = self._remaining_seqs[:LEDGER_ROWS], self._remaining_seqs[LEDGER_ROWS:]
+                rows = self._read_rows(tx, seqs, consumer)
                 self.index.put(rows)
                 return bool(rows)
             records = tx.all(
-                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
-                "work.consumer = ? AND work.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
+                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, queue.reason FROM records LEFT JOIN queue ON "
+                "queue.consumer = ? AND queue.seq = records.seq WHERE records.seq > ? AND records.seq <= ? "
                 "ORDER BY records.seq LIMIT ?",
                 (consumer, self._seq, seq_bound, LEDGER_ROWS),
             )
@@ -508,13 +508,13 @@ class Follower:
         """Return the `samples` rows of records."""
         records: list[Any] = []
         events: list[Any] = []
-        for marks, part in chunks(seqs):
+        for marks, chunk in chunks(seqs):
             records += tx.all(
-                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, work.reason FROM records LEFT JOIN work ON "
-                f"work.consumer = ? AND work.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
-                (consumer, *part),
+                f"SELECT {_SELECTED_COLUMNS}, {_state_sql(consumer)}, queue.reason FROM records LEFT JOIN queue ON "
+                f"queue.consumer = ? AND queue.seq = records.seq WHERE records.seq IN ({marks}) ORDER BY records.seq",
+                (consumer, *chunk),
             )
-            events += tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
+            events += tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", chunk)
         return self._rows(records, events, consumer)
 
     def _rows(self, records: Iterable[Any], events: Iterable[Any], consumer: int) -> list[dict[str, Any]]:
@@ -639,7 +639,7 @@ class _VersionHistory:
         self._ids: list[int] = []
         self._tops: list[int] = []
         self._top = -1
-        self._fresh = True
+        self._is_current = True
 
     def see(self, event: int, version: int) -> None:
         """Add the version of a record that arrived with this event."""
@@ -653,10 +653,10 @@ class _VersionHistory:
             "SELECT MIN(seq), version_max FROM records WHERE version_max IS NOT NULL GROUP BY version_max ORDER BY 1"
         )
         admitted: dict[int, int] = {}
-        for marks, part in chunks([seq for seq, _ in firsts]):
+        for marks, chunk in chunks([seq for seq, _ in firsts]):
             admitted |= {
                 seq: event
-                for event, seq, kind, *_ in tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", part)
+                for event, seq, kind, *_ in tx.all(f"{_SELECT_EVENTS} seq IN ({marks}) ORDER BY id", chunk)
                 if kind in ("admitted", "recovered")
             }
         for seq, version in firsts:
@@ -679,22 +679,22 @@ class _VersionHistory:
 
     def _add(self, event: int, version: int, back: int) -> None:
         self._points.append((event, version, back))
-        self._fresh = False
+        self._is_current = False
 
     def at(self, event: int) -> int:
         """Return the highest version at an event; 0 before any."""
-        if not self._fresh:
+        if not self._is_current:
             self._ids, self._tops = [], []
             for when, version, back in sorted(self._points):
                 top = self._tops[-1] if self._tops else 0
                 if back >= 0:
-                    place = bisect_right(self._ids, back) - 1
-                    top = self._tops[place] if place >= 0 else 0
+                    index = bisect_right(self._ids, back) - 1
+                    top = self._tops[index] if index >= 0 else 0
                 self._ids.append(when)
                 self._tops.append(max(top, version))
-            self._fresh = True
-        place = bisect_right(self._ids, event) - 1
-        return self._tops[place] if place >= 0 else 0
+            self._is_current = True
+        index = bisect_right(self._ids, event) - 1
+        return self._tops[index] if index >= 0 else 0
 
 
 BOOK, CONFIG = "book", "config.yaml"
@@ -810,7 +810,7 @@ class BookSource:
         with self.book.ledger.read() as tx:
             rows = tx.all(
                 "SELECT DISTINCT batch, version_min FROM records "
-                "WHERE evaluation = 0 AND (gone IS NULL OR gone NOT IN ('deleted', 'rewound'))"
+                "WHERE evaluation = 0 AND (removed_reason IS NULL OR removed_reason NOT IN ('deleted', 'rewound'))"
             )
         return sorted({record_step(batch, version) for batch, version in rows})
 
@@ -821,10 +821,10 @@ class BookSource:
             numbered = [batch for batch in batches if record_step(batch, None) == record_step(batch, 1)]
             inside = [batch for batch in numbered if _within(record_step(batch, None), spans)]
             seqs = _seqs(tx, "batch", inside)
-            for marks, part in chunks(sorted({*batches}.difference(numbered))):
+            for marks, chunk in chunks(sorted({*batches}.difference(numbered))):
                 seqs += [
                     seq
-                    for seq, version in tx.all(f"SELECT seq, version_min FROM records WHERE batch IN ({marks})", part)
+                    for seq, version in tx.all(f"SELECT seq, version_min FROM records WHERE batch IN ({marks})", chunk)
                     if _within(record_step("", version), spans)
                 ]
         return sorted(seqs)
@@ -898,9 +898,9 @@ class BookSource:
                     if None in texts and vocabulary is not None and isinstance(tokens, Ragged):
                         ids = tokens.values[int(tokens.offsets[i]) : int(tokens.offsets[i + 1])]
                         parts = (ids[: lengths[i]], ids[lengths[i] :])
-                        for at_, (text, part) in enumerate(zip(texts, parts, strict=True)):
+                        for at_, (text, token_texts) in enumerate(zip(texts, parts, strict=True)):
                             if text is None:
-                                texts[at_] = vocabulary.decode_with_ends(part)[0]
+                                texts[at_] = vocabulary.decode_with_ends(token_texts)[0]
                     texts_by_number[seq] = (texts[0] or "", texts[1] or "")
         return [texts_by_number.get(seq, ("", "")) for seq in seqs]
 
@@ -939,10 +939,10 @@ class StartingSource(BookSource):
     def refresh(self, index: Index) -> set[int] | None:
         """See `Source`."""
         if not self.started:
-            place = self.folder / BOOK
-            if not (place / LEDGER).exists():
+            book_folder = self.folder / BOOK
+            if not (book_folder / LEDGER).exists():
                 return None
-            super().__init__(open_book(place, "r"), vocabulary=self._vocabulary, name=self.name)
+            super().__init__(open_book(book_folder, "r"), vocabulary=self._vocabulary, name=self.name)
         return super().refresh(index)
 
     def close(self) -> None:
@@ -954,8 +954,8 @@ class StartingSource(BookSource):
 def _seqs(tx: Transaction, column: str, values: Sequence[str]) -> list[int]:
     return sorted(
         seq
-        for marks, part in chunks(values)
-        for (seq,) in tx.all(f"SELECT seq FROM records WHERE {column} IN ({marks})", part)
+        for marks, chunk in chunks(values)
+        for (seq,) in tx.all(f"SELECT seq FROM records WHERE {column} IN ({marks})", chunk)
     )
 
 
@@ -1002,32 +1002,32 @@ def open_source(
         raise ValueError(f"path: got {path!r}, expected a book, a folder or a file")
     if address.startswith((*POSTGRES, RAY)):
         return BookSource(open_book(address, "r"), vocabulary=load_vocabulary(tokenizer))
-    place = Path(os.path.expanduser(address))
-    if not os.path.lexists(place):
+    folder = Path(os.path.expanduser(address))
+    if not os.path.lexists(folder):
         raise FileNotFoundError(f"path: {redacted(address)!r} does not exist")
-    check_regular(place)
-    if place.name == LEDGER and place.is_file():
-        place = place.parent
-    if (place / LEDGER).exists():
-        return BookSource(open_book(place, "r"), vocabulary=load_vocabulary(tokenizer))
-    books = find_books(place) if place.is_dir() else []
+    check_regular(folder)
+    if folder.name == LEDGER and folder.is_file():
+        folder = folder.parent
+    if (folder / LEDGER).exists():
+        return BookSource(open_book(folder, "r"), vocabulary=load_vocabulary(tokenizer))
+    books = find_books(folder) if folder.is_dir() else []
     if len(books) == 1:
         # The book of a run is named after the run's folder.
-        name = os.path.basename(os.path.abspath(place)) if books[0].name == BOOK else None
+        name = os.path.basename(os.path.abspath(folder)) if books[0].name == BOOK else None
         return BookSource(open_book(books[0], "r"), vocabulary=load_vocabulary(tokenizer), name=name)
     if books:
         shown = ", ".join(str(book) for book in books[:_MAX_LISTED])
         more = f" and {len(books) - _MAX_LISTED} more" if len(books) > _MAX_LISTED else ""
         raise ValueError(f"path: {address!r} contains {len(books)} books, expected one of: {shown}{more}")
-    check_book_is_here(place)
+    check_book_is_here(folder)
     from rollbook.inspect.files import UnknownFormatError, open_file_source
 
     try:
-        return open_file_source(place, tokenizer=tokenizer)
+        return open_file_source(folder, tokenizer=tokenizer)
     except UnknownFormatError as error:
-        if (place / CONFIG).is_file():
+        if (folder / CONFIG).is_file():
             if starting:
-                return StartingSource(place, vocabulary=load_vocabulary(tokenizer))
+                return StartingSource(folder, vocabulary=load_vocabulary(tokenizer))
             raise UnknownFormatError(
                 f"path: {address!r} has no book yet: the run is starting or warming up; `rollbook view` follows it"
             ) from None

@@ -103,8 +103,8 @@ def group_means(values: NDArray[np.float64], groups: NDArray[Any]) -> NDArray[np
     >>> group_means(np.array([0.0, 1.0, 3.0]), np.array(["a", "a", "b"])).tolist()
     [0.5, 3.0]
     """
-    _, place = np.unique(groups, return_inverse=True)
-    return np.bincount(place, values) / np.bincount(place)
+    _, inverse = np.unique(groups, return_inverse=True)
+    return np.bincount(inverse, values) / np.bincount(inverse)
 
 
 def mean_interval(values: NDArray[np.float64], groups: NDArray[Any]) -> tuple[float, float]:
@@ -114,12 +114,12 @@ def mean_interval(values: NDArray[np.float64], groups: NDArray[Any]) -> tuple[fl
     >>> mean_interval(np.array([0.0, 0.0, 1.0, 1.0]), np.array([0, 1, 2, 3]))[0]
     0.5
     """
-    _, place = np.unique(groups, return_inverse=True)
+    _, inverse = np.unique(groups, return_inverse=True)
     mean = float(values.mean())
-    count = int(place.max()) + 1
+    count = int(inverse.max()) + 1
     if count < 2:
         return mean, math.nan
-    residuals = np.bincount(place, values - mean)
+    residuals = np.bincount(inverse, values - mean)
     error = math.sqrt(float((residuals**2).sum()) * count / (count - 1)) / len(values)
     # Student's t by its expansion around the normal quantile.
     freedom = count - 1
@@ -148,8 +148,8 @@ def group_test(left: NDArray[np.float64], other: NDArray[np.float64]) -> tuple[f
         # Integers, so that equal distances compare equal.
         below = np.cumsum(sides, axis=-1, dtype=np.int64)[..., ends]
         gaps = np.abs(below * len(other) - (ends + 1 - below) * len(left))
-        most: NDArray[np.int64] = gaps.max(axis=-1)
-        return most
+        largest: NDArray[np.int64] = gaps.max(axis=-1)
+        return largest
 
     measured = int(distances(first))
     dice = np.random.default_rng(0)
@@ -197,24 +197,24 @@ def by_step(steps: Ints, values: Floats, *, median: bool = False, least: int = 4
     """
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
-    present, place, counts = np.unique(steps, return_inverse=True, return_counts=True)
+    present, inverse, counts = np.unique(steps, return_inverse=True, return_counts=True)
     if median:
-        centers = block_medians(place, values, len(present))
+        centers = block_medians(inverse, values, len(present))
     else:
-        centers = np.bincount(place, values, minlength=len(present)) / np.maximum(counts, 1)
+        centers = np.bincount(inverse, values, minlength=len(present)) / np.maximum(counts, 1)
     enough = (counts >= least) & (counts >= 0.1 * np.median(counts) if len(counts) else True)
     return Series(present[enough], centers[enough], counts[enough])
 
 
-def block_medians(place: Ints, values: Floats, blocks: int) -> Floats:
-    """Return [blocks] the median of each block's values; `place` is the block of each value.
+def block_medians(block_index: Ints, values: Floats, blocks: int) -> Floats:
+    """Return [blocks] the median of each block's values; `block_index` is the block of each value.
 
     >>> block_medians(np.array([0, 0, 1, 1, 1]), np.array([1.0, 3.0, 9.0, 7.0, 8.0]), 2).tolist()
     [2.0, 8.0]
     """
-    order = np.lexsort((values, place))
+    order = np.lexsort((values, block_index))
     ordered = values[order]
-    counts = np.bincount(place, minlength=blocks)
+    counts = np.bincount(block_index, minlength=blocks)
     starts = np.cumsum(counts) - counts
     medians = np.full(blocks, np.nan)
     some = counts > 0
@@ -232,7 +232,7 @@ def trend(values: Floats) -> float:
     (1.88, 0.0)
     """
     if len(values) > POINTS:
-        values = np.array([np.median(part) for part in np.array_split(values, POINTS)])
+        values = np.array([np.median(segment) for segment in np.array_split(values, POINTS)])
     t = len(values)
     if t < 3:
         return 0.0
@@ -279,10 +279,10 @@ def pairs(blocks: Ints) -> Pairs:
     >>> sorted(map(tuple, np.sort(np.stack([found.left, found.right], 1), 1).tolist()))
     [(0, 1), (0, 2), (1, 2)]
     """
-    _, place, counts = np.unique(blocks, return_inverse=True, return_counts=True)
-    order = np.lexsort((np.random.default_rng(0).random(len(blocks)), place))
+    _, inverse, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+    order = np.lexsort((np.random.default_rng(0).random(len(blocks)), inverse))
     starts = np.cumsum(counts) - counts
-    block = place[order]
+    block = inverse[order]
     size, first = counts[block], starts[block]
     rank = np.arange(len(order)) - first
     left, right, which = [], [], []
@@ -332,9 +332,9 @@ def order(pairing: Pairs, reward: Floats, other: Floats) -> Order:
     if not use.any():
         return Order(0.0, float("inf"), 0.0, 0, 0)
     agree = np.sign(up[use]) * np.sign(across[use])
-    _, place = np.unique(pairing.blocks[use], return_inverse=True)
-    weights = np.bincount(place).astype(np.float64)
-    sums = np.bincount(place, agree)
+    _, inverse = np.unique(pairing.blocks[use], return_inverse=True)
+    weights = np.bincount(inverse).astype(np.float64)
+    sums = np.bincount(inverse, agree)
     d = float(sums.sum() / weights.sum())
     k = len(weights)
     # The error of a ratio of sums over independent blocks.

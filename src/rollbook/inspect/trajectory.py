@@ -585,10 +585,10 @@ class _SegmentBuilder:
             self.add_text(at, mark.start)
             at = mark.stop
             self.add_mark(mark)
-        for (token, kind), place in zip(starts[next_start:], places[next_start:], strict=True):
-            self.add_text(at, place)
-            at = max(at, place)
-            self.change_speaker(token, kind, place)
+        for (token, kind), position in zip(starts[next_start:], places[next_start:], strict=True):
+            self.add_text(at, position)
+            at = max(at, position)
+            self.change_speaker(token, kind, position)
         self.add_text(at, len(self.text))
         self.now.stop = len(self.text)
         return self.spans
@@ -670,8 +670,10 @@ class _SegmentBuilder:
 def _merge_spans(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: NDArray[np.bool_]) -> list[Segment]:
     """Convert spans to segments: empty ones are dropped, and those with only marks are merged into a neighbor."""
     merged: list[_Span] = []
-    for before, span in pairwise(spans):
-        span.token = max(span.token, before.token)  # one token may contain the end of a mark and the start of the next
+    for previous, span in pairwise(spans):
+        span.token = max(
+            span.token, previous.token
+        )  # one token may contain the end of a mark and the start of the next
     for i, span in enumerate(spans):
         stop = spans[i + 1].token if i + 1 < len(spans) else len(ends)
         if stop <= span.token:
@@ -694,7 +696,7 @@ def _merge_spans(text: str, ends: NDArray[np.int64], spans: list[_Span], mask: N
         name = ""
         if span.kind == "tool_call":
             tool_name = _TOOL_NAME.search(text, span.char, min(span.stop, span.char + _MAX_NAME_SEARCH))
-            name = next((part for part in tool_name.groups() if part), "") if tool_name else ""
+            name = next((name_group for name_group in tool_name.groups() if name_group), "") if tool_name else ""
             called.append(name)
         elif span.kind == "tool_result" and called:
             name = called.popleft()

@@ -288,12 +288,12 @@ def _mask_text(text: str, patterns: list[re.Pattern[str]]) -> str:
     # All patterns are matched against the original text, since matches may overlap.
     spans = sorted(match.span() for pattern in patterns for match in pattern.finditer(text))
     pieces = []
-    place = 0
+    masked_until = 0
     for start, stop in spans:
-        if stop > place:
-            pieces += [text[place:start], "█" * (stop - max(start, place))]
-            place = stop
-    return "".join(pieces) + text[place:]
+        if stop > masked_until:
+            pieces += [text[masked_until:start], "█" * (stop - max(start, masked_until))]
+            masked_until = stop
+    return "".join(pieces) + text[masked_until:]
 
 
 def to_json_cell(value: Any) -> Any:
@@ -312,8 +312,8 @@ def to_json_cell(value: Any) -> Any:
             return value
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Decimal):
-        near = float(value)
-        return near if math.isfinite(near) and Decimal(repr(near)) == value else str(value)
+        rounded = float(value)
+        return rounded if math.isfinite(rounded) and Decimal(repr(rounded)) == value else str(value)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return "0x" + bytes(value).hex()
     if isinstance(value, dict):

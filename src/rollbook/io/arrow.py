@@ -197,7 +197,7 @@ def _by_value(field: Field, array: pa.Array) -> Columns:
 
 
 def _drop_nulls(parts: Json) -> Any:
-    return {name: part for name, part in parts.items() if part is not None} if isinstance(parts, dict) else parts
+    return {name: entry for name, entry in parts.items() if entry is not None} if isinstance(parts, dict) else parts
 
 
 def _tensor(value: Json, dtype: str) -> Any:

@@ -36,7 +36,7 @@ from rollbook.core.wire import DEFAULT_LIMITS, Limits
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.io import frameworks, hf, jsonl, parquet, trinity_sqlite
 from rollbook.io.arrow import from_table
-from rollbook.io.tables import (
+from rollbook.io.rows import (
     MAX_ROW_BYTES,
     ErrorHandler,
     Report,
@@ -122,7 +122,7 @@ def _read(
     with open(path, "rb") as file:
         at = 0
         while head := file.read(head_bytes):
-            where = f"{os.path.basename(path)}: byte {at}"
+            prefix = f"{os.path.basename(path)}: byte {at}"
             try:
                 total = size(head)
                 if total > max_bytes:
@@ -137,15 +137,15 @@ def _read(
                     raise WireError(f"the file ends after {len(data)} of {total} bytes")
                 batch = records(data)
             except WireError as error:
-                errors.handle(where, error)
+                errors.handle(prefix, error)
             else:
                 yield batch
             at += total
 
 
 def _fill(file: BinaryIO, data: bytearray, total: int) -> None:
-    while len(data) < total and (part := file.read(min(total - len(data), 16 << 20))):
-        data += part
+    while len(data) < total and (chunk := file.read(min(total - len(data), 16 << 20))):
+        data += chunk
 
 
 FORMATS: dict[str, str] = {
@@ -383,13 +383,13 @@ def read(
         WireError: Raised during iteration if the data is damaged or exceeds the limits.
     """
     name = guess(path) if format is None else check_format(format)
-    where = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(where, str) and name != "hf":
+    location = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(location, str) and name != "hf":
         raise ValueError(f"path: got a {type(path).__name__}, expected a path for format {name!r}")
-    if isinstance(where, str) and not os.path.exists(where):
-        raise FileNotFoundError(f"path: {where!r} does not exist")
-    if isinstance(where, str):
-        check_regular(where)
+    if isinstance(location, str) and not os.path.exists(location):
+        raise FileNotFoundError(f"path: {location!r} does not exist")
+    if isinstance(location, str):
+        check_regular(location)
     check_choice("on_error", on_error, ("raise", "skip"))
     rows = check_int("batch_rows", batch_rows, 1)
     reader = _READERS[name]
@@ -397,7 +397,7 @@ def read(
     if "max_row_bytes" in inspect.signature(reader).parameters:
         options["max_row_bytes"] = check_int("max_row_bytes", options.get("max_row_bytes", MAX_ROW_BYTES), 1)
     report = Report()
-    batches = reader(where, rows, ErrorHandler(on_error == "skip", report), **options)
+    batches = reader(location, rows, ErrorHandler(on_error == "skip", report), **options)
     return Reading(name, regroup(batches, rows), report)
 
 

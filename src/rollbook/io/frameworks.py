@@ -27,7 +27,7 @@ from rollbook.core.errors import RollbookError, WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.freeform import Json
 from rollbook.core.vocabulary import Tokenizer
-from rollbook.io.tables import ErrorHandler, list_float_columns, read_rows
+from rollbook.io.rows import ErrorHandler, list_float_columns, read_rows
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -76,17 +76,17 @@ def _read_records(
 ) -> Iterator[Experiences]:
     builder = _RecordBuilder(framework, tokenizer)
     pending: list[Experience] = []
-    for where, row in read_rows(path, errors, max_row_bytes):
+    for location, row in read_rows(path, errors, max_row_bytes):
         try:
             samples, used = split_row(row)
             records = [builder.build(sample, row, used) for sample in samples]
         except MissingOptionError:
             raise
         except ValueError as error:
-            errors.handle(where, error)
+            errors.handle(location, error)
             continue
         except (TypeError, LookupError, OverflowError, RuntimeError) as error:
-            errors.handle(where, WireError(f"{type(error).__name__}: {error}"))
+            errors.handle(location, WireError(f"{type(error).__name__}: {error}"))
             continue
         pending += records
         if len(pending) >= batch_rows:

@@ -14,7 +14,7 @@ import xxhash
 from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.io.arrow import from_table, to_table, write_tables
-from rollbook.io.tables import ErrorHandler
+from rollbook.io.rows import ErrorHandler
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -142,7 +142,7 @@ def _load(path: str) -> Dataset | DatasetDict:
                 name = _check_file_name(entry.get("filename") if isinstance(entry, dict) else None, state)
                 real = os.path.realpath(os.path.join(folder, name))
                 if os.path.dirname(real) != os.path.realpath(folder):
-                    raise WireError(f"{state}: {name!r} is a link that leaves the folder")
+                    raise WireError(f"{state}: {name!r} is a symbolic link to outside the folder")
     try:
         return _import_datasets().load_from_disk(path)
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, NotImplementedError) as error:
@@ -160,7 +160,7 @@ def _load_json(path: str) -> dict[str, Any]:
     return parsed
 
 
-def _check_file_name(name: str | None, where: str) -> str:
+def _check_file_name(name: str | None, prefix: str) -> str:
     if not isinstance(name, str) or name in ("", ".", "..") or os.path.basename(name) != name:
-        raise WireError(f"{where}: {name!r} is not a plain file name")
+        raise WireError(f"{prefix}: {name!r} is not a plain file name")
     return name

@@ -25,7 +25,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.fields import COLUMNAR, FIELDS, INTEGERS, Field, owner
 from rollbook.core.freeform import Json
-from rollbook.io.tables import ErrorHandler, list_files, parse_object, read_lines
+from rollbook.io.rows import ErrorHandler, list_files, parse_object, read_lines
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -41,11 +41,11 @@ def read(path: str, batch_rows: int, errors: ErrorHandler, *, max_row_bytes: int
     """Read a file, or a folder of such files, in batches of `batch_rows`."""
     pending = []
     for name in list_files(path):
-        for where, text in read_lines(name, max_row_bytes):
+        for location, text in read_lines(name, max_row_bytes):
             try:
                 pending.append(decode_line(text, max_row_bytes))
             except WireError as error:
-                errors.handle(where, error)
+                errors.handle(location, error)
             if len(pending) >= batch_rows:
                 yield Experiences(pending)
                 pending = []

@@ -222,10 +222,10 @@ def _leaves(
             leaf.levels = (leaf.repeated, described.max_definition_level > 0)
     for i in groups:
         group = file.metadata.row_group(i)
-        before = sum(leaf.uncompressed for leaf in leaves.values())
+        size_before = sum(leaf.uncompressed for leaf in leaves.values())
         for j, leaf in leaves.items():
             _add_pages(name, data, group.column(j), leaf)
-        group_size = sum(leaf.uncompressed for leaf in leaves.values()) - before
+        group_size = sum(leaf.uncompressed for leaf in leaves.values()) - size_before
         if max_row_bytes is not None and group_size > max_row_bytes * max(group.num_rows, 1):
             raise WireError(
                 f"{name}: row group {i} has {group_size} bytes in {group.num_rows} rows, over the limit of "
@@ -378,8 +378,8 @@ def _indexed_size(page: _Page, data: mmap.mmap, leaf: _Leaf, lengths: NDArray[np
         count, body = header[8][1] - header[8][2], page.body(data, skipped, header[8].get(7, True))
     else:
         count, body = header[5][1], page.body(data)
-        for there in leaf.levels:
-            if there:
+        for level in leaf.levels:
+            if level:
                 body = body[4 + int.from_bytes(body[:4], "little") :]
     if not len(body):
         return 0

@@ -314,12 +314,12 @@ class _Block:
     def __init__(self, parts: list[_Part]) -> None:
         self._parts: list[_Part] | None = parts
         self._records: Experiences | None = None
-        self.count = sum(part.count for part in parts)
+        self.count = sum(source.count for source in parts)
 
     @property
     def records(self) -> Experiences:
         if self._records is None:
-            self._records = Experiences.concat([part.load() for part in self._parts or ()])
+            self._records = Experiences.concat([source.load() for source in self._parts or ()])
             self._parts = None
         return self._records
 
@@ -331,10 +331,10 @@ def _join_parts(parts: Iterable[_Part], min_rows: int) -> Iterator[_Block]:
     """Yield blocks of complete parts with at least `min_rows` records each, except the last."""
     pending: list[_Part] = []
     count = 0
-    for part in parts:
-        if part.count:
-            pending.append(part)
-            count += part.count
+    for source in parts:
+        if source.count:
+            pending.append(source)
+            count += source.count
         if count >= min_rows:
             yield _Block(pending)
             pending, count = [], 0
@@ -456,7 +456,7 @@ def _open_source(data: RecordSource) -> _MemorySource | _FileSource | _StreamSou
             return _MemorySource(Experiences(rows))
         if all(isinstance(entry, (Experience, Experiences)) for entry in data):
             parts = _StreamSource(data).parts()
-            return _MemorySource(Experiences.concat(part.load() for part in parts))
+            return _MemorySource(Experiences.concat(source.load() for source in parts))
     if isinstance(data, Iterable) and not isinstance(data, (Iterator, bytes, bytearray, memoryview, Mapping)):
         return _StreamSource(data)
     raise ValueError(

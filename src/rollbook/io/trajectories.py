@@ -197,19 +197,19 @@ class Decoder:
         ends: list[int] = []
         pieces: list[str] = []
         at = start = read = 0
-        before = ""
+        decoded = ""
         for i in range(len(ids)):
             now = self.decode(ids[start : i + 1])
             if now.endswith("�") and i + 1 < len(ids):
                 ends.append(at)  # the token ends inside a character
                 continue
-            if not now.startswith(before):
+            if not now.startswith(decoded):
                 return None
-            pieces.append(now[len(before) :])
+            pieces.append(now[len(decoded) :])
             at += len(pieces[-1])
             ends.append(at)
             start, read = read, i + 1
-            before = self.decode(ids[start:read])
+            decoded = self.decode(ids[start:read])
         return ends if "".join(pieces) == text else None
 
     def _ends_by_prefixes(self, ids: list[int], text: str) -> list[int]:
@@ -1086,7 +1086,7 @@ class RecordSource(TrajectorySource):
         row = self.rows[i]
         if name == "tokens":
             parts = [row.tokens, row.chosen] if row.experience_type == "dpo" else [row.tokens]
-            return np.concatenate([to_numpy(part) for part in parts if part is not None])
+            return np.concatenate([to_numpy(column) for column in parts if column is not None])
         if name == "old_logprobs" and row.old_logprobs is None:
             name = "logprobs"
         return None if getattr(row, name, None) is None else self._response(i, name)
@@ -1156,7 +1156,11 @@ def reward_parts(metrics: Json, safe: JsonSafe) -> dict[str, Any]:
     if not isinstance(metrics, Mapping):
         return {}
     converted = safe.convert(metrics, "reward_parts")
-    return {name: part for name, part in converted.items() if isinstance(part, (int, float)) or part is None}
+    return {
+        name: component
+        for name, component in converted.items()
+        if isinstance(component, (int, float)) or component is None
+    }
 
 
 def recorded_images(info: Mapping[Any, Any]) -> list[bytes]:
@@ -1661,8 +1665,8 @@ class TrajectoryEncoder:
             return tokens
         places = mark(entropy)
         scores = orjson.dumps(_as_json_array(entropy[places]), option=_ORJSON_OPTIONS)[1:-1].split(b",")
-        for place, score in zip(places.tolist(), scores, strict=True):
-            tokens[place] = tokens[place].removesuffix(b"false}") + b'true,"entropy_score":' + score + b"}"
+        for index, score in zip(places.tolist(), scores, strict=True):
+            tokens[index] = tokens[index].removesuffix(b"false}") + b'true,"entropy_score":' + score + b"}"
         return tokens
 
     def _images(self, trajectory: Trajectory, paths: list[str | None]) -> dict[str, Any]:

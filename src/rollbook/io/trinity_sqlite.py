@@ -27,7 +27,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.experiences import Experiences
 from rollbook.core.trxp import read_any
 from rollbook.core.wire import Limits
-from rollbook.io.tables import ErrorHandler
+from rollbook.io.rows import ErrorHandler
 
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
@@ -89,11 +89,11 @@ def read(
         pending = []
         try:
             for row in connection.execute(build_query(chosen), (max_row_bytes, max_row_bytes)):
-                where = row[0]
+                location = row[0]
                 try:
                     pending.append(_record(row, chosen, max_row_bytes))
                 except WireError as error:
-                    errors.handle(where if isinstance(where, int) else repr(where), error)
+                    errors.handle(location if isinstance(location, int) else repr(location), error)
                 if len(pending) >= batch_rows:
                     yield Experiences(pending)
                     pending = []
@@ -193,7 +193,10 @@ def build_query(table: Table) -> str:
     """
     inline = f"t.{_quote_name(table.inline)}" if table.inline else "NULL"
     blob = "b.experience_bytes" if table.blob else "NULL"
-    selected = [f"CASE WHEN length({place}) <= ? THEN {place} END, length({place})" for place in (inline, blob)]
+    selected = [
+        f"CASE WHEN length({expression}) <= ? THEN {expression} END, length({expression})"
+        for expression in (inline, blob)
+    ]
     joined = f" LEFT JOIN {_quote_name(table.blob)} b ON b.id = t.id" if table.blob else ""
     columns = "".join(f", t.{column}" for column in table.columns)
     return f"SELECT t.id, {', '.join(selected)}{columns} FROM {_quote_name(table.name)} t{joined} ORDER BY t.id"
@@ -226,11 +229,11 @@ def _override(record: Experience, columns: dict[str, Any]) -> None:
     try:
         stored = {name: entry.decode() if isinstance(entry, bytes) else entry for name, entry in columns.items()}
         changes: dict[str, Any] = {}
-        for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
+        for name, component in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
             entry = stored.get(name)
             # The column is text: an equal text is the same id, which may be a number in the record.
-            if entry is not None and str(getattr(record.eid, part)) != str(entry):
-                changes[part] = str(entry) if part == "suffix" else entry
+            if entry is not None and str(getattr(record.eid, component)) != str(entry):
+                changes[component] = str(entry) if component == "suffix" else entry
         if changes:
             record.eid = record.eid.replace(**changes)
         if "reward" in stored and not (stored["reward"] is None and record.reward != record.reward):

@@ -202,14 +202,14 @@ class Actor(Wrapper):
             state_dict: Complete weights by the names of this module, if its own are sharded.
             options: Passed to `save_pretrained` of transformers.
         """
-        where = os.fspath(folder)
+        path = os.fspath(folder)
         state = None if state_dict is None else {name.removeprefix("model."): state_dict[name] for name in state_dict}
-        self.model.save_pretrained(where, state_dict=state, **options)  # type: ignore[operator]
+        self.model.save_pretrained(path, state_dict=state, **options)  # type: ignore[operator]
         if has_adapters(self.model) and not getattr(self.config, "name_or_path", None):
-            save_base(self.model, os.path.join(where, BASE), state, **options)
-        for part in (self.processor, self.tokenizer):
-            if part is not None:
-                part.save_pretrained(where)
+            save_base(self.model, os.path.join(path, BASE), state, **options)
+        for preprocessor in (self.processor, self.tokenizer):
+            if preprocessor is not None:
+                preprocessor.save_pretrained(path)
 
 
 def _check_temperature(temperature: float) -> float:

@@ -28,7 +28,7 @@ from rollbook.models.head import has_adapters, scoring, text_config
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.protocols import LogprobModel, ValueModel
 
-_LOGITS = 1 << 28
+_MAX_LOGITS = 1 << 28
 """Entries of logits of a micro-batch, for models that need all logits: 1 GiB of float32."""
 _FILLER = Experiences([Experience(tokens=[0, 0])])
 """Records of a micro-batch that does not count."""
@@ -52,16 +52,16 @@ def forward(
 
     Args:
         model: A `LogprobModel`, or a `ValueModel` for `values`.
-        records: Records with tokens, prompt lengths and media; nothing else of them is run through the model.
+        records: Records with tokens, prompt lengths and media; other fields are ignored.
         outputs: Names of the results: `entropy`, `values`, or any name of log-probs, such as `old_logprobs`.
         token_budget: Tokens of a micro-batch; a longer record is alone. Micro-batches are planned over all records.
-        packed: Whether to pack the micro-batches. `None`: if that costs no more.
-        temperature: What an actor's logits are divided by. `None`: its own.
+        packed: Whether to pack the micro-batches. `None`: pack if the attention implementation makes it cheap.
+        temperature: Sampling temperature; `None`: the actor's.
         progress: Called after each micro-batch with the number of tokens done, and of all tokens.
         stats: A dict that gets `seconds` in total, `forward_seconds` in the model, `micro_batches`, `tokens`, response
             `slots`, and `padding`, the share of padding among all computed tokens.
         process_group: The ranks over which the model is sharded, all of which make this call. Those with fewer
-            micro-batches run further ones of padding.
+            micro-batches run more of them, of padding.
 
     Returns:
         By name, a float32 column on the host with a row for each record. Numbers that are not finite are replaced by 0
@@ -83,20 +83,20 @@ def forward(
     # Log-probs give the response length of a truncated prompt.
     truncated = "prompt_truncated" in records.values("truncate_status")
     narrow = records.select("truncate_status", "multi_modal_inputs", *(["logprobs"] if truncated else []))
-    began = time.perf_counter()
-    of_critic = "values" in outputs
-    if of_critic and len(outputs) > 1:
+    start_time = time.perf_counter()
+    is_critic = "values" in outputs
+    if is_critic and len(outputs) > 1:
         raise ValueError(f"outputs: got {list(outputs)}, expected 'values' alone: another model computes the others")
     runner: Any = model
-    if not hasattr(model, "token_values" if of_critic else "token_stats"):
+    if not hasattr(model, "token_values" if is_critic else "token_stats"):
         kind = type(model).__name__
-        if of_critic:
-            raise ValueError(f"critic: got {kind}, expected a Critic")
-        raise ValueError(f"actor: got {kind}, expected an Actor or its reference()")
+        if is_critic:
+            raise ValueError(f"model: got {kind}, expected a Critic")
+        raise ValueError(f"model: got {kind}, expected an Actor or its reference()")
     options: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
     budget = check_int("token_budget", token_budget, 1)
     if getattr(model, "head_path", None) == "logits" and hasattr(model, "config"):
-        budget = min(budget, max(_LOGITS // int(text_config(model).vocab_size), 1))
+        budget = min(budget, max(_MAX_LOGITS // int(text_config(model).vocab_size), 1))
     if packed and not getattr(runner, "packs", runner.packs_cheaply):
         raise ValueError("packed: got True, but the model does not separate packed samples; expected False or None")
     if packed is None:
@@ -111,14 +111,14 @@ def forward(
     with scoring(model):
         planned = plan(lengths[rows], token_cap=budget, layout=layout, oversize="alone")[0] if len(rows) else ()
         passes = [[len(planned)]] if process_group is None else process_group.gather([len(planned)])
-        [most] = max(passes)
+        [max_passes] = max(passes)
         for micro in planned:
             chosen = rows[micro.indices]
             # Padded with token 0, which every vocabulary has; the pad token may be outside the model's.
             batch = Batch.from_records(narrow.take(chosen), ("tokens",), packed=packed, device=model.device)
             if clock is not None:
                 clock.start()
-            if of_critic:
+            if is_critic:
                 columns = TokenStats(runner.token_values(batch), None)
             else:
                 columns = runner.token_stats(batch, entropy="entropy" in outputs, **options)
@@ -131,9 +131,9 @@ def forward(
             done, computed = done + micro.tokens, computed + micro.size
             if progress is not None:
                 progress(done, total_tokens)
-        for _ in range(most - len(planned)):
+        for _ in range(max_passes - len(planned)):
             filler = Batch.from_records(_FILLER, ("tokens",), packed=False, device=model.device)
-            runner.token_values(filler) if of_critic else runner.token_stats(filler)
+            runner.token_values(filler) if is_critic else runner.token_stats(filler)
 
     # Response tokens of all rows in the order of the plan, and where each belongs.
     flat = dict.fromkeys(outputs, torch.zeros(0))
@@ -147,7 +147,7 @@ def forward(
             flat[name] = torch.empty_like(column).index_copy_(0, row_index, column)
     if stats is not None and clock is not None:
         stats["forward_seconds"] = clock.seconds()
-        stats["seconds"] = time.perf_counter() - began
+        stats["seconds"] = time.perf_counter() - start_time
         stats["micro_batches"], stats["tokens"] = float(len(planned)), float(done)
         stats["slots"] = float(response_lengths.sum())
         stats["padding"] = 1 - done / computed if computed else 0.0

@@ -114,14 +114,14 @@ def scoring(module: LogprobModel | ValueModel | nn.Module) -> Iterator[None]:
     parts = list(module.modules()) if isinstance(module, nn.Module) else []
     modes = list(map(attrgetter("training"), parts))
     try:
-        for part in parts:
-            part.training = False
+        for submodule in parts:
+            submodule.training = False
         # Not inference mode: models cache tensors (rotary tables) that training could then not use.
         with torch.no_grad():
             yield
     finally:
-        for part, training in zip(parts, modes, strict=True):
-            part.training = training
+        for submodule, training in zip(parts, modes, strict=True):
+            submodule.training = training
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -168,9 +168,9 @@ def run(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     last = list(parameters.values())[-1] if parameters else None
     if last is None or last.kind is not last.VAR_KEYWORD:  # `**kwargs` is always the last parameter
         inputs = {name: value for name, value in inputs.items() if name in parameters}
-    for part in (unwrap(module), get_backbone(module)):
-        if part is not None and hasattr(part, "rope_deltas"):
-            part.rope_deltas = None  # cached from the last call, for other samples
+    for submodule in (unwrap(module), get_backbone(module)):
+        if submodule is not None and hasattr(submodule, "rope_deltas"):
+            submodule.rope_deltas = None  # cached from the last call, for other samples
     return module(**inputs)
 
 
@@ -211,7 +211,7 @@ class Head:
     Attributes:
         model: The model.
         path: `hidden` (hidden states times the weight of the output layer, tile by tile) or `logits` (of the model).
-        why: Reason for this path.
+        reason: Why the model has this path.
         suppress: Token ids without probability.
         layer: The output layer, for the path `hidden`.
         scale: Factor that the model multiplies logits by.
@@ -220,7 +220,7 @@ class Head:
 
     model: nn.Module
     path: Literal["hidden", "logits"]
-    why: str
+    reason: str
     suppress: tuple[int, ...] = ()
     layer: nn.Linear | None = None
     scale: float = 1.0

@@ -247,8 +247,8 @@ def top_k_from_hidden(
         sums = SoftmaxSums.zeros(targets.count, layer.dtype, hidden.device)
         for rows, start, tile in layer.tiles(flat):
             sums.add(rows, softmax_sums(tile[None], targets.take(rows), start, False), targets.scales)
-            for part, chunk in row_chunks(tile[None]):
-                largest.update(slice(rows.start + part.start, rows.start + part.stop), chunk, start)
+            for selection, chunk in row_chunks(tile[None]):
+                largest.update(slice(rows.start + selection.start, rows.start + selection.stop), chunk, start)
     return TopK(*largest.finish(sums, targets, hidden.shape[:-1]))
 
 
@@ -438,9 +438,9 @@ class OutputLayer:
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
     ) -> OutputLayer:
         """Build the layer, after checking the tensors against hidden states [..., D]."""
-        for name, part in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-            if part is not None:
-                check_floats(name, part)
+        for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                check_floats(name, tensor)
         if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
             raise ValueError(
                 f"weight: got shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1:].numel()}), "
@@ -448,9 +448,9 @@ class OutputLayer:
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({len(weight)},)")
-        for name, part in (("weight", weight), ("bias", bias)):
-            if part is not None and part.device != hidden.device:
-                raise ValueError(f"{name}: got device {part.device}, expected {hidden.device}, as hidden has")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.device != hidden.device:
+                raise ValueError(f"{name}: got device {tensor.device}, expected {hidden.device}, as hidden has")
         factor_dtype = torch.promote_types(hidden.dtype, weight.dtype)
         dtype = torch.float64 if factor_dtype == torch.float64 else torch.float32
         if softcap is not None:
@@ -479,14 +479,14 @@ class OutputLayer:
         for start in range(0, len(self.weight), width):
             weight = self.weight[start : start + width].to(self.factor_dtype)
             for first in range(0, len(hidden), height):
-                part = hidden[first : first + height].to(self.factor_dtype)
-                tile = memory[: len(part) * len(weight)].view(len(part), len(weight))
-                self.product(part, weight.T, tile)
+                block = hidden[first : first + height].to(self.factor_dtype)
+                tile = memory[: len(block) * len(weight)].view(len(block), len(weight))
+                self.product(block, weight.T, tile)
                 if self.bias is not None:
                     tile += self.bias[start : start + width]
                 if self.cap is not None:
                     tile.div_(self.cap).tanh_().mul_(self.cap)
-                yield slice(first, first + len(part)), start, tile
+                yield slice(first, first + len(block)), start, tile
 
     def gradients(
         self, hidden: torch.Tensor, targets: Targets, state: BackwardState, needed: tuple[bool, ...]
@@ -519,13 +519,13 @@ class OutputLayer:
             if by_bias is not None:
                 by_bias[start:end] += by_logits.sum(0, dtype=self.dtype)
             if by_weight is not None:
-                part = hidden[rows].to(self.factor_dtype)
-                if len(part) == len(hidden) and by_weight.dtype == self.factor_dtype:
-                    torch.mm(by_logits.T, part, out=by_weight[start:end])
+                hidden_rows = hidden[rows].to(self.factor_dtype)
+                if len(hidden_rows) == len(hidden) and by_weight.dtype == self.factor_dtype:
+                    torch.mm(by_logits.T, hidden_rows, out=by_weight[start:end])
                     continue
                 if rows.start == 0:
                     summed = torch.empty(end - start, hidden.shape[1], **options)
-                self.product(by_logits.T, part, summed, add=rows.start > 0)
+                self.product(by_logits.T, hidden_rows, summed, add=rows.start > 0)
                 if rows.stop == len(hidden):
                     by_weight[start:end] = summed
         return (

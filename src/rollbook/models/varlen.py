@@ -160,9 +160,9 @@ class PackedMask:
         token = torch.arange(self._tokens, device=bounds.device)
         zero = token.new_zeros(())
         first = bounds[torch.searchsorted(bounds, token, right=True) - 1]
-        before = self._sees(zero, zero, token, (token - 1).clamp(min=0))
-        missing_boundary = ((token != first) & ~before).any()
-        extra_boundary = ((token == first) & (token > 0) & before).any()
+        previous = self._sees(zero, zero, token, (token - 1).clamp(min=0))
+        missing_boundary = ((token != first) & ~previous).any()
+        extra_boundary = ((token == first) & (token > 0) & previous).any()
         windowed = (~self._sees(zero, zero, token, first)).any()
         not_causal = self._sees(zero, zero, token[:-1], token[1:]).any()
         flags = torch.stack([extra_boundary, missing_boundary, windowed, not_causal]).tolist()  # one synchronization
@@ -281,13 +281,16 @@ def _halved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list
         return None
     parts = [query, key, value]
     if torch.is_autocast_enabled("cuda"):
-        parts = [part.to(torch.get_autocast_dtype("cuda")) for part in parts]
+        parts = [tensor.to(torch.get_autocast_dtype("cuda")) for tensor in parts]
     size = query.shape[-1]
-    if any(part.shape[-1] != size or part.dtype != parts[0].dtype for part in parts) or parts[0].dtype not in _HALF:
+    if (
+        any(tensor.shape[-1] != size or tensor.dtype != parts[0].dtype for tensor in parts)
+        or parts[0].dtype not in _HALF
+    ):
         return None
     if size % 8 or size > _MAX_HEAD_SIZE or torch.cuda.get_device_capability(query.device)[0] < 8:
         return None
-    return [part[0].transpose(0, 1) for part in parts]
+    return [tensor[0].transpose(0, 1) for tensor in parts]
 
 
 @functools.cache

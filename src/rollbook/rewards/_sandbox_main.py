@@ -37,7 +37,7 @@ linux = sys.platform == "linux"
 # --- calls of the kernel ----------------------------------------------------------------------------------------------
 
 
-class Stop(BaseException):
+class StopError(BaseException):
     """Raised at the time limit, or when the parent process asks to stop."""
 
 
@@ -53,8 +53,8 @@ def unshare(flags: int) -> bool:
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> bool:
     """Mount a file system in this mount namespace; return whether that worked."""
-    text = [None if part is None else part.encode() for part in (source, target, kind, options)]
-    return bool(libc.mount(text[0], text[1], text[2], ctypes.c_ulong(flags), text[3]) == 0)
+    encoded = [None if argument is None else argument.encode() for argument in (source, target, kind, options)]
+    return bool(libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]) == 0)
 
 
 def make_read_only(path: str) -> bool:
@@ -276,7 +276,7 @@ def main() -> None:
     os.set_inheritable(report, False)
 
     def stop(*_: Any) -> None:
-        raise Stop
+        raise StopError
 
     signal.signal(signal.SIGALRM, stop)
     signal.signal(signal.SIGTERM, stop)
@@ -356,7 +356,7 @@ def main() -> None:
             if pid == child:
                 ended["code"] = os.waitstatus_to_exitcode(status)
                 break
-    except Stop:
+    except StopError:
         ended["timed_out"] = True
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)

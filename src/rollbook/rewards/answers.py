@@ -381,10 +381,10 @@ def gsm8k(response: str, reference: Reference, *, format_weight: float = 0.1) ->
     (0.9, 0.0)
     """
     check_float("format_weight", format_weight, 0, 1)
-    before, mark, after = response.rpartition("####")
+    reasoning, mark, after = response.rpartition("####")
     answer = after.strip().partition("\n")[0]
     if mark and extract_boxed(response) is None and parse_number(answer) is not None:
-        response = f"{before}\\boxed{{{answer}}}"
+        response = f"{reasoning}\\boxed{{{answer}}}"
     accuracy, form = boxed_match(response, reference), think_boxed_format(response)
     return {"reward": (1 - format_weight) * accuracy + format_weight * form, "accuracy": accuracy, "format": form}
 

@@ -89,18 +89,18 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-_LIBRARIES = tuple(os.path.join(place, "") for place in (
+_LIBRARY_FOLDERS = tuple(os.path.join(folder, "") for folder in (
     str(Path(__file__).parents[1]), *filter(None, map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 ))  # fmt: skip
 
 
 def _user_frame(error: BaseException) -> str:
     """Return the last file and line of the user's code in a traceback, if any."""
-    place = ""
+    location = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARIES):
-            place = f" ({frame.filename}, line {frame.lineno})"
-    return place
+        if os.path.isfile(frame.filename) and not frame.filename.startswith(_LIBRARY_FOLDERS):
+            location = f" ({frame.filename}, line {frame.lineno})"
+    return location
 
 
 def call_safely(call: Callable[[], Any]) -> CallOutcome:
@@ -114,9 +114,9 @@ def call_safely(call: Callable[[], Any]) -> CallOutcome:
         return CallOutcome(error=describe_error(error) + _user_frame(error))
 
 
-def timeout_outcome(limit: float, more: str = "") -> CallOutcome:
+def timeout_outcome(limit: float, suffix: str = "") -> CallOutcome:
     """Return the outcome of a call that exceeded its limit."""
-    return CallOutcome(error=f"timed out after {limit:g} s{more}", stopped=True)
+    return CallOutcome(error=f"timed out after {limit:g} s{suffix}", stopped=True)
 
 
 def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: float | None) -> list[CallOutcome]:
@@ -130,6 +130,9 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
         workers: Largest number of threads.
         limit: Seconds per call, from its start.
 
+    Returns:
+        The outcome of each call, in the order of `calls`.
+
     >>> [outcome.value for outcome in run_in_threads([lambda: 1, lambda: 2], workers=2, limit=5.0)]
     [1, 2]
     """
@@ -139,19 +142,19 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
     changed = threading.Condition()
 
     def work() -> None:
-        token = object()
+        worker_key = object()
         while True:
             with changed:
                 if not todo:
                     return
-                place = todo.popleft()
-                running[token] = (place, time.monotonic())
+                index = todo.popleft()
+                running[worker_key] = (index, time.monotonic())
                 changed.notify()  # there is a new deadline
-            outcome = call_safely(calls[place])
+            outcome = call_safely(calls[index])
             with changed:
-                if running.pop(token, None) is None:
+                if running.pop(worker_key, None) is None:
                     return  # timed out and replaced
-                outcomes[place] = outcome
+                outcomes[index] = outcome
                 if outcome.fatal is not None:  # all later calls would fail in the same way
                     outcomes.update(dict.fromkeys(todo, outcome))
                     todo.clear()
@@ -169,16 +172,16 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
                     wait = max(started + limit - time.monotonic(), 0.0)
                 changed.wait(wait)
                 now = time.monotonic()
-                for token, (place, started) in list(running.items()):
+                for worker_key, (index, started) in list(running.items()):
                     if limit is not None and now - started >= limit:
-                        del running[token]
-                        outcomes[place] = timeout_outcome(
+                        del running[worker_key]
+                        outcomes[index] = timeout_outcome(
                             limit, "; its thread is still running, use pool='process' to stop such calls"
                         )
                         new_threads += bool(todo)
         finally:
             todo.clear()  # after an interrupt the threads end with their current calls
-    return list(map(outcomes.__getitem__, range(len(calls))))
+    return [outcomes[index] for index in range(len(calls))]
 
 
 class ProcessPool:
@@ -271,17 +274,17 @@ class _Worker:
 
     def __init__(self, function: bytes) -> None:
         self.ready = False
-        self._pipe, theirs = multiprocessing.Pipe()
+        self._pipe, child_pipe = multiprocessing.Pipe()
         # Not `multiprocessing.Process`, which runs the main program first: a script without a guard would train again.
         program = (
             "import sys; sys.path[:] = sys.argv[2:]; import rollbook.rewards.functions as p; p.serve(int(sys.argv[1]))"
         )
-        places = [place for place in sys.path if isinstance(place, str)]
+        search_path = [folder for folder in sys.path if isinstance(folder, str)]
         try:
             self._process = subprocess.Popen(
-                [multiprocessing.spawn.get_executable(), "-c", program, str(theirs.fileno()), *places],
+                [multiprocessing.spawn.get_executable(), "-c", program, str(child_pipe.fileno()), *search_path],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_pipe.fileno()],
                 # Killed with its children, and not interrupted by Ctrl-C. Nested pools stay in the session of the
                 # outer process, to be killed with it.
                 start_new_session=not _inside_pool,
@@ -290,7 +293,7 @@ class _Worker:
             self._pipe.close()
             raise PoolError(f"a reward process did not start: {describe_error(error)}") from None
         finally:
-            theirs.close()
+            child_pipe.close()
         try:
             self._pipe.send((sys.argv, function))
             if not self._pipe.poll(START_TIMEOUT):
@@ -445,9 +448,9 @@ class FileFunction:
 
     def load(self) -> Callable[..., Any]:
         """Load the function with its options bound."""
-        return functools.partial(self.bare(), **self.options) if self.options else self.bare()
+        return functools.partial(self.load_unbound(), **self.options) if self.options else self.load_unbound()
 
-    def bare(self) -> Callable[..., Any]:
+    def load_unbound(self) -> Callable[..., Any]:
         """Load the function. The file runs once in each process."""
         if not self.path.endswith(".py") or not Path(self.path).is_file():
             raise ValueError(
@@ -458,8 +461,8 @@ class FileFunction:
         if not callable(function):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(f"reward file {self.path}: it has no function {self.name!r}{suggest(self.name, names)}")
-        bare: Callable[..., Any] = function
-        return bare
+        unbound: Callable[..., Any] = function
+        return unbound
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.load()(*arguments, **options)
@@ -708,7 +711,7 @@ class FunctionReward(Reward):
         self.time_limit = None if time_limit is None else check_float("time_limit", time_limit, 1e-3, 1e9)
         self.on_error: OnError = check_on_error(on_error)
         bare, _ = unwrap_partial(inner)
-        code = function.bare() if isinstance(function, FileFunction) else bare
+        code = function.load_unbound() if isinstance(function, FileFunction) else bare
         # Fingerprinted now, because the file may change after the import.
         self._source = source_fingerprint(code if hasattr(code, "__code__") else type(code))
         self._async = pool == "thread" and (
@@ -800,8 +803,8 @@ class FunctionReward(Reward):
         scores = RewardResult(rewards=[nan] * len(inputs))
         for outcome in outcomes:  # fatal errors concern all samples: a missing package, a process that does not start
             if outcome.fatal is not None:
-                where = f"{self.name}: " if outcome.fatal is WrongCountError else ""
-                raise outcome.fatal(f"{where}{outcome.error}")
+                prefix = f"{self.name}: " if outcome.fatal is WrongCountError else ""
+                raise outcome.fatal(f"{prefix}{outcome.error}")
         for (places, _), outcome in zip(chunks, outcomes, strict=True):
             scores_of_call: list[SampleScore] = (
                 [(nan, {}, outcome.error)] * len(places) if outcome.error else outcome.value

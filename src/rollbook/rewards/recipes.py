@@ -105,9 +105,9 @@ def add_components(n: int, pieces: Sequence[ScoredComponent]) -> RewardResult:
             if weight != 0.0:  # a component of weight 0 is only a metric, and 0 times NaN is NaN
                 combined.rewards[i] += weight * reward
             if error is not None:
-                before = combined.errors[i]
+                combined_error = combined.errors[i]
                 text = error if error.startswith(f"{piece.name}: ") else f"{piece.name}: {error}"
-                combined.errors[i] = text if before is None else f"{before}; {text}"
+                combined.errors[i] = text if combined_error is None else f"{combined_error}; {text}"
     return combined
 
 
@@ -301,8 +301,8 @@ class Recipe(Reward):
                     raise ValueError(f"recipe[{label!r}]: got {name!r} as a model and a function, expected two names")
                 if name not in self.components:
                     part_options = dict(model_options or {}) if kind == "model" else options
-                    part = source[name]
-                    self.components[name] = part if is_reward(part) else as_reward(part, **part_options)
+                    component = source[name]
+                    self.components[name] = component if is_reward(component) else as_reward(component, **part_options)
                 self.recipe[label].append((name, weight))
             if not self.recipe[label]:
                 raise ValueError(f"recipe[{label!r}]: got no components, expected at least one")
@@ -355,14 +355,14 @@ class Recipe(Reward):
         return combined
 
 
-def check_label(scored: RewardInput, place: int, recipe: Mapping[Any, Any]) -> None:
+def check_label(scored: RewardInput, index: int, recipe: Mapping[Any, Any]) -> None:
     """Raise `ValueError` for a label that a recipe does not have."""
     try:
         has_label = scored.label in recipe
     except TypeError:
         has_label = False
     if not has_label:
-        spot = locate(scored, place)
+        spot = locate(scored, index)
         raise ValueError(
             f"label: got {scored.label!r} ({spot}), which the recipe does not have"
             f"{suggest(scored.label, [*map(str, recipe)])}"
@@ -543,7 +543,7 @@ def _parameters(source: RewardLike) -> list[str]:
     if not callable(source) or _is_module(source):
         return []
     try:
-        function = source.bare() if isinstance(source, FileFunction) else source
+        function = source.load_unbound() if isinstance(source, FileFunction) else source
         arguments = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return []

@@ -217,11 +217,11 @@ class RemoteReward(Reward):
                 )
             )
         scores = RewardResult(rewards=[nan] * len(inputs))
-        for chunk, part in zip(chunks, parts, strict=True):
-            for metric, values in part.metrics.items():
+        for chunk, chunk_scores in zip(chunks, parts, strict=True):
+            for metric, values in chunk_scores.metrics.items():
                 column = scores.metrics.setdefault(metric, [nan] * len(inputs))
                 column[chunk.start : chunk.stop] = values
-            for i, reward, error in zip(chunk, part.rewards, part.errors, strict=True):
+            for i, reward, error in zip(chunk, chunk_scores.rewards, chunk_scores.errors, strict=True):
                 scores.rewards[i] = reward
                 if error is not None:
                     scores.errors[i] = f"{self.name}: {error}"

@@ -178,7 +178,7 @@ def _strictest_settings(python: str | None) -> dict[str, Any]:
         prefixes = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
     else:
         places = {os.path.abspath(python), os.path.realpath(python)}
-        prefixes = {os.path.dirname(os.path.dirname(place)) for place in places}
+        prefixes = {os.path.dirname(os.path.dirname(folder)) for folder in places}
     shown = [
         *SYSTEM_PATHS,
         *(prefix for prefix in prefixes if not prefix.startswith("/usr/") and prefix not in SYSTEM_PATHS),
@@ -254,43 +254,43 @@ def _run(
 def _remove(folder: str, top: int) -> None:
     """Remove a folder, open as `top`, of any depth, without recursion and long paths."""
     names: list[str] = []
-    place = os.dup(top)
+    directory = os.dup(top)
     with contextlib.suppress(OSError):
         os.fchmod(top, 0o700)
         while True:
             below = None
-            with os.scandir(place) as entries:
+            with os.scandir(directory) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
                         below = entry.name
                         break
-                    os.unlink(entry.name, dir_fd=place)
+                    os.unlink(entry.name, dir_fd=directory)
             if below is None and not names:
                 break
-            other = _open_folder(".." if below is None else below, place)
+            other = _open_folder(".." if below is None else below, directory)
             if below is not None:
                 os.fchmod(other, 0o700)  # the program may have removed permissions
-            os.close(place)
-            place = other
+            os.close(directory)
+            directory = other
             if below is None:
-                os.rmdir(names.pop(), dir_fd=place)
+                os.rmdir(names.pop(), dir_fd=directory)
             else:
                 names.append(below)
         os.rmdir(folder)
-    os.close(place)
+    os.close(directory)
 
 
-def _open_folder(name: str, place: int) -> int:
+def _open_folder(name: str, directory: int) -> int:
     """Open a folder in an open one, also without permission to read it; raise `OSError` if it is a link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
-        return os.open(name, flags, dir_fd=place)
+        return os.open(name, flags, dir_fd=directory)
     except PermissionError:
         if sys.platform != "linux":
-            os.chmod(name, 0o700, dir_fd=place, follow_symlinks=False)
-            return os.open(name, flags, dir_fd=place)
+            os.chmod(name, 0o700, dir_fd=directory, follow_symlinks=False)
+            return os.open(name, flags, dir_fd=directory)
         # On Linux, `follow_symlinks=False` depends on the version of libc.
-        path = os.open(name, os.O_PATH | flags, dir_fd=place)
+        path = os.open(name, os.O_PATH | flags, dir_fd=directory)
         try:
             os.chmod(f"/proc/self/fd/{path}", 0o700)
             return os.open(".", flags, dir_fd=path)
@@ -537,12 +537,12 @@ def _remaining_limits(limits: Limits, deadline: float) -> Limits | None:
 
 
 def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
-    if ours == theirs:
+    printed, required = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected))
+    if printed == required:
         return True
-    if tolerance is None or len(ours) != len(theirs):
+    if tolerance is None or len(printed) != len(required):
         return False
-    for line, other in zip(ours, theirs, strict=True):
+    for line, other in zip(printed, required, strict=True):
         words, others = line.split(), other.split()
         if len(words) != len(others) or not all(map(_is_near(tolerance), words, others)):
             return False
@@ -550,7 +550,7 @@ def _same_output(output: str, expected: str, tolerance: float | None) -> bool:
 
 
 def _is_near(tolerance: float) -> Any:
-    def near(word: str, other: str) -> bool:
+    def is_near(word: str, other: str) -> bool:
         if word == other:
             return True
         try:
@@ -559,4 +559,4 @@ def _is_near(tolerance: float) -> Any:
             return False
         return abs(a - b) <= tolerance * max(1.0, abs(b))
 
-    return near
+    return is_near

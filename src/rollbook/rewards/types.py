@@ -261,13 +261,13 @@ def _decode_turns(tokenizer: Tokenizer, turns: Sequence[Sequence[int]]) -> str:
 def _split_turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
     """Return each consecutive run of ids that the mask selects."""
     runs: list[list[int]] = []
-    before = False
+    previous = False
     for token, counts in zip(ids, mask, strict=True):
         if counts:
-            if not before:
+            if not previous:
                 runs.append([])
             runs[-1].append(token)
-        before = bool(counts)
+        previous = bool(counts)
     return runs
 
 
@@ -387,10 +387,10 @@ def check_on_error(value: OnError) -> OnError:
     return check_float("on_error", value, -1e30, 1e30, "'exclude', 'raise' or a fixed score")
 
 
-def failed_score(on_error: OnError, where: str, error: str) -> float:
+def failed_score(on_error: OnError, prefix: str, error: str) -> float:
     """Return the score of a failed sample, or raise `RewardError`."""
     if on_error == "raise":
-        raise RewardError(f"{where}: {error}")
+        raise RewardError(f"{prefix}: {error}")
     return nan if on_error == "exclude" else float(on_error)
 
 

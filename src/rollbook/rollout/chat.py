@@ -104,18 +104,21 @@ def compare_tokens(
     """
     if list(sampled) == list(rendered):
         return Drift(outcome="clean", by=by)
-    before = _common_prefix(sampled, rendered)
-    most = min(len(sampled), len(rendered)) - before
-    after = min(_common_prefix(sampled[::-1], rendered[::-1]), most)
-    ours, theirs = sampled[before : len(sampled) - after], rendered[before : len(rendered) - after]
+    same_start = _common_prefix(sampled, rendered)
+    max_overlap = min(len(sampled), len(rendered)) - same_start
+    same_end = min(_common_prefix(sampled[::-1], rendered[::-1]), max_overlap)
+    sampled_middle, rendered_middle = (
+        sampled[same_start : len(sampled) - same_end],
+        rendered[same_start : len(rendered) - same_end],
+    )
     outcome: Outcome = "realigned"
-    if decode(ours) == decode(theirs):
+    if decode(sampled_middle) == decode(rendered_middle):
         difference = "tokens"
-    elif _visible(decode(ours, special=False)) == _visible(decode(theirs, special=False)):
+    elif _visible(decode(sampled_middle, special=False)) == _visible(decode(rendered_middle, special=False)):
         difference = "glue"
     else:
         outcome, difference = "forked", "text"
-    return Drift(outcome=outcome, what=difference, kept=len(ours), rendered=len(theirs), by=by)
+    return Drift(outcome=outcome, what=difference, kept=len(sampled_middle), rendered=len(rendered_middle), by=by)
 
 
 def _common_prefix(first: Sequence[Any], other: Sequence[Any]) -> int:
@@ -196,14 +199,14 @@ class Renderer:
         """Render and tokenize a conversation [n]."""
         return self.encode(self.text(messages, generation), images)
 
-    def endings(self, before: str, now: str) -> tuple[list[int], list[int]]:
+    def endings(self, earlier: str, later: str) -> tuple[list[int], list[int]]:
         """Tokenize two texts from the last special token of their common prefix on, [n] and [m].
 
         Tokenizers split a text at special tokens first, so the tokens before it are equal.
         """
-        same = len(before) if now.startswith(before) else _common_prefix(before, now)
-        cut = max((before.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
-        return self.encode(before[max(cut, 0) :]), self.encode(now[max(cut, 0) :])
+        same = len(earlier) if later.startswith(earlier) else _common_prefix(earlier, later)
+        start = max((earlier.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
+        return self.encode(earlier[max(start, 0) :]), self.encode(later[max(start, 0) :])
 
     def content(self, context: Sequence[Mapping[str, Any]], ids: Sequence[int], ended: bool) -> str:
         """Return the text of a turn after `context`, without its end tokens if the model `ended` it."""
@@ -304,11 +307,11 @@ class Renderer:
         """Return the part of a turn's end that was sampled: its longest prefix, in tokens, that ends the text."""
         ids = self.encode(closing)
         parts = (self.decode(ids[:stop]) for stop in range(len(ids), 0, -1))
-        return next((part for part in parts if part and text.endswith(part) and closing.startswith(part)), "")
+        return next((suffix for suffix in parts if suffix and text.endswith(suffix) and closing.startswith(suffix)), "")
 
-    def encode_after(self, before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
+    def encode_after(self, text_before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
         """Tokenize a text [n] that follows another: some tokenizers add a space before the first word."""
-        alone, anchor = self.encode(text, images), before or "a"
+        alone, anchor = self.encode(text, images), text_before or "a"
         start, joined = self.encode(anchor), self.encode(anchor + text, images)
         rest = joined[len(start) :]
         same = joined[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
@@ -472,13 +475,13 @@ def video_url(name: str, video: Any, allow_urls: bool = False) -> str:
     return _data_url("video/mp4", raw)
 
 
-def redact_secrets(text: str, secrets: Sequence[str] = (), most: int = 500) -> str:
+def redact_secrets(text: str, secrets: Sequence[str] = (), max_length: int = 500) -> str:
     """Remove secrets and media payloads from the text of a server, and shorten it.
 
     Args:
         text: The text.
         secrets: Secrets to remove.
-        most: Largest length.
+        max_length: Largest length.
 
     >>> redact_secrets("no image data:image/png;base64," + "A" * 5000 + " for key-1", ["key-1"])
     'no image [payload] for [secret]'
@@ -486,7 +489,7 @@ def redact_secrets(text: str, secrets: Sequence[str] = (), most: int = 500) -> s
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "[secret]")
     text = _PAYLOAD.sub("[payload]", text)
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"
 
 
 def _read_bytes(name: str, content: Any, expected: str) -> bytes:

@@ -104,8 +104,8 @@ def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
     text_now = decode(ids)
     # The text before the last token may differ in its last characters: a split character, or a space that is joined.
     earlier = decode(ids[:-1])
-    before = next((i for i, (a, b) in enumerate(zip(earlier, text_now, strict=False)) if a != b), len(earlier))
-    return text_now.find(text, max(0, before - len(text) + 1))
+    same_length = next((i for i, (a, b) in enumerate(zip(earlier, text_now, strict=False)) if a != b), len(earlier))
+    return text_now.find(text, max(0, same_length - len(text) + 1))
 
 
 COLD_TEMPERATURE = 0.5
@@ -383,15 +383,15 @@ def sample_by_inverse_cdf(
     sums = torch.cat(parts, 1).double().cumsum(-1)
     target = uniforms * sums[:, -1:]
     # The first sum is 0 and never past the target. The bounds are for NaN.
-    before = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
-    columns = torch.add(blocks.steps, before, alpha=blocks.size)
+    preceding = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
+    columns = torch.add(blocks.steps, preceding, alpha=blocks.size)
     piece = probs.gather(1, columns.clamp(max=blocks.vocabulary - 1) if ragged else columns)
     if ragged:
         piece.masked_fill_(columns >= blocks.vocabulary, 0.0)
     inside = piece.double().cumsum(-1)
-    index = torch.searchsorted(inside, target - sums.gather(1, before), right=True)
+    index = torch.searchsorted(inside, target - sums.gather(1, preceding), right=True)
     last = inside.argmax(-1, keepdim=True)  # the first maximum: where the sum stops growing
-    return torch.add(torch.minimum(index, last), before, alpha=blocks.size), sums[:, -1:]
+    return torch.add(torch.minimum(index, last), preceding, alpha=blocks.size), sums[:, -1:]
 
 
 def _truncation_floors(probs: torch.Tensor, rules: BatchRules) -> torch.Tensor:

@@ -130,12 +130,14 @@ class Request:
         options = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
         if self.started is None:
             return options
-        before = self.started.sampling
-        options["asked_seed"] = before.get("asked_seed")
+        earlier_options = self.started.sampling
+        options["asked_seed"] = earlier_options.get("asked_seed")
         earlier = {
-            name: value for name, value in before.items() if name in options and value != options[name] and name != "n"
+            name: value
+            for name, value in earlier_options.items()
+            if name in options and value != options[name] and name != "n"
         }
-        parts = list(before.get("earlier", ()))
+        parts = list(earlier_options.get("earlier", ()))
         if earlier and self.done:
             parts.append({"tokens": self.done, **earlier})
         return {**options, "earlier": parts} if parts else options
@@ -150,11 +152,11 @@ class Request:
             fields: Other fields of the sample.
         """
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        before = self.started
+        started = self.started
         start: dict[str, Any] = {"prompt_ids": list(self.prompt.token_ids or ()), "response_ids": [], "logprobs": None}
-        if before is not None:
+        if started is not None:
             names = ("prompt_ids", "response_ids", "logprobs", "versions", "text", "prompt_text", "media")
-            start = {name: getattr(before, name) for name in names}
+            start = {name: getattr(started, name) for name in names}
         return Sample(
             **{
                 "prompt": self.prompt,
@@ -163,7 +165,7 @@ class Request:
                 "error": text,
                 "sampling": self.options(k),
                 "run_id": run_id,
-                "group_size": before.group_size if before is not None else self.sampling.n,
+                "group_size": started.group_size if started is not None else self.sampling.n,
                 **start,
                 **fields,
             }
@@ -343,8 +345,8 @@ class BaseEngine(ABC):
         """Do the same as `generate` in an event loop. Cancelling the task cancels the call."""
         requests = self.requests(prompts, sampling, pause_after, batch, **options)
         async with aclosing(self._arun(requests, cancel or Cancel(shared=False))) as running:
-            samples = {place: sample async for place, sample in running}
-        return [samples[place] for place in sorted(samples)]
+            samples = {position: sample async for position, sample in running}
+        return [samples[position] for position in sorted(samples)]
 
     async def astream(
         self,
@@ -420,19 +422,19 @@ class BaseEngine(ABC):
         try:
             while owed:
                 try:
-                    place, sample = next(running)
+                    position, sample = next(running)
                 except StopIteration:
                     error: BaseException | str = "the engine ended without this sample"
                     break
                 except Exception as raised:  # fails all unfinished samples
                     error = raised
                     break
-                if owed.pop(place, None) is None:
-                    raise ValueError(f"{type(self).__name__}: unexpected or repeated place {place}")
-                yield place, sample
-            for place, (request, k) in list(owed.items()):
-                del owed[place]
-                yield place, request.failed(k, error, self.run.id)
+                if owed.pop(position, None) is None:
+                    raise ValueError(f"{type(self).__name__}: unexpected or repeated position {position}")
+                yield position, sample
+            for position, (request, k) in list(owed.items()):
+                del owed[position]
+                yield position, request.failed(k, error, self.run.id)
         finally:
             cancel_rest = getattr(running, "close", None)
             if cancel_rest is not None:
@@ -538,15 +540,15 @@ def _run_ids(eid: EID, n: int, root: int, repeatable: bool) -> tuple[tuple[EID, 
     return tuple(eids), tuple(seeds)
 
 
-def derive_seed(seed: int, part: int | str) -> int:
+def derive_seed(seed: int, key: int | str) -> int:
     """Derive the seed of an independent random stream.
 
     Args:
         seed: The seed.
-        part: Name or number of the stream.
+        key: Name or number of the stream.
 
     >>> derive_seed(1, "turn 2") == derive_seed(1, "turn 2") != derive_seed(1, "turn 3")
     True
     """
-    digest = hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

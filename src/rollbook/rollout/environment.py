@@ -420,10 +420,10 @@ class _Run:
     """Rewards of the turns that have one."""
     rows: list[Experience] = field(default_factory=list)
 
-    def fail(self, error: BaseException | str, where: str = "") -> None:
+    def fail(self, error: BaseException | str, prefix: str = "") -> None:
         """End the run with an error."""
         message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.error, self.over = f"{where}: {message}" if where else message, True
+        self.error, self.over = f"{prefix}: {message}" if prefix else message, True
         if self.episode is not None and self.episode.finish_reason != "error":
             self.episode.append_sample(self._failure())
 

@@ -75,7 +75,7 @@ async def detect_server(connection: Connection, name: str, model: str | None, on
         ServerError: The server cannot be reached, or lists no model.
     """
 
-    async def asked(path: str) -> dict[str, Any]:
+    async def fetch(path: str) -> dict[str, Any]:
         try:
             reply = await connection.json(path, once=True)
         except ServerError:
@@ -104,13 +104,13 @@ async def detect_server(connection: Connection, name: str, model: str | None, on
     # The kind that /v1/models names comes first.
     for candidate, (path, key, sign) in sorted(signs.items(), key=lambda item: item[1][2] != owner):
         if name in ("auto", candidate):
-            reply = await asked(path)
+            reply = await fetch(path)
             if isinstance(reply.get(key), str):
                 name, version = candidate, reply[key]
             elif sign == owner:
                 name = candidate
     if name == "auto":
-        paths = (await asked("/openapi.json")).get("paths") or {}
+        paths = (await fetch("/openapi.json")).get("paths") or {}
         name = "transformers-serve" if "/load_model" in paths else "openai"
     return Server(DIALECTS[name], model, version)
 
@@ -267,14 +267,14 @@ class PromptJob:
 
     def _sample(self, k: int, aborted: bool) -> Sample:
         """Return sample k from its parts."""
-        request, sampling, before = self.request, self.request.sampling, self.request.started
+        request, sampling, started = self.request, self.request.sampling, self.request.started
         pieces = [piece for piece in self.parts[k] if not aborted or piece.ids is not None]
         ids, logprobs, versions = self._join_tokens(pieces)
         last = pieces[-1] if pieces else PartialSample()
         reason = self._finish_reason(last, len(ids), aborted)
         prompt_ids = self._sampled_prompt_ids(pieces)
         text = self._text(k, ids)
-        info: dict[str, Any] = dict(before.info) if before is not None else {}
+        info: dict[str, Any] = dict(started.info) if started is not None else {}
         if self._prompt_made or any(piece.retokenized for piece in pieces):
             info["retokenized"] = True
         if self.form.truncated_from is not None:
@@ -285,8 +285,8 @@ class PromptJob:
             sampling,
             self.context.dialect.constrained(sampling),
         )
-        if has_logprobs and before is not None and before.logprobs and before.logprobs_kind != kind:
-            raise ValueError(f"logprobs: got {kind!r}, expected {before.logprobs_kind!r}, which the sample has so far")
+        if has_logprobs and started is not None and started.logprobs and started.logprobs_kind != kind:
+            raise ValueError(f"logprobs: got {kind!r}, expected {started.logprobs_kind!r}, which the sample has so far")
         return Sample(
             prompt=request.prompt,
             eid=request.eids[k],
@@ -301,7 +301,7 @@ class PromptJob:
             prompt_text=self._prompt_text(prompt_ids),
             sampling=self._options(k),
             run_id=self.context.run_id,
-            group_size=before.group_size if before is not None else sampling.n,
+            group_size=started.group_size if started is not None else sampling.n,
             message=self._message(pieces, text) if reason != "abort" else None,
             media=self.form.media,
             metrics=self._metrics(k),
@@ -310,10 +310,10 @@ class PromptJob:
 
     def _join_tokens(self, pieces: Sequence[PartialSample]) -> tuple[list[int], list[float], list[int]]:
         """Return the ids, log-probs and versions of a response: those of the continued sample, then of the parts."""
-        sampling, before = self.request.sampling, self.request.started
-        ids = list(before.response_ids) if before is not None else []
-        logprobs = list((before.logprobs if before is not None else None) or ())
-        versions = list((before.versions if before is not None else None) or ())
+        sampling, started = self.request.sampling, self.request.started
+        ids = list(started.response_ids) if started is not None else []
+        logprobs = list((started.logprobs if started is not None else None) or ())
+        versions = list((started.versions if started is not None else None) or ())
         for piece in pieces:
             new_ids = self.ids(piece)
             if sampling.logprobs is not None:
@@ -347,17 +347,17 @@ class PromptJob:
 
     def _sampled_prompt_ids(self, pieces: Sequence[PartialSample]) -> list[int]:
         """Return the ids of the prompt that the response was sampled from."""
-        before, most = self.request.started, self.request.sampling.max_prompt_tokens
-        if before is not None and before.prompt_ids:
-            return list(before.prompt_ids)
+        started, limit = self.request.started, self.request.sampling.max_prompt_tokens
+        if started is not None and started.prompt_ids:
+            return list(started.prompt_ids)
         prompt_ids = self.prompt_ids() if pieces else []
-        if before is not None:
+        if started is not None:
             return prompt_ids
         if not pieces:
             prompt_ids = self.form.prompt_ids or []
-        if most is not None and len(prompt_ids) > most:  # known only now for images
+        if limit is not None and len(prompt_ids) > limit:  # known only now for images
             raise ValueError(
-                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({most}){self.form.uncut}"
+                f"prompt: got {len(prompt_ids)} tokens, expected at most max_prompt_tokens ({limit}){self.form.uncut}"
             )
         return prompt_ids
 
@@ -382,10 +382,10 @@ class PromptJob:
 
     def _text(self, k: int, ids: list[int]) -> str:
         """Return the text of the server; a tokenizer decodes several parts, which may split a character."""
-        pieces, before = self.parts[k], self.request.started
+        pieces, started = self.parts[k], self.request.started
         if self.context.tokenizer is not None and (len(pieces) > 1 or self.done):
             return str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
-        text = "".join([(before.text or "") if before is not None else "", *(piece.text for piece in pieces)])
+        text = "".join([(started.text or "") if started is not None else "", *(piece.text for piece in pieces)])
         stop = pieces[-1].stop if pieces else None
         trimmed = self.context.dialect.trims_stop and self.request.sampling.include_stop
         return text + stop if trimmed and isinstance(stop, str) else text
@@ -439,12 +439,12 @@ def collect(start: Start) -> Iterator[tuple[int, Sample]]:
 
 async def acollect(start: Start) -> AsyncGenerator[tuple[int, Sample], None]:
     """Do the same as `collect` in an event loop."""
-    here = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
     ready: asyncio.Queue[tuple[int, Sample] | None] = asyncio.Queue()
 
     def emit(entry: tuple[int, Sample] | None) -> None:
         with suppress(RuntimeError):  # the caller's loop is closed
-            here.call_soon_threadsafe(ready.put_nowait, entry)
+            loop.call_soon_threadsafe(ready.put_nowait, entry)
 
     calls = start(emit)
     for call in calls:
@@ -678,18 +678,18 @@ class JobEngine(BaseEngine, ABC):
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
-        prompt, sampling, dialect, before = (
+        prompt, sampling, dialect, started = (
             job.request.prompt,
             job.request.sampling,
             server.dialect,
             job.request.started,
         )
         pictured = bool(prompt.images or prompt.videos) or has_media_parts(prompt)
-        if before is not None and job.done:
+        if started is not None and job.done:
             if pictured:
                 raise ValueError("prompt.images: unfinished samples with images cannot be continued")
             self._check_takes_ids(dialect, "an unfinished sample")
-            return PromptForm(ids=[*before.prompt_ids, *before.response_ids], prompt_ids=list(before.prompt_ids))
+            return PromptForm(ids=[*started.prompt_ids, *started.response_ids], prompt_ids=list(started.prompt_ids))
         if pictured:
             if prompt.messages is None:
                 raise ValueError("prompt.images: got text or token ids with images, expected messages")
@@ -700,34 +700,34 @@ class JobEngine(BaseEngine, ABC):
         ids = None if prompt.token_ids is None else list(prompt.token_ids)
         if ids is None and (self.render == "local" or (chat and dialect.chats == "local")):
             ids = render_prompt(job.context, prompt)
-        ours = ids is not None
+        sends_ids = ids is not None
         made_here, uncut = False, ""
-        if ours:
+        if sends_ids:
             self._check_takes_ids(dialect, "prompt.token_ids" if prompt.token_ids is not None else "render='local'")
         elif sampling.max_prompt_tokens is not None or dialect.tokenizes:
             # If the prompt is sent as ids in any case, they are those of the server.
             made_here = not dialect.tokenizes and self._renders(chat)
             ids = render_prompt(job.context, prompt) if made_here else await self._tokenized(server, job)
-            ours = made_here and not chat and dialect.takes_ids
+            sends_ids = made_here and not chat and dialect.takes_ids
             if ids is None:
                 reason = self._tokenize_error
                 uncut = f": to truncate it, max_prompt_tokens needs a tokenizer or a server with /tokenize ({reason})"
-        cut = None
+        truncated_from = None
         if ids is not None and sampling.max_prompt_tokens is not None and len(ids) > sampling.max_prompt_tokens:
-            most, side = sampling.max_prompt_tokens, sampling.prompt_overflow
+            limit, side = sampling.max_prompt_tokens, sampling.prompt_overflow
             if side == "error":
-                raise ValueError(f"prompt: got {len(ids)} tokens, expected at most max_prompt_tokens ({most})")
+                raise ValueError(f"prompt: got {len(ids)} tokens, expected at most max_prompt_tokens ({limit})")
             self._check_takes_ids(dialect, f"prompt_overflow={side!r}")
-            cut = len(ids)
-            ids = ids[-most:] if side == "left" else ids[:most]
+            truncated_from = len(ids)
+            ids = ids[-limit:] if side == "left" else ids[:limit]
         by_chat = dialect.chats == "server" or (dialect.chats == "template" and prompt.tools is not None)
-        if chat and by_chat and not ours and cut is None:
+        if chat and by_chat and not sends_ids and truncated_from is None:
             prompt_ids = ids if self.retokenize or not made_here else None
             messages = chat_messages(prompt, self.allow_urls)
             return PromptForm(messages=messages, prompt_ids=prompt_ids, made_here=made_here, uncut=uncut)
-        if ids is None or not (ours or cut or dialect.tokenizes):
+        if ids is None or not (sends_ids or truncated_from or dialect.tokenizes):
             return PromptForm(text=prompt.text, uncut=uncut)
-        return PromptForm(ids=ids, prompt_ids=ids, truncated_from=cut)
+        return PromptForm(ids=ids, prompt_ids=ids, truncated_from=truncated_from)
 
     def _check_takes_ids(self, dialect: Dialect, option: str) -> None:
         if not dialect.takes_ids:
@@ -846,7 +846,7 @@ class OpenAIEngine(JobEngine):
         self._loop.submit(self._healthy(timeout)).result()
 
     async def _healthy(self, timeout: float) -> None:
-        async def asked(path: str) -> None:
+        async def check(path: str) -> None:
             async with self._connection.open(path, timeout=10.0) as response:
                 await response.aread()
 
@@ -854,9 +854,9 @@ class OpenAIEngine(JobEngine):
         while True:
             try:
                 try:
-                    return await self._connection.retry(lambda: asked("/health"), once=True)
+                    return await self._connection.retry(lambda: check("/health"), once=True)
                 except ServerError:  # which plain OpenAI servers do not have
-                    return await self._connection.retry(lambda: asked("/v1/models"), once=True)
+                    return await self._connection.retry(lambda: check("/v1/models"), once=True)
             except ServerError as error:
                 if time.monotonic() + wait > until:
                     raise TimeoutError(f"not ready after {timeout:g} s: {error}") from None

@@ -287,7 +287,7 @@ class Connection:
 
         client = self._http()
         method = "GET" if body is None else "POST"
-        where = f"{method} {self.url}{path}"
+        location = f"{method} {self.url}{path}"
         limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         try:
             async with client.stream(method, path, json=body, **limit) as response:
@@ -300,9 +300,9 @@ class Connection:
                     raise status_error(response.status_code, body_text, parse_retry_after(response.headers))
                 yield response
         except httpx.RequestError as error:
-            raise RetryableError(f"{where}: {type(error).__name__}: {error}".rstrip(": ")) from None
+            raise RetryableError(f"{location}: {type(error).__name__}: {error}".rstrip(": ")) from None
         except (RetryableError, ServerError) as error:
-            error.args = (f"{where}: {error}",)
+            error.args = (f"{location}: {error}",)
             raise
 
     async def retry(
@@ -339,12 +339,12 @@ class Connection:
         if self._client is None:
             import httpx
 
-            most = self.concurrency + 1
+            max_connections = self.concurrency + 1
             self._client = httpx.AsyncClient(
                 base_url=self.url,
                 headers=self._headers,
                 auth=self._auth,
-                limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+                limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
                 timeout=httpx.Timeout(self.timeout, pool=None),
             )
             self.loop.closers.append(self._client.aclose)
@@ -628,8 +628,8 @@ class Dialect:
             raise BadReplyError(f"the reply has no choices: {str(reply)[:200]}")
         if len(choices) != len(pieces):
             raise BadReplyError(f"choices: got {len(choices)}, expected {len(pieces)}")
-        for place, choice in enumerate(choices):
-            self._choice(reply, choice, pieces[self._index(choice, place, pieces)], "message")
+        for position, choice in enumerate(choices):
+            self._choice(reply, choice, pieces[self._index(choice, position, pieces)], "message")
         if sum(piece.finish is not None for piece in pieces) != len(pieces):
             raise BadReplyError("choices: missing finish_reason or repeated index")
 
@@ -645,8 +645,8 @@ class Dialect:
         for choice in choices:
             self._choice(event, choice, pieces[self._index(choice, 0, pieces)], "delta")
 
-    def _index(self, choice: JsonValue, place: int, pieces: Sequence[PartialSample]) -> int:
-        index = choice.get("index", place) if isinstance(choice, dict) else None
+    def _index(self, choice: JsonValue, position: int, pieces: Sequence[PartialSample]) -> int:
+        index = choice.get("index", position) if isinstance(choice, dict) else None
         if not isinstance(index, int) or not 0 <= index < len(pieces):
             raise BadReplyError(f"choices: got index {index!r}, expected 0 to {len(pieces) - 1}")
         return index
@@ -689,12 +689,12 @@ def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dic
     for name, value in delta.items():
         if name == "tool_calls":
             calls = [dict(call) for call in joined.get("tool_calls", ())]
-            for part in value or ():
-                at = part.get("index", len(calls))
+            for entry in value or ():
+                at = entry.get("index", len(calls))
                 if at >= len(calls):
                     calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-                call = calls[at] = {**calls[at], **{k: v for k, v in part.items() if k in ("id", "type") and v}}
-                inner = part.get("function") or {}
+                call = calls[at] = {**calls[at], **{k: v for k, v in entry.items() if k in ("id", "type") and v}}
+                inner = entry.get("function") or {}
                 call["function"] = {
                     key: call["function"].get(key, "") + (inner.get(key) or "") for key in ("name", "arguments")
                 }

@@ -73,7 +73,7 @@ class Turn:
     def joined(self, name: Literal["logprobs", "versions"]) -> list[Any] | None:
         """Return the log-probs or versions of the turn, if it has them."""
         parts = [getattr(piece, name) for piece in self.pieces]
-        return None if None in parts else [entry for part in parts for entry in part]
+        return None if None in parts else [entry for values in parts for entry in values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +219,8 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
 
     from rollbook.batch.media import BY_TOKEN
 
-    before = [len(branch.ids), *(None if pending.ids is None else len(pending.ids) for pending in branch.pending)]
-    start = None if None in before else sum(length for length in before if length is not None)
+    lengths = [len(branch.ids), *(None if pending.ids is None else len(pending.ids) for pending in branch.pending)]
+    start = None if None in lengths else sum(length for length in lengths if length is not None)
     ids = [observed.ids for observed in observation]
     placed: dict[str, Any] = dict(media)
     for key in BY_TOKEN:
@@ -404,14 +404,14 @@ class Tree:
         if renderer is None or reason:
             return tokens, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
         try:
-            before, now = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
+            earlier, later = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
         except Exception as error:  # templates raise any exception
             return tokens, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
         # Compared with the rendering before this turn, so that earlier differences are not reported again; and without
         # images on both sides, since a processor expands placeholders in the same way everywhere.
         pictured = any(observation.images for observation in branch.pending)
         tail = self._tail(branch, True, ()) if pictured else tokens[len(branch.ids) :]
-        start, rendered = renderer.endings(before, now)
+        start, rendered = renderer.endings(earlier, later)
         drift = compare_tokens([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
         policy = self.policies.get(drift.outcome, "keep")
         if policy == "fork":
@@ -440,11 +440,11 @@ class Tree:
             eid=self.record_eid(branch),
         )
         if self.context_limit is not None:
-            room = self.context_limit - len(prompt.token_ids or ())
-            if room <= len(done):
+            free_tokens = self.context_limit - len(prompt.token_ids or ())
+            if free_tokens <= len(done):
                 return self._no_room(branch, prompt, settings)
-            most = min(settings.max_tokens, room)
-            settings = replace(settings, max_tokens=most, min_tokens=min(settings.min_tokens, most))
+            max_tokens = min(settings.max_tokens, free_tokens)
+            settings = replace(settings, max_tokens=max_tokens, min_tokens=min(settings.min_tokens, max_tokens))
         if unfinished is not None:
             return TurnRequest(self._unfinished(branch, unfinished, prompt), settings, branch.state, following)
         if settings.seed is not None:
@@ -517,11 +517,11 @@ class Tree:
         if drift is not None and drift.policy == "fork":
             branch = self._fork(branch)
         branch.unchecked = unchecked
-        before = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
+        earlier = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
         branch.messages = [*full_conversation(branch), {}]  # the message of the turn follows
         branch.pending = []
         branch.turns.append(Turn(pieces=(piece,), text=None, message=None, finish_reason="abort", drift=drift))
-        branch.spans += [before] if before.ids or before.kind == "prompt" else []
+        branch.spans += [earlier] if earlier.ids or earlier.kind == "prompt" else []
         branch.spans.append(piece)
         self._finish(branch, branch.turns[-1], sample)
         return branch

@@ -487,8 +487,8 @@ def _build_component(
     try:
         return as_reward(source, **options)
     except (MissingExtraError, ValueError) as error:
-        place = f"{key}.options" if str(error).startswith("reward: option") else f"{key}.{kind}"
-        raise ConfigError(place, str(error).removeprefix("reward: ")) from error
+        location = f"{key}.options" if str(error).startswith("reward: option") else f"{key}.{kind}"
+        raise ConfigError(location, str(error).removeprefix("reward: ")) from error
 
 
 def _load_classifier(

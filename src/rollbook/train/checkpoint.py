@@ -156,8 +156,8 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     >>> list_checkpoints(Path("no such folder"))
     []
     """
-    where = folder / CHECKPOINT_FOLDER
-    entries = [(_NAME.fullmatch(entry.name), entry) for entry in where.iterdir()] if where.is_dir() else []
+    checkpoints = folder / CHECKPOINT_FOLDER
+    entries = [(_NAME.fullmatch(entry.name), entry) for entry in checkpoints.iterdir()] if checkpoints.is_dir() else []
     return sorted(
         (Checkpoint(int(match[1]), path) for match, path in entries if match), key=lambda checkpoint: checkpoint.step
     )
@@ -209,10 +209,10 @@ def write_states(partial: Path, step: int, state: Mapping[str, Any], trainer_sta
 
 def begin(folder: Path, step: int) -> Path:
     """Create the folder of a checkpoint under its temporary name."""
-    where = folder / CHECKPOINT_FOLDER
-    make_folder(where)
+    checkpoints = folder / CHECKPOINT_FOLDER
+    make_folder(checkpoints)
     remove_partial(folder)
-    partial = where / f"{_PARTIAL}{checkpoint_name(step)}"
+    partial = checkpoints / f"{_PARTIAL}{checkpoint_name(step)}"
     partial.mkdir(0o700)
     hit_failpoint("saving begins")
     return partial
@@ -220,17 +220,17 @@ def begin(folder: Path, step: int) -> Path:
 
 def commit(folder: Path, step: int) -> Checkpoint:
     """Flush a checkpoint, whose files are all written, and give it its name. It replaces one of the same step."""
-    where = folder / CHECKPOINT_FOLDER
-    target, partial = where / checkpoint_name(step), where / f"{_PARTIAL}{checkpoint_name(step)}"
+    checkpoints = folder / CHECKPOINT_FOLDER
+    target, partial = checkpoints / checkpoint_name(step), checkpoints / f"{_PARTIAL}{checkpoint_name(step)}"
     make_private(partial)
     sync_tree(partial)
     hit_failpoint("before rename")
-    old = where / f"{_OLD}{checkpoint_name(step)}"
+    old = checkpoints / f"{_OLD}{checkpoint_name(step)}"
     if target.exists():
         target.rename(old)
         hit_failpoint("between renames")
     partial.rename(target)
-    sync_path(where)
+    sync_path(checkpoints)
     hit_failpoint("after rename")
     if old.exists():
         shutil.rmtree(old)
@@ -239,14 +239,14 @@ def commit(folder: Path, step: int) -> Checkpoint:
 
 def remove_partial(folder: Path) -> None:
     """Remove partial checkpoints of a process that was killed while it saved or removed one."""
-    where = folder / CHECKPOINT_FOLDER
-    for path in where.glob(f"{_OLD}*"):
-        target = where / path.name.removeprefix(_OLD)
+    checkpoints = folder / CHECKPOINT_FOLDER
+    for path in checkpoints.glob(f"{_OLD}*"):
+        target = checkpoints / path.name.removeprefix(_OLD)
         if target.exists():
             shutil.rmtree(path)
         else:
             path.rename(target)  # the process was killed before the new one was in place
-    for path in where.glob(f"{_PARTIAL}*"):
+    for path in checkpoints.glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)
 
 
@@ -320,7 +320,7 @@ def flatten_states(learner: Mapping[str, Any], optimizers: Mapping[str, Optimize
 @contextmanager
 def loading_errors(folder: Path) -> Iterator[None]:
     """Raise errors of loading a model as `CorruptCheckpointError`; restore random states."""
-    before = random_state()
+    saved_state = random_state()
     try:
         with hide_progress_bars():
             yield
@@ -328,7 +328,7 @@ def loading_errors(folder: Path) -> Iterator[None]:
         reason = str(error).partition(chr(10))[0].rstrip(".")
         raise CorruptCheckpointError(folder, f"cannot be loaded ({type(error).__name__}: {reason})") from error
     finally:
-        set_random_state(before)
+        set_random_state(saved_state)
 
 
 def load_weights(model: Trainable, folder: Path) -> None:
@@ -354,7 +354,7 @@ def load_weights(model: Trainable, folder: Path) -> None:
 def read_weights(model: Actor | Critic, folder: Path) -> dict[str, torch.Tensor]:
     """Read the weights of a saved model, which must have those of `model`; see `load_weights`."""
     # A sharded model is of a subclass that torch makes.
-    kind = next(part for part in type(model).__mro__ if part.__module__.startswith("rollbook."))
+    kind = next(base for base in type(model).__mro__ if base.__module__.startswith("rollbook."))
     with loading_errors(folder):
         saved_model = kind(os.fspath(folder))
     saved_weights: dict[str, torch.Tensor] = saved_model.state_dict()

@@ -443,7 +443,9 @@ def _reshard(model: nn.Module) -> None:
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the list of modules with the most weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    largest = max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()), default=None)
+    largest = max(
+        lists, key=lambda module_list: sum(weight.numel() for weight in module_list.parameters()), default=None
+    )
     return [] if largest is None else list(largest)
 
 
@@ -724,10 +726,10 @@ class DistributedTrainer(Trainer):
         metrics = StepMetrics() if metrics is None else metrics
         if not self.algorithm.needs_rollouts:
             return super().collect(prompts, metrics)
-        shares = [(self.global_step, part) for part in self.distributed.split(prompts)]
+        shares = [(self.global_step, shard) for shard in self.distributed.split(prompts)]
         replies = self.distributed.call("collect", shares)
         metrics.merge(timing for _, timing in replies)
-        records = Experiences.concat([part for part, _ in replies if len(part)])
+        records = Experiences.concat([shard for shard, _ in replies if len(shard)])
         metrics.add(rollout_metrics(records))
         return self._estimate(records, metrics)
 
@@ -766,11 +768,14 @@ class DistributedTrainer(Trainer):
             incomplete = records.take(rows)
             planned = plan(incomplete.token_lengths(), ranks=self.distributed.size, empty="allow", micro_batches=1)
             parts = [micro_batches[0].indices for micro_batches in planned]
-            messages = [self._pack_records(incomplete.take(part), rows[part], rank) for rank, part in enumerate(parts)]
+            messages = [
+                self._pack_records(incomplete.take(rank_rows), rows[rank_rows], rank)
+                for rank, rank_rows in enumerate(parts)
+            ]
             replies = self.distributed.call("annotate", messages)
-            for part, columns in zip(parts, replies, strict=True):
-                if len(part):
-                    records = records.fill(rows[part], **columns)
+            for rank_rows, columns in zip(parts, replies, strict=True):
+                if len(rank_rows):
+                    records = records.fill(rows[rank_rows], **columns)
         return super().compute_missing_columns(records, expert)
 
     def _annotate_on_rank(self, message: Any) -> dict[str, list[Any]]:
@@ -785,8 +790,8 @@ class DistributedTrainer(Trainer):
         return {name: records.values(name) for entry in self.algorithm.passes for name in entry.outputs}
 
     def _collect_evaluation(self, prompts: Sequence[Prompt], sampling: Sampling) -> Experiences:
-        shares = [(self.global_step, part, sampling) for part in self.distributed.split(prompts)]
-        return Experiences.concat([part for part in self.distributed.call("evaluate", shares) if len(part)])
+        shares = [(self.global_step, shard, sampling) for shard in self.distributed.split(prompts)]
+        return Experiences.concat([shard for shard in self.distributed.call("evaluate", shares) if len(shard)])
 
     def _evaluate_on_rank(self, share: tuple[int, Sequence[Prompt], Sampling]) -> Experiences:
         version, prompts, sampling = share
@@ -1009,7 +1014,7 @@ def _columns_equal(column: Any, other: Any) -> bool:
         return column is other
     if not isinstance(column, Ragged):
         return bool(column.equals(other))
-    present = [np.ones(len(part), dtype=bool) if part.valid is None else part.valid for part in (column, other)]
+    present = [np.ones(len(values), dtype=bool) if values.valid is None else values.valid for values in (column, other)]
     pairs = ((column.lengths, other.lengths), (column.values, other.values), present)
     return column.dtype == other.dtype and all(np.array_equal(first, second) for first, second in pairs)
 

@@ -793,13 +793,13 @@ def student_quantile(confidence: float, df: int) -> float:
 def _student_probability(angle: float, df: int) -> float:
     """Compute P(|T| <= sqrt(df) tan(angle)) by a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     sine, cosine = math.sin(angle), math.cos(angle)
-    odd = df % 2
-    term = cosine if odd else 1.0
+    is_odd = df % 2
+    term = cosine if is_odd else 1.0
     total = term if df > 1 else 0.0
-    for i in range(2 + odd, df - 1, 2):
+    for i in range(2 + is_odd, df - 1, 2):
         term *= cosine * cosine * (i - 1) / i
         total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
 __all__ = [

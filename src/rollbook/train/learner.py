@@ -456,21 +456,21 @@ class Learner:
         """Write the placements of the records of a minibatch."""
         counts = rows.loss_tokens[list(minibatch)].tolist()
         total = max(sum(counts), 1)
-        places: dict[int, dict[str, Any]] = {}
+        by_record: dict[int, dict[str, Any]] = {}
         for k, micro in enumerate(micro_batches):
             for i in micro.indices.tolist():
                 source = int(rows.sources[minibatch[i]])
-                other = places[source]["weight"] if source in places else 0.0  # the other answer of a pair
+                other = by_record[source]["weight"] if source in by_record else 0.0  # the other answer of a pair
                 weight = round(other + counts[i] / total, 9)
-                places[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
-        for source, place in places.items():
+                by_record[source] = {"minibatch": number, "micro_batch": k, "weight": weight}
+        for source, placement in by_record.items():
             if epoch:
                 earlier = placements[source]  # lists from the third pass on
-                place = {
+                placement = {
                     name: [*(earlier[name] if isinstance(earlier[name], list) else [earlier[name]]), entry]
-                    for name, entry in place.items()
+                    for name, entry in placement.items()
                 }
-            placements[source] = place
+            placements[source] = placement
 
     def _update(
         self,
@@ -550,13 +550,15 @@ class Learner:
 
     def _count_failure(self, step: int, epoch: int, number: int) -> None:
         self.failures += 1
-        where = f"step {step}, pass {epoch}, minibatch {number}"
+        location = f"step {step}, pass {epoch}, minibatch {number}"
         if self.failures >= self.nonfinite_limit:
             raise NonFiniteLossError(
-                f"{where}: the loss or its gradient is not finite, {self.failures} times in a row; these updates were "
-                "skipped. Try a smaller optimizer.lr or float32, and check the rewards"
+                f"{location}: the loss or its gradient is not finite, {self.failures} times in a row; these updates "
+                "were skipped. Try a smaller optimizer.lr or float32, and check the rewards"
             )
-        warn_user(f"{where}: the loss or its gradient is not finite; this update is skipped ({self.failures} in a row)")
+        warn_user(
+            f"{location}: the loss or its gradient is not finite; this update is skipped ({self.failures} in a row)"
+        )
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

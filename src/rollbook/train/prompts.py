@@ -30,7 +30,7 @@ from rollbook.core.files import check_regular
 from rollbook.core.ids import EID
 from rollbook.core.media import source_key
 from rollbook.core.sampling import Prompt, as_media
-from rollbook.io.tables import MAX_ROW_BYTES
+from rollbook.io.rows import MAX_ROW_BYTES
 from rollbook.rewards.types import Image
 
 COLUMN_NAMES = (
@@ -117,36 +117,36 @@ class Reader:
         self._seen_columns: dict[Any, None] = {}
 
     @property
-    def wanted(self) -> set[str] | None:
+    def columns_to_read(self) -> set[str] | None:
         """The columns to read; `None`: all."""
         if self.keep is None:
             return None
         used = {column for column in self.columns.values() if column is not None}
         return used | {column.partition(".")[0] for column in used} | self.keep
 
-    def row(self, place: str, source: Mapping[str, Any] | Prompt) -> Row:
+    def row(self, row_name: str, source: Mapping[str, Any] | Prompt) -> Row:
         """Convert the next row.
 
         Args:
-            place: Where it is in the data, for errors.
+            row_name: Its line or number in the data, for errors.
             source: The row.
 
         Raises:
             ValueError: A column is not valid.
         """
         number, self._count = self._count, self._count + 1
-        where = f"{self.name}, {place}"
+        location = f"{self.name}, {row_name}"
         if isinstance(source, Prompt):
             question = [source.text, source.messages, source.token_ids, source.images, source.videos, source.tools]
-            return _build_row(where, number, source.replace(eid=None), question)
+            return _build_row(location, number, source.replace(eid=None), question)
         if not isinstance(source, Mapping):
-            raise ValueError(f"{where}: got {type(source).__name__}, expected a mapping with a prompt, or a Prompt")
+            raise ValueError(f"{location}: got {type(source).__name__}, expected a mapping with a prompt, or a Prompt")
         fields = {
             field: self._get_column(source, column) for field, column in self.columns.items() if column is not None
         }
         fields = {field: value for field, value in fields.items() if value is not None}
-        fields["info"] = self._info(where, place, source, fields.get("info"))
-        return self._build(where, number, fields)
+        fields["info"] = self._info(location, row_name, source, fields.get("info"))
+        return self._build(location, number, fields)
 
     def finish(self) -> None:
         """Raise `ValueError` if no row has a column that `columns` names."""
@@ -166,19 +166,19 @@ class Reader:
         if "." not in column:
             return None
         value: Any = source
-        for part in column.split("."):
-            if not isinstance(value, Mapping) or part not in value:
+        for key in column.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 return None
-            value = value[part]
+            value = value[key]
         self._missing_columns.discard(column)
         return value
 
     def _info(
-        self, where: str, place: str, source: Mapping[str, Any], row_info: Mapping[str, Any] | None
+        self, location: str, row_name: str, source: Mapping[str, Any], row_info: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Return the other columns, and the entries of the row's own `info`."""
         if row_info is not None and not isinstance(row_info, Mapping):
-            raise ValueError(f"{where}: {self._label('info')}: got {type(row_info).__name__}, expected a mapping")
+            raise ValueError(f"{location}: {self._label('info')}: got {type(row_info).__name__}, expected a mapping")
         others = {
             column: value
             for column, value in source.items()
@@ -187,7 +187,7 @@ class Reader:
         self._seen_columns.update(dict.fromkeys(source))
         duplicate = next((column for column in others if row_info is not None and column in row_info), None)
         if duplicate is not None:
-            raise ValueError(f"{where}: {duplicate}: got a column and an entry of `info`, expected one of them")
+            raise ValueError(f"{location}: {duplicate}: got a column and an entry of `info`, expected one of them")
         info = {}
         for column, value in {**(row_info or {}), **others}.items():
             if value is None:
@@ -197,7 +197,7 @@ class Reader:
                     raise TypeError("a name that records use themselves")
                 info[_check_key(column)] = to_json(value)
             except TypeError as error:
-                self.dropped.setdefault(str(column), f"{error} (first in {place})")
+                self.dropped.setdefault(str(column), f"{error} (first in {row_name})")
         return info
 
     def _label(self, field: str) -> str:
@@ -207,12 +207,12 @@ class Reader:
 
     # --- question and answers -----------------------------------------------------------------------------------------
 
-    def _build(self, where: str, number: int, fields: dict[str, Any]) -> Row:
-        question = self._question(where, fields)
-        answers = {name: self._answer(where, name, fields[name], question) for name in ANSWERS if name in fields}
+    def _build(self, location: str, number: int, fields: dict[str, Any]) -> Row:
+        question = self._question(location, fields)
+        answers = {name: self._answer(location, name, fields[name], question) for name in ANSWERS if name in fields}
         if ("chosen" in answers) != ("rejected" in answers):
             missing = "rejected" if "chosen" in answers else "chosen"
-            raise ValueError(f"{where}: {missing}: missing, expected both answers of the pair")
+            raise ValueError(f"{location}: {missing}: missing, expected both answers of the pair")
         if (
             isinstance(question, list)
             and question
@@ -221,51 +221,53 @@ class Reader:
         ):
             if answers:
                 raise ValueError(
-                    f"{where}: {self._label('messages')}: got a chat that ends with the assistant's message and "
+                    f"{location}: {self._label('messages')}: got a chat that ends with the assistant's message and "
                     f"{' and '.join(answers)}, expected one that ends before the answer"
                 )
             # A chat that ends with an answer is a prompt and a response.
-            answers["response"] = self._answer(where, "messages", question.pop(), question)
+            answers["response"] = self._answer(location, "messages", question.pop(), question)
             if not question:
                 raise ValueError(
-                    f"{where}: {self._label('messages')}: got an answer alone, expected a prompt before it"
+                    f"{location}: {self._label('messages')}: got an answer alone, expected a prompt before it"
                 )
-        parts: dict[str, Any] = {"tools": self._tools(where, fields["tools"]) if "tools" in fields else None}
+        parts: dict[str, Any] = {"tools": self._tools(location, fields["tools"]) if "tools" in fields else None}
         for name in ("reference", "label"):
             try:
                 parts[name] = to_json(fields.get(name))
             except TypeError as error:
-                raise ValueError(f"{where}: {self._label(name)}: got {error}") from None
-        media = {name: self._media(where, name, fields[name]) for name in ("images", "videos") if name in fields}
+                raise ValueError(f"{location}: {self._label(name)}: got {error}") from None
+        media = {name: self._media(location, name, fields[name]) for name in ("images", "videos") if name in fields}
         contents = [question, *(media.get(name, ()) for name in ("images", "videos")), parts["tools"]]
         for name, value in media.items():
-            parts[name] = tuple(self._locate(where, name, file) for file in value)
+            parts[name] = tuple(self._locate(location, name, file) for file in value)
         if isinstance(question, list) and isinstance(question[0], dict):
-            question = [self._with_media_paths(where, message) for message in question]
+            question = [self._with_media_paths(location, message) for message in question]
         clash = next((name for name in answers if name in fields["info"]), None)
         if clash is not None:
-            raise ValueError(f"{where}: info: got an entry {clash!r} and the answer of this name, expected one of them")
+            raise ValueError(
+                f"{location}: info: got an entry {clash!r} and the answer of this name, expected one of them"
+            )
         try:
             form = "text" if isinstance(question, str) else "messages" if isinstance(question[0], dict) else "token_ids"
             prompt = Prompt(**{"info": {**fields["info"], **answers}, **parts, form: question})
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        return _build_row(where, number, prompt, contents)
+            raise ValueError(f"{location}: {error}") from None
+        return _build_row(location, number, prompt, contents)
 
-    def _question(self, where: str, fields: Mapping[str, Any]) -> Question:
+    def _question(self, location: str, fields: Mapping[str, Any]) -> Question:
         """Return a copy of the text, messages or token ids of the prompt."""
         names = [name for name in ("prompt", "messages") if name in fields]
         shared = _common_messages(fields.get("chosen"), fields.get("rejected"))
         if len(names) == 2:
             raise ValueError(
-                f"{where}: got {self._label('prompt')} and {self._label('messages')}, expected one of them; "
+                f"{location}: got {self._label('prompt')} and {self._label('messages')}, expected one of them; "
                 "columns={'messages': None} leaves the other out"
             )
         if not names:
             if shared:
                 return shared  # the chats of a pair contain the prompt
             raise ValueError(
-                f"{where}: {self._label('prompt')}: missing, expected text in a column of that name, or messages; "
+                f"{location}: {self._label('prompt')}: missing, expected text in a column of that name, or messages; "
                 f"the row has {', '.join(map(str, self._seen_columns))}"
             )
         name, value = names[0], fields[names[0]]
@@ -274,20 +276,20 @@ class Reader:
             value = value.tolist()
         if isinstance(value, str) and name == "prompt":
             if not value:
-                raise ValueError(f"{where}: {called}: got '', expected text that is not empty")
+                raise ValueError(f"{location}: {called}: got '', expected text that is not empty")
             # The chats of a pair may repeat the prompt.
             return shared if any(message.get("content") == value for message in shared) else value
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
-            return [_check_message(f"{where}: {called}[{i}]", message) for i, message in enumerate(value)]
+            return [_check_message(f"{location}: {called}[{i}]", message) for i, message in enumerate(value)]
         if isinstance(value, (list, tuple)) and value and name == "prompt" and isinstance(value[0], int):
             return list(value)
         kind = "an empty list" if isinstance(value, (list, tuple)) and not value else type(value).__name__
         expected = "text, chat messages or token ids" if name == "prompt" else "a list of {'role', 'content'}"
-        raise ValueError(f"{where}: {called}: got {kind}, expected {expected}")
+        raise ValueError(f"{location}: {called}: got {kind}, expected {expected}")
 
-    def _answer(self, where: str, name: str, value: Answer, question: Question) -> str | dict[str, Any]:
+    def _answer(self, location: str, name: str, value: Answer, question: Question) -> str | dict[str, Any]:
         """Return the text of an answer, or the message of the assistant if it has more than text."""
-        called = f"{where}: {self._label(name)}"
+        called = f"{location}: {self._label(name)}"
         if isinstance(value, (list, tuple)):
             chat = [_check_message(f"{called}[{i}]", message) for i, message in enumerate(value)]
             if isinstance(question, list) and chat[: len(question)] == question:
@@ -303,23 +305,25 @@ class Reader:
         if not isinstance(value, (str, dict)) or not value:
             text = repr(value) if isinstance(value, str) else type(value).__name__
             raise ValueError(f"{called}: got {text}, expected text that is not empty, or the assistant's message")
-        return self._with_media_paths(where, value) if isinstance(value, dict) else value
+        return self._with_media_paths(location, value) if isinstance(value, dict) else value
 
-    def _tools(self, where: str, value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _tools(self, location: str, value: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Read tools, a list or its JSON text: typed columns cannot hold different schemas."""
         called = self._label("tools")
         try:
             tools = json.loads(value) if isinstance(value, str) else to_json(value)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{where}: {called}: {error}") from None
+            raise ValueError(f"{location}: {called}: {error}") from None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError(f"{where}: {called}: got {type(value).__name__}, expected a list of mappings, or its JSON")
+            raise ValueError(
+                f"{location}: {called}: got {type(value).__name__}, expected a list of mappings, or its JSON"
+            )
         return [_without_none(tool) for tool in tools]
 
     # --- media --------------------------------------------------------------------------------------------------------
 
-    def _media(self, where: str, name: str, value: Image | Sequence[Image]) -> tuple[Image, ...]:
-        called = f"{where}: {self._label(name)}"
+    def _media(self, location: str, name: str, value: Image | Sequence[Image]) -> tuple[Image, ...]:
+        called = f"{location}: {self._label(name)}"
         media = as_media(called, value)
         for i, entry in enumerate(media):
             if not isinstance(entry, (str, os.PathLike, bytes, bytearray, memoryview, Mapping)) and not (
@@ -328,11 +332,11 @@ class Reader:
                 raise ValueError(f"{called}[{i}]: got {type(entry).__name__}, expected a path, bytes or a picture")
         return media
 
-    def _locate(self, where: str, name: str, entry: Image) -> Image:
+    def _locate(self, location: str, name: str, entry: Image) -> Image:
         """Join a path to the folder of the data, and check that the file exists before the training starts."""
         if isinstance(entry, Mapping):
             key = source_key(entry)
-            return entry if key is None else {**entry, key: self._locate(where, name, entry[key])}
+            return entry if key is None else {**entry, key: self._locate(location, name, entry[key])}
         if not isinstance(entry, (str, os.PathLike)) or _URL.match(os.fspath(entry)):
             return entry
         address = os.fspath(entry).startswith("file:")
@@ -340,17 +344,17 @@ class Reader:
         if self.confined:
             if self.folder is None or address or not path.resolve().is_relative_to(self.folder.resolve()):
                 expected = "the image itself" if self.folder is None else f"a path in the data's folder {self.folder}"
-                raise ValueError(f"{where}: {name}: got {os.fspath(entry)!r}, expected {expected}")
+                raise ValueError(f"{location}: {name}: got {os.fspath(entry)!r}, expected {expected}")
         elif address:
             return entry
         if not path.is_file():
-            raise ValueError(f"{where}: {name}: got {os.fspath(entry)!r}, but there is no file {path}")
+            raise ValueError(f"{location}: {name}: got {os.fspath(entry)!r}, but there is no file {path}")
         return str(path)
 
-    def _with_media_paths(self, where: str, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_media_paths(self, location: str, message: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(message.get("content"), list):
             return message
-        return {**message, "content": [self._locate(where, "messages", part) for part in message["content"]]}
+        return {**message, "content": [self._locate(location, "messages", part) for part in message["content"]]}
 
 
 def to_json(value: Any) -> Any:
@@ -410,12 +414,12 @@ def _common_messages(first: Answer | None, other: Answer | None) -> list[dict[st
 # --- digests ----------------------------------------------------------------------------------------------------------
 
 
-def _build_row(where: str, number: int, prompt: Prompt, question: Sequence[Any]) -> Row:
+def _build_row(location: str, number: int, prompt: Prompt, question: Sequence[Any]) -> Row:
     try:
         content = hash_value(question)
         row_digest = hash_value([content, prompt.reference, prompt.label, prompt.info])
     except TypeError as error:
-        raise ValueError(f"{where}: got {error}, expected text, numbers, lists, mappings or pictures") from None
+        raise ValueError(f"{location}: got {error}, expected text, numbers, lists, mappings or pictures") from None
     return Row(number, prompt, content, row_digest)
 
 
@@ -483,20 +487,20 @@ def read(
     ...     list(read(file))
     [('line 1', {'prompt': 'a'}), ('line 3', {'prompt': 'b'})]
     """
-    where = Path(path)
-    if where.is_dir() and ((where / "dataset_dict.json").is_file() or (where / "state.json").is_file()):
-        return _read_dataset(_import_datasets(path).load_from_disk(str(where)), path, split, columns)
+    file_path = Path(path)
+    if file_path.is_dir() and ((file_path / "dataset_dict.json").is_file() or (file_path / "state.json").is_file()):
+        return _read_dataset(_import_datasets(path).load_from_disk(str(file_path)), path, split, columns)
     kind = next((suffix for suffix in _SUFFIXES if str(path).endswith(suffix)), None)
-    if not where.exists() and kind is None and _HUB_NAME.fullmatch(str(path)):
+    if not file_path.exists() and kind is None and _HUB_NAME.fullmatch(str(path)):
         return _read_dataset(_load_from_hub(str(path), subset, split), path, split, columns)
-    if not where.exists():
+    if not file_path.exists():
         raise ValueError(f"data: got {str(path)!r}, but there is no such file, folder or dataset")
     for name, value in (("split", split), ("subset", subset)):
         if value is not None:
             raise ValueError(f"{name}: got {value!r}, expected None: {str(path)!r} is not a Hugging Face dataset")
-    files = [where]
-    if where.is_dir():
-        files = sorted(file for file in where.iterdir() if file.name.endswith(_SUFFIXES))
+    files = [file_path]
+    if file_path.is_dir():
+        files = sorted(file for file in file_path.iterdir() if file.name.endswith(_SUFFIXES))
         if len({file.suffix for file in files}) != 1:
             names = ", ".join(file.name for file in files) or "none"
             raise ValueError(
@@ -510,10 +514,10 @@ def read(
 def _read_files(files: list[Path], columns: set[str] | None) -> LocatedRows:
     for file in files:
         check_regular(file)
-        part = f"{file.name}, " if len(files) > 1 else ""
+        prefix = f"{file.name}, " if len(files) > 1 else ""
         rows = _read_parquet(file, columns) if file.suffix == ".parquet" else _read_json(file)
-        for place, row in rows:
-            yield part + place, row
+        for row_name, row in rows:
+            yield prefix + row_name, row
 
 
 def _read_json(file: Path) -> LocatedRows:
@@ -695,7 +699,7 @@ class Prompts:
         folder = (location if location.is_dir() else location.parent) if location.exists() else None
         called = str(path) if name is None else name
         reader = Reader(called, columns, keep, folder, confined=True)
-        placed = read(path, split=split, subset=subset, columns=reader.wanted)
+        placed = read(path, split=split, subset=subset, columns=reader.columns_to_read)
         rows = _read(reader, placed, None if limit is None else check_int("limit", limit, 1))
         return cls._from_rows(rows, seed, shuffle, called)
 
@@ -762,21 +766,21 @@ class Prompts:
         n = check_int("n", n)
         if step != self._step:
             self._step, self._since = step, self.cursor
-        seen = {self._rows[self._at(place)].number for place in self._places(self._since, self.cursor)}
+        seen = {self._rows[self._at(position)].number for position in self._places(self._since, self.cursor)}
         taken = []
-        for place in range(self.cursor, self.cursor + n):
-            row = self._rows[self._at(place)]
-            task: int | str = f"{row.number}.{place // len(self)}" if row.number in seen else row.number
+        for position in range(self.cursor, self.cursor + n):
+            row = self._rows[self._at(position)]
+            task: int | str = f"{row.number}.{position // len(self)}" if row.number in seen else row.number
             seen.add(row.number)
             taken.append(_prompt(row, step, task))
         self.cursor += n
         return taken
 
-    def at(self, place: int, prompts_per_step: int) -> Prompt:
+    def at(self, position: int, prompts_per_step: int) -> Prompt:
         """Return the row at a position of the run, with the id that `take` gives it. The cursor does not move.
 
         Args:
-            place: Position, from 0; it may lie in any epoch.
+            position: Position, from 0; it may lie in any epoch.
             prompts_per_step: Rows that each step takes, from step 1.
 
         >>> prompts = Prompts([{"prompt": letter} for letter in "abc"])
@@ -784,17 +788,17 @@ class Prompts:
         >>> [prompts.at(place, 2) for place in range(4)] == taken
         True
         """
-        step, within = divmod(place, prompts_per_step)
-        row = self._rows[self._at(place)]
-        seen = {self._rows[self._at(before)].number for before in self._places(place - within, place)}
-        return _prompt(row, step + 1, f"{row.number}.{place // len(self)}" if row.number in seen else row.number)
+        step, within = divmod(position, prompts_per_step)
+        row = self._rows[self._at(position)]
+        seen = {self._rows[self._at(other)].number for other in self._places(position - within, position)}
+        return _prompt(row, step + 1, f"{row.number}.{position // len(self)}" if row.number in seen else row.number)
 
     def every(self, batch: int | str = "eval") -> list[Prompt]:
         """Return all rows in the order of the data, with ids of this batch. The cursor does not move."""
         return [_prompt(row, batch, row.number) for row in self._rows]
 
-    def _at(self, place: int) -> int:
-        epoch, within = divmod(place, len(self))
+    def _at(self, position: int) -> int:
+        epoch, within = divmod(position, len(self))
         return int(self.order(epoch)[within])
 
     def _places(self, start: int, stop: int) -> range:
@@ -866,8 +870,8 @@ class Prompts:
             for row in self._rows:
                 field_value = row.prompt.info.get(name) if name in ANSWERS else getattr(row.prompt, name)
                 if field_value is None or (name == "images" and not field_value):
-                    place = f"{self.name or 'rows'}: row {row.number}"
-                    raise ValueError(f"{place} has no {name!r}, expected it in every row")
+                    location = f"{self.name or 'rows'}: row {row.number}"
+                    raise ValueError(f"{location} has no {name!r}, expected it in every row")
 
     def shared(self, other: Prompts) -> int:
         """Count the rows whose question is also in other prompts.
@@ -898,15 +902,16 @@ class Prompts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; other rows, or another order, are refused: prompts would be skipped or come twice."""
         current = self.state_dict()
-        odd = sorted(state.keys() ^ current.keys())
-        if odd:
+        mismatched = sorted(state.keys() ^ current.keys())
+        if mismatched:
             raise ValueError(
-                f"state: {odd[0]!r} is {'not ' if odd[0] in current else ''}there, expected {', '.join(current)}"
+                f"state: {mismatched[0]!r} is {'not ' if mismatched[0] in current else ''}there, "
+                f"expected {', '.join(current)}"
             )
         if state["fingerprint"] != current["fingerprint"]:
-            here, expected = (f"{side['rows']} rows ({str(side['fingerprint'])[:8]})" for side in (current, state))
+            actual, expected = (f"{side['rows']} rows ({str(side['fingerprint'])[:8]})" for side in (current, state))
             raise ValueError(
-                f"data: got {here}{f' of {self.name!r}' if self.name else ''}, expected the {expected} that the run "
+                f"data: got {actual}{f' of {self.name!r}' if self.name else ''}, expected the {expected} that the run "
                 "began with: give it the same data, or begin another run"
             )
         for name in ("seed", "shuffle"):
@@ -943,15 +948,15 @@ def _prompt(row: Row, batch: int | str, task: int | str) -> Prompt:
     return row.prompt.replace(eid=EID(batch=batch, task=task, suffix=""), info=dict(row.prompt.info))
 
 
-def _read(reader: Reader, placed: LocatedRows, limit: int | None = None) -> list[Row]:
+def _read(reader: Reader, rows_by_name: LocatedRows, limit: int | None = None) -> list[Row]:
     rows = []
-    for place, source in placed:
-        rows.append(reader.row(place, source))
+    for row_name, source in rows_by_name:
+        rows.append(reader.row(row_name, source))
         if len(rows) == limit:
             break
     if not rows:
         raise ValueError(f"{reader.name}: got no rows, expected at least one")
     reader.finish()
-    for column, why in reader.dropped.items():
-        log.warning("%s: column %r is not kept: %s", reader.name, column, why)
+    for column, reason in reader.dropped.items():
+        log.warning("%s: column %r is not kept: %s", reader.name, column, reason)
     return rows

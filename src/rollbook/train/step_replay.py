@@ -326,8 +326,8 @@ def trace_step(book: Book, step: int, consumer: str = "train") -> StepRecords:
 def _lease_order(tx: Transaction, leases: set[int]) -> dict[tuple[int, int], int]:
     """Return the event of each lease and record; their order is that of the records in the lease."""
     order: dict[tuple[int, int], int] = {}
-    for marks, part in chunks(sorted(leases)):
-        rows = tx.all(f"SELECT lease, seq, id FROM events WHERE kind = 'leased' AND lease IN ({marks})", part)
+    for marks, chunk in chunks(sorted(leases)):
+        rows = tx.all(f"SELECT lease, seq, id FROM events WHERE kind = 'leased' AND lease IN ({marks})", chunk)
         order.update({(lease, seq): event for lease, seq, event in rows})
     return order
 
@@ -335,8 +335,8 @@ def _lease_order(tx: Transaction, leases: set[int]) -> dict[tuple[int, int], int
 def _read_records(tx: Transaction, seqs: Sequence[int]) -> dict[int, tuple[str, str, float]]:
     """Return id, batch and time of each record."""
     details: dict[int, tuple[str, str, float]] = {}
-    for marks, part in chunks(seqs):
-        rows = tx.all(f"SELECT seq, uid, batch, admitted FROM records WHERE seq IN ({marks})", part)
+    for marks, chunk in chunks(seqs):
+        rows = tx.all(f"SELECT seq, uid, batch, admitted FROM records WHERE seq IN ({marks})", chunk)
         details.update({seq: (uid, batch, admitted) for seq, uid, batch, admitted in rows})
     return details
 
@@ -355,9 +355,9 @@ def _read_appends(tx: Transaction, appends: Sequence[tuple[str, float]]) -> tupl
 
 def _read_revisions(tx: Transaction, since: dict[int, int]) -> dict[int, str]:
     names: dict[int, str] = {}
-    for marks, part in chunks(list(since)):
+    for marks, chunk in chunks(list(since)):
         rows = tx.all(
-            f"SELECT id, seq, detail FROM events WHERE kind IN ('revised', 'redacted') AND seq IN ({marks})", part
+            f"SELECT id, seq, detail FROM events WHERE kind IN ('revised', 'redacted') AND seq IN ({marks})", chunk
         )
         for event, seq, detail in rows:
             if event > since[seq]:
@@ -430,12 +430,12 @@ class RestoredStep:
         self.leased = self.records(self.traced)
         """The records of the step, without those of an expert."""
         checkpoints = saving.list_checkpoints(folder)
-        before = [entry for entry in checkpoints if entry.step < step]
-        if not before:
+        earlier = [entry for entry in checkpoints if entry.step < step]
+        if not earlier:
             raise ValueError(
                 f"{folder}: got no checkpoint before step {step}, expected one in {saving.CHECKPOINT_FOLDER}"
             )
-        self.start = before[-1]
+        self.start = earlier[-1]
         """The checkpoint from which the step is replayed."""
         self.first = checkpoints[0] if checkpoints[0].step == 0 else None
         self.end = next((entry for entry in checkpoints if entry.step == step), None)
@@ -776,7 +776,7 @@ def compute_counterfactual(
         weights: Weights before the step.
         trained: The records as trained, the result of the update, and the difference of the policy's weights.
     """
-    before, learned, update = trained
+    trained_records, learned, update = trained
     applied, ignored = split_changes(run.config, other)
     notes = [f"{name}: affects only generation; not replayed" for name in ignored]
     leased = run.leased
@@ -802,7 +802,7 @@ def compute_counterfactual(
     importance = run.sampling_weights(run.traced, records)
     changed = learner.update(records, step=run.step, expert=flags, weights=importance)
     new_update = weight_difference(run.weights()["policy"], weights["policy"])
-    rows = _mean_advantages(before, records, len(leased))
+    rows = _mean_advantages(trained_records, records, len(leased))
     numbers: dict[str, tuple[float | None, float | None]] = {}
     if rows:
         sizes = [float(np.mean([abs(pair[k]) for _, pair in rows])) for k in (0, 1)]
@@ -834,11 +834,11 @@ def _record_change(run: RestoredStep, i: int, advantage: tuple[float, float], re
     return RecordChange(row.eid.uid, str(prompt or ""), (rewards[0], rewards[1]), advantage)
 
 
-def _mean_advantages(before: Experiences, after: Experiences, count: int) -> list[tuple[int, tuple[float, float]]]:
+def _mean_advantages(trained: Experiences, replayed: Experiences, count: int) -> list[tuple[int, tuple[float, float]]]:
     """Return index and mean advantages of the first `count` records, of those that have advantages on both sides."""
     means = []
     for i in range(count):
-        columns = [(row, row.advantages) for row in (before[i], after[i])]
+        columns = [(row, row.advantages) for row in (trained[i], replayed[i])]
         old, new = [None if column is None else select_actions(row, column) for row, column in columns]
         if old is not None and new is not None:
             means.append((i, (float(old.mean()), float(new.mean())) if len(old) and len(new) else (0.0, 0.0)))
@@ -962,8 +962,8 @@ class _Replay:
         )
         self.checks, self.notes = self.result.checks, self.result.notes
         if not run.exact:
-            where = "on a GPU" if run.on_gpu else f"in {config.model.precision}"
-            self.notes.append(f"trained {where}, replayed in float32 on the CPU; small differences are rounding")
+            device = "on a GPU" if run.on_gpu else f"in {config.model.precision}"
+            self.notes.append(f"trained {device}, replayed in float32 on the CPU; small differences are rounding")
 
     def run(self, other: Config | None) -> ReplayResult:
         """Replay the step, and compute it with another configuration if there is one."""
@@ -1029,10 +1029,10 @@ class _Replay:
             return
         self.checks.append(not_compared("rewards", "some come from a server or a model"))
         if isinstance(source, CombinedReward):
-            for (name, part), is_local in zip(source.rewards.items(), local, strict=True):
+            for (name, component), is_local in zip(source.rewards.items(), local, strict=True):
                 if is_local:
                     recorded = [row.metrics.get(name) for row in run.leased]
-                    self.checks.append(self._compare_scores(f"rewards: {name}", part, recorded))
+                    self.checks.append(self._compare_scores(f"rewards: {name}", component, recorded))
 
     def _compare_scores(self, quantity: str, source: Reward, recorded: Sequence[float | None]) -> Comparison:
         """Compare the recorded rewards with new scores of the same records."""

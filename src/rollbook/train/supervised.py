@@ -173,32 +173,36 @@ class _Encoder:
             present = [name for name in ANSWERS if name in prompt.info] or ["none"]
             raise ValueError(f"{missing}: missing, expected an answer; the row has {', '.join(present)}")
         prepared = self.preparer.prepare(prompt)
-        most, length = sampling.max_prompt_tokens, len(prepared.ids)
-        longer = most is not None and length > most
+        max_prompt_tokens, length = sampling.max_prompt_tokens, len(prepared.ids)
+        longer = max_prompt_tokens is not None and length > max_prompt_tokens
         if longer and sampling.prompt_overflow != "error" and prepared.media is None:
             prepared, longer = self.preparer.prepare(prompt, sampling), False
-        room = None if self.max_tokens is None else self.max_tokens - len(prepared.ids)
-        if longer or (room is not None and room < 1):
+        max_answer_tokens = None if self.max_tokens is None else self.max_tokens - len(prepared.ids)
+        if longer or (max_answer_tokens is not None and max_answer_tokens < 1):
             if self.long_prompts == "drop":
                 return None
-            bound = f"at most {most} (max_prompt_tokens)" if longer else f"fewer than {self.max_tokens} (max_tokens)"
+            bound = (
+                f"at most {max_prompt_tokens} (max_prompt_tokens)"
+                if longer
+                else f"fewer than {self.max_tokens} (max_tokens)"
+            )
             raise ValueError(f"prompt: got {length} tokens, expected {bound}")
         info = {name: value for name, value in prompt.info.items() if name not in names}
         info |= {name: value for name in ("reference", "label") if (value := getattr(prompt, name)) is not None}
         ids = {}
         for name, answer in answers.items():
             full = self._ids(name, prompt, prepared, answer)
-            ids[name] = full[:room]
+            ids[name] = full[:max_answer_tokens]
             if len(ids[name]) < len(full):
                 info[f"{name}_truncated_from"] = len(full)
-        cut = any(f"{name}_truncated_from" in info for name in names)
+        is_truncated = any(f"{name}_truncated_from" in info for name in names)
         chats = {name: _chat(prompt, answer) for name, answer in answers.items()}
         fields: dict[str, Any]
         if self.data == "answers":
             fields = {
                 "tokens": [*prepared.ids, *ids["response"]],
                 "prompt_length": len(prepared.ids),
-                "finish_reason": "length" if cut else "stop",
+                "finish_reason": "length" if is_truncated else "stop",
                 "response_text": _text(answers["response"]),
                 "messages": chats["response"],
             }
@@ -207,7 +211,7 @@ class _Encoder:
             fields |= {f"{name}_messages": chats[name] for name in names}
         return Experience(
             eid=(prompt.eid or EID()).replace(suffix=_SUFFIXES[self.data]),
-            truncate_status="response_truncated" if cut else None,
+            truncate_status="response_truncated" if is_truncated else None,
             prompt_text=prepared.text,
             tools=None if prompt.tools is None else [dict(tool) for tool in prompt.tools],
             multi_modal_inputs=prepared.media,
@@ -258,9 +262,9 @@ def _messages(prompt: Prompt) -> list[dict[str, Any]] | None:
 
 
 def _chat(prompt: Prompt, answer: Answer) -> list[dict[str, Any]] | None:
-    before = _messages(prompt)
+    prompt_messages = _messages(prompt)
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) else dict(answer)
-    return None if before is None else [*before, message]
+    return None if prompt_messages is None else [*prompt_messages, message]
 
 
 def _lengths(row: Experience) -> tuple[int, float]:

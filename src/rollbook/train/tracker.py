@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 from rollbook.book.reports import decode_metrics, encode_metrics
 from rollbook.core.checks import check_float, check_int, suggest
 from rollbook.core.files import FILE_MODE, make_folder, private_opener
-from rollbook.core.terminal import block, cut, figure
+from rollbook.core.terminal import block, figure, shorten
 from rollbook.train.user_code import resolve
 
 if TYPE_CHECKING:
@@ -140,13 +140,13 @@ class JsonlTracker:
         self._file.close()
 
 
-def _parse_line(line: str | bytes, where: str) -> dict[str, Any]:
+def _parse_line(line: str | bytes, location: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: got {line[:60]!r}, expected JSON: {error}") from None
+        raise ValueError(f"{location}: got {line[:60]!r}, expected JSON: {error}") from None
     if not isinstance(entry, dict) or type(entry.get("step")) is not int or not isinstance(entry.get("metrics"), dict):
-        raise ValueError(f"{where}: got {line[:60]!r}, expected an object with a step and metrics")
+        raise ValueError(f"{location}: got {line[:60]!r}, expected an object with a step and metrics")
     return entry
 
 
@@ -406,7 +406,7 @@ class Display:
     def _draw(self) -> None:
         """Overwrite the previous row."""
         self._print_head()
-        self.stream.write(f"\r{cut(self._row or '', self._terminal_width())}\x1b[K")
+        self.stream.write(f"\r{shorten(self._row or '', self._terminal_width())}\x1b[K")
         self.stream.flush()
 
     def _print_head(self) -> None:
@@ -414,7 +414,7 @@ class Display:
             self._has_head = True
             titles = [f"{'step':>{self._step_width}}", *(f"{column.title:>{column.width}}" for column in self._table)]
             text = " ".join([*titles, f"{'left':>{_TIME_WIDTH}}"])
-            self.stream.write((cut(text, self._terminal_width()) if self.live else text) + "\n")
+            self.stream.write((shorten(text, self._terminal_width()) if self.live else text) + "\n")
 
     def _terminal_width(self) -> int:
         # A terminal that wraps at its last column would scroll with each row.

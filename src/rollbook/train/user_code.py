@@ -41,30 +41,30 @@ def resolve(target: str, *, name: str = "function", folder: str | Path | None = 
         ...
     ValueError: data.function: got 'maths:gcd', but there is no module 'maths'
     """
-    where, _, inner = target.rpartition(":") if isinstance(target, str) else ("", "", "")
-    if not where or not inner or not all(part.isidentifier() for part in inner.split(".")):
+    module, _, inner = target.rpartition(":") if isinstance(target, str) else ("", "", "")
+    if not module or not inner or not all(path_part.isidentifier() for path_part in inner.split(".")):
         raise ValueError(f"{name}: got {target!r}, expected 'module:function' or 'path/to/file.py:function'")
     target_object: Any
-    if where.endswith(".py"):
-        target_object = _file(target, name, Path(folder or ".") / where)
+    if module.endswith(".py"):
+        target_object = _file(target, name, Path(folder or ".") / module)
     else:
-        target_object = _module(target, name, where, Path(folder or "."))
-    for part in inner.split("."):
-        if not hasattr(target_object, part):
+        target_object = _module(target, name, module, Path(folder or "."))
+    for path_part in inner.split("."):
+        if not hasattr(target_object, path_part):
             names = (
                 {attribute: None for attribute in vars(target_object) if not attribute.startswith("_")}
                 if hasattr(target_object, "__dict__")
                 else {}
             )
-            guess = suggest(part, names).partition("?")
+            guess = suggest(path_part, names).partition("?")
             hint = guess[0] + guess[1] if guess[1] else ""
-            raise ValueError(f"{name}: got {target!r}, but {where} has no {part!r}{hint}")
-        target_object = getattr(target_object, part)
+            raise ValueError(f"{name}: got {target!r}, but {module} has no {path_part!r}{hint}")
+        target_object = getattr(target_object, path_part)
     return target_object
 
 
 def _module(target: str, name: str, path: str, folder: Path) -> ModuleType:
-    if not all(part.isidentifier() for part in path.split(".")):
+    if not all(package.isidentifier() for package in path.split(".")):
         raise ValueError(f"{name}: got {target!r}, expected a module's dotted name or a .py file before the colon")
     try:
         return importlib.import_module(path)
@@ -74,8 +74,8 @@ def _module(target: str, name: str, path: str, folder: Path) -> ModuleType:
             raise  # the module exists, but one of its imports does not
         # Unlike a script, a command does not find modules in the current folder.
         file = Path(*path.split(".")).with_suffix(".py")
-        here = f"; the file is there: {file}:{target.rpartition(':')[2]}" if (folder / file).is_file() else ""
-        raise ValueError(f"{name}: got {target!r}, but there is no module {missing!r}{here}") from None
+        hint = f"; the file is there: {file}:{target.rpartition(':')[2]}" if (folder / file).is_file() else ""
+        raise ValueError(f"{name}: got {target!r}, but there is no module {missing!r}{hint}") from None
 
 
 def _file(target: str, name: str, path: Path) -> ModuleType:
@@ -194,9 +194,9 @@ def _foreign_reward_code(reward: RewardSection, remote: bool) -> Iterator[tuple[
     for name in ("functions", "models"):
         option = reward.options.get(name, {})
         parts = option.items() if isinstance(option, Mapping) else enumerate(option if isinstance(option, list) else ())
-        for part, value in parts:
+        for component, value in parts:
             if not (isinstance(value, str) and is_builtin(value)):
-                yield f"options.{name}.{part}", str(value)
+                yield f"options.{name}.{component}", str(value)
     if remote and reward.remote is not None:
         yield "remote", ", ".join(reward.remote)
 

@@ -19,7 +19,7 @@ class Record(NamedTuple):
     start: int | None
     size: int | None
     slot: int | None
-    gone: str | None
+    removed_reason: str | None
     evaluation: int
     version_min: int | None
 
@@ -72,7 +72,7 @@ class Consumer(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A range of records, `count` of them for training, that are not yet entered into `work` for a consumer."""
+    """A range of records, `count` of them for training, that are not yet entered into `queue` for a consumer."""
 
     consumer: int
     first: int
@@ -157,7 +157,7 @@ def _tables(select: Select) -> Tables:
     return Tables(
         rows(Record, "records"),
         rows(Consumer, "consumers"),
-        rows(Work, "work", "consumer, seq"),
+        rows(Work, "queue", "consumer, seq"),
         rows(Lease, "leases"),
         rows(Event, "events"),
         rows(Tally, "tallies"),

@@ -80,9 +80,11 @@ class Ledger:
         self.state = state
         self.wrong = [f"SQLite: {text}" for text in state.damage]
         self.uid = {record.seq: record.uid for record in state.records}
-        self.seq = {record.uid: record.seq for record in state.records if record.gone != "rewound"}
+        self.seq = {record.uid: record.seq for record in state.records if record.removed_reason != "rewound"}
         self.gid = {record.seq: record.gid for record in state.records}
-        self.training = {record.seq for record in state.records if not record.evaluation and record.gone != "rewound"}
+        self.training = {
+            record.seq for record in state.records if not record.evaluation and record.removed_reason != "rewound"
+        }
         self.consumers = {consumer.id: consumer for consumer in state.consumers}
         self.work = {(row.consumer, row.seq): row for row in state.work}
         self.voided = _voided(state.events)
@@ -103,7 +105,7 @@ class Ledger:
 
     def appends(self, known: dict[Piece, None], after: Log) -> None:
         """Every append that returned is there, all of it; nothing is there that nobody appended."""
-        uids = Counter(record.uid for record in self.state.records if record.gone != "rewound")
+        uids = Counter(record.uid for record in self.state.records if record.removed_reason != "rewound")
         self.wrong += [f"{uid}: it is there {count} times" for uid, count in uids.items() if count > 1]
         for piece in known:
             for uid in piece.uids:

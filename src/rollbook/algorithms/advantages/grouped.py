@@ -353,7 +353,9 @@ def rec(
     if drop is not None:
         if ids is None:
             raise ValueError("ids: got None, expected an id for each row, since drop='balance' draws by id")
-        all_ids = [name for part in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in part]
+        all_ids = [
+            name for rank_ids in process_group.gather(list(as_ids("ids", ids, grouped.rows))) for name in rank_ids
+        ]
         if len(set(all_ids)) != len(all_ids):
             raise ValueError("ids: got the same id for several rows, expected a different id for each")
         dropped = _surplus_negatives(grouped, scores, all_ids, seed)
@@ -540,10 +542,10 @@ class _Episodes:
                 raise ValueError(f"steps: row {i} has {step!r}, expected an integer")
         hashes = as_ids("states", states, rows) if states is not None else [None] * rows
         parts = check_process_group(process_group).gather([self.own_rewards, names, labels, numbers, hashes])
-        first = sum(len(part[0]) for part in parts[: process_group.rank])
+        first = sum(len(shard[0]) for shard in parts[: process_group.rank])
         self.local = slice(first, first + rows)
-        self.rewards: Floats = np.concatenate([part[0] for part in parts])
-        joined = [[item for part in parts for item in part[j]] for j in range(1, 5)]
+        self.rewards: Floats = np.concatenate([shard[0] for shard in parts])
+        joined = [[item for shard in parts for item in shard[j]] for j in range(1, 5)]
         self.groups, self.runs, self.steps, self.states = joined
         self.group, self.keys = number_ids("groups", self.groups)
         self.run, pairs = number_ids("runs", list(zip(self.group.tolist(), self.runs, strict=True)))

@@ -140,7 +140,7 @@ def _place_rewards(
         tokens = tokens.to(_reward_dtype(tokens) if _reward_dtype(rewards) == torch.float32 else torch.float64)
         counts = count_rewards(tokens, scanned, lengths)
         actions = counts.counts if scanned is mask else layout.counts.cpu().numpy()
-        left_out, off = counts.broken > 0, counts.off > 0
+        left_out, off = counts.nonfinite > 0, counts.off_mask > 0
         missing = left_out
         if left_out.any():
             narrowed = Layout(layout.shape, lengths, scanned)

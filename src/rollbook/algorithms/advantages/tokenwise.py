@@ -291,7 +291,7 @@ def _mark_largest(
 ) -> torch.Tensor:
     """Mark the `limit` largest candidates of all processes, without those that equal the first one beyond the limit."""
     local = values[candidates].flatten().tolist()
-    ordered = sorted((value for part in process_group.gather(local) for value in part), reverse=True)
+    ordered = sorted((value for rank_values in process_group.gather(local) for value in rank_values), reverse=True)
     if len(ordered) <= limit:
         return candidates
     return candidates & torch.gt(values, ordered[limit])

@@ -113,10 +113,10 @@ def _attention_kernel(
     if SPLITS == 1:
         tl.store(output + output_offset, (weighted / total[:, None]).to(output.dtype.element_ty), mask=inside)
     else:
-        part = (row * heads + query_head) * SPLITS + split
-        tl.store(maxima + part, largest, mask=group < GROUP)
-        tl.store(sums + part, total, mask=group < GROUP)
-        tl.store(partial + part[:, None] * SIZE + dim[None, :], weighted, mask=inside)
+        split_index = (row * heads + query_head) * SPLITS + split
+        tl.store(maxima + split_index, largest, mask=group < GROUP)
+        tl.store(sums + split_index, total, mask=group < GROUP)
+        tl.store(partial + split_index[:, None] * SIZE + dim[None, :], weighted, mask=inside)
 
 
 @_jit

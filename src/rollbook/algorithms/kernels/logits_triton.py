@@ -47,11 +47,11 @@ def _capped(x, cap):
     # cap * tanh(x / cap); near 0 by its series, where a difference of powers would lose digits.
     share = x / cap
     square = share * share
-    near = share * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    small_tanh = share * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     power = tl.exp(-2 * tl.abs(share))
     far = (1 - power) / (1 + power)
     far = tl.where(share < 0, -far, far)
-    return cap * tl.where(square < 0.01, near, far)
+    return cap * tl.where(square < 0.01, small_tanh, far)
 
 
 @_jit
@@ -82,7 +82,7 @@ def _sums_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
+    row_logits = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
     scale = _LOG2E
     if SCALED:
         scale = _in_powers_of_2(tl.load(scales + row))
@@ -92,7 +92,7 @@ def _sums_kernel(
     for first in tl.range(0, vocabulary, BLOCK):
         entries = first + tl.arange(0, BLOCK)
         at = entries.to(tl.int64) if WIDE else entries
-        x = tl.load(here + at * stride_entry, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
+        x = tl.load(row_logits + at * stride_entry, mask=entries < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, 0))
         reference = tl.where(higher == -float("inf"), 0.0, higher)
         # Rescale the sums so far to the new maximum; before the first logit there are none.
@@ -107,7 +107,7 @@ def _sums_kernel(
         top = higher
     label = tl.load(labels + row) - start
     inside = (label >= 0) & (label < vocabulary)
-    chosen = tl.load(here + label * stride_entry, mask=inside, other=0.0).to(tl.float32)
+    chosen = tl.load(row_logits + label * stride_entry, mask=inside, other=0.0).to(tl.float32)
     tl.store(top_out + row, top)
     tl.store(mass_out + row, mass)
     tl.store(spread_out + row, spread * _LN2)
@@ -141,7 +141,7 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < vocabulary
-    here = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
+    row_logits = logits + (row // inner) * stride_outer + (row % inner) * stride_inner
     weight = tl.load(grad_logprobs + row)
     # A token without an incoming gradient is not read: its gradient is 0 even if its logits are NaN.
     has_gradient = weight != 0.0
@@ -150,7 +150,7 @@ def _gradient_kernel(
         has_gradient = has_gradient | (weight_entropy != 0.0)
     read = inside & has_gradient
     at = entries.to(tl.int64) if WIDE else entries
-    x = tl.load(here + at * stride_entry, mask=read, other=-float("inf")).to(tl.float32)
+    x = tl.load(row_logits + at * stride_entry, mask=read, other=-float("inf")).to(tl.float32)
     scale = 1.0
     if SCALED:
         scale = tl.load(scales + row)
@@ -220,13 +220,13 @@ def _product_kernel(
             scale = _in_powers_of_2(tl.load(scales + rows, mask=rows < tokens, other=1.0))[:, None]
         distance = (x - top[:, None]) * scale
         power = tl.exp2(distance)
-        place = at_v.to(tl.int64) * tokens + rows
-        tl.store(top_out + place, top, mask=rows < tokens)
-        tl.store(mass_out + place, tl.sum(power, 1), mask=rows < tokens)
+        at = at_v.to(tl.int64) * tokens + rows
+        tl.store(top_out + at, top, mask=rows < tokens)
+        tl.store(mass_out + at, tl.sum(power, 1), mask=rows < tokens)
         if SPREAD:
             # As in `_sums_kernel`: where a temperature is tiny a distance is -inf, and -inf * 0 is NaN.
             spread = tl.sum(tl.maximum(distance, _FLOOR) * power, 1) * -_LN2
-            tl.store(spread_out + place, spread, mask=rows < tokens)
+            tl.store(spread_out + at, spread, mask=rows < tokens)
 
 
 @_jit
@@ -250,9 +250,9 @@ def _merge_kernel(
     top = tl.full((BLOCK_T,), LOWEST, dtype=tl.float32)
     for first in tl.range(0, tiles, BLOCK_V):
         tile = first + tl.arange(0, BLOCK_V)
-        place = tile[:, None].to(tl.int64) * tokens + rows[None, :]
-        here = tl.load(tops + place, mask=real & (tile < tiles)[:, None], other=LOWEST)
-        top = tl.maximum(top, tl.max(here, 0))
+        at = tile[:, None].to(tl.int64) * tokens + rows[None, :]
+        tile_tops = tl.load(tops + at, mask=real & (tile < tiles)[:, None], other=LOWEST)
+        top = tl.maximum(top, tl.max(tile_tops, 0))
     scale = tl.full((BLOCK_T,), 1.0, dtype=tl.float32)
     if SCALED:
         scale = tl.load(scales + rows, mask=rows < tokens, other=1.0)
@@ -260,15 +260,15 @@ def _merge_kernel(
     spread = tl.zeros((BLOCK_T,), dtype=tl.float32)
     for first in tl.range(0, tiles, BLOCK_V):
         tile = first + tl.arange(0, BLOCK_V)
-        place = tile[:, None].to(tl.int64) * tokens + rows[None, :]
-        there = real & (tile < tiles)[:, None]
-        rise = (top[None, :] - tl.load(tops + place, mask=there, other=LOWEST)) * scale[None, :]
+        at = tile[:, None].to(tl.int64) * tokens + rows[None, :]
+        loaded = real & (tile < tiles)[:, None]
+        rise = (top[None, :] - tl.load(tops + at, mask=loaded, other=LOWEST)) * scale[None, :]
         keep = tl.exp(-rise)
-        part = tl.load(masses + place, mask=there, other=0.0)
-        mass += tl.sum(keep * part, 0)
+        tile_mass = tl.load(masses + at, mask=loaded, other=0.0)
+        mass += tl.sum(keep * tile_mass, 0)
         if SPREAD:
             rise = tl.minimum(rise, -_FLOOR)
-            spread += tl.sum(keep * (tl.load(spreads + place, mask=there, other=0.0) + rise * part), 0)
+            spread += tl.sum(keep * (tl.load(spreads + at, mask=loaded, other=0.0) + rise * tile_mass), 0)
     tl.store(top_out + rows, top, mask=rows < tokens)
     tl.store(mass_out + rows, mass, mask=rows < tokens)
     tl.store(spread_out + rows, spread, mask=rows < tokens)
@@ -296,9 +296,9 @@ def _chosen_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in tl.range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        there = (at < width) & inside
-        left = tl.load(hidden + row * stride_hidden + at, mask=there, other=0.0).to(tl.float32)
-        total += left * tl.load(weight + label * stride_weight + at, mask=there, other=0.0).to(tl.float32)
+        loaded = (at < width) & inside
+        left = tl.load(hidden + row * stride_hidden + at, mask=loaded, other=0.0).to(tl.float32)
+        total += left * tl.load(weight + label * stride_weight + at, mask=loaded, other=0.0).to(tl.float32)
     x = tl.sum(total, 0)
     if BIASED:
         x += tl.load(bias + label, mask=inside, other=0.0).to(tl.float32)
@@ -398,8 +398,11 @@ def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and all(
-            part.stride(1) == 1 and part.stride(0) % 8 == 0 and part.data_ptr() % 16 == 0 and min(part.shape) > 0
-            for part in (hidden, weight)
+            tensor.stride(1) == 1
+            and tensor.stride(0) % 8 == 0
+            and tensor.data_ptr() % 16 == 0
+            and min(tensor.shape) > 0
+            for tensor in (hidden, weight)
         )
         and _processors(hidden.device) > 0
     )

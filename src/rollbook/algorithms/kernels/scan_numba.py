@@ -1,9 +1,9 @@
 """The recursions of `scan` compiled for the CPU by numba: packed rows, one thread, sums in float64.
 
 Invariant: the same operations in the same order as the numpy implementation in `scan`, so that results are bit-equal;
-tokens that do not take part are never read. Imported only for large calls (`scan.LARGE`).
+inactive tokens are never read. Imported only for large calls (`scan.LARGE`).
 
-Measured alternatives (one thread of a shared machine, warm caches; B=128, R=8192, float32, all tokens take part):
+Measured alternatives (one thread of a shared machine, warm caches; B=128, R=8192, float32, all tokens active):
 
 | implementation | ms |
 |---|---|
@@ -12,7 +12,7 @@ Measured alternatives (one thread of a shared machine, warm caches; B=128, R=819
 | numba, one token after the other | 2.1 |
 | scipy.signal.lfilter over reversed rows | 7.9 |
 | numpy, time-major, float32, without a mask | 19 |
-| numpy, time-major, float64, only tokens that take part: the numpy implementation in `scan` | 66 |
+| numpy, time-major, float64, only active tokens: the numpy implementation in `scan` | 66 |
 | torch, a Python loop over time | 161 |
 | torch.compile of that loop | unrolled: compiles 79 s for 128 steps, 107 s for 256; needs a C++ compiler |
 
@@ -52,12 +52,12 @@ def _any(mask):
 
 
 @_jit
-def spans(taken, offsets):
-    """[B] Return the first and the last slot of each row that takes part, and the number of such slots."""
+def spans(active, offsets):
+    """[B] Return the first and the last active slot of each row, and the number of active slots."""
     rows = len(offsets) - 1
     first, last, count = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
-        mask = taken[offsets[row] : offsets[row + 1]]
+        mask = active[offsets[row] : offsets[row + 1]]
         total, low, high = np.int32(0), 0, len(mask)
         for t in range(len(mask)):
             total += np.int32(mask[t])
@@ -77,21 +77,21 @@ def spans(taken, offsets):
 
 
 @_jit
-def count_rewards(rewards, taken, offsets):
-    """[B] Count tokens that take part, their rewards that are not finite, and nonzero rewards on other tokens."""
+def count_rewards(rewards, active, offsets):
+    """[B] Count active tokens, their rewards that are not finite, and nonzero rewards on other tokens."""
     rows = len(offsets) - 1
-    counts, broken, off = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
+    counts, nonfinite, off_mask = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
-        reward, mask = rewards[offsets[row] : offsets[row + 1]], taken[offsets[row] : offsets[row + 1]]
-        count, odd, outside = np.int32(0), np.int32(0), np.int32(0)
+        reward, mask = rewards[offsets[row] : offsets[row + 1]], active[offsets[row] : offsets[row + 1]]
+        count, bad, outside = np.int32(0), np.int32(0), np.int32(0)
         for t in range(len(reward)):
             entry = reward[t]
             hit, finite = np.int32(mask[t]), np.int32(entry - entry == 0)
             count += hit
-            odd += hit & (1 - finite)
+            bad += hit & (1 - finite)
             outside += (1 - hit) & finite & np.int32(entry != 0)
-        counts[row], broken[row], off[row] = count, odd, outside
-    return counts, broken, off
+        counts[row], nonfinite[row], off_mask[row] = count, bad, outside
+    return counts, nonfinite, off_mask
 
 
 @_jit
@@ -163,12 +163,12 @@ def _with_values(sums, values, advantages, returns):
 
 
 @_jit
-def _gae_holes(rewards, values, taken, gamma, decay, advantages, returns):
-    """Compute one row with gaps: tokens that do not take part."""
+def _gae_holes(rewards, values, active, gamma, decay, advantages, returns):
+    """Compute one row with gaps: inactive tokens."""
     total, after = 0.0, 0.0
     for i in range(len(rewards)):
         t = len(rewards) - 1 - i
-        if taken[t]:
+        if active[t]:
             value = np.float64(values[t])
             total = np.float64(rewards[t]) + gamma * after - value + decay * total
             after = value
@@ -180,11 +180,11 @@ def _gae_holes(rewards, values, taken, gamma, decay, advantages, returns):
 
 
 @_jit
-def _returns_holes(rewards, taken, gamma, returns):
+def _returns_holes(rewards, active, gamma, returns):
     total = 0.0
     for i in range(len(rewards)):
         t = len(rewards) - 1 - i
-        if taken[t]:
+        if active[t]:
             total = np.float64(rewards[t]) + gamma * total
             returns[t] = total
         else:
@@ -198,10 +198,10 @@ def _by_length(first, last):
 
 
 @_jit
-def gae(rewards, values, taken, offsets, gamma, lam, advantages, returns):
+def gae(rewards, values, active, offsets, gamma, lam, advantages, returns):
     """Fill `advantages` and `returns`; all arrays are [total]."""
     decay = gamma * lam
-    first, last, count = spans(taken, offsets)
+    first, last, count = spans(active, offsets)
     for row in range(len(first)):
         start, stop, a, b = offsets[row], offsets[row + 1], first[row], last[row]
         _zero(advantages[start:a])
@@ -209,7 +209,7 @@ def gae(rewards, values, taken, offsets, gamma, lam, advantages, returns):
         _zero(advantages[b:stop])
         _zero(returns[b:stop])
         if count[row] < b - a:
-            _gae_holes(rewards[a:b], values[a:b], taken[a:b], gamma, decay, advantages[a:b], returns[a:b])
+            _gae_holes(rewards[a:b], values[a:b], active[a:b], gamma, decay, advantages[a:b], returns[a:b])
             last[row] = a  # none left
     order = _by_length(first, last)
     sums, sizes, ends = np.empty((LANES, BLOCK)), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
@@ -234,15 +234,15 @@ def gae(rewards, values, taken, offsets, gamma, lam, advantages, returns):
 
 
 @_jit
-def discounted(rewards, taken, offsets, gamma, returns):
+def discounted(rewards, active, offsets, gamma, returns):
     """Fill `returns` [total]."""
-    first, last, count = spans(taken, offsets)
+    first, last, count = spans(active, offsets)
     for row in range(len(first)):
         a, b = first[row], last[row]
         _zero(returns[offsets[row] : a])
         _zero(returns[b : offsets[row + 1]])
         if count[row] < b - a:
-            _returns_holes(rewards[a:b], taken[a:b], gamma, returns[a:b])
+            _returns_holes(rewards[a:b], active[a:b], gamma, returns[a:b])
             last[row] = a  # none left
     order = _by_length(first, last)
     sums, sizes, ends = np.empty((LANES, BLOCK)), np.empty(LANES, np.int64), np.empty(LANES, np.int64)

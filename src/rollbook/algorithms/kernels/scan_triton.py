@@ -68,8 +68,8 @@ def _gae_kernel(
         # From the right: lane 0 is the last slot that is left.
         slot = length - 1 - done - lanes
         later = slot + 1
-        there = (slot >= 0) & (later < length)
-        valid = tl.load(mask + start + later, mask=there, other=0) != 0
+        has_next = (slot >= 0) & (later < length)
+        valid = tl.load(mask + start + later, mask=has_next, other=0) != 0
         reward = tl.load(rewards + start + later, mask=valid, other=0.0)
         if VALUED:
             value = tl.load(values + start + later, mask=valid, other=0.0)
@@ -108,7 +108,7 @@ def gae(
     Args:
         rewards: [B, R] padded or [total] packed, float32 or float64.
         values: Of the same shape and type.
-        mask: bool, of the same shape: tokens that take part.
+        mask: bool, of the same shape: active tokens.
         offsets: [B + 1] int64: start of each packed row, and the end; `None` if padded.
         gamma: Discount per token.
         lam: Lambda of GAE.
@@ -118,7 +118,7 @@ def gae(
 
 
 def discounted(rewards: torch.Tensor, mask: torch.Tensor, offsets: torch.Tensor | None, gamma: float) -> torch.Tensor:
-    """Compute returns-to-go `R_i = r_i + gamma R_j`, j the next token that takes part; arguments as of `gae`."""
+    """Compute returns-to-go `R_i = r_i + gamma R_j`, j the next active token; arguments as of `gae`."""
     return _scan(rewards, None, mask, offsets, gamma, gamma, None)
 
 

@@ -43,29 +43,29 @@ class SoftmaxSums(NamedTuple):
         zeros = torch.zeros(count, dtype=dtype, device=device)
         return SoftmaxSums(torch.full_like(zeros, -torch.inf), zeros, zeros.clone(), zeros.clone())
 
-    def add(self, rows: slice, part: SoftmaxSums, scales: torch.Tensor | None) -> None:
+    def add(self, rows: slice, chunk: SoftmaxSums, scales: torch.Tensor | None) -> None:
         """Add, in place, the sums over another part of the vocabulary to those of some tokens.
 
         Args:
             rows: Which tokens.
-            part: Their sums over the other part.
+            chunk: Their sums over the other part.
             scales: [N] 1 / temperature of all tokens; `None` if all are 1.
         """
-        before = SoftmaxSums(self.top[rows], self.mass[rows], self.spread[rows], self.chosen[rows])
-        top = torch.maximum(before.top, part.top)
+        previous = SoftmaxSums(self.top[rows], self.mass[rows], self.spread[rows], self.chosen[rows])
+        top = torch.maximum(previous.top, chunk.top)
         reference = top.masked_fill(top == -torch.inf, 0)
         mass, spread = torch.zeros_like(top), torch.zeros_like(top)
-        for sums in (before, part):
+        for sums in (previous, chunk):
             rise = reference - sums.top
             if scales is not None:
                 rise *= scales[rows]
             factor = rise.neg().exp_()
             spread += factor * (sums.spread + rise.clamp_(max=-_FLOOR) * sums.mass)
             mass += factor * sums.mass
-        before.chosen.add_(part.chosen)
-        before.top.copy_(top)
-        before.mass.copy_(mass)
-        before.spread.copy_(spread)
+        previous.chosen.add_(chunk.chosen)
+        previous.top.copy_(top)
+        previous.mass.copy_(mass)
+        previous.spread.copy_(spread)
 
 
 @dataclass(frozen=True)
@@ -267,31 +267,31 @@ def logits_gradient(
         if scratch is None:  # the first chunk is the largest
             scratch = torch.empty((2, *chunk.shape), dtype=state.top.dtype, device=chunk.device)
         logprobs, gradient = scratch[0, : len(chunk)], scratch[1, : len(chunk)]
-        here = state.take(rows)
-        weight = here.grad_logprobs[:, None]
-        _subtract(chunk, here.top[:, None], logprobs)
+        chunk_state = state.take(rows)
+        weight = chunk_state.grad_logprobs[:, None]
+        _subtract(chunk, chunk_state.top[:, None], logprobs)
         if targets.scales is not None:
             logprobs *= targets.scales[rows, None]
-        logprobs -= here.log_mass[:, None]
+        logprobs -= chunk_state.log_mass[:, None]
         torch.exp(logprobs, out=gradient)
-        if here.grad_entropy is not None:
-            factor = logprobs.clamp_(min=_FLOOR).add_(here.entropy[:, None])
-            gradient *= factor.mul_(here.grad_entropy[:, None]).add_(weight)
+        if chunk_state.grad_entropy is not None:
+            factor = logprobs.clamp_(min=_FLOOR).add_(chunk_state.entropy[:, None])
+            gradient *= factor.mul_(chunk_state.grad_entropy[:, None]).add_(weight)
         else:
             gradient *= weight
         gradient.neg_()
         labels = targets.labels[rows, None] - start
-        near = labels.clamp(0, chunk.shape[1] - 1)
-        gains = (labels == near) & (chunk.gather(1, near) != -torch.inf)
-        gradient.scatter_add_(1, near, torch.where(gains, weight, 0))
+        clamped_labels = labels.clamp(0, chunk.shape[1] - 1)
+        gains = (labels == clamped_labels) & (chunk.gather(1, clamped_labels) != -torch.inf)
+        gradient.scatter_add_(1, clamped_labels, torch.where(gains, weight, 0))
         if targets.scales is not None:
             gradient *= targets.scales[rows, None]
         if cap is not None:
             gradient *= torch.div(chunk, cap, out=logprobs).square_().neg_().add_(1)
         if gradient.is_cuda:  # `nonzero` would wait for the device
-            gradient.masked_fill_(here.no_grad[:, None], 0)
+            gradient.masked_fill_(chunk_state.no_grad[:, None], 0)
         else:
-            gradient.index_fill_(0, here.no_grad.nonzero()[:, 0], 0)
+            gradient.index_fill_(0, chunk_state.no_grad.nonzero()[:, 0], 0)
         rows_out[rows] = gradient
 
 

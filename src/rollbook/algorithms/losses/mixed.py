@@ -251,8 +251,8 @@ def _mixed(
     batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask, rows=~flags)
     usual = ppo_terms(batch, **options).loss("pg_loss", batch.layout, mode, norm, of_usual, weights)
     layout = layout.narrowed(layout.spread(flags))
-    ours = layout.take("new_logprobs", new_logprobs)
-    terms = phi_terms(ours, cutoff) if expert == "sft_phi_loss" else LossTerms(-ours)
+    expert_logprobs = layout.take("new_logprobs", new_logprobs)
+    terms = phi_terms(expert_logprobs, cutoff) if expert == "sft_phi_loss" else LossTerms(-expert_logprobs)
     expert_loss = terms.loss(expert, layout, mode, norm, of_expert, weights)
     value = (1 - mu) * usual_scale * usual.value + mu * expert_scale * expert_loss.value
     metrics = {f"usual/{name}": usual_scale * metric for name, metric in usual.metrics.items()}

@@ -336,12 +336,12 @@ def cpg(
     if not 0 <= check_float("clip_low", clip_low) < 1:
         raise ValueError(f"clip_low: got {clip_low!r}, expected a number in [0, 1)")
     batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
-    ours, positive = batch.new_logprobs, batch.advantages > 0
-    old = ours.detach() - batch.log_ratio.detach()
+    policy, positive = batch.new_logprobs, batch.advantages > 0
+    old = policy.detach() - batch.log_ratio.detach()
     above, below = (old.new_full((), math.log1p(change)) for change in (clip_high, -clip_low))
     bound = old + torch.where(positive, above, below)
-    bounded = torch.where(positive, torch.minimum(ours, bound), torch.maximum(ours, bound))
-    beyond = (batch.advantages != 0) & (bounded != ours)
+    bounded = torch.where(positive, torch.minimum(policy, bound), torch.maximum(policy, bound))
+    beyond = (batch.advantages != 0) & (bounded != policy)
     terms = LossTerms(-batch.advantages * bounded, {"pg_clipfrac": beyond, "ppo_kl": -batch.log_ratio})
     return terms.loss("pg_loss", batch.layout, mode, norm, denominators, weights)
 
@@ -543,8 +543,8 @@ def opmd(
     """
     check_float("tau", tau, 0)
     layout = Layout.from_tokens(mask, new_logprobs=new_logprobs)
-    ours, gains = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
-    return LossTerms(-gains * ours / (1 + tau)).loss("opmd_loss", layout, mode, norm, denominators, weights)
+    policy, gains = layout.take("new_logprobs", new_logprobs), on_tokens(layout, "advantages", advantages).detach()
+    return LossTerms(-gains * policy / (1 + tau)).loss("opmd_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register("sppo", source="softmax PPO (Vaswani et al., 2022, arXiv 2108.05828): -A * log r within a range")
@@ -662,7 +662,7 @@ def rec(
     for name, value in bounds.items():
         check_float(name, value, 0)
     batch = PolicyTensors.from_arguments(new_logprobs, old_logprobs, advantages, mask)
-    gains, ours = batch.advantages, batch.new_logprobs
+    gains, policy = batch.advantages, batch.new_logprobs
     ratio = batch.clamp_log_ratio(log_ratio_clamp).detach().exp()
     of_row = batch.row_log_ratio(log_ratio_clamp).exp()
     inside = _in_range(of_row if clip_mode == "gspo-one-side" else ratio, gains, clip_mode, bounds).to(ratio.dtype)
@@ -673,11 +673,11 @@ def rec(
         factor = of_row
     elif weight == "advantage":
         factor = (gains / temperature).exp()
-    tokens = -factor * gains * inside * ours
+    tokens = -factor * gains * inside * policy
     if regularizer == "k2":
         tokens = tokens + regularizer_coef * batch.log_ratio.square()
     elif regularizer == "forward-kl":
-        tokens = tokens - regularizer_coef * ours
+        tokens = tokens - regularizer_coef * policy
     if mode is None:
         mode = "seq-mean-token-mean" if clip_mode == "gspo-one-side" else "token-mean"
     terms = LossTerms(tokens, {"pg_clipfrac": 1 - inside})
@@ -739,14 +739,14 @@ def value_loss(
     """
     check_optional("clip", clip, 0, "a positive number")
     layout = Layout.from_tokens(mask, values=values, returns=returns)
-    ours, target = layout.take("values", values), layout.take("returns", returns).detach()
-    error = (ours - target).square()
+    predicted, target = layout.take("values", values), layout.take("returns", returns).detach()
+    error = (predicted - target).square()
     hit = torch.zeros_like(error)
     if clip is not None:
         if old_values is None:
             raise ValueError(f"old_values: got None, expected the values before the update, since clip is {clip:g}")
         old = layout.take("old_values", old_values).detach()
-        clipped_error = (old + (ours - old).clamp(-clip, clip) - target).square()
+        clipped_error = (old + (predicted - old).clamp(-clip, clip) - target).square()
         hit = (clipped_error > error).to(error.dtype)
         error = torch.maximum(error, clipped_error)
     return LossTerms(error / 2, {"vf_clipfrac": hit}).loss("value_loss", layout, mode, norm, denominators, weights)

@@ -92,8 +92,8 @@ def sft_is(
     tensor(0.3193)
     """
     layout = Layout.from_tokens(mask, new_logprobs=new_logprobs)
-    ours = layout.take("new_logprobs", new_logprobs)
-    return LossTerms(-ours.detach().exp() * ours).loss("sft_is_loss", layout, mode, norm, denominators, weights)
+    policy = layout.take("new_logprobs", new_logprobs)
+    return LossTerms(-policy.detach().exp() * policy).loss("sft_is_loss", layout, mode, norm, denominators, weights)
 
 
 @LOSSES.register(
@@ -138,12 +138,12 @@ def sft_phi(
     return terms.loss("sft_phi_loss", layout, mode, norm, denominators, weights)
 
 
-def phi_terms(ours: torch.Tensor, cutoff: float = 1.0) -> LossTerms:
+def phi_terms(logprobs: torch.Tensor, cutoff: float = 1.0) -> LossTerms:
     """Compute the `sft_phi` loss of each token."""
     check_float("cutoff", cutoff, 1e-30, 1, expected="a probability in (0, 1]")
-    new_logprobs = ours.detach()
-    weight = new_logprobs.exp() * -torch.expm1(new_logprobs)  # 1 - p, without cancellation where p is nearly 1
-    return LossTerms(-weight * ours.clamp(max=math.log(cutoff)))
+    constant = logprobs.detach()
+    weight = constant.exp() * -torch.expm1(constant)  # 1 - p, without cancellation where p is nearly 1
+    return LossTerms(-weight * logprobs.clamp(max=math.log(cutoff)))
 
 
 def interleaved(rows: int) -> tuple[list[int], list[bool]]:
@@ -230,14 +230,14 @@ def dpo(
     roles = row_flags(layout, "chosen", chosen)
     if check_bool("reference_free", reference_free) == (ref_logprobs is not None):
         raise ValueError(_reference("ref_logprobs", reference_free))
-    ours = layout.take("new_logprobs", new_logprobs)
-    tokens = ours.to(torch.float64)
+    policy = layout.take("new_logprobs", new_logprobs)
+    tokens = policy.to(torch.float64)
     if ref_logprobs is not None:
         # Token by token: the sums of a long row are large and nearly equal, and their difference has few digits left.
         tokens = tokens - layout.take("ref_logprobs", ref_logprobs).detach()
     logits = layout.row_sums(tokens)
     winners, losers = _pairs(pairs, roles.tolist(), (layout.counts > 0).tolist(), layout.rows)
-    return _loss(logits[winners], logits[losers], ours.dtype, beta, label_smoothing, variant, denominators)
+    return _loss(logits[winners], logits[losers], policy.dtype, beta, label_smoothing, variant, denominators)
 
 
 @LOSSES.register("dpo_sums", source="DPO (Rafailov et al., 2023, arXiv 2305.18290), equation 7, of sums", data="pairs")
@@ -281,13 +281,13 @@ def dpo_sums(
     for name, value in refs.items():
         if check_bool("reference_free", reference_free) == (value is not None):
             raise ValueError(_reference(name, reference_free))
-    ours, theirs, *others = same_shape(**sums, **({} if reference_free else refs))  # type: ignore[arg-type]
-    if ours.dim() != 1:
-        raise ValueError(f"chosen_logprobs: got shape {list(ours.shape)}, expected one number for each pair")
-    better, worse = ours.to(torch.float64), theirs.to(torch.float64)
+    chosen, rejected, *others = same_shape(**sums, **({} if reference_free else refs))  # type: ignore[arg-type]
+    if chosen.dim() != 1:
+        raise ValueError(f"chosen_logprobs: got shape {list(chosen.shape)}, expected one number for each pair")
+    better, worse = chosen.to(torch.float64), rejected.to(torch.float64)
     if others:
         better, worse = better - others[0].detach(), worse - others[1].detach()
-    dtype = torch.promote_types(ours.dtype, theirs.dtype)
+    dtype = torch.promote_types(chosen.dtype, rejected.dtype)
     return _loss(better, worse, dtype, beta, label_smoothing, variant, denominators)
 
 

@@ -177,8 +177,8 @@ def align_parts(parts: Sequence[Buffer]) -> tuple[list[tuple[int, int]], list[by
     places: list[tuple[int, int]] = []
     pieces: list[bytes | memoryview] = []
     at = 0
-    for part in parts:
-        view = memoryview(part)
+    for data in parts:
+        view = memoryview(data)
         if not view.c_contiguous:
             raise ValueError("parts: got a strided buffer, expected contiguous bytes")
         padding = -view.nbytes % ALIGN
@@ -314,13 +314,13 @@ class FileSegmentStore:
                 self._file = self._start()
             elif file_identity(self._file.path) != file_identity(self._file.fd):
                 raise moved_error(self._file.path)
-            file, fresh, base = self._file, not self._size, self._size or ALIGN
+            file, is_new, base = self._file, not self._size, self._size or ALIGN
             try:
-                size = self._size + self.disk.append(file, [HEADER, *pieces] if fresh else pieces)
+                size = self._size + self.disk.append(file, [HEADER, *pieces] if is_new else pieces)
                 if disk.failpoints_active:
                     disk.hit_failpoint("after write")
                 self.disk.sync(file)
-                if fresh:
+                if is_new:
                     self.disk.sync_folder(self.folder)
                     # Another process may have made the folder and not have synced it yet.
                     self.disk.sync_folder(os.path.dirname(self.folder))
@@ -503,8 +503,8 @@ class MemorySegmentStore:
             memory = self._segments[place.segment]
             if place.stop > len(memory):
                 raise too_short_error(place, len(memory))
-            with memoryview(memory) as view, view[place.offset : place.stop] as part:
-                return np.array(part, dtype=np.uint8).data
+            with memoryview(memory) as view, view[place.offset : place.stop] as piece:
+                return np.array(piece, dtype=np.uint8).data
 
     def get_many(self, places: Sequence[Place]) -> list[Buffer]:
         """Return a copy of the bytes at each place."""

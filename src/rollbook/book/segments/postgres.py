@@ -171,7 +171,7 @@ class PostgresSegmentStore:
             pieces: list[Buffer] = []
             at = len(segments)
             for place, count in zip(places, counts, strict=True):
-                piece = b"".join(part or b"" for part in data[at : at + count])
+                piece = b"".join(row_bytes or b"" for row_bytes in data[at : at + count])
                 if len(piece) != place.length:
                     raise too_short_error(place, self._sizes(connection).get(place.segment, 0))
                 pieces.append(piece)
@@ -262,15 +262,15 @@ def _row_name(segment: str, number: int) -> str:
 def _split_rows(pieces: Iterable[Buffer]) -> Iterator[bytes]:
     """Split the concatenated pieces into rows of `ROW_BYTES`, the last one shorter."""
     row: list[memoryview] = []
-    room = ROW_BYTES
+    free_bytes = ROW_BYTES
     for piece in pieces:
         view = memoryview(piece)
         while len(view):
-            row.append(view[:room])
+            row.append(view[:free_bytes])
             view = view[len(row[-1]) :]
-            room -= len(row[-1])
-            if not room:
+            free_bytes -= len(row[-1])
+            if not free_bytes:
                 yield b"".join(row)
-                row, room = [], ROW_BYTES
+                row, free_bytes = [], ROW_BYTES
     if row:
         yield b"".join(row)

@@ -367,9 +367,9 @@ def format_report(diagnosis: Diagnosis, *, width: int = 100, verbose: bool = Fal
     lines = [f"{escape_text(diagnosis.source) or 'run'}: {diagnosis.records:,} {kind}{span}{excluded}{checks}"]
     for finding in diagnosis.findings:
         first, last = finding.steps
-        where = f"step {first}" if first == last else f"steps {first} to {last}"
+        step_range = f"step {first}" if first == last else f"steps {first} to {last}"
         lines += ["", f"{finding.severity} {escape_text(finding.title)} [{finding.check}]"]
-        lines += _wrap(f"{escape_text(finding.detail)} ({where}, {finding.count:,} records)", width)
+        lines += _wrap(f"{escape_text(finding.detail)} ({step_range}, {finding.count:,} records)", width)
         lines += _wrap(f"Recommendation: {escape_text(finding.recommendation)}", width)
         if finding.filter:
             lines.append(f"  filter: {escape_text(finding.filter)}")
@@ -626,7 +626,7 @@ def parse_steps(steps: Steps) -> tuple[int | None, int | None]:
         return None, None
     if isinstance(steps, str):
         match = _STEPS.fullmatch(steps)
-        if match is None or not any(part.isdigit() for part in steps):
+        if match is None or not any(bound.isdigit() for bound in steps):
             raise ValueError(f"steps: got {steps!r}, expected a step, 'first-last', 'first-' or '-last'")
         first, dash, last = match.groups()
         low = int(first) if first is not None else None
@@ -634,6 +634,6 @@ def parse_steps(steps: Steps) -> tuple[int | None, int | None]:
         return (low, high) if dash else (low, low)
     if isinstance(steps, int) and not isinstance(steps, bool):
         return steps, steps
-    if isinstance(steps, tuple) and len(steps) == 2 and all(part is None or type(part) is int for part in steps):
+    if isinstance(steps, tuple) and len(steps) == 2 and all(bound is None or type(bound) is int for bound in steps):
         return steps
     raise ValueError(f"steps: got {steps!r}, expected a step, a pair (first, last) or text such as '12-40'")

@@ -360,7 +360,7 @@ class Thresholds:
                 thresholds = source
             elif isinstance(source, str):
                 thresholds = thresholds.with_changes(
-                    dict(_parse_assignment(part) for part in source.split(",") if part.strip())
+                    dict(_parse_assignment(assignment) for assignment in source.split(",") if assignment.strip())
                 )
             elif isinstance(source, Mapping):
                 thresholds = thresholds.with_changes(source)

@@ -123,8 +123,8 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
     if per_window < t.groups:
         return skipped(f"{w} steps have {per_window:.0f} groups, {t.groups} required")
     now = float(np.median(series.values[-w:]))
-    before = series.values[:-w]
-    rolling = np.median(np.lib.stride_tricks.sliding_window_view(before, min(w, len(before))), axis=1)
+    earlier = series.values[:-w]
+    rolling = np.median(np.lib.stride_tricks.sliding_window_view(earlier, min(w, len(earlier))), axis=1)
     at = int(rolling.argmax())
     peak = float(rolling[at])
     floor = min(float(np.nanquantile(samples.reward, 0.05)), now)
@@ -143,7 +143,7 @@ def check_reward_collapse(samples: Samples, t: Thresholds) -> CheckResult:
             "high",
             f"The reward dropped from {amount(peak)} to {amount(now)}",
             f"The median of step means is {amount(now)} over the last {w} steps and was {amount(peak)} over steps "
-            f"{int(series.steps[at])} to {int(series.steps[at + min(w, len(before)) - 1])}: a loss of {percent(lost)} "
+            f"{int(series.steps[at])} to {int(series.steps[at + min(w, len(earlier)) - 1])}: a loss of {percent(lost)} "
             f"of the reward above {amount(floor)}. Triggered at {percent(t.reward_collapse)}.",
             f"Return to a checkpoint before step {first} and check what changed: a high learning rate, too many "
             "updates per batch, train-inference mismatch, a broken grader, other prompts. A KL penalty or tighter "
@@ -164,10 +164,10 @@ def _window_error(samples: Samples, series: Series, per_window: float, w: int) -
     and few jumps alone are a poor estimate.
     """
     scored = np.isfinite(samples.reward)
-    _, place = np.unique(samples.group[scored], return_inverse=True)
-    means = np.bincount(place, samples.reward[scored]) / np.bincount(place)
+    _, inverse = np.unique(samples.group[scored], return_inverse=True)
+    means = np.bincount(inverse, samples.reward[scored]) / np.bincount(inverse)
     level = np.interp(samples.step[scored], series.steps, series.values)
-    residuals = means - np.bincount(place, level) / np.bincount(place)
+    residuals = means - np.bincount(inverse, level) / np.bincount(inverse)
     from_groups = math.sqrt(2 * float(np.var(residuals)) / per_window)
     # A jump is the difference of two steps.
     jumps = np.abs(np.diff(series.values))
@@ -192,19 +192,21 @@ def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
         return skipped(f"{len(common)} prompts are in both evaluations, {t.groups} required")
     falls = np.array([means[best][prompt] - means[last][prompt] for prompt in sorted(common)])
     fall, error = float(falls.mean()), float(falls.std(ddof=1)) / math.sqrt(len(falls))
-    before, now = (float(np.mean([means[step][prompt] for prompt in common])) for step in (best, last))
+    best_reward, reward = (float(np.mean([means[step][prompt] for prompt in common])) for step in (best, last))
     span = held_out.high - held_out.low
     if fall - t.certainty * error <= 0 or fall <= t.evaluation_fall * span:
-        return passed(f"the held-out reward is {amount(now)} at step {last}, at best {amount(before)} (step {best})")
+        return passed(
+            f"the held-out reward is {amount(reward)} at step {last}, at best {amount(best_reward)} (step {best})"
+        )
     affected = scored & (held_out.step == last)
     return triggered(
         Finding(
             "evaluation-falls",
             "high",
-            f"The held-out reward dropped from {amount(before)} to {amount(now)}",
-            f"On {len(common)} prompts in both evaluations, the mean reward was {amount(before)} at step {best} and is "
-            f"{amount(now)} at step {last}, a drop of {amount(fall)} ± {amount(t.certainty * error)}. Triggered above "
-            f"{percent(t.evaluation_fall)} of the reward range.",
+            f"The held-out reward dropped from {amount(best_reward)} to {amount(reward)}",
+            f"On {len(common)} prompts in both evaluations, the mean reward was {amount(best_reward)} at step {best} "
+            f"and is {amount(reward)} at step {last}, a drop of {amount(fall)} ± {amount(t.certainty * error)}. "
+            f"Triggered above {percent(t.evaluation_fall)} of the reward range.",
             f"Return to the checkpoint of step {best}. If the training reward rose meanwhile, the policy overfits or "
             "hacks the reward: read its answers, use more or other prompts, or add a KL penalty. If it dropped too, "
             "lower the learning rate.",
@@ -219,8 +221,8 @@ def check_evaluation_falls(samples: Samples, t: Thresholds) -> CheckResult:
 
 def _prompt_means(samples: Samples, mask: Mask) -> dict[int, float]:
     """Return the mean reward of each prompt."""
-    prompts, place = np.unique(samples.prompt[mask], return_inverse=True)
-    means = np.bincount(place, samples.reward[mask]) / np.bincount(place)
+    prompts, inverse = np.unique(samples.prompt[mask], return_inverse=True)
+    means = np.bincount(inverse, samples.reward[mask]) / np.bincount(inverse)
     return dict(zip(prompts.tolist(), means.tolist(), strict=True))
 
 
@@ -307,11 +309,11 @@ def check_advantage_mean(samples: Samples, t: Thresholds) -> CheckResult:
 
 def _mean_error(blocks: Ints, values: Floats) -> float:
     """Return the standard error of a mean, clustered by block."""
-    _, place, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(blocks, return_inverse=True, return_counts=True)
     k = len(counts)
     if k < 2:
         return math.inf
-    sums = np.bincount(place, values - values.mean())
+    sums = np.bincount(inverse, values - values.mean())
     return math.sqrt(float((sums**2).sum()) * k / (k - 1)) / len(values)
 
 
@@ -439,14 +441,14 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
     if len(weights) < 2:
         return skipped("only one part of the reward varies")
     orders = {name: order(pairing, reward, weight * columns[name]) for name, weight in weights.items()}
-    name, leading = max(orders.items(), key=lambda part: part[1].d)
+    name, leading = max(orders.items(), key=lambda component: component[1].d)
     if (too_few := _too_few_pairs(leading, t)) is not None:
         return skipped(too_few)
-    others = {other: part for other, part in orders.items() if other != name}
-    varied = {other: part for other, part in others.items() if part.differs >= t.influence}
-    influential = any(_has_influence(part, t) for part in others.values())
+    others = {other: component for other, component in orders.items() if other != name}
+    varied = {other: component for other, component in others.items() if component.differs >= t.influence}
+    influential = any(_has_influence(component, t) for component in others.values())
     if not _exceeds(leading.d, leading.error, t.dominance, t) or influential or not varied:
-        ordered = ", ".join(f"{part!r} {orders[part].d:.2f}" for part in sorted(orders))
+        ordered = ", ".join(f"{component!r} {orders[component].d:.2f}" for component in sorted(orders))
         return passed(f"Somers' d of the reward with each part: {ordered}")
     use = _mask(samples, places)
     first = int(samples.step[use].min())
@@ -457,15 +459,17 @@ def check_component_dominates(samples: Samples, t: Thresholds) -> CheckResult:
         spread = float(np.nanstd(columns[other])) or 1.0
         weak[places] += np.nan_to_num(_center(blocks, weights[other] / abs(weights[other]) * columns[other] / spread))
     affected = use & (strong * weak < 0)
-    scale = {part: abs(weight) * float(np.nanstd(columns[part])) for part, weight in weights.items()}
-    spreads = ", ".join(f"{_quote(part)} {value:.3g}" for part, value in sorted(scale.items(), key=lambda p: -p[1]))
+    scale = {component: abs(weight) * float(np.nanstd(columns[component])) for component, weight in weights.items()}
+    spreads = ", ".join(
+        f"{_quote(component)} {value:.3g}" for component, value in sorted(scale.items(), key=lambda p: -p[1])
+    )
     return triggered(
         Finding(
             "component-dominates",
             "medium",
             f"{_quote(name)} decides the reward; the other parts have no influence",
             f"Somers' d of the reward within groups is {leading.d:.2f} with {_quote(name)}, but "
-            + ", ".join(f"{varied[part].d:.2f} with {_quote(part)}" for part in list(varied)[:6])
+            + ", ".join(f"{varied[component].d:.2f} with {_quote(component)}" for component in list(varied)[:6])
             + f", although {'it varies' if len(varied) == 1 else 'they vary'}. Weighted standard deviations: "
             f"{spreads}. Triggered at {t.dominance:g} if no other part has influence.",
             "Normalize the parts to one scale before adding them (per group, or by bounding), then weight them. Remove "
@@ -528,10 +532,10 @@ def _equals_reward(column: Floats, reward: Floats) -> bool:
 
 def _center(blocks: Ints, values: Floats) -> Floats:
     """Return [N] values minus the mean of their block."""
-    _, place = np.unique(blocks, return_inverse=True)
+    _, inverse = np.unique(blocks, return_inverse=True)
     finite = np.isfinite(values)
-    sums = np.bincount(place, np.where(finite, values, 0.0))
-    return np.asarray(values - (sums / np.maximum(np.bincount(place, finite), 1))[place], np.float64)
+    sums = np.bincount(inverse, np.where(finite, values, 0.0))
+    return np.asarray(values - (sums / np.maximum(np.bincount(inverse, finite), 1))[inverse], np.float64)
 
 
 def _mask(samples: Samples, places: Ints) -> Mask:

@@ -176,13 +176,15 @@ def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
         return skipped("no step has enough samples with a KL")
     w = samples.window(len(series), t)
     now = float(np.median(series.values[-w:]))
-    before = float(np.median(series.values[:-w])) if len(series) > w else now
+    earlier = float(np.median(series.values[:-w])) if len(series) > w else now
     rising = trend(series.values)
     high = now > t.kl
-    grew = len(series) >= t.trend_steps and now >= max(t.kl_least, t.kl_growth * max(before, 0.0)) and rising >= t.trend
+    grew = (
+        len(series) >= t.trend_steps and now >= max(t.kl_least, t.kl_growth * max(earlier, 0.0)) and rising >= t.trend
+    )
     if not high and not grew:
-        return passed(f"the KL is {amount(now)} nats per token, previously {amount(before)}")
-    bar = min(t.kl if high else np.inf, max(t.kl_least, t.kl_growth / 2 * before) if grew else np.inf)
+        return passed(f"the KL is {amount(now)} nats per token, previously {amount(earlier)}")
+    bar = min(t.kl if high else np.inf, max(t.kl_least, t.kl_growth / 2 * earlier) if grew else np.inf)
     first = _first_step_after(series, series.values <= bar)
     affected = samples.present & (samples.step >= first) & (values > bar)
     return triggered(
@@ -190,7 +192,7 @@ def check_kl_blowup(samples: Samples, t: Thresholds) -> CheckResult:
             "kl-blowup",
             "high" if high else "medium",
             f"KL to the reference is {amount(now)} nats per token",
-            f"The median over samples and the last {w} steps is {amount(now)}, and {amount(before)} over the earlier "
+            f"The median over samples and the last {w} steps is {amount(now)}, and {amount(earlier)} over the earlier "
             f"steps (trend z = {rising:.1f}). Triggered above {t.kl:g}, or above {t.kl_least:g} after growing "
             f"{t.kl_growth:g} times.",
             "Lower the learning rate or max_grad_norm, or raise the KL coefficient (or make it adaptive). If the drift "
@@ -209,16 +211,16 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
     measured = samples.present & np.isfinite(samples.mismatch)
     if not measured.any():
         return skipped("no record has log-probs from both engine and trainer")
-    fresh = measured & ~(samples.staleness > t.mismatch_lag)
-    use = fresh if int(fresh.sum()) >= t.samples else measured
+    recent = measured & ~(samples.staleness > t.mismatch_lag)
+    use = recent if int(recent.sum()) >= t.samples else measured
     n = int(use.sum())
     if n < t.samples:
         return skipped(f"only {n} samples have log-probs from both, {t.samples} required")
     above = use & (samples.mismatch > t.mismatch)
     overall = at_least(int(above.sum()), n, t.certainty)
     # A failed weight sync affects a single step.
-    steps, place, counts = np.unique(samples.step[use], return_inverse=True, return_counts=True)
-    hits = np.bincount(place, above[use])
+    steps, inverse, counts = np.unique(samples.step[use], return_inverse=True, return_counts=True)
+    hits = np.bincount(inverse, above[use])
     bad_steps = [
         int(step)
         for step, hits_in_step, count in zip(steps, hits, counts, strict=True)
@@ -233,7 +235,7 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
     affected = above if overall > t.mismatch_share else above & np.isin(samples.step, bad_steps)
     first, last = samples.step_range(affected)
     worst = float(np.median(samples.mismatch[affected]))
-    old = "" if use is fresh else f" Most samples are more than {t.mismatch_lag} versions old, which adds to it."
+    old = "" if use is recent else f" Most samples are more than {t.mismatch_lag} versions old, which adds to it."
     return triggered(
         Finding(
             "train-inference-mismatch",
@@ -250,7 +252,7 @@ def check_mismatch(samples: Samples, t: Thresholds) -> CheckResult:
             int(affected.sum()),
             samples.build_filter(
                 f"mismatch > {exact(t.mismatch)}"
-                + (f" and not staleness > {t.mismatch_lag}" if use is fresh and (fresh != measured).any() else ""),
+                + (f" and not staleness > {t.mismatch_lag}" if use is recent and (recent != measured).any() else ""),
                 first,
                 last,
             ),
@@ -359,11 +361,11 @@ def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
     if n < t.samples:
         return skipped(f"only {n} samples have tokens, {t.samples} required")
     affected = find_loops(samples, t) & measured
-    worst, part = _worst_share(samples, t, affected, measured)
+    worst, subset = _worst_share(samples, t, affected, measured)
     if worst <= t.loops:
         return passed(f"{int(affected.sum())} of {n} samples are loops")
-    affected &= part
-    share = float(affected.sum()) / int((measured & part).sum())
+    affected &= subset
+    share = float(affected.sum()) / int((measured & subset).sum())
     first, last = samples.step_range(affected)
     truncated = float(samples.truncated[affected].mean())
     return triggered(
@@ -371,7 +373,7 @@ def check_loops(samples: Samples, t: Thresholds) -> CheckResult:
             "repetition-loops",
             "high" if share >= 0.25 else "medium",
             f"{percent(share)} of samples are repetition loops",
-            f"{int(affected.sum())} of {int((measured & part).sum())} samples are at least {percent(t.loop_share)} "
+            f"{int(affected.sum())} of {int((measured & subset).sum())} samples are at least {percent(t.loop_share)} "
             f"repetition or were truncated inside a loop; {percent(truncated)} of these are truncated. Triggered above "
             f"{percent(t.loops)}.",
             "Give loops the lowest reward and no length bonus. Check the end-of-text token, the stop strings, and that "
@@ -395,11 +397,11 @@ def find_copies(samples: Samples, t: Thresholds) -> tuple[Mask, Mask, Ints]:
     counts = samples.present & (samples.digest >= 0) & (samples.tokens >= t.duplicate_tokens) & ~samples.derived
     places = np.flatnonzero(counts)
     groups, digests = samples.group[places], samples.digest[places]
-    _, place = np.unique(groups * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
+    _, inverse = np.unique(groups * (int(digests.max(initial=0)) + 1) + digests, return_inverse=True)
     # Parts of one run may be equal; different runs should not be.
-    runs = count_distinct(place, samples.run[places], int(place.max(initial=-1)) + 1)
+    runs = count_distinct(inverse, samples.run[places], int(inverse.max(initial=-1)) + 1)
     shared = np.zeros(len(samples), np.int64)
-    shared[places] = runs[place]
+    shared[places] = runs[inverse]
     return counts, shared > 1, shared
 
 
@@ -412,13 +414,13 @@ def check_duplicates(samples: Samples, t: Thresholds) -> CheckResult:
     # One of each set is not a duplicate.
     redundancy = np.zeros(len(samples))
     redundancy[duplicated] = 1 - 1 / shared[duplicated]
-    worst, part = _worst_share(samples, t, redundancy, samples.present)
-    share = float(redundancy[part].sum()) / int(part.sum())
+    worst, subset = _worst_share(samples, t, redundancy, samples.present)
+    share = float(redundancy[subset].sum()) / int(subset.sum())
     if worst <= t.duplicates:
         return passed(
-            f"{percent(share)} of {int(part.sum())} responses are duplicates; triggered above {t.duplicates:.0%}"
+            f"{percent(share)} of {int(subset.sum())} responses are duplicates; triggered above {t.duplicates:.0%}"
         )
-    affected = duplicated & part
+    affected = duplicated & subset
     first, last = samples.step_range(affected)
     sets = np.unique(np.stack([samples.group[affected], samples.digest[affected]], 1), axis=0)
     bar = samples.low + t.good_reward * (samples.high - samples.low)
@@ -429,7 +431,7 @@ def check_duplicates(samples: Samples, t: Thresholds) -> CheckResult:
             "duplicates",
             "low" if solved else "high" if share >= 0.4 else "medium",
             f"{percent(share)} of responses are duplicates" + (", most of them correct" if solved else ""),
-            f"{int(affected.sum())} of {int(part.sum())} responses are identical to another of their group (at least "
+            f"{int(affected.sum())} of {int(subset.sum())} responses are identical to another of their group (at least "
             f"{t.duplicate_tokens} tokens), {len(sets)} distinct ones; "
             f"{percent(float(rewarded.sum()) / int(affected.sum()))} of them have a good reward. Triggered above "
             f"{percent(t.duplicates)} redundant responses.",
@@ -477,12 +479,12 @@ def check_truncation(samples: Samples, t: Thresholds) -> CheckResult:
 
 def _worst_share(samples: Samples, t: Thresholds, hits: Mask | Floats, measured: Mask) -> tuple[float, Mask]:
     """Return the lower bound of the share of hits, over recent steps or the run, whichever is higher, and [N] which."""
-    best, best_part = 0.0, samples.present
-    for part in (samples.present, samples.recent(t)):
-        n = int((measured & part).sum())
-        if n >= t.samples and (bound := at_least(float(hits[part].sum()), n, t.certainty)) > best:
-            best, best_part = bound, part
-    return best, best_part
+    best, best_subset = 0.0, samples.present
+    for subset in (samples.present, samples.recent(t)):
+        n = int((measured & subset).sum())
+        if n >= t.samples and (bound := at_least(float(hits[subset].sum()), n, t.certainty)) > best:
+            best, best_subset = bound, subset
+    return best, best_subset
 
 
 # --- data flow ------------------------------------------------------------------------------------------------------
@@ -500,13 +502,13 @@ def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
     # Trainers that count every optimizer step advance several versions per step.
     stride = float(np.median(np.diff(newest.values))) if len(newest) >= 3 else 1.0
     limit = t.stale_lag * max(stride, 1.0)
-    worst, part = 0.0, measured
+    worst, subset = 0.0, measured
     for candidates in (measured, measured & samples.recent(t)):
         bound = at_least(int((candidates & (samples.staleness > limit)).sum()), int(candidates.sum()), t.certainty)
         if int(candidates.sum()) >= t.samples and bound > worst:
-            worst, part = bound, candidates
-    old = part & (samples.staleness > limit)
-    share = float(old.sum()) / int(part.sum())
+            worst, subset = bound, candidates
+    old = subset & (samples.staleness > limit)
+    share = float(old.sum()) / int(subset.sum())
     if worst <= t.stale:
         return passed(
             f"{percent(share)} of {n} samples are more than {limit:g} versions old; triggered above {t.stale:.0%}"
@@ -517,9 +519,9 @@ def check_staleness(samples: Samples, t: Thresholds) -> CheckResult:
             "stale-data",
             "high" if share >= 0.5 else "medium",
             f"{percent(share)} of samples are more than {limit:g} versions old",
-            f"{int(old.sum())} of {int(part.sum())} samples were more than {limit:g} versions behind when they were "
-            f"trained on (or arrived); the median staleness is {np.median(samples.staleness[part]):g}, the maximum "
-            f"{np.max(samples.staleness[part]):g}. "
+            f"{int(old.sum())} of {int(subset.sum())} samples were more than {limit:g} versions behind when they were "
+            f"trained on (or arrived); the median staleness is {np.median(samples.staleness[subset]):g}, the maximum "
+            f"{np.max(samples.staleness[subset]):g}. "
             f"Triggered above {percent(t.stale)}.",
             "Set max_staleness when leasing, let generation wait for the trainer, generate fewer steps ahead, or "
             "sync weights more often. Correct the rest with truncated importance sampling or decoupled clipping "
@@ -590,10 +592,10 @@ def _rank_within_steps(steps: Ints, values: Floats) -> Floats:
     new = np.ones(len(order), bool)
     new[1:] = (step[1:] != step[:-1]) | (value[1:] != value[:-1])
     first = np.flatnonzero(new)
-    place = np.cumsum(new) - 1
+    run_index = np.cumsum(new) - 1
     counts = np.diff(first, append=len(order))
     _, begin, which, size = np.unique(step, return_index=True, return_inverse=True, return_counts=True)
-    middle = first[place] + (counts[place] - 1) / 2 - begin[which]
+    middle = first[run_index] + (counts[run_index] - 1) / 2 - begin[which]
     ranks = np.empty(len(values))
     ranks[order] = (middle + 0.5) / size[which]
     return ranks

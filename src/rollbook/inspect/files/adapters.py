@@ -81,23 +81,23 @@ def build_from_parts(pieces: Iterable[Part], /, **fields: Any) -> Trajectory:
     pictures: list[Picture] = list(fields.pop("pictures", ()))
     tokens = characters = turn = 0
     first: int | None = None
-    before = ""
+    previous_role = ""
     for part in pieces:
         if not part.text:
             continue
-        if before and part.role != before:
+        if previous_role and part.role != previous_role:
             # A turn ends with its last spoken part; parts between two turns belong to the next one.
-            turn += before == "assistant"
-        before = part.role
+            turn += previous_role == "assistant"
+        previous_role = part.role
         if part.picture is not None:
             part.picture.token = tokens
             pictures.append(part.picture)
-        cut = np.array([len(part.text)]) if part.picture is not None else split_words(part.text)
+        word_ends = np.array([len(part.text)]) if part.picture is not None else split_words(part.text)
         if part.spoken and first is None:
             first = tokens
         texts.append(part.text)
-        ends.append(cut + characters)
-        stop = tokens + len(cut)
+        ends.append(word_ends + characters)
+        stop = tokens + len(word_ends)
         segments.append(Segment(part.role, part.kind, part.name, tokens, stop, part.spoken, turn))
         tokens, characters = stop, characters + len(part.text)
     last = next((s.turn for s in reversed(segments) if s.role == "assistant"), 0)
@@ -140,7 +140,7 @@ def build_from_texts(prompt: str, response: str, /, **fields: Any) -> Trajectory
     )
 
 
-def build_conversation(prompt: Json, answer: Json, where: RowContext, /, **fields: Any) -> Trajectory:
+def build_conversation(prompt: Json, answer: Json, context: RowContext, /, **fields: Any) -> Trajectory:
     """Create a trajectory from a prompt and an answer, each a text or messages."""
     prompt, answer = remove_nulls(prompt), remove_nulls(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
@@ -155,17 +155,17 @@ def build_conversation(prompt: Json, answer: Json, where: RowContext, /, **field
         raise WireError(f"got {type(prompt).__name__} and {type(answer).__name__}, expected a prompt and an answer")
     messages = [*prompt_messages, *answer_messages]
     return build_chat(
-        messages, where, lambda i: i >= len(prompt_messages) and messages[i].get("role") == "assistant", **fields
+        messages, context, lambda i: i >= len(prompt_messages) and messages[i].get("role") == "assistant", **fields
     )
 
 
 def build_chat(
-    messages: list[Any], where: RowContext, spoken: Callable[[int], bool] | None = None, /, **fields: Any
+    messages: list[Any], context: RowContext, spoken: Callable[[int], bool] | None = None, /, **fields: Any
 ) -> Trajectory:
     """Create a trajectory from the words of a conversation; `spoken` as in `message_parts`."""
     notes: list[str] = list(fields.pop("notes", ()))
     seen: dict[str, Picture] = {}
-    parts = message_parts(messages, where, notes, seen, spoken)
+    parts = message_parts(messages, context, notes, seen, spoken)
     trajectory = build_from_parts(parts, messages=json_safe(replace_images(messages, seen)), notes=notes, **fields)
     trajectory.prompt_text, trajectory.response_text = (
         trajectory.text[: trajectory.prompt_end],
@@ -186,7 +186,7 @@ def remove_nulls(value: Json) -> Any:
 def build_from_ids(
     ids: Sequence[int] | NDArray[Any],
     prompt_tokens: int,
-    where: RowContext,
+    context: RowContext,
     *,
     mask: ArrayLike | None = None,
     arrays: Mapping[str, Any] | None = None,
@@ -234,9 +234,9 @@ def build_from_ids(
         text, ends = decoded[0], _check_ends(decoded[1], len(decoded[0]), length)
         starts = [0, *ends.tolist()]
         special[:] = [_SPECIAL.fullmatch(text, a, b) is not None for a, b in pairwise(starts)]
-    elif where.vocabulary is not None:
-        text, ends = where.vocabulary.decode_with_ends(tokens)
-        special = where.vocabulary.is_special(tokens)
+    elif context.vocabulary is not None:
+        text, ends = context.vocabulary.decode_with_ends(tokens)
+        special = context.vocabulary.is_special(tokens)
     else:
         exact = False
         pieces = [f"⟨{token}⟩" for token in tokens.tolist()]
@@ -332,7 +332,7 @@ _ROLES = {"developer": "system", "function": "tool", "ipython": "tool", "environ
 
 def message_parts(
     messages: Sequence[Any],
-    where: RowContext,
+    context: RowContext,
     notes: list[str],
     seen: dict[str, Picture],
     spoken: Callable[[int], bool] | None = None,
@@ -354,22 +354,27 @@ def message_parts(
         name = _name(message.get("name")) or _name(message.get("function"))
         if role == "tool":
             name = name or names.get(str(message.get("tool_call_id")), "")
-        here: list[Part] = []
+        message_pieces: list[Part] = []
         thought = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(thought, str) and thought:
-            here.append(Part(thought, role, "think", "", by_model))
-        here += _content_parts(message.get("content"), role, name, by_model, where, notes, seen)
+            message_pieces.append(Part(thought, role, "think", "", by_model))
+        message_pieces += _content_parts(message.get("content"), role, name, by_model, context, notes, seen)
         calls = message.get("tool_calls")
         if isinstance(message.get("function_call"), dict):
             calls = [*(calls if isinstance(calls, list) else []), {"function": message["function_call"]}]
         for call in calls if isinstance(calls, list) else []:
             part, key = _tool_call_part(call, by_model)
             names[key] = part.name
-            here.append(part)
+            message_pieces.append(part)
         # Keep a separator between two messages.
-        if here and i + 1 < len(messages) and not here[-1].text.endswith("\n") and here[-1].picture is None:
-            here[-1] = here[-1]._replace(text=here[-1].text + "\n")
-        parts += here
+        if (
+            message_pieces
+            and i + 1 < len(messages)
+            and not message_pieces[-1].text.endswith("\n")
+            and message_pieces[-1].picture is None
+        ):
+            message_pieces[-1] = message_pieces[-1]._replace(text=message_pieces[-1].text + "\n")
+        parts += message_pieces
     return parts
 
 
@@ -378,7 +383,7 @@ def _name(value: Json) -> str:
 
 
 def _content_parts(
-    content: Json, role: str, name: str, by_model: bool, where: RowContext, notes: list[str], seen: dict[str, Picture]
+    content: Json, role: str, name: str, by_model: bool, context: RowContext, notes: list[str], seen: dict[str, Picture]
 ) -> list[Part]:
     if content is None:
         return []
@@ -390,16 +395,16 @@ def _content_parts(
     items: list[Any] = content if isinstance(content, list) else [content]
     for item in items:
         if isinstance(item, str):
-            parts += _content_parts(item, role, name, by_model, where, notes, seen)
+            parts += _content_parts(item, role, name, by_model, context, notes, seen)
             continue
         kind = str(item.get("type", "")) if isinstance(item, dict) else ""
         if isinstance(item, dict) and isinstance(item.get("text"), str):
-            parts += _content_parts(item["text"], role, name, by_model, where, notes, seen)
+            parts += _content_parts(item["text"], role, name, by_model, context, notes, seen)
         elif kind in ("reasoning", "thinking") and isinstance(item.get(kind), str):
             parts.append(Part(item[kind], role, "think", "", by_model))
         elif kind in ("image", "image_url", "input_image") or (isinstance(item, dict) and "image_url" in item):
             source = item.get("image_url", item.get("image", item.get("source")))
-            parts.append(_picture_part(source, role, by_model, where, notes, seen))
+            parts.append(_picture_part(source, role, by_model, context, notes, seen))
         else:
             shown = json.dumps(json_safe(item if isinstance(item, dict) else {"content": item}), ensure_ascii=False)
             parts.append(Part(shown, role, "text", name, by_model))
@@ -428,11 +433,11 @@ def _tool_call_part(call: Json, by_model: bool) -> tuple[Part, str]:
 
 
 def _picture_part(
-    source: Json, role: str, by_model: bool, where: RowContext, notes: list[str], seen: dict[str, Picture]
+    source: Json, role: str, by_model: bool, context: RowContext, notes: list[str], seen: dict[str, Picture]
 ) -> Part:
     if isinstance(source, dict):
         source = source.get("url") or source.get("data") or source.get("path")
-    image = read_image(source, where, notes)
+    image = read_image(source, context, notes)
     if image is not None and isinstance(source, str):
         seen[source] = image
     return Part("⟨image⟩", role, "image", "", by_model, image)
@@ -443,22 +448,22 @@ def _picture_part(
 _LABELS = ("gts", "ground_truth", "answer", "solution", "label", "labels")
 
 
-def read_verl(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_verl(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a row of verl."""
     samples, used = frameworks.split_verl_row(row)
     for sample in samples:
-        yield _build_trajectory(sample, row, used, where)
+        yield _build_trajectory(sample, row, used, context)
 
 
-def read_openrlhf(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_openrlhf(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a row of OpenRLHF; a pair becomes the chosen answer with the rejected one."""
     samples, used = frameworks.split_openrlhf_row(row)
     for sample in samples:
-        trajectory = _build_trajectory(sample, row, used, where)
+        trajectory = _build_trajectory(sample, row, used, context)
         if sample.rejected is not None:
             trajectory.kind = "dpo"
             trajectory.rejected = build_conversation(
-                sample.prompt, sample.rejected, where, kind="dpo", status="finished"
+                sample.prompt, sample.rejected, context, kind="dpo", status="finished"
             )
         yield trajectory
 
@@ -470,7 +475,7 @@ _TRL_FIELDS = {
 }  # fmt: skip
 
 
-def read_trl(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_trl(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a row of TRL. It logs the rewards of all functions but not their weighted sum; their plain sum is shown,
     which is correct for the default weights of 1.
     """
@@ -492,13 +497,13 @@ def read_trl(row: Row, where: RowContext) -> Iterator[Trajectory]:
         used |= frameworks.unpad_trl_row(row, sample) | {"prompt_ids", "completion_ids"}
     elif sample.prompt is None or sample.response is None:
         raise WireError(f"got the keys {', '.join(row)}, expected prompt and completion, or their ids")
-    trajectory = _build_trajectory(sample, row, used, where)
+    trajectory = _build_trajectory(sample, row, used, context)
     trajectory.declared = tuple(counted)
     trajectory.notes += notes
     yield trajectory
 
 
-def _build_trajectory(sample: Sample, row: Row, used: set[str], where: RowContext) -> Trajectory:
+def _build_trajectory(sample: Sample, row: Row, used: set[str], context: RowContext) -> Trajectory:
     rest = {name: value for name, value in row.items() if name not in used}
     label = next((rest[name] for name in _LABELS if rest.get(name) is not None), None)
     if label is None and isinstance(rest.get("reward_model"), dict):
@@ -518,16 +523,16 @@ def _build_trajectory(sample: Sample, row: Row, used: set[str], where: RowContex
         "info": {name: json_safe(value) for name, value in rest.items() if name not in parts},
     }
     if not (frameworks.is_token_ids(sample.prompt) and frameworks.is_token_ids(sample.response)):
-        return build_conversation(sample.prompt, sample.response, where, **fields)
+        return build_conversation(sample.prompt, sample.response, context, **fields)
     arrays = dict(sample.tensors)
     if sample.advantage is not None:
         arrays.setdefault("advantages", sample.advantage)
-    for name, theirs in (("prompt_text", "prompt"), ("response_text", "completion")):
-        fields[name] = row[theirs] if isinstance(row.get(theirs), str) else None
+    for name, source_name in (("prompt_text", "prompt"), ("response_text", "completion")):
+        fields[name] = row[source_name] if isinstance(row.get(source_name), str) else None
     trajectory = build_from_ids(
         [*sample.prompt, *sample.response],
         len(sample.prompt),
-        where,
+        context,
         mask=sample.mask,
         arrays=arrays,
         **fields,
@@ -561,7 +566,7 @@ def _dict(value: Json) -> dict[str, Any]:
 # --- LightRFT -------------------------------------------------------------------------------------------------------
 
 
-def read_lightrft(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_lightrft(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a record of LightRFT's saver."""
     full, pure = _text(row.get("full_sequence")), _text(row.get("pure_generated_text"))
     info = _dict(row.get("info"))
@@ -583,8 +588,8 @@ def read_lightrft(row: Row, where: RowContext) -> Iterator[Trajectory]:
             **json_safe({name: value for name, value in row.items() if name not in _LIGHTRFT_FIELDS}),
         },
         "notes": notes,
-        "pictures": _read_images(row, where, notes),
-        "evaluation": where.evaluation,
+        "pictures": _read_images(row, context, notes),
+        "evaluation": context.evaluation,
     }
     if row.get("policy_entropy") is not None:
         notes.append(
@@ -617,13 +622,13 @@ def _split_prompt(full: str, pure: str, notes: list[str]) -> tuple[str | None, s
     at = full.rfind(pure) if pure else -1
     if at < 0:
         return (None, "") if pure or full else ("", "")
-    before, behind = full[:at], full[at + len(pure) :]
-    padding = _PADDING.match(before)
+    padded_prompt, response = full[:at], full[at + len(pure) :]
+    padding = _PADDING.match(padded_prompt)
     if padding is not None:
-        before = before[padding.end() :]
+        padded_prompt = padded_prompt[padding.end() :]
         notes.append("Padding before the prompt was removed.")
-    match = _LAST.match(behind)
-    return before, match[0] if match else ""
+    match = _LAST.match(response)
+    return padded_prompt, match[0] if match else ""
 
 
 def _token_texts(row: Row, pure: str) -> list[str] | None:
@@ -642,11 +647,11 @@ def _build_from_tokens(
     response = "".join(pieces)
     if response != _text(row.get("pure_generated_text")):
         notes.append("Tokens were decoded one by one, so characters that span several tokens are lost.")
-    before = split_words(prompt)
+    prompt_ends = split_words(prompt)
     sizes = [len(piece) for piece in [*pieces, *([tail] if tail else [])]]
     text = prompt + response + tail
-    ends = np.concatenate([before, len(prompt) + np.cumsum(sizes, dtype=np.int64)])
-    start, length = len(before), len(ends)
+    ends = np.concatenate([prompt_ends, len(prompt) + np.cumsum(sizes, dtype=np.int64)])
+    start, length = len(prompt_ends), len(ends)
     arrays: dict[str, Any] = {}
     # Entry j of generated_tokens is at the token before response token j, whose entropy it has.
     tokens = row.get("generated_tokens")
@@ -658,17 +663,17 @@ def _build_from_tokens(
         arrays["entropy"] = column
         notes.append("Entropies were recorded one token early (corrected), and only the highest.")
     count = len(pieces) + 1
-    for theirs, ours in _LIGHTRFT_ARRAYS.items():
-        values = row.get(theirs)
+    for source_name, array_name in _LIGHTRFT_ARRAYS.items():
+        values = row.get(source_name)
         if values is None:
             continue
         if not isinstance(values, list) or len(values) != count:
-            _note_omitted(theirs, values, f"the response has {count} tokens", notes)
+            _note_omitted(source_name, values, f"the response has {count} tokens", notes)
             continue
         column = np.full(length, np.nan)
         shown = np.array([np.nan if parse_number(value) is None else parse_number(value) for value in values])
         column[start:] = shown[: length - start]
-        arrays[ours] = column
+        arrays[array_name] = column
     mask = np.arange(length) >= start
     lenses = derive_lenses(arrays, mask)
     seen = lenses["advantage"][mask] if "advantage" in lenses else np.empty(0)
@@ -690,24 +695,24 @@ def _build_from_tokens(
     )
 
 
-def _note_omitted_arrays(row: Row, notes: list[str], why: str) -> None:
+def _note_omitted_arrays(row: Row, notes: list[str], reason: str) -> None:
     for name in _LIGHTRFT_ARRAYS:
         if row.get(name) is not None:
-            _note_omitted(name, row[name], why, notes)
+            _note_omitted(name, row[name], reason, notes)
 
 
-def _note_omitted(name: str, values: Json, why: str, notes: list[str]) -> None:
+def _note_omitted(name: str, values: Json, reason: str, notes: list[str]) -> None:
     if isinstance(values, list):
-        notes.append(f"{name} omitted: {len(values)} numbers, but {why}.")
+        notes.append(f"{name} omitted: {len(values)} numbers, but {reason}.")
     else:
         notes.append(f"{name} omitted: only one number for all tokens.")
 
 
-def _read_images(row: Row, where: RowContext, notes: list[str]) -> list[Picture]:
+def _read_images(row: Row, context: RowContext, notes: list[str]) -> list[Picture]:
     sources = row.get("image_paths") if isinstance(row.get("image_paths"), list) else row.get("images_base64")
     if not isinstance(sources, list):
         return []
-    pictures = [read_image(source, where, notes) for source in sources[:256] if source is not None]
+    pictures = [read_image(source, context, notes) for source in sources[:256] if source is not None]
     return [image for image in pictures if image is not None]
 
 
@@ -732,7 +737,7 @@ _ROLLBOOK_FIELDS = {
 }  # fmt: skip
 
 
-def read_rollbook(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_rollbook(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a record of Rollbook's saver: text, tokens and their ends, and arrays of the response's tokens."""
     ids, text = row.get("token_ids"), _text(row.get("text"))
     prompt, step = parse_int(row.get("prompt_tokens")), parse_int(row.get("global_step"))
@@ -740,16 +745,16 @@ def read_rollbook(row: Row, where: RowContext) -> Iterator[Trajectory]:
         raise WireError("the record has no token_ids, or no prompt_tokens")
     info, more = _dict(row.get("info")), {name: value for name, value in row.items() if name not in _ROLLBOOK_FIELDS}
     notes = [str(note) for note in row["notes"]] if isinstance(row.get("notes"), list) else []
-    reason, cut = (_text(row.get(name)) or None for name in ("finish_reason", "truncate_status"))
+    reason, truncate_status = (_text(row.get(name)) or None for name in ("finish_reason", "truncate_status"))
     fields: dict[str, Any] = {
         "step": step,
         "task": "" if row.get("task") is None else str(row["task"]),
         "reward": parse_number(row.get("reward")),
         "parts": parse_numbers(row.get("reward_parts")),
         "metrics": parse_numbers({name: row.get(name) for name in ("repeat_score", "reflection_pattern_score")}),
-        "status": "error" if info.get("error") else classify_status(reason, cut, len(ids) - prompt),
+        "status": "error" if info.get("error") else classify_status(reason, truncate_status, len(ids) - prompt),
         "finish_reason": reason,
-        "truncate_status": cut,
+        "truncate_status": truncate_status,
         "kind": row["kind"] if isinstance(row.get("kind"), str) else "single_turn",
         "group_size": parse_int(row.get("group_size")),
         "parent": row["parent"] if isinstance(row.get("parent"), str) else None,
@@ -763,24 +768,24 @@ def read_rollbook(row: Row, where: RowContext) -> Iterator[Trajectory]:
         "info": json_safe({**{name: value for name, value in info.items() if name != "segments"}, **more}),
         "kept": row["kept"] if isinstance(row.get("kept"), str) else None,
         "notes": notes,
-        "evaluation": where.evaluation,
+        "evaluation": context.evaluation,
     }
     trajectory = build_from_ids(
         ids,
         prompt,
-        where,
+        context,
         mask=row.get("mask"),
         versions=row.get("policy_versions"),
-        arrays={ours: row.get(theirs) for theirs, ours in _ROLLBOOK_ARRAYS.items()},
+        arrays={array_name: row.get(source_name) for source_name, array_name in _ROLLBOOK_ARRAYS.items()},
         decoded=(text, row.get("token_ends")),
         recorded=row.get("segments"),
         **fields,
     )
-    trajectory.pictures = _read_images(row, where, trajectory.notes)
+    trajectory.pictures = _read_images(row, context, trajectory.notes)
     other = _dict(row.get("rejected"))
     if other:
         shown = (_text(other.get("text")), other.get("token_ends"))
-        trajectory.rejected = build_from_ids(other.get("token_ids") or [], prompt, where, decoded=shown, **fields)
+        trajectory.rejected = build_from_ids(other.get("token_ids") or [], prompt, context, decoded=shown, **fields)
     trajectory.uid = _text(row.get("uid"))
     # Samples without a batch in their ids belong to the step in which they were saved.
     trajectory.gid = (
@@ -797,7 +802,7 @@ _MESSAGES_FIELDS = {
 }  # fmt: skip
 
 
-def read_messages(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_messages(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a row with a conversation and other fields."""
     turns = row.get("messages")
     if isinstance(row.get("conversations"), list):
@@ -818,7 +823,7 @@ def read_messages(row: Row, where: RowContext) -> Iterator[Trajectory]:
     }
     trajectory = build_chat(
         turns,
-        where,
+        context,
         step=parse_int(row.get("step", row.get("global_step"))),
         task="" if key is None else str(key),
         run=-1,
@@ -831,7 +836,7 @@ def read_messages(row: Row, where: RowContext) -> Iterator[Trajectory]:
         tools=row["tools"] if isinstance(row.get("tools"), list) else None,
         label=json_safe(row.get("label", row.get("answer"))),
         info={name: json_safe(value) for name, value in rest.items() if name not in parts},
-        evaluation=where.evaluation,
+        evaluation=context.evaluation,
     )
     if _is_id(row.get("id")):
         trajectory.uid = str(row["id"])
@@ -849,7 +854,7 @@ _GRADES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 _INSPECT_TRUNCATED = ("max_tokens", "model_length", "length")
 
 
-def read_inspect(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_inspect(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a sample of an inspect log."""
     attachments = row.get("attachments")
     attachments = attachments if isinstance(attachments, dict) else {}
@@ -860,7 +865,7 @@ def read_inspect(row: Row, where: RowContext) -> Iterator[Trajectory]:
             prompt if is_messages(prompt) else [{"role": "user", "content": prompt if isinstance(prompt, str) else ""}]
         )
     written = [message.get("source") == "generate" for message in turns]
-    spec = _dict(where.log.get("eval"))
+    spec = _dict(context.log.get("eval"))
     parts = _read_scores(_dict(row.get("scores")))
     choices = _dict(row.get("output")).get("choices")
     reason = _dict(choices[0]).get("stop_reason") if isinstance(choices, list) and choices else None
@@ -878,7 +883,7 @@ def read_inspect(row: Row, where: RowContext) -> Iterator[Trajectory]:
     }
     trajectory = build_chat(
         turns,
-        where,
+        context,
         (lambda i: written[i]) if any(written) else None,
         task=str(row.get("id", "")),
         run=epoch - 1 if epoch is not None and epoch > 0 else -1,
@@ -968,13 +973,13 @@ _VERIFIERS_FIELDS = {
 }  # fmt: skip
 
 
-def read_verifiers(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_verifiers(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a row of `results.jsonl`, or of prime-rl's rollouts of these versions."""
     prompt, completion = remove_nulls(row.get("prompt")), remove_nulls(row.get("completion"))
     metrics = _dict(row.get("metrics"))
     error = row.get("error")
     stopped = row.get("stop_condition")
-    cut = bool(row.get("is_truncated")) or stopped in _VERIFIERS_TRUNCATED
+    is_truncated = bool(row.get("is_truncated")) or stopped in _VERIFIERS_TRUNCATED
     problem = row.get("example_id")
     task = "" if problem is None else f"{row['task']}:{problem}" if isinstance(row.get("task"), str) else str(problem)
     rest = {name: value for name, value in row.items() if name not in _VERIFIERS_FIELDS and name not in metrics}
@@ -986,7 +991,7 @@ def read_verifiers(row: Row, where: RowContext) -> Iterator[Trajectory]:
         "parts": parse_numbers(metrics),
         "metrics": parse_numbers(metrics),
         "advantage": parse_number(row.get("advantage")),
-        "status": "error" if error else "truncated" if cut else "finished",
+        "status": "error" if error else "truncated" if is_truncated else "finished",
         "finish_reason": stopped if isinstance(stopped, str) else None,
         "tools": _list(row.get("tool_defs") or row.get("oai_tools")) or None,
         "sampling": _dict(row.get("sampling_args")) or None,
@@ -996,22 +1001,22 @@ def read_verifiers(row: Row, where: RowContext) -> Iterator[Trajectory]:
             **json_safe(rest),
             **({"error": json_safe(error)} if error else {}),
         },
-        "evaluation": where.evaluation,
+        "evaluation": context.evaluation,
     }
     tokens = _turn_tokens(_list(row.get("trajectory")))
     if completion is None:
         completion = []
     if tokens is None:
-        yield build_conversation(prompt if prompt is not None else "", completion, where, **fields)
+        yield build_conversation(prompt if prompt is not None else "", completion, context, **fields)
         return
     ids, mask, logprobs, note = tokens
     messages = [*prompt, *completion] if is_messages(prompt) and isinstance(completion, list) else None
     first = int(np.argmax(mask)) if mask.any() else len(ids)
-    words = build_conversation(prompt if prompt is not None else "", completion, where)
+    words = build_conversation(prompt if prompt is not None else "", completion, context)
     trajectory = build_from_ids(
         ids,
         first,
-        where,
+        context,
         mask=mask,
         sampled=mask,
         arrays={"logprobs": logprobs},
@@ -1063,15 +1068,15 @@ def _turn_tokens(turns: list[Any]) -> tuple[NDArray[Any], NDArray[np.bool_], NDA
 # --- traces ---------------------------------------------------------------------------------------------------------
 
 
-def read_trace(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_trace(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert an episode of traces, or a single trace."""
     if "traces" not in row:
-        yield from _read_branches(row, row, where)
+        yield from _read_branches(row, row, context)
         return
     any_trace = False
     for entry in _list(row["traces"]):
         if isinstance(entry, dict):
-            for trajectory in _read_branches(entry, row, where):
+            for trajectory in _read_branches(entry, row, context):
                 any_trace = True
                 yield trajectory
     if not any_trace:
@@ -1081,12 +1086,12 @@ def read_trace(row: Row, where: RowContext) -> Iterator[Trajectory]:
         yield build_conversation(
             prompt if isinstance(prompt, str) or is_messages(prompt) else "",
             [],
-            where,
-            **_trace_fields(row, row, where),
+            context,
+            **_trace_fields(row, row, context),
         )
 
 
-def _trace_fields(trace: Row, episode: Row, where: RowContext) -> dict[str, Any]:
+def _trace_fields(trace: Row, episode: Row, context: RowContext) -> dict[str, Any]:
     run = _dict(episode.get("run"))
     work = _dict(run.get("work"))
     info = _dict(trace.get("info"))
@@ -1102,9 +1107,17 @@ def _trace_fields(trace: Row, episode: Row, where: RowContext) -> dict[str, Any]
     stopped = trace.get("stop_condition")
     calls = [call for call in _list(trace.get("calls")) if isinstance(call, dict) and not call.get("error")]
     finish = calls[-1].get("finish_reason") if calls else None
-    cut = stopped in _VERIFIERS_TRUNCATED or finish == "length"
+    is_truncated = stopped in _VERIFIERS_TRUNCATED or finish == "length"
     done = bool(trace.get("is_completed"))
-    status = "error" if errors and not trace.get("ok") else "truncated" if cut else "finished" if done else "unfinished"
+    status = (
+        "error"
+        if errors and not trace.get("ok")
+        else "truncated"
+        if is_truncated
+        else "finished"
+        if done
+        else "unfinished"
+    )
     policy = _dict(work.get("policy"))
     extras = {name: trace[name] for name in ("stop_condition", "errors", "timing", "agent") if trace.get(name)}
     if policy:
@@ -1128,22 +1141,22 @@ def _trace_fields(trace: Row, episode: Row, where: RowContext) -> dict[str, Any]
         "tools": _list(trace.get("tools")) or None,
         "sampling": _dict(calls[-1].get("sampling")) or None if calls else None,
         "info": {**json_safe(info), **json_safe(extras), "task": json_safe(data), "env": env},
-        "evaluation": (kind == "eval" and run.get("type") == "train") or where.evaluation,
+        "evaluation": (kind == "eval" and run.get("type") == "train") or context.evaluation,
     }
 
 
-def _read_branches(trace: Row, episode: Row, where: RowContext) -> Iterator[Trajectory]:
+def _read_branches(trace: Row, episode: Row, context: RowContext) -> Iterator[Trajectory]:
     nodes = _list(trace.get("nodes"))
     if not all(isinstance(node, dict) and isinstance(node.get("message"), dict) for node in nodes):
         raise WireError("a node of the trace has no message")
-    fields = _trace_fields(trace, episode, where)
+    fields = _trace_fields(trace, episode, context)
     work = _dict(_dict(_dict(episode.get("run")).get("work")).get("policy"))
     versions = (parse_int(work.get("start")), parse_int(work.get("end")))
     for number_of, path in enumerate(_root_to_leaf_paths(nodes)):
-        here = [nodes[i] for i in path]
-        trajectory = _build_branch(here, where, {**fields, "turn": number_of}, versions)
+        branch_nodes = [nodes[i] for i in path]
+        trajectory = _build_branch(branch_nodes, context, {**fields, "turn": number_of}, versions)
         trajectory.uid = str(trace.get("id") or "")
-        trajectory.tools = _list(here[0].get("tools")) or trajectory.tools
+        trajectory.tools = _list(branch_nodes[0].get("tools")) or trajectory.tools
         yield trajectory
 
 
@@ -1174,10 +1187,10 @@ _STREAMS = {
 
 
 def _build_branch(
-    nodes: list[Row], where: RowContext, fields: dict[str, Any], versions: tuple[int | None, int | None]
+    nodes: list[Row], context: RowContext, fields: dict[str, Any], versions: tuple[int | None, int | None]
 ) -> Trajectory:
     messages = [node["message"] for node in nodes]
-    words = build_chat(messages, where, lambda i: bool(nodes[i].get("sampled")), **fields)
+    words = build_chat(messages, context, lambda i: bool(nodes[i].get("sampled")), **fields)
     counts = [len(_list(node.get("token_ids"))) for node in nodes]
     if not any(counts):
         return words
@@ -1189,18 +1202,18 @@ def _build_branch(
     arrays: dict[str, NDArray[Any]] = {}
     notes: list[str] = []
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
-    for theirs, ours in _STREAMS.items():
+    for source_name, array_name in _STREAMS.items():
         column, filled = np.full(len(ids), np.nan), 0
         for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
-            values, at = _list(node.get(theirs)), start + np.flatnonzero(mask[start:stop])
+            values, at = _list(node.get(source_name)), start + np.flatnonzero(mask[start:stop])
             if values and len(values) == len(at):
                 column[at] = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
                 filled += len(at)
         # A token without a value would look like one with NaN.
         if filled == mask.sum() > 0:
-            arrays[ours] = column
-        elif any(node.get(theirs) for node in nodes):
-            notes.append(f"{theirs} omitted: recorded for {filled} of {mask.sum()} sampled tokens.")
+            arrays[array_name] = column
+        elif any(node.get(source_name) for node in nodes):
+            notes.append(f"{source_name} omitted: recorded for {filled} of {mask.sum()} sampled tokens.")
     spans, turn = [], 0
     for node, start, stop in zip(nodes, starts, starts[1:], strict=False):
         role = str(node["message"].get("role"))
@@ -1225,7 +1238,7 @@ def _build_branch(
     return build_from_ids(
         ids,
         first,
-        where,
+        context,
         mask=mask,
         sampled=mask,
         arrays=arrays,

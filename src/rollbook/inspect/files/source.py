@@ -78,14 +78,14 @@ if TYPE_CHECKING:
 _TENSORS = {name: field for name, field in FIELDS.items() if field.kind == "tensor" and not field.trailing}
 
 
-def read_record(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_record(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Return the record of `row`."""
     album = Album()
-    for trajectory in convert_records(row["record"], where.vocabulary, album):
+    for trajectory in convert_records(row["record"], context.vocabulary, album):
         for picture in trajectory.pictures:
             image = album.media(picture.sha256)
             if image is not None:
-                where.keep(picture.sha256, *image)
+                context.keep(picture.sha256, *image)
         yield trajectory
 
 
@@ -114,7 +114,7 @@ def build_record(values: Row) -> Row:
         elif field.kind == "json" and isinstance(value, _Json):
             arrays[name] = pa.array([str(value)], pa.large_string())
         elif field.kind == "eid":
-            parts = {part: value[part] for part in _EID_FIELDS if value.get(part) is not None}
+            parts = {component: value[component] for component in _EID_FIELDS if value.get(component) is not None}
             arrays.update(columns.encode(field, [EID(**{"suffix": "", **parts})]))
         elif field.kind in ("number", "integer", "text", "json"):
             arrays.update(columns.encode(field, [value]))
@@ -247,9 +247,9 @@ class ArrowFile(StaticFile):
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def read_line(row: Row, where: RowContext) -> Iterator[Trajectory]:
+def read_line(row: Row, context: RowContext) -> Iterator[Trajectory]:
     """Convert a line of Rollbook's JSONL."""
-    yield from read_record(parse_line(row), where)
+    yield from read_record(parse_line(row), context)
 
 
 def parse_line(row: Row) -> Row:
@@ -406,9 +406,9 @@ def _database_row(row: tuple[Any, ...], table: trinity_sqlite.Table) -> Row:
         for name, value in zip(table.columns, row[5:], strict=True)
     }
     eid = dict(record_row.get("eid") or {})
-    for name, part in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
+    for name, component in (("task_id", "task"), ("run_id", "run"), ("msg_id", "suffix")):
         if column.get(name) is not None:
-            eid[part] = int(column[name]) if part == "run" and str(column[name]).isdecimal() else column[name]
+            eid[component] = int(column[name]) if component == "run" and str(column[name]).isdecimal() else column[name]
     record_row["eid"] = eid
     if isinstance(column.get("reward"), (int, float)):
         record_row["reward"] = float(column["reward"])
@@ -553,7 +553,7 @@ def _detect_objects(path: str) -> tuple[str, Store]:
         row = parse_json(line.strip())
     except WireError as error:
         row = None
-        why = str(error)
+        reason = str(error)
     if isinstance(row, dict) and not _is_inspect(row):
         return detect_from_keys(row, "jsonl"), Lines(path)
     if os.path.getsize(path) > MAX_JSON:
@@ -563,7 +563,7 @@ def _detect_objects(path: str) -> tuple[str, Store]:
     if b'"eval"' in head and (b'"samples"' in head or b'"status"' in head or isinstance(row, dict)):
         return "inspect", Elements(path, "samples")
     if row is None:
-        raise UnknownFormatError(f"JSON whose first line is not an object: {why}")
+        raise UnknownFormatError(f"JSON whose first line is not an object: {reason}")
     raise UnknownFormatError(f"a JSON object with the keys {', '.join(sorted(map(str, row))[:20])}")
 
 
@@ -776,16 +776,19 @@ class FileSource:
     def _no_files_message(self) -> str:
         if not self._skipped_files:
             return f"{self.path}: all files are empty. {_known_formats()}"
-        named = [f"{display_name(name)}: {why}" if self.folder else why for name, why in self._skipped_files.items()]
+        named = [
+            f"{display_name(name)}: {reason}" if self.folder else reason for name, reason in self._skipped_files.items()
+        ]
         more = f" (and {len(named) - 3} more files)" if len(named) > 3 else ""
-        where = f"{self.path}: no rollouts in a known format. " if self.folder else ""
-        return f"{where}{'; '.join(named[:3])}{more}. {_known_formats()}"
+        prefix = f"{self.path}: no rollouts in a known format. " if self.folder else ""
+        return f"{prefix}{'; '.join(named[:3])}{more}. {_known_formats()}"
 
     @property
     def problems(self) -> list[str]:
         """Return notes on skipped files and rows, with reasons."""
         problems = [
-            f"{display_name(name)}: not read: {why}" for name, why in list(self._skipped_files.items())[:_MAX_LISTED]
+            f"{display_name(name)}: not read: {reason}"
+            for name, reason in list(self._skipped_files.items())[:_MAX_LISTED]
         ]
         problems += [
             f"{display_name(file.name)}: {file.damaged} unreadable rows; the first: {file.errors[0]}"
@@ -887,8 +890,8 @@ class FileSource:
 
         log = file.store.log if file.store is not None else {}
         evaluation = self.folder and bool(_EVALUATION.search(file.name))
-        where = RowContext(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
-        for trajectory in FORMATS[file.format].read(row, where):
+        context = RowContext(os.path.dirname(file.path), evaluation, self.vocabulary, keep, log)
+        for trajectory in FORMATS[file.format].read(row, context):
             if trajectory.step is None:
                 trajectory.step = file.step or 0
             trajectory.evaluation = trajectory.evaluation or evaluation
@@ -921,12 +924,12 @@ class FileSource:
 
     def _remove_samples(self, file: _File, index: Index) -> None:
         """Remove the samples of a replaced file."""
-        gone = set(file.places)
-        uids = [uid for uid, number in self._uids.items() if number in gone]
+        removed = set(file.places)
+        uids = [uid for uid, number in self._uids.items() if number in removed]
         for start in range(0, len(uids), 500):
-            part = uids[start : start + 500]
-            marks = ",".join("?" * len(part))
-            rows = index.query(f"SELECT n, step, task FROM samples WHERE uid IN ({marks})", part)
+            chunk = uids[start : start + 500]
+            marks = ",".join("?" * len(chunk))
+            rows = index.query(f"SELECT n, step, task FROM samples WHERE uid IN ({marks})", chunk)
             for _, step, task in rows:
                 self._changed.add(step)
                 if self._runs.get((step, task), 0) > 0:
@@ -937,7 +940,7 @@ class FileSource:
         with self._lock:
             for uid in uids:
                 self._cache.pop(uid, None)
-        self._media = {sha256: number for sha256, number in self._media.items() if number not in gone}
+        self._media = {sha256: number for sha256, number in self._media.items() if number not in removed}
         file.places, file.damaged, file.errors = [], 0, []
 
     # --- samples ------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from rollbook.core.errors import WireError
 from rollbook.core.wire import DEFAULT_LIMITS
 from rollbook.core.wire import FREE_BYTES as FREE_BYTES
 from rollbook.io import parquet
-from rollbook.io.tables import check_depth
+from rollbook.io.rows import check_depth
 
 if TYPE_CHECKING:
     from rollbook.inspect.trajectory import Json
@@ -145,7 +145,7 @@ def natural_sort_key(path: str) -> list[Any]:
     >>> sorted(["10.jsonl", "9.jsonl", "a/2.json"], key=natural_sort_key)
     ['9.jsonl', '10.jsonl', 'a/2.json']
     """
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _DIGITS.split(path) if part]
+    return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in _DIGITS.split(path) if piece]
 
 
 def display_name(name: str) -> str:
@@ -469,16 +469,16 @@ class Table(StaticFile):
             first = 0
             for group in range(file.metadata.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                here = [at - first for at in indices if first <= at < first + count]
-                if here:
+                rows_in_batch = [at - first for at in indices if first <= at < first + count]
+                if rows_in_batch:
                     passed = 0
                     for batch in parquet.batches(self.path, 32, max_row_bytes=MAX_ROW, row_groups=[group]):
-                        for at in here:
+                        for at in rows_in_batch:
                             if passed <= at < passed + len(batch):
                                 (row,) = self.decode(batch.slice(at - passed, 1))
                                 rows[first + at, 0] = row
                         passed += len(batch)
-                        if passed > here[-1]:
+                        if passed > rows_in_batch[-1]:
                             break
                 first += count
         return rows
@@ -541,21 +541,21 @@ class Members(StaticFile):
 
 def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     """Return the content of a member: stored, deflated or zstd, which Python's zipfile does not support."""
-    most = min(MAX_ROW, max(FREE_BYTES, info.compress_size * MAX_RATIO))
+    max_bytes = min(MAX_ROW, max(FREE_BYTES, info.compress_size * MAX_RATIO))
     try:
         if info.compress_type == _ZSTD:
-            data = _zstd_member(archive, info, most)
+            data = _zstd_member(archive, info, max_bytes)
         else:
             with archive.open(info) as stream:
-                data = stream.read(most + 1)
+                data = stream.read(max_bytes + 1)
     except (zipfile.BadZipFile, zlib.error, pa.ArrowException, OSError, NotImplementedError, RuntimeError) as error:
         raise WireError(f"member {info.filename!r} cannot be read: {error}") from None
-    if len(data) > most:
-        raise WireError(f"member {info.filename!r} is over the limit of {most} bytes")
+    if len(data) > max_bytes:
+        raise WireError(f"member {info.filename!r} is over the limit of {max_bytes} bytes")
     return data
 
 
-def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> bytes:
+def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> bytes:
     file = archive.fp
     if file is None:
         raise WireError("the archive is closed")
@@ -568,10 +568,10 @@ def _zstd_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int) -> 
     pieces, size = [], 0
     # Several consecutive frames, which the stream reads through.
     stream = pa.CompressedInputStream(pa.BufferReader(packed), "zstd")
-    while size <= most and (piece := stream.read(1 << 22)):
+    while size <= max_bytes and (piece := stream.read(1 << 22)):
         pieces.append(piece)
         size += len(piece)
     data = b"".join(pieces)
-    if size <= most and (size != info.file_size or zlib.crc32(data) != info.CRC):
+    if size <= max_bytes and (size != info.file_size or zlib.crc32(data) != info.CRC):
         raise WireError(f"member {info.filename!r} is damaged: wrong size or checksum")
     return data

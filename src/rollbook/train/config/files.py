@@ -159,18 +159,18 @@ def _convert_node(
     node: Node, path: KeyPath, name: str, origins: dict[KeyPath, str], parents: list[Node], budget: Iterator[int]
 ) -> Any:
     source = f"{name}, line {node.start_mark.line + 1}"
-    where = ".".join(path) or name
+    location = ".".join(path) or name
     if next(budget, None) is None or len(parents) > MAX_DEPTH:
-        raise ConfigError(where, f"got more than {MAX_VALUES} values or {MAX_DEPTH} levels, expected fewer", source)
+        raise ConfigError(location, f"got more than {MAX_VALUES} values or {MAX_DEPTH} levels, expected fewer", source)
     if node in parents:
-        raise ConfigError(where, "got a value that contains itself", source)
+        raise ConfigError(location, "got a value that contains itself", source)
     if node.tag not in ("plain", "untagged", "tag:yaml.org,2002:str"):
-        raise ConfigError(where, f"got the tag {node.tag!r}, expected plain values", source)
+        raise ConfigError(location, f"got the tag {node.tag!r}, expected plain values", source)
     if node.id == "scalar":
         try:
             return parse_scalar(node.value) if node.tag == "plain" else node.value
         except ValueError as error:
-            raise ConfigError(where, str(error), source) from None
+            raise ConfigError(location, str(error), source) from None
     parents = [*parents, node]
     if node.id == "sequence":
         return [
@@ -180,11 +180,11 @@ def _convert_node(
     for key_node, value_node in node.value:
         line = f"{name}, line {key_node.start_mark.line + 1}"
         if key_node.id != "scalar":
-            raise ConfigError(where, "got a list or a mapping as a key, expected a string", line)
+            raise ConfigError(location, "got a list or a mapping as a key, expected a string", line)
         key = _convert_node(key_node, path, name, origins, parents, budget)
         if not isinstance(key, str):
             text = key_node.value
-            raise ConfigError(where, f"got {text!r} as a key, expected a string (in quotes: '{text}')", line)
+            raise ConfigError(location, f"got {text!r} as a key, expected a string (in quotes: '{text}')", line)
         if key in mapping:
             raise ConfigError(".".join((*path, key)), "duplicate key", line)
         origins[*path, key] = line
@@ -399,10 +399,10 @@ def parse_arguments(arguments: Sequence[str]) -> Document:
         except ValueError as error:
             raise ConfigError(name, str(error), COMMAND_LINE) from None
         section = layer.values
-        for depth, part in enumerate(path[:-1], 1):
-            if not isinstance(section.get(part), dict):
-                section[part] = _as_mapping(_kind_at(path[:depth]), section.get(part))
-            section = section[part]
+        for depth, key_part in enumerate(path[:-1], 1):
+            if not isinstance(section.get(key_part), dict):
+                section[key_part] = _as_mapping(_kind_at(path[:depth]), section.get(key_part))
+            section = section[key_part]
         existing, expanded = section.get(path[-1]), _as_mapping(_kind_at(path), value) if isinstance(value, str) else {}
         # `data=x.jsonl` after `data.limit=5` does not remove the limit: the order of the two does not matter.
         section[path[-1]] = {**existing, **expanded} if isinstance(existing, dict) and expanded else value
@@ -424,12 +424,12 @@ def _as_mapping(kind: Kind | None, value: RawValue) -> dict[str, Any]:
 def _kind_at(path: KeyPath) -> Kind | None:
     """Return the kind of a key; `None` if it is unknown or takes any value."""
     kind: Kind = get_section(Config)
-    for part in path:
+    for name in path:
         kind = kind.inner if isinstance(kind, Nullable) else kind
-        if isinstance(kind, ListOf) and part.isdecimal():
+        if isinstance(kind, ListOf) and name.isdecimal():
             kind = kind.item
-        elif isinstance(kind, Section) and part in kind.keys:
-            kind = kind.keys[part].kind
+        elif isinstance(kind, Section) and name in kind.keys:
+            kind = kind.keys[name].kind
         elif isinstance(kind, MappingOf):
             kind = kind.item
         else:
@@ -508,8 +508,8 @@ def _merge_items(old: RawValue, new: Mapping[str, Any], section: Section | None)
     for name, value in sorted(new.items(), key=lambda pair: int(pair[0])):
         if int(name) > len(items):
             raise ConfigError(str(name), f"got item {name} of a list of {len(items)}, expected at most {len(items)}")
-        before = items[int(name)] if int(name) < len(items) else None
-        items[int(name) : int(name) + 1] = [_merge(before, value, section)]
+        previous = items[int(name)] if int(name) < len(items) else None
+        items[int(name) : int(name) + 1] = [_merge(previous, value, section)]
     return items
 
 

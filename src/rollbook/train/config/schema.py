@@ -750,13 +750,13 @@ class Config:
                 "least 2",
             )
         if self.environment.function is not None:
-            for place, value in (
+            for location, value in (
                 ("data.max_prompt_tokens", self.data.max_prompt_tokens),
                 ("evaluation.rewards", self.evaluation.rewards or None),
             ):
                 if value is not None:
-                    instead = "environment.context_limit" if place.startswith("data") else "rewards"
-                    raise ConfigError(place, f"cannot be set with an environment, expected {instead}")
+                    instead = "environment.context_limit" if location.startswith("data") else "rewards"
+                    raise ConfigError(location, f"cannot be set with an environment, expected {instead}")
         if self.rollout.uses_workers:
             self._require_workers()
         sources = (
@@ -819,11 +819,11 @@ class Difference(NamedTuple):
         return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
 
 
-def compare_configs(before: Config, after: Config) -> list[Difference]:
+def compare_configs(earlier: Config, after: Config) -> list[Difference]:
     """Return the keys whose values differ, in the order of the sections.
 
     Args:
-        before: A configuration.
+        earlier: A configuration.
         after: Another one.
 
     >>> [str(difference) for difference in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
@@ -833,7 +833,7 @@ def compare_configs(before: Config, after: Config) -> list[Difference]:
     ['optimizer.lr']
     """
     old, new = (
-        {path: (value, changeable) for path, value, changeable in flatten(config)} for config in (before, after)
+        {path: (value, changeable) for path, value, changeable in flatten(config)} for config in (earlier, after)
     )
     order = list(get_section(Config).keys)
     changes = []

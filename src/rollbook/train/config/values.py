@@ -386,8 +386,8 @@ class Section:
         except ConfigError:
             raise
         except ValueError as error:  # of a dataclass that checks its fields: "optimizer.lr: got ..."
-            where, _, message = str(error).partition(": ")
-            raise ConfigError(where.rpartition(".")[2], message) from error
+            location, _, message = str(error).partition(": ")
+            raise ConfigError(location.rpartition(".")[2], message) from error
 
     def expand(self, value: RawValue) -> Any:
         """Expand the short form of a section, a text, to a mapping; null becomes an empty one."""

@@ -30,11 +30,11 @@ _PUNCTUATION = "0123456789>=+-*/()[]., :;!?"
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 
 
-def tokenizer(signs: str = "") -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per character: lowercase letters, digits, punctuation, and `signs`.
+def tokenizer(extra_characters: str = "") -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character: lowercase letters, digits, punctuation, and `extra_characters`.
 
     Args:
-        signs: Further characters.
+        extra_characters: Further characters.
 
     >>> characters = tokenizer()
     >>> characters.decode(characters("dbfa>").input_ids), characters.padding_side
@@ -43,7 +43,7 @@ def tokenizer(signs: str = "") -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _PUNCTUATION + signs)
+    characters = dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + _PUNCTUATION + extra_characters)
     inner = Tokenizer(
         models.WordLevel({name: i for i, name in enumerate((*_SPECIAL_TOKENS, *characters))}, unk_token="<unk>")
     )
@@ -54,7 +54,7 @@ def tokenizer(signs: str = "") -> PreTrainedTokenizerFast:
 
 
 def model(
-    seed: int = 0, hidden: int = 96, layers: int = 2, heads: int = 3, positions: int = 64, signs: str = ""
+    seed: int = 0, hidden: int = 96, layers: int = 2, heads: int = 3, positions: int = 64, extra_characters: str = ""
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Build a Llama with random weights, by default 0.19 million, and its tokenizer.
 
@@ -64,7 +64,7 @@ def model(
         layers: Number of layers.
         heads: Number of attention heads.
         positions: Context length.
-        signs: Further characters of the tokenizer.
+        extra_characters: Further characters of the tokenizer.
 
     >>> network, _ = model(hidden=32, heads=1)
     >>> network.config.model_type
@@ -73,9 +73,9 @@ def model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = tokenizer(signs)
+    char_tokenizer = tokenizer(extra_characters)
     config = LlamaConfig(
-        vocab_size=len(words),
+        vocab_size=len(char_tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
@@ -83,13 +83,13 @@ def model(
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         initializer_range=0.05,
-        pad_token_id=words.pad_token_id,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
+        pad_token_id=char_tokenizer.pad_token_id,
+        bos_token_id=char_tokenizer.bos_token_id,
+        eos_token_id=char_tokenizer.eos_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config), words  # type: ignore[no-untyped-call]
+        return LlamaForCausalLM(config), char_tokenizer  # type: ignore[no-untyped-call]
 
 
 def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> list[dict[str, Any]]:
@@ -110,8 +110,8 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
     True
     """
     if skip + count > len(LETTERS) ** length // 2:
-        most = len(LETTERS) ** length // 2 - skip
-        raise ValueError(f"count: got {count}, expected at most {most} of {length} letters after the first {skip}")
+        max_count = len(LETTERS) ** length // 2 - skip
+        raise ValueError(f"count: got {count}, expected at most {max_count} of {length} letters after the first {skip}")
     rng, words = random.Random(seed), dict[str, None]()
     while len(words) < skip + count:
         words["".join(rng.choices(LETTERS, k=length))] = None
@@ -122,18 +122,18 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
 def trained_model(
     seed: int = 0,
     steps: int = 150,
-    until: float | None = None,
+    target_accuracy: float | None = None,
     count: int = 20_000,
     length: int = 6,
     skip: int = 20_000,
     hidden: int = 96,
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Train a model on answers. With 150 steps, about twenty seconds, it is a teacher that is correct 19 times of 20.
+    """Train a model on answers. With 150 steps, about twenty seconds, it is a teacher that is 95% accurate.
 
     Args:
         seed: Seed of weights and words.
         steps: Number of supervised steps.
-        until: Success rate at which training stops; `None`: after all steps.
+        target_accuracy: Share of correct answers at which training stops; `None`: after all steps.
         count: Number of words.
         length: Letters of a word.
         skip: Number of words to skip.
@@ -148,23 +148,32 @@ def trained_model(
     from rollbook.train.prompts import Prompts
     from rollbook.train.supervised import WarmupConfig, warm_up
 
-    network, words = model(seed, hidden)
-    schedule: dict[str, Any] = {} if until is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
+    network, char_tokenizer = model(seed, hidden)
+    schedule: dict[str, Any] = (
+        {} if target_accuracy is not None else {"schedule": "linear", "min_lr_ratio": 0.03, "steps": steps}
+    )
     warm_up(
-        Actor(network, tokenizer=words),
+        Actor(network, tokenizer=char_tokenizer),
         Prompts(rows(count, length, seed, skip), seed=seed),
         WarmupConfig(
-            steps=steps, target_accuracy=until, optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, **schedule)
+            steps=steps,
+            target_accuracy=target_accuracy,
+            optimizer=OptimizerConfig(lr=3e-3, warmup_steps=30, **schedule),
         ),
         reward=reward,
         sampling={"max_tokens": length + 1},
         seed=seed,
     )
-    return network, words
+    return network, char_tokenizer
 
 
 def pairs(
-    count: int = 8000, length: int = 6, seed: int = 0, until: float = 0.2, skip: int = 20_000, hidden: int = 96
+    count: int = 8000,
+    length: int = 6,
+    seed: int = 0,
+    target_accuracy: float = 0.2,
+    skip: int = 20_000,
+    hidden: int = 96,
 ) -> list[dict[str, Any]]:
     """Generate preference pairs: the correct answer, and the wrong one of a model with a low success rate.
 
@@ -172,11 +181,11 @@ def pairs(
         count: Number of words, of which those that the model gets right are left out.
         length: Letters of a word.
         seed: Seed of words and model.
-        until: Success rate of the model.
+        target_accuracy: Share of correct answers of the model.
         skip: Number of words before those that the model was trained on.
         hidden: Hidden size of the model.
 
-    >>> rejected_pairs = pairs(40, length=4, skip=40, until=0.0, hidden=48)
+    >>> rejected_pairs = pairs(40, length=4, skip=40, target_accuracy=0.0, hidden=48)
     >>> all(row["chosen"] == row["reference"] != row["rejected"] for row in rejected_pairs)
     True
     """
@@ -185,9 +194,11 @@ def pairs(
     from rollbook.train.evaluation import evaluate
     from rollbook.train.prompts import Prompts
 
-    network, words = trained_model(seed, until=until, count=count, length=length, skip=skip, hidden=hidden)
+    network, char_tokenizer = trained_model(
+        seed, target_accuracy=target_accuracy, count=count, length=length, skip=skip, hidden=hidden
+    )
     tasks = rows(count, length, seed)
-    engine, sampling = TransformersEngine(Actor(network, tokenizer=words)), {"max_tokens": length + 1}
+    engine, sampling = TransformersEngine(Actor(network, tokenizer=char_tokenizer)), {"max_tokens": length + 1}
     answers = evaluate(engine, Prompts(tasks, shuffle=False), reward, sampling=sampling, seed=seed).records
     wrong = {record.prompt_text: record.response_text for record in answers}
     both = [{**row, "chosen": row["reference"], "rejected": wrong[row["prompt"]]} for row in tasks]
@@ -216,10 +227,10 @@ def write_expert_book(folder: str | Path, count: int = 2000, length: int = 6, se
     from rollbook.train.prompts import Prompts
     from rollbook.train.supervised import records_from_answers
 
-    words = tokenizer()
+    char_tokenizer = tokenizer()
     prompts = Prompts(rows(count, length, seed, skip)).every("expert")
-    records = records_from_answers(prompts, words)
-    with open_book(Path(folder), tokenizer=words) as book:
+    records = records_from_answers(prompts, char_tokenizer)
+    with open_book(Path(folder), tokenizer=char_tokenizer) as book:
         book.append(records.assign(reward=[1.0] * len(records)))
     return len(records)
 

@@ -32,12 +32,12 @@ class Skipped:
     """A row that could not be read.
 
     Args:
-        row: Its place: a row id, or file and line.
-        why: The reason.
+        row: Its id, or its file and line.
+        reason: Why it was skipped.
     """
 
     row: int | str
-    why: str
+    reason: str
 
 
 @dataclass(slots=True)
@@ -51,35 +51,40 @@ class Report:
     >>> report = Report()
     >>> report.add("7.jsonl:3", ValueError("no output"))
     >>> report.count, report.skipped[0]
-    (1, Skipped(row='7.jsonl:3', why='no output'))
+    (1, Skipped(row='7.jsonl:3', reason='no output'))
     """
 
     count: int = 0
     skipped: list[Skipped] = field(default_factory=list)
 
-    def add(self, row: int | str, why: Exception) -> None:
-        """Add a row."""
+    def add(self, row: int | str, error: Exception) -> None:
+        """Add a row.
+
+        Args:
+            row: Its id, or its file and line.
+            error: Why it was skipped.
+        """
         self.count += 1
         if len(self.skipped) < MAX_LISTED:
-            self.skipped.append(Skipped(row, str(why)))
+            self.skipped.append(Skipped(row, str(error)))
 
 
 class ErrorHandler:
-    """Handles rows that cannot be read: raises an error with the place, or with `skip` adds the row to the report."""
+    """Handles rows that cannot be read: raises an error that names the row, or with `skip` reports the row."""
 
     def __init__(self, skip: bool, report: Report) -> None:
         self.skip = skip
         self.report = report
 
-    def handle(self, row: int | str, why: Exception) -> None:
+    def handle(self, row: int | str, error: Exception) -> None:
         """Raise `WireError`, or report the row."""
         if not self.skip:
-            raise WireError(f"row {row}: {why}") from None
-        self.report.add(row, why)
+            raise WireError(f"row {row}: {error}") from None
+        self.report.add(row, error)
 
 
-def regroup(batches: Iterable[Experiences], rows: int) -> Iterator[Experiences]:
-    """Join and split batches so that each has exactly `rows` records, except the last.
+def regroup(batches: Iterable[Experiences], size: int) -> Iterator[Experiences]:
+    """Join and split batches so that each has exactly `size` records, except the last.
 
     >>> parts = [Experiences.from_columns({"tokens": [[1, 2]] * n}) for n in (1, 5, 1)]
     >>> [len(batch) for batch in regroup(parts, 3)]
@@ -92,13 +97,13 @@ def regroup(batches: Iterable[Experiences], rows: int) -> Iterator[Experiences]:
             raise ValueError(f"batches: got a {type(batch).__name__}, expected Experiences")
         pending.append(batch)
         count += len(batch)
-        if count < rows:
+        if count < size:
             continue
         joined = Experiences.concat(pending)
-        for start in range(0, count - count % rows, rows):
-            yield joined[start : start + rows]
+        for start in range(0, count - count % size, size):
+            yield joined[start : start + size]
         # Copied, not sliced: the remainder must not keep the rest in memory.
-        pending, count = [joined[count - count % rows :].compact()], count % rows
+        pending, count = [joined[count - count % size :].compact()], count % size
     if count:
         yield Experiences.concat(pending)
 
@@ -109,7 +114,7 @@ def regroup(batches: Iterable[Experiences], rows: int) -> Iterator[Experiences]:
 def list_files(path: str, pattern: re.Pattern[str] | None = None) -> list[str]:
     """Return the path itself if it is a file, else the regular files directly in the folder, in natural order.
 
-    A link that leaves the folder is rejected.
+    A symbolic link to outside the folder is rejected.
     """
     if not os.path.isdir(path):
         return [path]
@@ -120,7 +125,7 @@ def list_files(path: str, pattern: re.Pattern[str] | None = None) -> list[str]:
         if name.startswith(".") or not os.path.isfile(full_path) or (pattern and not pattern.fullmatch(name)):
             continue
         if os.path.dirname(os.path.realpath(full_path)) != root:
-            raise WireError(f"{full_path}: a link that leaves the folder, which is not followed")
+            raise WireError(f"{full_path}: symbolic link to outside the folder; not followed")
         paths.append(full_path)
     return sorted(paths, key=lambda file_path: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", file_path)])
 
@@ -132,13 +137,13 @@ def read_lines(path: str, max_row_bytes: int) -> Iterator[tuple[str, bytes | Non
         number = 0
         while line := file.readline(max_row_bytes + 2):
             number += 1
-            where = f"{name}:{number}"
+            location = f"{name}:{number}"
             if len(line.rstrip(b"\r\n")) > max_row_bytes:
                 while line and not line.endswith(b"\n"):
                     line = file.readline(1 << 20)
-                yield where, None
+                yield location, None
             elif text := line.strip():
-                yield where, text
+                yield location, text
 
 
 def parse_object(text: bytes | None, max_row_bytes: int, strict: bool = True) -> dict[str, Any]:
@@ -199,7 +204,7 @@ def list_float_columns(path: str) -> list[str]:
 
 
 def read_rows(path: str, errors: ErrorHandler, max_row_bytes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read (place, row) of every row of a JSONL or Parquet file, or of a folder of such files."""
+    """Read (file:number, row) of every row of a JSONL or Parquet file, or of a folder of such files."""
     for name in list_files(path, _ROW_FILES):
         if _is_parquet(name):
             number = 0
@@ -209,10 +214,10 @@ def read_rows(path: str, errors: ErrorHandler, max_row_bytes: int) -> Iterator[t
                     yield f"{os.path.basename(name)}:{number}", row
                     number += 1
             continue
-        for where, text in read_lines(name, max_row_bytes):
+        for location, text in read_lines(name, max_row_bytes):
             try:
                 row = parse_object(text, max_row_bytes, strict=False)
             except WireError as error:
-                errors.handle(where, error)
+                errors.handle(location, error)
                 continue
-            yield where, row
+            yield location, row
