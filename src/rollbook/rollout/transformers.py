@@ -40,6 +40,7 @@ from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, 
 from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.models.actor import Actor
 from rollbook.models.head import scoring
+from rollbook.rollout.chat import has_media
 from rollbook.rollout.decoding import (
     MIN_TEMPERATURE,
     DecodingBatch,
@@ -736,7 +737,7 @@ class TransformersEngine(BaseEngine):
         """Prepare the prompt of a request; a continued sample keeps its tokens and media."""
         prompt, sampling, before = request.prompt, request.sampling, request.started
         has_ids = before is not None and before.prompt_ids
-        if before is not None and has_ids and (before.media is not None or not _has_media(prompt)):
+        if before is not None and has_ids and (before.media is not None or not has_media(prompt)):
             prepared = PreparedPrompt(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
         else:
             prepared = self.preparer.prepare(prompt, sampling)
@@ -796,16 +797,6 @@ class TransformersEngine(BaseEngine):
             group_size=before.group_size if before is not None else request.sampling.n,
             **fields,
         )
-
-
-def _has_media(prompt: Prompt) -> bool:
-    """Return whether a prompt has images or videos, also in its messages."""
-    contents = [message.get("content") for message in prompt.messages or ()]
-    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
-    kinds = ("image", "image_url", "video")
-    return bool(prompt.images or prompt.videos) or any(
-        isinstance(part, dict) and part.get("type") in kinds for part in parts
-    )
 
 
 def _media_shape(media: Mapping[str, torch.Tensor]) -> dict[str, Any]:
