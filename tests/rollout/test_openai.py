@@ -866,7 +866,7 @@ def test_an_unfinished_sample_with_images_says_why_it_cannot_go_on(engine):
     assert "expected at most max_prompt_tokens (5)" in long.error
 
 
-# --- kinds of servers ---------------------------------------------------------------------------------------------------------
+# --- kinds of servers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
