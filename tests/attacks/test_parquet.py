@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook import Experience, Experiences, WireError
-from rollbook.inspect.files.source import ArrowFile
-from rollbook.inspect.files.stores import to_dicts
+from rollbook.inspect.file_source import ArrowFile
+from rollbook.inspect.file_stores import to_dicts
 from rollbook.io import parquet
 from rollbook.io.parquet import read_parquet, write_parquet
 from rollbook.train import prompts
@@ -78,7 +78,7 @@ from rollbook import WireError
 from rollbook.io.parquet import read_parquet
 from rollbook.io.rows import ErrorHandler, Report, read_rows
 from rollbook.train import prompts
-from rollbook.inspect.files.stores import Table, to_dicts
+from rollbook.inspect.file_stores import Table, to_dicts
 from tests.attacks.outcome import Meter
 
 readers = {

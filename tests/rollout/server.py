@@ -1,12 +1,12 @@
-"""A small server on loopback that answers as vLLM, SGLang, llama.cpp, `transformers serve` or plain OpenAI do, over a
-real tiny model, with a sampling loop of its own, and with faults on order.
+"""A mock server on loopback with the API of vLLM, SGLang, llama.cpp, `transformers serve` or plain OpenAI, over a tiny
+model with an independent sampling loop, and with faults on request.
 
     with serve() as server:
         OpenAIEngine(server.url)
 
-`server.seen` are the requests that asked for samples, `server.most` the largest number of them that were open at once,
-`server.broken` how many streams lost their reader. `server.faults` are played in order: see `Fault`. `server.lacks` are
-paths that it does not have; with `stream` among them it answers in whole.
+`server.seen` has the requests for samples, `server.max_open` the largest number of them that were open at once, and
+`server.broken` the number of streams that lost their reader. `server.faults` are applied in order: see `Fault`.
+`server.lacks` has paths that the server does not have; with `stream` among them, replies are complete.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch
 from tests import tiny
 
 CALL = '{"name": "add", "arguments": {"a": 1}}'
-"""What a chat with `tool_choice: required` is made to say."""
+"""Response to a chat with `tool_choice: required`."""
 
 
 @dataclass
 class Fault:
-    """What goes wrong, `times` times, with requests whose JSON holds `match`.
+    """A fault of `times` requests whose JSON contains `match`.
 
     Kinds: `status` (with `status`, `headers`, `message`), `hang up` (in the middle of the reply), `garbage`, `choices`
-    (one too few), `nan`, `positive`, `short` (a log-prob is missing), `no ids`, `no logprobs`, `reason` (an unknown
-    one), `error` (an event in a stream), `other prompt` (its ids are not those that were sent).
+    (one too few), `nan`, `positive`, `short` (a log-prob is missing), `no ids`, `no logprobs`, `reason` (unknown),
+    `error` (an event in a stream), `other prompt` (ids other than those that were sent).
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass
 class Step:
-    """One sampled token: of each kind its log-prob."""
+    """A sampled token and its log-prob of each kind."""
 
     id: int
     raw: float
@@ -65,7 +65,7 @@ class Refused(Exception):
 
 
 def sampled(model: Any, ids: list[int], how: dict[str, Any], lock: Any) -> Iterator[Step]:
-    """Tokens one by one, each from a forward pass over all before it: the plainest way there is."""
+    """Sample tokens one by one, each from a forward pass over the complete sequence."""
     generator = torch.Generator()
     if how["seed"] is None:
         generator.seed()
@@ -105,7 +105,7 @@ def truncated(logprobs: torch.Tensor, top_k: int, top_p: float, min_p: float) ->
 
 
 class Response:
-    """One sample in the making: `advance` takes a token; `finish` and `stop` say how it ended."""
+    """A sample in progress: `advance` adds a token; `finish` and `stop` are its finish and stop reasons."""
 
     def __init__(self, server: Server, prompt: list[int], how: dict[str, Any]) -> None:
         self.tokenizer, self.how, self.prompt = server.tokenizer, how, prompt
@@ -138,10 +138,12 @@ class Response:
 
 
 class Server:
-    """See the module."""
+    """The server. See the module."""
 
-    def __init__(self, dialect: str, model: Any, tokenizer: Any, kind: str, pace: float, version: str | None) -> None:
-        self.dialect, self.model, self.tokenizer, self.kind = dialect, model, tokenizer, kind
+    def __init__(
+        self, kind: str, model: Any, tokenizer: Any, logprobs_kind: str, pace: float, version: str | None
+    ) -> None:
+        self.kind, self.model, self.tokenizer, self.logprobs_kind = kind, model, tokenizer, logprobs_kind
         self.pace, self.weight_version = pace, version
         self.context = model.config.max_position_embeddings
         self.faults: list[Fault] = []
@@ -151,7 +153,7 @@ class Server:
         self.times: list[float] = []
         self.keys: list[str | None] = []
         self.images: list[list[Any]] = []
-        self.open = self.most = self.broken = 0
+        self.open = self.max_open = self.broken = 0
         self.lock = threading.Lock()
         self.counts = threading.Lock()
         self.stopping = threading.Event()
@@ -167,37 +169,37 @@ class Server:
                     return fault
         return None
 
-    # --- what is common ------------------------------------------------------------------------------------------
+    # --- common to all kinds ------------------------------------------------------------------------------------------
 
     def get(self, path: str) -> Any:
         owners = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}
         if path == "/v1/models":
-            return {"object": "list", "data": [{"id": "tiny", "owned_by": owners.get(self.dialect, "someone")}]}
+            return {"object": "list", "data": [{"id": "tiny", "owned_by": owners.get(self.kind, "someone")}]}
         own = {
             "vllm": {"/version": {"version": "0.32.0"}},
             "sglang": {"/get_server_info": {"version": "0.5.9"}},
             "llama.cpp": {"/props": {"build_info": "b7777-abcdef", "default_generation_settings": {}}},
             "transformers-serve": {"/openapi.json": {"paths": {"/v1/completions": {}, "/load_model": {}}}},
         }
-        found = own.get(self.dialect, {}).get(path)
+        found = own.get(self.kind, {}).get(path)
         if found is None:
             raise Refused(404, "Not Found")
         return found
 
     def post(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
-        """The reply, or if the body asks to stream, its events."""
+        """Yield the reply, or its events if the body requests a stream."""
         if path in self.lacks:
             raise Refused(404, "Not Found")
-        if path == "/tokenize" and self.dialect != "openai":
+        if path == "/tokenize" and self.kind != "openai":
             text = body.get("content", body.get("prompt"))
-            if text is None and self.dialect == "vllm":
+            if text is None and self.kind == "vllm":
                 text = self.rendered(body)
             yield {"tokens": self.encoded(text)}
-        elif path == "/apply-template" and self.dialect == "llama.cpp":
+        elif path == "/apply-template" and self.kind == "llama.cpp":
             yield {"prompt": self.rendered(body)}
-        elif path == "/generate" and self.dialect == "sglang":
+        elif path == "/generate" and self.kind == "sglang":
             yield from self.sglang(body)
-        elif path == "/completion" and self.dialect == "llama.cpp":
+        elif path == "/completion" and self.kind == "llama.cpp":
             yield from self.llama_cpp(body)
         elif path in ("/v1/completions", "/v1/chat/completions"):
             yield from self.openai(path, body)
@@ -240,7 +242,7 @@ class Server:
     def fits(self, prompt: list[int], how: dict[str, Any]) -> None:
         if not prompt:
             raise Refused(400, "The prompt is empty")
-        if self.dialect == "vllm":  # which gives as much as there is room for
+        if self.kind == "vllm":  # which shortens the response to fit
             how["max_tokens"] = min(how["max_tokens"], max(self.context - len(prompt), 0))
         if len(prompt) + max(how["max_tokens"], 1) > self.context:
             raise Refused(
@@ -248,7 +250,7 @@ class Server:
             )
 
     def logprob(self, step: Step) -> float:
-        return float(getattr(step, self.kind))
+        return float(getattr(step, self.logprobs_kind))
 
     # --- OpenAI's endpoints --------------------------------------------------------------------------------------
 
@@ -257,24 +259,24 @@ class Server:
         plain = {"model", "prompt", "messages", "n", "max_tokens", "temperature", "top_p", "stream", "seed", "stop"}
         plain |= {"logprobs", "top_logprobs", "tools", "tool_choice", "logit_bias"}
         plain |= {"presence_penalty", "frequency_penalty"}
-        odd = sorted(set(body) - plain) if self.dialect in ("openai", "transformers-serve") else []
+        odd = sorted(set(body) - plain) if self.kind in ("openai", "transformers-serve") else []
         if odd:
-            raise Refused(422 if self.dialect == "transformers-serve" else 400, f"Unexpected fields: {odd}")
+            raise Refused(422 if self.kind == "transformers-serve" else 400, f"Unexpected fields: {odd}")
         prompt = body.get("prompt")
         if chat:
             self.keep_images(body)
             prompt = self.encoded(self.rendered(body))
         elif isinstance(prompt, str):
             prompt = self.encoded(prompt)
-        elif self.dialect == "transformers-serve":
+        elif self.kind == "transformers-serve":
             raise Refused(400, "prompt must be a string.")
         called = chat and body.get("tools") and body.get("tool_choice") == "required"
         forced = [*self.encoded(CALL), 2] if called else []
         n, seed = body.get("n", 1), body.get("seed")
-        if self.dialect == "vllm" and n > 1 and body.get("temperature") == 0:
+        if self.kind == "vllm" and n > 1 and body.get("temperature") == 0:
             raise Refused(400, f"n must be 1 when using greedy sampling, got {n}.")
         hows = [
-            self.settings(body, seed=None if seed is None else seed + i * (self.dialect == "vllm"), forced=forced)
+            self.settings(body, seed=None if seed is None else seed + i * (self.kind == "vllm"), forced=forced)
             for i in range(n)
         ]
         for how in hows:
@@ -344,10 +346,10 @@ class Server:
         tokens = [self.tokenizer.decode([step.id]) for step in steps]
         asked = body.get("logprobs") not in (None, False) or (body.get("logprobs") == 0 and not chat)
         logprobs: Any = None
-        if asked and self.dialect != "transformers-serve" and not self.fault(body, "no logprobs"):
+        if asked and self.kind != "transformers-serve" and not self.fault(body, "no logprobs"):
             logprobs = {"tokens": tokens, "token_logprobs": values}
             if chat:
-                named = self.dialect == "llama.cpp"
+                named = self.kind == "llama.cpp"
                 logprobs = {
                     "content": [
                         {"token": token, "logprob": value, **({"id": step.id} if named else {})}
@@ -356,7 +358,7 @@ class Server:
                 }
         reason = one.finish if not self.fault(body, "reason") else "because"
         found: dict[str, Any] = {"index": i, "logprobs": logprobs, "finish_reason": reason, "stop_reason": one.stop}
-        if self.dialect == "vllm" and body.get("return_token_ids") and not self.fault(body, "no ids"):
+        if self.kind == "vllm" and body.get("return_token_ids") and not self.fault(body, "no ids"):
             found["token_ids"] = [step.id for step in steps]
             if not chat and prompt is not None:
                 found["prompt_token_ids"] = prompt
@@ -390,7 +392,7 @@ class Server:
                         found.append(Image.open(io.BytesIO(base64.b64decode(data, validate=True))))
         self.images.append(found)
 
-    # --- other tongues -------------------------------------------------------------------------------------------
+    # --- native APIs ---------------------------------------------------------------------------------------------
 
     def sglang(self, body: dict[str, Any]) -> Iterator[Any]:
         asked = body["sampling_params"]
@@ -437,7 +439,7 @@ class Server:
             final |= {"content": one.text, "tokens": [step.id for step in one.steps]}
             if body.get("n_probs"):
                 entries = [{"id": step.id, "logprob": self.logprob(step)} for step in one.steps]
-                # As the real one does: the tokens of the stop text have no entry.
+                # As in llama.cpp, the tokens of the stop text have no entry.
                 final["completion_probabilities"] = entries[: -len(one.stop)] if isinstance(one.stop, str) else entries
         yield final
 
@@ -476,7 +478,7 @@ class _Handler(BaseHTTPRequestHandler):
                 app.times.append(time.monotonic())
                 app.keys.append(self.headers.get("authorization"))
                 app.open += 1
-                app.most = max(app.most, app.open)
+                app.max_open = max(app.max_open, app.open)
         try:
             try:
                 self.reply(app, body)
@@ -544,22 +546,31 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(
-    dialect: str = "vllm",
+    kind: str = "vllm",
     *,
     model: Any = None,
     tokenizer: Any = None,
-    kind: str | None = None,
+    logprobs_kind: str | None = None,
     pace: float = 0.0,
     version: str | None = None,
     port: int = 0,
 ) -> Iterator[Server]:
-    """A server that runs until the block is left. `kind`: which log-probs it gives, if not its dialect's own; `pace`:
-    seconds for each token; `version`: the weights' version that its replies carry; `port`: 0 takes a free one."""
-    own = kind or {"sglang": "tempered"}.get(dialect, "raw")
+    """Run a server until the block is left.
+
+    Args:
+        kind: Kind of the server, whose API it has.
+        model: The model.
+        tokenizer: The tokenizer.
+        logprobs_kind: Kind of the log-probs in replies; by default that of the kind of server.
+        pace: Seconds per token.
+        version: Version of the weights in replies.
+        port: The port; 0 for a free one.
+    """
+    logprobs_kind = logprobs_kind or {"sglang": "tempered"}.get(kind, "raw")
     tokenizer = tokenizer or tiny.bytes_()
-    app = Server(dialect, model or tiny.llama(len(tokenizer)), tokenizer, own, pace, version)
+    app = Server(kind, model or tiny.llama(len(tokenizer)), tokenizer, logprobs_kind, pace, version)
     http = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
-    http.daemon_threads = False  # they are waited for: one that is in torch when Python ends takes it down
+    http.daemon_threads = False  # joined: a thread in torch at the end of Python crashes it
     http.app = app  # type: ignore[attr-defined]
     app.url = f"http://127.0.0.1:{http.server_address[1]}"
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -316,7 +316,7 @@ def test_a_grammar_makes_log_probs_of_what_it_leaves():
 
 def test_a_server_of_another_mode_is_stated_by_its_user():
     how = {"max_tokens": 8, "temperature": 0.6, "top_k": 12, "seed": 1}
-    with serve(kind="processed") as server, OpenAIEngine(server.url, logprobs_kind="processed") as engine:
+    with serve(logprobs_kind="processed") as server, OpenAIEngine(server.url, logprobs_kind="processed") as engine:
         sample = engine.generate("kinds", **how)[0]
         assert sample.logprobs_kind == "processed" and engine.describe()["logprobs_kind"] == "processed"
         assert sum(sample.logprobs) > sum(model_logprobs(server, sample))  # of twelve tokens rather than of all
@@ -491,8 +491,8 @@ def test_cancelling_a_task_ends_its_requests():
 
 
 def test_versions_are_the_servers_word_where_it_has_one():
-    for dialect in ("vllm", "sglang"):
-        with serve(dialect, version="41") as server, OpenAIEngine(server.url, version=7) as engine:
+    for kind in ("vllm", "sglang"):
+        with serve(kind, version="41") as server, OpenAIEngine(server.url, version=7) as engine:
             for one in (*engine.generate([[30]], max_tokens=4), *engine.stream([[30]], max_tokens=4)):
                 assert one.versions == [41] * len(one.response_ids)
 
@@ -584,7 +584,7 @@ def test_retries_are_those_of_the_sample():
         ("positive", "got 0.5, expected a log-probability"),
         ("short", "logprobs: got 29, expected 30, one for each id"),
         ("no ids", "(return_token_ids); or give the engine a tokenizer and retokenize=True"),
-        ("no logprobs", "vLLM gives them when it is asked (logprobs)"),
+        ("no logprobs", "vLLM returns them if they are requested (logprobs)"),
         ("reason", "finish_reason: got 'because'"),
         ("other prompt", "differ from the 2 that were sent"),
     ],
@@ -598,7 +598,7 @@ def test_bad_replies_are_recorded(server, engine, kind, words):
     assert words in record.info["error"] and not record.action_mask.any()
 
 
-def test_ids_made_from_texts_are_recorded_as_such_whatever_the_dialect(server):
+def test_retokenized_texts_are_recorded():
     with serve(tokenizer=tiny.words()) as words, OpenAIEngine(words.url, tokenizer=tiny.words()) as engine:
         how = {"max_tokens": 4, "suppress": range(9), "seed": 1, "batch": 0}
         (want,) = engine.generate(["the quick fox"], **how)
@@ -651,7 +651,7 @@ def test_concurrency_is_bounded_over_all_calls():
             call.start()
         for call in calls:
             call.join()
-        assert len(server.seen) == 12 and server.most == 3
+        assert len(server.seen) == 12 and server.max_open == 3
 
 
 def test_no_server():
@@ -684,9 +684,9 @@ def test_a_repr_says_where_and_what_but_no_secret(server):
     server.faults.clear()
     url = server.url.replace("//", "//user:pass-word-1@")
     with OpenAIEngine(url, api_key="sk-secret-1", headers={"x-team": "secret-2"}) as engine:
-        assert repr(engine) == f"OpenAIEngine('{server.url}', model=None, dialect='auto')"
+        assert repr(engine) == f"OpenAIEngine('{server.url}', model=None, server='auto')"
         engine.generate([[30]], max_tokens=2)
-        assert repr(engine) == f"OpenAIEngine('{server.url}', model='tiny', dialect='vllm')"
+        assert repr(engine) == f"OpenAIEngine('{server.url}', model='tiny', server='vllm')"
 
 
 def test_secrets_and_payloads_stay_out_of_errors(server):
@@ -866,18 +866,18 @@ def test_an_unfinished_sample_with_images_says_why_it_cannot_go_on(engine):
     assert "expected at most max_prompt_tokens (5)" in long.error
 
 
-# --- dialects ---------------------------------------------------------------------------------------------------------
+# --- kinds of servers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", ["sglang", "llama.cpp"])
-def test_own_tongues(dialect, stream):
-    with serve(dialect) as server, OpenAIEngine(server.url, tokenizer=tiny.bytes_()) as engine:
+@pytest.mark.parametrize("kind", ["sglang", "llama.cpp"])
+def test_native_apis_return_ids_and_logprobs(kind, stream):
+    with serve(kind) as server, OpenAIEngine(server.url, tokenizer=tiny.bytes_()) as engine:
         cancel = Cancel() if stream else None
         how = {"max_tokens": 24, "seed": 5, "batch": 0, "ignore_eos": True, "cancel": cancel}
         samples = engine.generate(["text", CHAT, [30, 31]], n=2, **how)
         expected = [tiny.bytes_()("text")["input_ids"], rendered(CHAT), [30, 31]]
-        assert len(server.seen) == 6 and engine.run.engine == dialect and engine.run.engine_version != "unknown"
+        assert len(server.seen) == 6 and engine.run.engine == kind and engine.run.engine_version != "unknown"
         for i, one in enumerate(samples):
             assert not one.failed and list(one.prompt_ids) == expected[i // 2]
             assert one.logprobs == pytest.approx(model_logprobs(server, one), abs=1e-5)
@@ -963,8 +963,8 @@ def test_plain_openai():
             assert len(server.seen) == 2 and one.sampling["seed"] != two.sampling["seed"]
 
 
-def test_a_dialect_can_be_stated_and_a_model_named():
-    with serve("openai") as server, OpenAIEngine(server.url, "other", dialect="vllm") as engine:
+def test_the_kind_of_server_and_the_model_can_be_set():
+    with serve("openai") as server, OpenAIEngine(server.url, "other", server="vllm") as engine:
         (one,) = engine.generate(["text"], max_tokens=3)
         assert "status 400: Unexpected fields" in one.error and server.seen[0]["model"] == "other"
         assert engine.run.engine == "vllm" and engine.run.model == "other"
@@ -974,7 +974,7 @@ def test_a_dialect_can_be_stated_and_a_model_named():
     ("changes", "words"),
     [
         ({"url": "127.0.0.1:8000"}, "url: got"),
-        ({"dialect": "tgi"}, "dialect: got 'tgi'"),
+        ({"server": "tgi"}, "server: got 'tgi'"),
         ({"render": "here"}, "render: got 'here'"),
         ({"render": "local"}, "tokenizer: missing, and render='local' needs it"),
         ({"retokenize": True}, "retokenize=True needs it"),

@@ -545,7 +545,7 @@ def test_a_server_samples_with_its_own_weights_and_that_is_said(
                 "model.suppress=[9]", "checkpoint.interval=1", "checkpoint.keep_last=null",
             )  # fmt: skip
         assert len(server.seen) == 6  # of the training alone: evaluations are of the weights that are trained
-        assert set(server.keys) == {"Bearer secret"} and server.most <= 2
+        assert set(server.keys) == {"Bearer secret"} and server.max_open <= 2
         assert all(body["logit_bias"] == {"9": -100} for body in server.seen)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

@@ -206,7 +206,7 @@ def inspect(folder: Path) -> Path:
 
 def inspect_json(folder: Path) -> Path:
     """The same as inspect's JSON, which has the header's keys and then the samples."""
-    from rollbook.inspect.files.stores import Members
+    from rollbook.inspect.file_stores import Members
 
     store = Members(str(DATA / "inspect-0.3.285.eval"), r"samples/[^/]+\.json", ("header.json",))
     samples = [row for _, _, row in store.scan(False)]

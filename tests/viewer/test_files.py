@@ -27,16 +27,14 @@ from hypothesis import strategies as st
 
 from rollbook import Experience
 from rollbook.compat.lightrft.saver import TrajectorySaver
-from rollbook.inspect.files import (
+from rollbook.inspect import file_adapters, file_stores
+from rollbook.inspect.file_source import (
     FORMATS,
     FileSource,
     UnknownFormatError,
-    adapters,
-    open_file_source,
+    extract_step,
     recognize,
-    stores,
 )
-from rollbook.inspect.files.source import extract_step
 from rollbook.inspect.index import Index
 from rollbook.inspect.serialization import decode, encode, json_safe
 from rollbook.inspect.sources import load, open_source
@@ -50,7 +48,7 @@ COLUMNS = "uid, gid, step, run, task, reward, scored, status, prompt, closing, e
 
 @contextmanager
 def opened(path: Path, **options: Any) -> Iterator[tuple[FileSource, Index]]:
-    with open_file_source(path, **options) as source, Index() as index:
+    with FileSource(path, **options) as source, Index() as index:
         load(source, index)
         yield source, index
 
@@ -469,7 +467,7 @@ def test_trinity_databases(tmp_path: Path) -> None:
     old = tmp_path / "old.db"
     old.write_bytes(gzip.decompress((made.TRINITY / "trinity_0.5.1.db.gz").read_bytes()))
     with pytest.raises(UnknownFormatError, match="pickled records of an older Trinity .* `rollbook import BOOK FILE`"):
-        open_file_source(old)
+        FileSource(old)
 
 
 def test_looking_imports_no_torch(tmp_path: Path) -> None:
@@ -478,9 +476,11 @@ def test_looking_imports_no_torch(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         paths.append(str(make(tmp_path / name / "x") if name == "lightrft" else make(tmp_path / name)))
     script = (
-        "import sys\nfrom rollbook.inspect.files import open_file_source\nfrom rollbook.inspect.index import Index\n"
+        "import sys\n"
+        "from rollbook.inspect.file_source import FileSource\n"
+        "from rollbook.inspect.index import Index\n"
         "for path in sys.argv[1:]:\n"
-        "    with open_file_source(path) as source, Index() as index:\n"
+        "    with FileSource(path) as source, Index() as index:\n"
         "        source.refresh(index)\n"
         "        source.trajectories([uid for (uid,) in index.query('SELECT uid FROM samples')])\n"
         "        assert 'torch' not in sys.modules, path\n"
@@ -515,7 +515,7 @@ def test_lines_that_are_appended(tmp_path: Path) -> None:
 
 def test_a_large_file_is_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages need not wait for the last row, and what is read of a file is not read again."""
-    monkeypatch.setattr("rollbook.inspect.files.source._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("rollbook.inspect.file_source._REFRESH_SECONDS", 0.0)
     made.verl(tmp_path)
     source = open_source(tmp_path)
     assert isinstance(source, FileSource)
@@ -665,14 +665,14 @@ def test_damage_is_counted_and_said(tmp_path: Path) -> None:
 def test_limits_of_lines_and_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"input": "a", "output": "b", "score": 1.0, "step": 1}
     path = lines(tmp_path / "1.jsonl", [row, {**row, "output": "x" * 500}, row])
-    monkeypatch.setattr(stores, "MAX_ROW", 200)
+    monkeypatch.setattr(file_stores, "MAX_ROW", 200)
     with opened(path) as (source, index):
         assert len(rows(index)) == 2 and "over the limit of 200 bytes" in source.problems[0]
     array = tmp_path / "trajectories_step_1.json"
     array.write_text(json.dumps([made.lightrft_row(1, 1.0)]))
-    monkeypatch.setattr(stores, "MAX_JSON", 100)
+    monkeypatch.setattr(file_stores, "MAX_JSON", 100)
     with pytest.raises(UnknownFormatError, match="over the limit of 100"):
-        open_file_source(array)
+        FileSource(array)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
@@ -700,14 +700,14 @@ def test_compressed_lines(suffix: str, tmp_path: Path, monkeypatch: pytest.Monke
             assert len(rows(index)) <= 500
     except UnknownFormatError:
         pass
-    monkeypatch.setattr(stores, "FREE_BYTES", 1 << 16)
+    monkeypatch.setattr(file_stores, "FREE_BYTES", 1 << 16)
     path.write_bytes(packed(bytes(1 << 24)))
     with pytest.raises(UnknownFormatError, match="over the limit"):
-        open_file_source(path)
+        FileSource(path)
 
 
 def test_archives_that_are_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "FREE_BYTES", 1 << 16)
+    monkeypatch.setattr(file_stores, "FREE_BYTES", 1 << 16)
     path = tmp_path / "x.eval"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("header.json", '{"eval": {}}')
@@ -743,7 +743,7 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(data)
         with pytest.raises(UnknownFormatError, match="pickle"):
-            open_file_source(path)
+            FileSource(path)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -821,7 +821,7 @@ def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: byte
 
 def test_a_path_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        open_file_source("/nowhere/at/all")
+        FileSource("/nowhere/at/all")
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -830,7 +830,7 @@ def test_a_path_that_is_not_there() -> None:
 @given(st.text(alphabet=st.characters(exclude_categories=())))
 @settings(max_examples=60)
 def test_words_joined_are_the_text(text: str) -> None:
-    ends = adapters.split_words(text).tolist()
+    ends = file_adapters.split_words(text).tolist()
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text and all(pieces)
 
@@ -848,7 +848,7 @@ def test_elements_are_where_they_are(values: list[Any], indent: int | None, asci
     text = (before + json.dumps(values, indent=indent, ensure_ascii=ascii_)).encode("utf-8", "surrogatepass")
     if b"\xed" in text:
         return
-    spans = list(stores.find_elements(text, len(before)))
+    spans = list(file_stores.find_elements(text, len(before)))
     assert [json.loads(text[a:b]) for a, b in spans] == [each for each in values if isinstance(each, (list, dict))]
 
 
@@ -870,5 +870,7 @@ def test_steps_in_names() -> None:
 
 def test_numbers() -> None:
     assert (
-        stores.parse_number(2**70) is None and stores.parse_int(float("nan")) is None and stores.parse_int("12") == 12
+        file_stores.parse_number(2**70) is None
+        and file_stores.parse_int(float("nan")) is None
+        and file_stores.parse_int("12") == 12
     )

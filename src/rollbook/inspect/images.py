@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollbook.core.vocabulary import Vocabulary
-from rollbook.inspect.files.stores import MAX_PICTURE, MAX_PIXELS, resolve_path
+from rollbook.inspect.file_stores import MAX_PICTURE, MAX_PIXELS, resolve_path
 from rollbook.inspect.trajectory import Json, Picture, Segment
 
 # --- images of files ------------------------------------------------------------------------------------------------

@@ -1020,10 +1020,10 @@ def open_source(
         more = f" and {len(books) - _MAX_LISTED} more" if len(books) > _MAX_LISTED else ""
         raise ValueError(f"path: {address!r} contains {len(books)} books, expected one of: {shown}{more}")
     check_book_is_here(folder)
-    from rollbook.inspect.files import UnknownFormatError, open_file_source
+    from rollbook.inspect.file_source import FileSource, UnknownFormatError
 
     try:
-        return open_file_source(folder, tokenizer=tokenizer)
+        return FileSource(folder, tokenizer=tokenizer)
     except UnknownFormatError as error:
         if (folder / CONFIG).is_file():
             if starting:

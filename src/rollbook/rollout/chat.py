@@ -374,14 +374,19 @@ def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, An
     return messages
 
 
-def has_media_parts(prompt: Prompt) -> bool:
-    """Return whether the messages of a prompt have parts other than text.
+def has_media(prompt: Prompt) -> bool:
+    """Return whether a prompt has images or videos, also as parts of its messages.
 
-    >>> has_media_parts(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
+    Args:
+        prompt: The prompt.
+
+    >>> has_media(Prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]))
     False
     """
     contents = [message.get("content") for message in prompt.messages or ()]
-    return any(part.get("type") != "text" for parts in contents if isinstance(parts, (list, tuple)) for part in parts)
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    has_media_parts = any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    return bool(prompt.images or prompt.videos) or has_media_parts
 
 
 def _url_part(kind: str, url: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Connections to inference servers, the OpenAI-compatible API that they share, and their native APIs.
+"""Connections to inference servers, and the OpenAI-compatible API (`ServerApi`) with the variants of vLLM and
+`transformers serve`. The native APIs are in `sglang.py` and `llama_cpp.py`.
 
 Invariant: at most `concurrency` requests are in flight; every failure is a `ServerError` whose message contains no
-secret and no media payload. A dialect sends every option that shapes the distribution, so that no default of the
+secret and no media payload. A `ServerApi` sends every option that shapes the distribution, so that no default of the
 server or of the model's `generation_config` applies unnoticed, and rejects options that the server does not support.
 """
 
@@ -18,7 +19,7 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from rollbook.core.addresses import redacted, without_user
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 JsonValue: TypeAlias = dict[str, Any] | list[Any] | str | float | None
 """A parsed reply of a server, or a part of it, which may have any form."""
-
-
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
 
@@ -95,7 +94,12 @@ def parse_retry_after(headers: Mapping[str, str]) -> float:
 
 
 class ServerError(RollbookError, RuntimeError):
-    """Raised when a server rejects a request, with its HTTP `status`, or does not reply."""
+    """Raised when a server rejects a request, with its HTTP `status`, or does not reply.
+
+    Args:
+        text: The message.
+        status: HTTP status of the reply; `None` without one.
+    """
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
@@ -107,7 +111,13 @@ class BadReplyError(ServerError):
 
 
 class RetryableError(RollbookError):
-    """A failure that may be retried, with the wait that the server requests."""
+    """Raised when a request failed but may be retried.
+
+    Args:
+        text: The message.
+        wait: Seconds that the server asks to wait.
+        status: HTTP status of the reply; `None` without one.
+    """
 
     def __init__(self, text: str, wait: float = 0.0, status: int | None = None) -> None:
         super().__init__(text)
@@ -143,7 +153,17 @@ class LoopThread:
         self._closed = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in the loop, from any thread."""
+        """Start a coroutine in the loop, from any thread.
+
+        Args:
+            work: The coroutine.
+
+        Returns:
+            Its future.
+
+        Raises:
+            ValueError: The loop was closed, or its thread ended in a fork.
+        """
         with self._lock:
             if self._closed:
                 work.close()
@@ -185,10 +205,10 @@ def _close_loop(
 
     async def end() -> None:
         try:
-            rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in rest:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for closer in closers:
                 await closer()
             await asyncio.sleep(0)  # lets callbacks of the tasks run
@@ -233,8 +253,8 @@ class Connection:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url: got {redacted(url)!r}, expected one such as 'http://127.0.0.1:8000'")
-        bare = parts.netloc.rpartition("@")[2]
-        self.url = urlunsplit((parts.scheme, bare, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
+        host = parts.netloc.rpartition("@")[2]
+        self.url = urlunsplit((parts.scheme, host, parts.path.rstrip("/").removesuffix("/v1"), "", ""))
         self.backoff = backoff if backoff is not None else Backoff()
         self.timeout = check_float("timeout", timeout, 1e-3, 1e9)
         self.concurrency = check_int("concurrency", concurrency, 1)
@@ -255,7 +275,11 @@ class Connection:
     # --- requests (in the loop) ---------------------------------------------------------------------------------------
 
     def redact(self, text: str) -> str:
-        """Remove secrets and media payloads from a text."""
+        """Remove secrets and media payloads from a text.
+
+        Args:
+            text: The text, such as an error message of the server.
+        """
         return redact_secrets(text, self._secrets)
 
     async def json(
@@ -265,7 +289,20 @@ class Connection:
         on_retry: Callable[[], None] = lambda: None,
         once: bool = False,
     ) -> Any:
-        """Return the JSON of a GET, or of a POST of `body`. For `on_retry` and `once` see `retry`."""
+        """Request JSON by GET, or by POST if there is a body.
+
+        Args:
+            path: Path on the server.
+            body: Body of a POST.
+            on_retry: Called before each retry.
+            once: Whether to try only once.
+
+        Returns:
+            The parsed reply.
+
+        Raises:
+            ServerError: The last attempt failed.
+        """
 
         async def attempt() -> Any:
             async with self.open(path, body) as response:
@@ -277,20 +314,25 @@ class Connection:
     async def open(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> AsyncIterator[httpx.Response]:
-        """Open a reply of status 200, to be read completely or as a stream.
+        """Send a request and open its reply, to be read completely or as a stream.
+
+        Args:
+            path: Path on the server.
+            body: Body of a POST; `None` for a GET.
+            timeout: Seconds without a byte; by default that of the connection.
 
         Raises:
             RetryableError: The connection failed, or the status may be retried.
-            ServerError: The server replied with another status. Messages name the method and the URL.
+            ServerError: The server replied with another status than 200. Messages name the method and the URL.
         """
         import httpx
 
         client = self._http()
         method = "GET" if body is None else "POST"
-        location = f"{method} {self.url}{path}"
-        limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        endpoint = f"{method} {self.url}{path}"
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         try:
-            async with client.stream(method, path, json=body, **limit) as response:
+            async with client.stream(method, path, json=body, **options) as response:
                 if response.status_code != 200:
                     raw = await response.aread()
                     try:
@@ -300,9 +342,9 @@ class Connection:
                     raise status_error(response.status_code, body_text, parse_retry_after(response.headers))
                 yield response
         except httpx.RequestError as error:
-            raise RetryableError(f"{location}: {type(error).__name__}: {error}".rstrip(": ")) from None
+            raise RetryableError(f"{endpoint}: {type(error).__name__}: {error}".rstrip(": ")) from None
         except (RetryableError, ServerError) as error:
-            error.args = (f"{location}: {error}",)
+            error.args = (f"{endpoint}: {error}",)
             raise
 
     async def retry(
@@ -311,9 +353,12 @@ class Connection:
         """Call `attempt` until it succeeds.
 
         Args:
-            attempt: What to do.
+            attempt: Sends the request and reads its reply.
             on_retry: Called before each retry.
             once: Whether to try only once.
+
+        Returns:
+            The result of `attempt`.
 
         Raises:
             ServerError: The last attempt failed.
@@ -327,24 +372,24 @@ class Connection:
                 async with self._slots:
                     return await attempt()
             except RetryableError as error:
-                passing = error
+                failure = error
             wait = next(waits, None)
             if wait is None:
                 times = f" (tried {tries} times)" if tries > 1 else ""
-                raise ServerError(f"{self.redact(str(passing))}{times}", passing.status)
+                raise ServerError(f"{self.redact(str(failure))}{times}", failure.status)
             on_retry()
-            await asyncio.sleep(max(wait, passing.wait))
+            await asyncio.sleep(max(wait, failure.wait))
 
     def _http(self) -> httpx.AsyncClient:
         if self._client is None:
             import httpx
 
-            max_connections = self.concurrency + 1
+            connections = self.concurrency + 1
             self._client = httpx.AsyncClient(
                 base_url=self.url,
                 headers=self._headers,
                 auth=self._auth,
-                limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+                limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
                 timeout=httpx.Timeout(self.timeout, pool=None),
             )
             self.loop.closers.append(self._client.aclose)
@@ -352,9 +397,16 @@ class Connection:
 
 
 async def read_events(response: httpx.Response) -> AsyncIterator[Any]:
-    """Yield the events of a streamed reply; an error event is raised.
+    """Yield the events of a streamed reply.
 
     The reply is read to its end, after `[DONE]`, so that the connection can be reused.
+
+    Args:
+        response: The reply.
+
+    Raises:
+        RetryableError: The server sent an error that may be retried.
+        ServerError: The server sent another error, or an event that is not JSON.
     """
     async for line in _read_lines(response):
         data = line[5:].strip() if line.startswith(b"data:") else b""
@@ -396,10 +448,16 @@ def status_error(status: int | str | None, reply: JsonValue, wait: float) -> Exc
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON.
+    """Parse a reply.
+
+    Args:
+        data: Bytes of the reply.
+
+    Returns:
+        The JSON value.
 
     Raises:
-        BadReplyError: It is not JSON.
+        BadReplyError: The bytes are not JSON.
 
     >>> parse_json(b'{"a": 1}')
     {'a': 1}
@@ -461,8 +519,13 @@ class PartialSample:
     def append(self, ids: JsonValue, logprobs: JsonValue, text: JsonValue) -> None:
         """Append tokens.
 
+        Args:
+            ids: [n] Token ids; `None` if the server returns none.
+            logprobs: [n] Log-probs; `None` if the server returns none.
+            text: Text of the tokens.
+
         Raises:
-            BadReplyError: They are malformed.
+            BadReplyError: A value is malformed.
         """
         if ids is not None:
             self.ids = [*(self.ids or ()), *_check_ids("token_ids", ids)]
@@ -474,7 +537,11 @@ class PartialSample:
         self.text += text or ""
 
     def versions(self) -> list[int]:
-        """Return the version of each token: that of the server if it returned one, else that at the request."""
+        """Return the version of each token: that of the server if it returned one, else that at the request.
+
+        Returns:
+            [R] Versions.
+        """
         versions = [self.version] * len(self.ids or ())
         for version, start, end in self.spans:
             versions[start:end] = [version] * len(versions[start:end])
@@ -499,7 +566,13 @@ def _check_logprobs(logprobs: JsonValue) -> list[float]:
 
 
 def parse_version(text: JsonValue) -> int | None:
-    """Return a weight version as a number, or `None` if it is not one.
+    """Parse the weight version of a reply.
+
+    Args:
+        text: The version, if the reply has one.
+
+    Returns:
+        The version as a number; `None` if it is not a number.
 
     >>> parse_version("12"), parse_version("default")
     (12, None)
@@ -510,84 +583,135 @@ def parse_version(text: JsonValue) -> int | None:
         return None
 
 
-_SAMPLING_OPTIONS = ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress")
+OPTIONAL_SAMPLING = ("min_tokens", "top_k", "min_p", "stop_token_ids", "ignore_eos", "suppress")
 """Options of `Sampling` that not every server has."""
 
 
-class Dialect:
-    """The API of a kind of server: request bodies and replies. This class is the plain OpenAI API."""
+class ServerApi:
+    """API of a kind of server: bodies of requests, and how replies are read. This class is the plain OpenAI API.
+
+    >>> ServerApi().path(ServerRequest(model="m", sampling=Sampling(), max_tokens=1, min_tokens=0, temperature=1.0))
+    '/v1/completions'
+    """
 
     name: ClassVar[str] = "openai"
     takes_ids: ClassVar[bool] = True
-    gives_ids: ClassVar[bool] = False
-    chats: ClassVar[str] = "server"
+    """Whether prompts can be sent as token ids."""
+    returns_ids: ClassVar[bool] = False
+    """Whether replies contain token ids."""
+    chat_rendering: ClassVar[Literal["server", "template", "local"]] = "server"
     """Where chats are rendered: by the `server`, by its `template` endpoint, or by the tokenizer here (`local`)."""
     tokenizes: ClassVar[bool] = False
     """Whether texts are tokenized by the server first, since its replies do not contain the prompt ids."""
-    media: ClassVar[bool] = True
+    takes_media: ClassVar[bool] = True
+    """Whether chats may contain images and videos."""
     trims_stop: ClassVar[bool] = False
     """Whether texts never include the stop text, which is returned separately."""
     logprobs_kind: ClassVar[LogprobsKind | None] = None
+    """Kind of the log-probs, if known."""
     supported: ClassVar[frozenset[str]] = frozenset({"suppress"})
-    """Supported options of `_SAMPLING_OPTIONS`."""
-    shared_requests: ClassVar[bool] = True
+    """Supported options of `OPTIONAL_SAMPLING`."""
+    shares_requests: ClassVar[bool] = True
     """Whether one request is for all n samples, if it has no seed, which they would share."""
     largest_seed: ClassVar[int] = 2**63 - 1
+    """Largest seed that the server accepts."""
     limitations: ClassVar[tuple[str, ...]] = (
-        "token ids: plain OpenAI replies have none (retokenize=True maps texts back to ids, and records it)",
+        "token ids: plain OpenAI replies have none (retokenize=True tokenizes their texts, and records it)",
         "log-probs of a known distribution: set logprobs_kind=",
     )
-    ids_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
-    """How to get ids, for the error about a reply without them; likewise `logprobs_from`."""
-    logprobs_from: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
+    """What the server cannot do, for `RunInfo`."""
+    ids_hint: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
+    """How to get token ids, for the error about a reply without them."""
+    logprobs_hint: ClassVar[str] = "serve the model with vLLM or SGLang, which do"
+    """How to get log-probs, for the error about a reply without them."""
 
-    def check(self, sampling: Sampling) -> None:
+    def check_options(self, sampling: Sampling) -> None:
         """Check that the server supports all options.
 
+        Args:
+            sampling: The options.
+
         Raises:
-            ValueError: It does not.
+            ValueError: An option is not supported.
         """
-        plain = Sampling()
-        for option in _SAMPLING_OPTIONS:
-            value = getattr(sampling, option)
-            if value != getattr(plain, option) and option not in self.supported:
-                raise ValueError(f"{option}: got {value!r}, but {self.name} servers have no such option")
+        defaults = Sampling()
+        for option in OPTIONAL_SAMPLING:
+            setting = getattr(sampling, option)
+            if setting != getattr(defaults, option) and option not in self.supported:
+                raise ValueError(f"{option}: got {setting!r}, but {self.name} servers have no such option")
 
     def shares_request(self, sampling: Sampling) -> bool:
-        """Return whether one request is for all n samples."""
-        return self.shared_requests and sampling.seed is None
+        """Return whether one request is for all n samples.
 
-    def seed_of(self, seed: int, k: int) -> int:
-        """Return the seed of sample k of a shared request."""
+        Args:
+            sampling: Sampling options of the prompt.
+        """
+        return self.shares_requests and sampling.seed is None
+
+    def sample_seed(self, seed: int, k: int) -> int:
+        """Return the seed of sample k of a shared request.
+
+        Args:
+            seed: Seed of the request.
+            k: Index of the sample.
+        """
         return seed
 
-    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: PostJson) -> Any:
-        """Request the ids of a text or a chat (`messages`, `tools`) from the server."""
-        content = chat or {"prompt": text}
-        return (await json("/tokenize", {"model": model, "add_special_tokens": False, **content})).get("tokens")
+    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], post: PostJson) -> Any:
+        """Request the token ids of a text or a chat from the server.
 
-    def constrained(self, sampling: Sampling) -> bool:
-        """Return whether a grammar is requested, which affects log-probs."""
-        free = ("auto", "none", None)
+        Args:
+            model: Name of the model.
+            text: The text; `None` for a chat.
+            chat: `messages` and `tools` of a chat; empty for a text.
+            post: Sends the requests.
+
+        Returns:
+            The ids as the server returned them.
+
+        Raises:
+            ServerError: A request failed.
+        """
+        content = chat or {"prompt": text}
+        return (await post("/tokenize", {"model": model, "add_special_tokens": False, **content})).get("tokens")
+
+    def has_grammar(self, sampling: Sampling) -> bool:
+        """Return whether the options request a grammar, which affects log-probs.
+
+        Args:
+            sampling: Sampling options of the prompt.
+        """
         return any(
-            key in ("response_format", "structured_outputs", "grammar", "json_schema") or key.startswith("guided_")
-            for key, value in sampling.extra.items()
-            if value is not None
-        ) or (sampling.extra.get("tool_choice") not in free)
+            name in ("response_format", "structured_outputs", "grammar", "json_schema") or name.startswith("guided_")
+            for name, option in sampling.extra.items()
+            if option is not None
+        ) or sampling.extra.get("tool_choice") not in ("auto", "none", None)
 
     def path(self, request: ServerRequest) -> str:
-        """Return the path of a request."""
+        """Return the path of a request.
+
+        Args:
+            request: The request.
+        """
         return "/v1/completions" if request.messages is None else "/v1/chat/completions"
 
     def body(self, request: ServerRequest) -> dict[str, Any]:
-        """Return the body of a request."""
+        """Return the body of a request, without the fields of `Sampling.extra`.
+
+        Args:
+            request: The request.
+        """
         body = self._common_body(request)
         if request.sampling.logprobs is not None:
             body |= {"logprobs": 1} if request.messages is None else {"logprobs": True}
         return body
 
     def payload(self, request: ServerRequest) -> dict[str, Any]:
-        """Return the body of a request with the fields of `Sampling.extra`; `None` removes a field."""
+        """Return the body of a request with the fields of `Sampling.extra`, where `None` removes a field.
+
+        Args:
+            request: The request.
+        """
         body = self.body(request) | dict(request.sampling.extra)
         return {name: field_value for name, field_value in body.items() if field_value is not None}
 
@@ -620,39 +744,50 @@ class Dialect:
     def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
         """Add a complete reply to its samples.
 
+        Args:
+            reply: The reply.
+            pieces: The samples of the request.
+
         Raises:
-            BadReplyError: It is malformed.
+            BadReplyError: The reply is malformed.
         """
         choices = reply.get("choices") if isinstance(reply, dict) else None
         if not isinstance(reply, dict) or not isinstance(choices, list):
             raise BadReplyError(f"the reply has no choices: {str(reply)[:200]}")
         if len(choices) != len(pieces):
             raise BadReplyError(f"choices: got {len(choices)}, expected {len(pieces)}")
-        for position, choice in enumerate(choices):
-            self._choice(reply, choice, pieces[self._index(choice, position, pieces)], "message")
+        for i, choice in enumerate(choices):
+            self._add_choice(reply, choice, pieces[self._sample_index(choice, i, len(pieces))], "message")
         if sum(piece.finish is not None for piece in pieces) != len(pieces):
             raise BadReplyError("choices: missing finish_reason or repeated index")
 
     def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
         """Add an event of a streamed reply to its samples.
 
+        Args:
+            event: The event.
+            pieces: The samples of the request.
+
         Raises:
-            BadReplyError: It is malformed.
+            BadReplyError: The event is malformed.
         """
         choices = event.get("choices") if isinstance(event, dict) else None
         if not isinstance(event, dict) or not isinstance(choices, list):
             raise BadReplyError(f"the event has no choices: {str(event)[:200]}")
         for choice in choices:
-            self._choice(event, choice, pieces[self._index(choice, 0, pieces)], "delta")
+            self._add_choice(event, choice, pieces[self._sample_index(choice, 0, len(pieces))], "delta")
 
-    def _index(self, choice: JsonValue, position: int, pieces: Sequence[PartialSample]) -> int:
-        index = choice.get("index", position) if isinstance(choice, dict) else None
-        if not isinstance(index, int) or not 0 <= index < len(pieces):
-            raise BadReplyError(f"choices: got index {index!r}, expected 0 to {len(pieces) - 1}")
+    def _sample_index(self, choice: JsonValue, default: int, count: int) -> int:
+        index = choice.get("index", default) if isinstance(choice, dict) else None
+        if not isinstance(index, int) or not 0 <= index < count:
+            raise BadReplyError(f"choices: got index {index!r}, expected 0 to {count - 1}")
         return index
 
-    def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, inner: str) -> None:
-        message = choice.get(inner)
+    def _add_choice(
+        self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, key: Literal["message", "delta"]
+    ) -> None:
+        """Add a choice of a reply, or of an event, to its sample. The message of a chat is under `key`."""
+        message = choice.get(key)
         logprobs = choice.get("logprobs") or {}
         values: Any
         tokens: Any
@@ -668,7 +803,7 @@ class Dialect:
         piece.append(token_ids if token_ids is not None else ids, values, text)
         piece.tokens += tokens
         if message is not None:
-            piece.message = _join_delta(piece.message, message) if inner == "delta" else dict(message)
+            piece.message = _join_delta(piece.message, message) if key == "delta" else dict(message)
         prompt_ids = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         if prompt_ids is not None:
             piece.prompt_ids = _check_ids("prompt_token_ids", prompt_ids)
@@ -684,74 +819,74 @@ class Dialect:
 
 
 def _join_delta(message: dict[str, Any] | None, delta: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a streamed part to a chat message: texts are concatenated, tool calls by their index."""
+    """Add a delta of a stream to a chat message: texts are concatenated, tool calls by their index."""
     joined = dict(message or {"role": "assistant", "content": ""})
-    for name, value in delta.items():
+    for name, addition in delta.items():
         if name == "tool_calls":
             calls = [dict(call) for call in joined.get("tool_calls", ())]
-            for entry in value or ():
-                at = entry.get("index", len(calls))
-                if at >= len(calls):
+            for call_delta in addition or ():
+                i = call_delta.get("index", len(calls))
+                if i >= len(calls):
                     calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
-                call = calls[at] = {**calls[at], **{k: v for k, v in entry.items() if k in ("id", "type") and v}}
-                inner = entry.get("function") or {}
+                call = calls[i] = {**calls[i], **{k: v for k, v in call_delta.items() if k in ("id", "type") and v}}
+                function = call_delta.get("function") or {}
                 call["function"] = {
-                    key: call["function"].get(key, "") + (inner.get(key) or "") for key in ("name", "arguments")
+                    key: call["function"].get(key, "") + (function.get(key) or "") for key in ("name", "arguments")
                 }
             if calls:
                 joined["tool_calls"] = calls
-        elif isinstance(value, str) and name != "role":
-            joined[name] = (joined.get(name) or "") + value
-        elif value is not None:
-            joined[name] = value
+        elif isinstance(addition, str) and name != "role":
+            joined[name] = (joined.get(name) or "") + addition
+        elif addition is not None:
+            joined[name] = addition
     return joined
 
 
-class TransformersServe(Dialect):
-    """`transformers serve`, which takes and returns text only."""
+class TransformersServeApi(ServerApi):
+    """API of `transformers serve`, which takes and returns text only."""
 
     name = "transformers-serve"
     takes_ids = False
     supported = frozenset()
-    shared_requests = False
+    shares_requests = False
     limitations = (
         "token ids, and log-probs: replies have none, and requests for them are ignored",
         "prompts as token ids: they are rejected, so unfinished samples cannot be continued",
     )
-    ids_from = "serve the model with vLLM or SGLang, which do, or use TransformersEngine in this process"
-    logprobs_from = ids_from
+    ids_hint = "serve the model with vLLM or SGLang, which do, or use TransformersEngine in this process"
+    logprobs_hint = ids_hint
 
     def body(self, request: ServerRequest) -> dict[str, Any]:
         # It rejects unknown fields and ignores some known ones.
-        left_out = {"n", "presence_penalty", "frequency_penalty"}
-        return {name: value for name, value in self._common_body(request).items() if name not in left_out}
+        unsupported = {"n", "presence_penalty", "frequency_penalty"}
+        return {name: setting for name, setting in self._common_body(request).items() if name not in unsupported}
 
 
-class VLLM(Dialect):
-    """vLLM from 0.10.2 on: token ids with every reply, all options, n samples per request.
+class VllmApi(ServerApi):
+    """API of vLLM from 0.10.2 on: token ids with every reply, all options, n samples per request.
 
     Sample k of a request has seed `seed + k`. Log-probs are `raw` unless the server was started with
     `--logprobs-mode processed_logprobs`, which is not reported: then set `logprobs_kind="processed"`.
     """
 
     name = "vllm"
-    gives_ids = True
+    returns_ids = True
     logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
-    supported = frozenset(_SAMPLING_OPTIONS)
+    supported = frozenset(OPTIONAL_SAMPLING)
     limitations = (
         "log-probs of another kind than the server's --logprobs-mode (raw unless logprobs_kind= says otherwise)",
         "continuing a sample with images: only token ids are sent again",
     )
-    ids_from = "vLLM gives them from 0.10.2 on (return_token_ids)"
-    logprobs_from = "vLLM gives them when it is asked (logprobs), unless extra= or a proxy takes that out"
-    interval = 8
+    ids_hint = "vLLM returns them from 0.10.2 on (return_token_ids)"
+    logprobs_hint = "vLLM returns them if they are requested (logprobs), unless extra= or a proxy removes the request"
+    stream_interval = 8
     """Tokens per event of a stream. Smaller events are slower; a cancel loses fewer tokens than this."""
 
     def shares_request(self, sampling: Sampling) -> bool:
         first = sampling.temperature if sampling.first_temperature is None else sampling.first_temperature
         return first > 0  # a greedy request must have n = 1
 
-    def seed_of(self, seed: int, k: int) -> int:
+    def sample_seed(self, seed: int, k: int) -> int:
         return seed + k
 
     def body(self, request: ServerRequest) -> dict[str, Any]:
@@ -770,21 +905,24 @@ class VLLM(Dialect):
         if sampling.logprobs is not None:
             body |= {"logprobs": 0} if request.messages is None else {"logprobs": True, "top_logprobs": 0}
         if request.stream:
-            body["stream_interval"] = self.interval
+            body["stream_interval"] = self.stream_interval
         return body
 
 
 def resolve_logprobs_kind(
-    true: LogprobsKind | None, sampling: Sampling, constrained: bool = False
+    actual: LogprobsKind | None, sampling: Sampling, constrained: bool = False
 ) -> LogprobsKind | None:
     """Return the kind of a server's log-probs: the requested one if both are equal, else the actual one.
 
     Without truncation and at temperature 1 all kinds are equal; at temperature 0 servers return raw log-probs.
 
     Args:
-        true: Kind that the server returns, if known.
+        actual: Kind that the server returns, if known.
         sampling: Sampling options, with the requested kind.
         constrained: Whether a grammar excludes tokens before sampling; log-probs are then `processed` or unknown.
+
+    Returns:
+        The kind to record; `None` if it is not known.
 
     >>> resolve_logprobs_kind("raw", Sampling(logprobs="processed"))
     'processed'
@@ -797,196 +935,19 @@ def resolve_logprobs_kind(
     temperatures = {sampling.temperature}
     if sampling.first_temperature is not None:
         temperatures.add(sampling.first_temperature)
-    even = temperatures == {1.0}
-    ruled_out = sampling.needs_truncation() or bool(sampling.suppress or sampling.min_tokens)
+    untempered = temperatures == {1.0}
+    excludes_tokens = sampling.needs_truncation() or bool(sampling.suppress or sampling.min_tokens)
     if constrained:
-        return "processed" if true == "processed" or (true is not None and even and not ruled_out) else None
-    masked = ruled_out or bool(sampling.extra)
-    if true is None:
-        return requested if even and not masked else None
-    if temperatures == {0.0} and not masked:
-        true = "raw"
-    alike = {
-        frozenset({"raw", "tempered"}): even,
-        frozenset({"tempered", "processed"}): not masked,
-        frozenset({"raw", "processed"}): even and not masked,
+        is_processed = actual == "processed" or (actual is not None and untempered and not excludes_tokens)
+        return "processed" if is_processed else None
+    unprocessed = not excludes_tokens and not sampling.extra
+    if actual is None:
+        return requested if untempered and unprocessed else None
+    if temperatures == {0.0} and unprocessed:
+        actual = "raw"
+    are_equal = {
+        frozenset({"raw", "tempered"}): untempered,
+        frozenset({"tempered", "processed"}): unprocessed,
+        frozenset({"raw", "processed"}): untempered and unprocessed,
     }
-    return requested if requested == true or alike.get(frozenset({requested or "", true})) else true
-
-
-class SGLang(Dialect):
-    """SGLang's `/generate`, which takes ids and returns (log-prob, id) pairs. Its OpenAI endpoints return no ids.
-
-    Log-probs are after temperature and before truncation; for a server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 set
-    `logprobs_kind="raw"`. Seeds require `--enable-deterministic-inference`.
-    """
-
-    name = "sglang"
-    gives_ids = True
-    chats = "local"
-    tokenizes = True
-    media = False
-    logprobs_kind: ClassVar[LogprobsKind | None] = "tempered"
-    supported = frozenset(_SAMPLING_OPTIONS)
-    shared_requests = False
-    largest_seed = 2**31 - 1
-    limitations = (
-        "the prompt ids of a chat: give a tokenizer, which renders it here",
-        "the prompt ids of a prompt with images",
-        "tool calls as messages: they are in the text",
-        "equal samples from equal seeds, unless the server runs with --enable-deterministic-inference",
-        "log-probs after truncation, or before temperature",
-    )
-    ids_from = "SGLang gives them by /generate, which a server or a proxy of another kind may lack"
-    logprobs_from = "SGLang gives them by /generate (return_logprob)"
-
-    def path(self, request: ServerRequest) -> str:
-        return "/generate"
-
-    def body(self, request: ServerRequest) -> dict[str, Any]:
-        options = request.sampling
-        sampling: dict[str, Any] = {
-            "max_new_tokens": request.max_tokens,
-            "min_new_tokens": request.min_tokens,
-            "temperature": request.temperature,
-            "top_p": options.top_p,
-            "top_k": options.top_k,
-            "min_p": options.min_p,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": list(options.stop),
-            "stop_token_ids": list(options.stop_token_ids),
-            "ignore_eos": options.ignore_eos,
-            "no_stop_trim": options.include_stop,
-        }
-        if request.seed is not None:
-            sampling["sampling_seed"] = request.seed
-        if options.suppress:
-            sampling["logit_bias"] = {str(token): -100 for token in options.suppress}
-        return {
-            "input_ids": list(request.ids or ()),
-            "sampling_params": sampling,
-            "return_logprob": options.logprobs is not None,
-            "stream": request.stream,
-        }
-
-    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
-        self.read_event(reply, pieces)
-        if pieces[0].finish is None:
-            raise BadReplyError("finish_reason: missing")
-
-    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
-        (piece,) = pieces
-        meta = event.get("meta_info") if isinstance(event, dict) else None
-        if not isinstance(event, dict) or not isinstance(meta, dict):
-            raise BadReplyError(f"the reply has no meta_info: {str(event)[:200]}")
-        pairs, ids, text = meta.get("output_token_logprobs"), event.get("output_ids"), event.get("text") or ""
-        if pairs is not None:
-            if any(not isinstance(pair, list) or len(pair) < 2 for pair in pairs):
-                raise BadReplyError(f"output_token_logprobs: got {str(pairs)[:80]}, expected [log-prob, id, text] each")
-            ids = [pair[1] for pair in pairs]
-        done = meta.get("completion_tokens")
-        if len(ids or ()) == done:  # all tokens so far; otherwise only new ones
-            piece.ids, piece.logprobs, piece.text = None, None, ""
-        piece.append(ids, None if pairs is None else [pair[0] for pair in pairs], text)
-        version = parse_version(meta.get("weight_version"))
-        if version is not None and piece.ids:
-            start = piece.spans[-1][2] if piece.spans else 0
-            piece.spans.append((version, start, max(start, len(piece.ids))))
-        finish = meta.get("finish_reason")
-        if isinstance(finish, dict):
-            piece.finish = finish.get("type")
-            piece.stop = finish.get("matched")
-            if piece.finish == "abort" and finish.get("status_code"):
-                raise BadReplyError(f"the server aborted the request: {str(finish.get('message'))[:300]}")
-
-
-class LlamaCpp(Dialect):
-    """llama.cpp's `/completion`, which takes ids and returns ids and raw log-probs.
-
-    Chats are rendered by `/apply-template` and sent as ids. Chats with tools are sent to the chat endpoint, whose
-    log-probs have ids.
-    """
-
-    name = "llama.cpp"
-    gives_ids = True
-    chats = "template"
-    tokenizes = True
-    media = False
-    trims_stop = True
-    logprobs_kind: ClassVar[LogprobsKind | None] = "raw"
-    supported = frozenset({"top_k", "min_p", "ignore_eos", "suppress"})
-    shared_requests = False
-    largest_seed = 2**32 - 2  # the next value means a random seed
-    limitations = (
-        "stop token ids and a minimum number of tokens (stop_token_ids, min_tokens)",
-        "the prompt ids of a prompt with images",
-        "log-probs of another kind than raw",
-    )
-    ids_from = "llama.cpp gives them from the end of 2024 on (return_tokens)"
-    logprobs_from = "llama.cpp gives them from the end of 2024 on (n_probs)"
-
-    def path(self, request: ServerRequest) -> str:
-        return "/completion" if request.messages is None else "/v1/chat/completions"
-
-    def body(self, request: ServerRequest) -> dict[str, Any]:
-        sampling = request.sampling
-        body: dict[str, Any] = {
-            "temperature": request.temperature,
-            "top_p": sampling.top_p,
-            "top_k": max(sampling.top_k, 0),
-            "min_p": sampling.min_p,
-            "typical_p": 1.0,
-            "repeat_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "dry_multiplier": 0.0,
-            "xtc_probability": 0.0,
-            "ignore_eos": sampling.ignore_eos,
-            "stop": list(sampling.stop),
-            "stream": request.stream,
-        }
-        if request.seed is not None:
-            body["seed"] = request.seed
-        if sampling.suppress:
-            body["logit_bias"] = [[token, False] for token in sampling.suppress]
-        if request.messages is not None:
-            chat = {
-                "messages": list(request.messages),
-                "max_tokens": request.max_tokens,
-                "logprobs": True,
-                "top_logprobs": 1,
-            }
-            return body | chat | ({} if request.tools is None else {"tools": list(request.tools)})
-        body |= {"prompt": list(request.ids or ()), "n_predict": request.max_tokens, "return_tokens": True}
-        # Complete replies lack the log-probs of the stop text's tokens, streamed ones have them.
-        body["stream"] = request.stream or bool(sampling.stop)
-        return body | ({} if sampling.logprobs is None else {"n_probs": 1})
-
-    async def tokenize(self, model: str, text: str | None, chat: Mapping[str, Any], json: PostJson) -> Any:
-        if chat:
-            text = (await json("/apply-template", chat)).get("prompt")
-        return (await json("/tokenize", {"content": text, "add_special": False, "parse_special": True})).get("tokens")
-
-    def read_reply(self, reply: JsonValue, pieces: Sequence[PartialSample]) -> None:
-        if isinstance(reply, dict) and "choices" in reply:
-            super().read_reply(reply, pieces)
-            return
-        self.read_event(reply, pieces)
-        if pieces[0].finish is None:
-            raise BadReplyError("stop_type: missing")
-
-    def read_event(self, event: JsonValue, pieces: Sequence[PartialSample]) -> None:
-        (piece,) = pieces
-        if isinstance(event, dict) and "choices" in event:
-            super().read_event(event, pieces)
-            return
-        if not isinstance(event, dict) or "content" not in event:
-            raise BadReplyError(f"the reply has no content: {str(event)[:200]}")
-        entries = event.get("completion_probabilities")
-        piece.append(event.get("tokens"), [e.get("logprob") for e in entries] if entries else None, event["content"])
-        if event.get("stop"):
-            reason = event.get("stop_type")
-            piece.finish = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reason))
-            piece.stop = event.get("stopping_word") or None
+    return requested if requested == actual or are_equal.get(frozenset({requested or "", actual})) else actual

@@ -41,6 +41,7 @@ from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, 
 from rollbook.core.vocabulary import Tokenizer, template_fingerprint, tokenizer_fingerprint
 from rollbook.models.actor import Actor
 from rollbook.models.head import scoring
+from rollbook.rollout.chat import has_media
 from rollbook.rollout.decoding import (
     MIN_TEMPERATURE,
     DecodingBatch,
@@ -733,7 +734,7 @@ class TransformersEngine(BaseEngine):
         """Prepare the prompt of a request; a continued sample keeps its tokens and media."""
         prompt, sampling, before = request.prompt, request.sampling, request.started
         has_ids = before is not None and before.prompt_ids
-        if before is not None and has_ids and (before.media is not None or not _has_media(prompt)):
+        if before is not None and has_ids and (before.media is not None or not has_media(prompt)):
             prepared = PreparedPrompt(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
         else:
             prepared = self.preparer.prepare(prompt, sampling)
@@ -800,16 +801,6 @@ _signature = inspect.signature(TransformersEngine.__init__)
 TransformersEngine.__signature__ = _signature.replace(  # type: ignore[attr-defined]
     parameters=list(_signature.parameters.values())[1:], return_annotation=inspect.Signature.empty
 )
-
-
-def _has_media(prompt: Prompt) -> bool:
-    """Return whether a prompt has images or videos, also in its messages."""
-    contents = [message.get("content") for message in prompt.messages or ()]
-    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
-    kinds = ("image", "image_url", "video")
-    return bool(prompt.images or prompt.videos) or any(
-        isinstance(part, dict) and part.get("type") in kinds for part in parts
-    )
 
 
 def _media_shape(media: Mapping[str, torch.Tensor]) -> dict[str, Any]:

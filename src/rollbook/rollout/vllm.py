@@ -33,16 +33,16 @@ from rollbook.models.actor import Actor
 from rollbook.models.head import get_device, has_adapters, unwrap
 from rollbook.models.loading import hide_progress_bars
 from rollbook.models.lora import save_base
-from rollbook.rollout.chat import has_media_parts
+from rollbook.rollout.chat import has_media
 from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource, WeightSyncError, get_module
-from rollbook.rollout.openai import Emit, JobEngine, OpenAIEngine, PromptForm, PromptJob, Server, acollect, collect
+from rollbook.rollout.openai import Emit, JobEngine, OpenAIEngine, PromptForm, PromptJob, ServerInfo, acollect, collect
 from rollbook.rollout.server import (
-    VLLM,
     BadReplyError,
     LoopThread,
     PartialSample,
     ServerError,
     ServerRequest,
+    VllmApi,
     parse_version,
 )
 from rollbook.rollout.transformers import PromptPreparer, split_media
@@ -93,7 +93,7 @@ def sampling_params(request: ServerRequest) -> dict[str, Any]:
         "ignore_eos": sampling.ignore_eos,
         "logprobs": None if sampling.logprobs is None else 0,
         "logit_bias": dict.fromkeys(sampling.suppress, -100.0) or None,
-        "stream_interval": VLLM.interval if request.stream else None,
+        "stream_interval": VllmApi.stream_interval if request.stream else None,
         **sampling.extra,
     }
 
@@ -161,7 +161,7 @@ class Replica(JobEngine, ABC):
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not task.done() and any(job.parts[k] and job.parts[k][-1].ids for k in ks):
+            if not task.done() and any(job.pieces[k] and job.pieces[k][-1].ids for k in ks):
                 with contextlib.suppress(ServerError):
                     await self.abort(request_id)
                     await asyncio.wait({task}, timeout=ABORT_SECONDS)
@@ -170,14 +170,17 @@ class Replica(JobEngine, ABC):
             raise
 
 
-class TokenDialect(VLLM):
-    """vLLM's `/inference/v1/generate`: ids in, ids and versions out. Chats with tools or images use the chat API."""
+class VllmTokenApi(VllmApi):
+    """API of vLLM's `/inference/v1/generate`, which takes ids and returns ids and versions.
 
-    chats = "template"
+    Chats with tools or images use the chat API.
+    """
+
+    chat_rendering = "template"
     tokenizes = True
 
     def __init__(self) -> None:
-        self.labeled = False
+        self.has_labels = False
         """Whether an update has labeled the weights of the server."""
 
     def path(self, request: ServerRequest) -> str:
@@ -196,32 +199,34 @@ class TokenDialect(VLLM):
             "return_token_ids": True,
         }
 
-    def _choice(self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, inner: str) -> None:
-        super()._choice(reply, choice, piece, inner)
+    def _add_choice(
+        self, reply: dict[str, Any], choice: dict[str, Any], piece: PartialSample, key: Literal["message", "delta"]
+    ) -> None:
+        super()._add_choice(reply, choice, piece, key)
         labels = [span.get("version") for span in choice.get("weight_versions") or ()]
-        if self.labeled and "default" in labels:
-            raise BadReplyError("weight_versions: got 'default': the server was restarted and lost the weights it had")
+        if self.has_labels and "default" in labels:
+            raise BadReplyError("weight_versions: got 'default': the server was restarted and lost its weights")
 
 
 class ServerReplica(OpenAIEngine, Replica):
     """A `vllm serve` process."""
 
     def __init__(self, url: str, model: str | None, tokenizer: Tokenizer | None, **options: Any) -> None:
-        super().__init__(url, model, tokenizer, dialect="vllm", **options)
-        self._tokens = TokenDialect()
+        super().__init__(url, model, tokenizer, server="vllm", **options)
+        self._token_api = VllmTokenApi()
         self._unlabeled_in_flight = 0  # requests in flight whose tokens are not labeled
         self._updating = False
         self.updated_by_other_process = False
         """Whether another process may update the weights while a chat is in flight."""
         self._changed = asyncio.Condition()  # notified when a chat ends, or an update
 
-    async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
-        server = await super()._server(on_retry)
-        self._server_info = replace(server, dialect=self._tokens)
+    async def _get_server(self, on_retry: Callable[[], None] = lambda: None) -> ServerInfo:
+        server = await super()._get_server(on_retry)
+        self._server_info = replace(server, api=self._token_api)
         return self._server_info
 
     async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
+        self, server: ServerInfo, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         if request.messages is None:
             exchange = super()._exchange(server, job, ks, self._with_adapter(request), finished)
@@ -276,12 +281,12 @@ class ServerReplica(OpenAIEngine, Replica):
 
     async def label(self, version: int) -> None:
         await self._post("/update_weight_version", {"new_version": str(version)})
-        self.version, self._tokens.labeled = version, True
+        self.version, self._token_api.has_labels = version, True
 
     async def follow(self, adapter: str | None, version: int, while_updated: bool) -> None:
         """Sample with the adapter, or the labeled weights, that another process has sent."""
         self.adapter, self.version, self.updated_by_other_process = adapter, version, while_updated
-        self._tokens.labeled = adapter is None
+        self._token_api.has_labels = adapter is None
 
     async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
@@ -346,19 +351,19 @@ class LocalReplica(Replica):
 
         self.dtype = self._llm.model_config.dtype
         self.processor = processor
-        self._server_info = Server(VLLM(), name, vllm.__version__)
+        self._server_info = ServerInfo(VllmApi(), name, vllm.__version__)
 
-    async def _server(self, on_retry: Callable[[], None] = lambda: None) -> Server:
+    async def _get_server(self, on_retry: Callable[[], None] = lambda: None) -> ServerInfo:
         if self._server_info is None:
             raise ServerError("vLLM is not running")
         return self._server_info
 
-    async def _tokenized(self, server: Server, job: PromptJob) -> list[int] | None:
+    async def _tokenize(self, server: ServerInfo, job: PromptJob) -> list[int] | None:
         return None  # prompts are rendered here
 
-    async def _prompt_form(self, server: Server, job: PromptJob) -> PromptForm:
+    async def _prompt_form(self, server: ServerInfo, job: PromptJob) -> PromptForm:
         prompt, sampling = job.request.prompt, job.request.sampling
-        if not (prompt.images or prompt.videos or has_media_parts(prompt)) or job.done:
+        if not has_media(prompt) or job.done:
             return await super()._prompt_form(server, job)
         if prompt.token_ids is not None or sampling.first_temperature is not None:
             raise ValueError("prompt.images: expected text or messages with images, and no first_temperature")
@@ -373,7 +378,7 @@ class LocalReplica(Replica):
         return PromptForm(text=prepared.text, ids=ids, prompt_ids=ids, media=prepared.media, media_data=data)
 
     async def _exchange(
-        self, server: Server, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
+        self, server: ServerInfo, job: PromptJob, ks: list[int], request: ServerRequest, finished: Callable[[int], None]
     ) -> None:
         generation = self._generate(job, ks, request, finished)
         await self._until_cancelled(generation, job, ks, request.request_id)
@@ -387,7 +392,7 @@ class LocalReplica(Replica):
 
         adapter, pieces = self.adapter, [PartialSample(version=self.version) for _ in ks]
         for k, piece in zip(ks, pieces, strict=True):
-            job.parts[k].append(piece)
+            job.pieces[k].append(piece)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids or ())}
         if job.form.media_data is not None:
             prompt = {"prompt": job.form.text, "multi_modal_data": job.form.media_data}

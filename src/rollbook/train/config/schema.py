@@ -340,7 +340,7 @@ class EngineSection:
     sleep: bool = key(False, changeable=True)
     """Free the memory of vLLM between rollouts, for vLLM on the device of the trainer."""
     options: Mapping[str, Any] = key({})
-    """Further keyword arguments of the engine class (`dialect`, `logprobs_kind`, `transfer`, `engine_args`, ...)."""
+    """Further keyword arguments of the engine class (`server`, `logprobs_kind`, `transfer`, `engine_args`, ...)."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -4,6 +4,15 @@ Invariant: content decides, never a name alone. An unknown file is rejected with
 pickle is always rejected. The source stores where a sample is, not its contents; the same files give the same ids,
 however often they are read. A damaged row is counted and reported in `notes`. New rows and files appear at the next
 refresh.
+
+>>> import json, pathlib, tempfile
+>>> from rollbook.inspect.index import Index
+>>> with tempfile.TemporaryDirectory() as folder:
+...     row = {"input": "2 + 3 =", "output": " 5", "score": 1.0, "step": 17}
+...     _ = pathlib.Path(folder, "17.jsonl").write_text(json.dumps(row))
+...     with FileSource(folder) as source, Index() as index:
+...         source.kind, source.refresh(index), index.query("SELECT step, reward, closing FROM samples")
+('verl', {17}, [(17, 1.0, '5')])
 """
 
 from __future__ import annotations
@@ -40,9 +49,9 @@ from rollbook.core.ragged import check_shape
 from rollbook.core.trxp import MAGIC as TRXP
 from rollbook.core.wire import MAGIC as FRAME
 from rollbook.core.wire import check_stream
-from rollbook.inspect.files import adapters
-from rollbook.inspect.files.adapters import is_messages
-from rollbook.inspect.files.stores import (
+from rollbook.inspect import file_adapters
+from rollbook.inspect.file_adapters import is_messages
+from rollbook.inspect.file_stores import (
     MAX_JSON,
     MAX_ROW,
     AppendOnlyFile,
@@ -440,17 +449,19 @@ class FileFormat(NamedTuple):
 
 
 FORMATS: dict[str, FileFormat] = {
-    "rollbook-json": FileFormat(adapters.read_rollbook, "files of Rollbook's TrajectorySaver: PREFIX_step_N.json"),
-    "lightrft": FileFormat(adapters.read_lightrft, "files of LightRFT's trajectory saver: PREFIX_step_N.json"),
-    "verl": FileFormat(adapters.read_verl, "verl rollouts: N.jsonl, or Parquet"),
-    "trl": FileFormat(adapters.read_trl, "TRL completions: Parquet or JSONL"),
-    "openrlhf": FileFormat(adapters.read_openrlhf, "OpenRLHF samples: JSONL or Parquet"),
+    "rollbook-json": FileFormat(file_adapters.read_rollbook, "files of Rollbook's TrajectorySaver: PREFIX_step_N.json"),
+    "lightrft": FileFormat(file_adapters.read_lightrft, "files of LightRFT's trajectory saver: PREFIX_step_N.json"),
+    "verl": FileFormat(file_adapters.read_verl, "verl rollouts: N.jsonl, or Parquet"),
+    "trl": FileFormat(file_adapters.read_trl, "TRL completions: Parquet or JSONL"),
+    "openrlhf": FileFormat(file_adapters.read_openrlhf, "OpenRLHF samples: JSONL or Parquet"),
     "verifiers": FileFormat(
-        adapters.read_verifiers, "verifiers results.jsonl, and prime-rl rollouts in the same format", True
+        file_adapters.read_verifiers, "verifiers results.jsonl, and prime-rl rollouts in the same format", True
     ),
-    "traces": FileFormat(adapters.read_trace, "traces of verifiers and prime-rl: traces.jsonl, *_rollouts.jsonl", True),
-    "messages": FileFormat(adapters.read_messages, "conversations in OpenAI's format: JSONL"),
-    "inspect": FileFormat(adapters.read_inspect, "inspect_ai logs: .eval, .json", True),
+    "traces": FileFormat(
+        file_adapters.read_trace, "traces of verifiers and prime-rl: traces.jsonl, *_rollouts.jsonl", True
+    ),
+    "messages": FileFormat(file_adapters.read_messages, "conversations in OpenAI's format: JSONL"),
+    "inspect": FileFormat(file_adapters.read_inspect, "inspect_ai logs: .eval, .json", True),
     "parquet": FileFormat(read_record, "Rollbook's Parquet"),
     "jsonl": FileFormat(read_line, "Rollbook's JSONL"),
     "frames": FileFormat(read_record, "Rollbook's frames"),
@@ -665,6 +676,7 @@ class FileSource:
     Args:
         path: A file or a folder of files.
         tokenizer: A tokenizer, a `Vocabulary`, or the path of a folder with a tokenizer.json, for files with token ids.
+            Files with only text are split into words and need none.
 
     Raises:
         UnknownFormatError: If no file is in a known format.
@@ -1039,3 +1051,26 @@ class FileSource:
 
 def _known_formats() -> str:
     return f"Known formats: {', '.join(FORMATS)}"
+
+
+def recognize(path: str | os.PathLike[str]) -> str:
+    """Detect the format of a file or folder.
+
+    Args:
+        path: A file or a folder.
+
+    Returns:
+        The name of the format, a key of `FORMATS`.
+
+    Raises:
+        UnknownFormatError: If no file is in a known format.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "rollouts.jsonl")
+    ...     _ = path.write_text('{"messages": [{"role": "user", "content": "2 + 3?"}], "reward": 1.0}')
+    ...     recognize(path)
+    'messages'
+    """
+    with FileSource(path) as source:
+        return source.kind

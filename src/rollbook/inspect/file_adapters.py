@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rollbook.core.errors import WireError
 from rollbook.core.ids import EID
-from rollbook.inspect.files.stores import Row, parse_int, parse_number, parse_numbers
+from rollbook.inspect.file_stores import Row, parse_int, parse_number, parse_numbers
 from rollbook.inspect.images import RowContext, read_image, replace_images
 from rollbook.inspect.measures import classify_status
 from rollbook.inspect.serialization import json_safe
