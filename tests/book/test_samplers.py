@@ -353,19 +353,6 @@ def test_two_consumers_draw_on_their_own() -> None:
 # --- order --------------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_trinitys_priorities() -> None:
-    """Versions 1 to 4, decay 0.6: pairs of version and how often it has been taken by then."""
-    expected = ["41", "42", "31", "43", "32", "44", "21", "33", "45", "22", "34", "11"]
-    with rollbook.open("memory:", sampler=Priority(decay=0.6)) as book:
-        book.append([record(v, model_version=v) for v in range(1, 5)])
-        uses: Counter[int] = Counter()
-        found = []
-        for version in draws(book, 12):
-            uses[version] += 1
-            found.append(f"{version}{uses[version]}")
-    assert found == expected
-
-
 @pytest.mark.parametrize(("limit", "times"), [(1, 1), (2, 2), (3, 3)])
 def test_a_limit_is_how_often_a_record_is_delivered(limit: int, times: int) -> None:
     with rollbook.open("memory:", sampler=Priority("decay_limit_randomization", limit=limit)) as book:
