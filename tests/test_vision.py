@@ -106,7 +106,10 @@ def test_types_are_derived_from_placeholders(model: Any) -> None:
     want = [alone(model, item) for item in items]
     for item in items[:2]:
         item.media = None
+    items[2].media = {"mm_token_type_ids": items[2].media["mm_token_type_ids"][:9]}  # without those of its second image
     padded, packed = make_experience_batch(items), make_experience_batch(items, True)
+    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]\[2\]: got 9 entries, expected one for each of"):
+        padded.model_inputs()
     logits = called(model, padded.model_inputs(config=model.config))
     for i, expected in enumerate(want):
         got = logits[i][padded.attention_mask[i] != 0]

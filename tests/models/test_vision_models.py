@@ -149,6 +149,29 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
     assert divergences[0] == pytest.approx(divergences[1], abs=1e-5) == pytest.approx(-0.1, abs=1e-4)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_types_of_a_prompt_are_completed_for_an_image_in_the_response(packed: bool) -> None:
+    """The types that a processor gave for the prompt alone, of a record whose environment showed a second image."""
+    model, image = tiny.qwen_vl(), [tiny.START, *[tiny.IMAGE] * 4, tiny.END]
+    tokens = [5, *image, 7, *image, 9, 10]
+    types = (torch.tensor(tokens) == tiny.IMAGE).int()[None]
+    media = {"pixel_values": torch.randn(32, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    actor, rows = Actor(model), []
+    for given in (types, types[:, :8], types[:, :0]):
+        typed = Experience(tokens=tokens, prompt_length=8, multi_modal_inputs={**media, "mm_token_type_ids": given})
+        batch = zoo.batch_of([qwen_records()[0], typed], packed=packed)
+        rows.append([*zoo.by_record(batch, actor.token_stats(batch).logprobs)][1])
+    for row in rows[1:]:
+        torch.testing.assert_close(row, rows[0], rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"'mm_token_type_ids'\]\[1\]: got 0 entries, expected one for each of 16 tok"):
+        batch.model_inputs(get_rope_index=lambda input_ids, mm_token_type_ids: None)
+    with pytest.raises(ValueError, match=r"\[1\]: got 0 entries.* has no image_token_id or video_tok"):
+        batch.model_inputs(get_rope_index=model.model.get_rope_index, config=PretrainedConfig())
+    types_of_another_kind = Experience(tokens=[5, 8, 9, 8], multi_modal_inputs={"token_type_ids": [[0, 1, 0]]})
+    with pytest.raises(ValueError, match=r"'token_type_ids'\]\[0\]: got 3 entries, expected one for each placeholder"):
+        zoo.batch_of([types_of_another_kind]).model_inputs(config=PretrainedConfig(image_token_id=8))
+
+
 def test_types_without_grids_are_not_made_up() -> None:
     """Which tokens such a model's processor marks is not known."""
 

@@ -80,13 +80,33 @@ def token_types(ids: torch.Tensor, config: ModelConfig | None) -> torch.Tensor:
     return types
 
 
-def sample_types(ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None) -> torch.Tensor:
-    """[n] Return the token types of a sample: those it came with, padded with 0, or derived by `token_types`."""
-    if types is None:
-        return token_types(ids, config)
-    filled = torch.zeros_like(ids, dtype=types.dtype)
-    filled[: types.numel()] = types.reshape(-1)
-    return filled
+def sample_types(
+    ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None, record: int = 0
+) -> torch.Tensor:
+    """[n] Return the token types of a sample: those it came with, and for the tokens after them, those of `token_types`.
+
+    Args:
+        ids: [n] Token ids of the sample.
+        types: At most n types, of the first tokens; `None`: of none.
+        config: As `token_types` takes it.
+        record: Index of the sample, for errors.
+
+    Raises:
+        ValueError: If there are more than n types, or fewer and `config` has no placeholder.
+    """
+    count = 0 if types is None else types.numel()
+    name = f"media[{TYPES!r}][{record}]: got {count} entries, expected"
+    if count > len(ids):
+        raise ValueError(f"{name} at most {len(ids)} tokens")
+    if types is not None and count == len(ids):
+        return types.reshape(-1)
+    if config is None:
+        raise ValueError(f"{name} one for each of {len(ids)} tokens, or config=model.config to derive the others from")
+    try:
+        derived = token_types(ids[count:], config)
+    except ValueError as error:
+        raise ValueError(f"{name} one for each of {len(ids)} tokens: {str(error).rpartition(': ')[2]}") from None
+    return derived if types is None else torch.cat([types.reshape(-1), derived.to(types)])
 
 
 def get_model_config(get_rope_index: Callable[..., Any] | None) -> Any:
@@ -99,17 +119,18 @@ def sample_positions(
     media: Mapping[str, torch.Tensor],
     get_rope_index: Callable[..., Any],
     config: ModelConfig | None = None,
+    record: int = 0,
 ) -> torch.Tensor:
     """[3, n] Compute the spatial positions of the tokens [n] of one sample, by the model's `get_rope_index`.
 
     `media` are the sample's, under the model's names; of these the method gets what it names (grids, and
-    `second_per_grid_ts` of videos). `config` as `rope_positions` takes it.
+    `second_per_grid_ts` of videos). `config` as `rope_positions` takes it; `record` is the index for errors.
     """
     parameters = inspect.signature(get_rope_index).parameters
     arguments = {key: media.get(key) for key in parameters if key in GRIDS or (key in media and key not in BY_TOKEN)}
     if TYPES in parameters:
         has_grids = any(media.get(grid) is not None for grid in GRIDS)
-        types = sample_types(ids, media.get(TYPES), config) if has_grids else torch.zeros_like(ids)
+        types = sample_types(ids, media.get(TYPES), config, record) if has_grids else torch.zeros_like(ids)
         arguments[TYPES] = types.unsqueeze(0)
     row = ids.unsqueeze(0)
     positions: torch.Tensor = get_rope_index(input_ids=row, attention_mask=torch.ones_like(row), **arguments)[0]
@@ -121,25 +142,34 @@ def media_inputs(batch: Batch, config: ModelConfig | None = None) -> dict[str, t
 
     Args:
         batch: The batch.
-        config: The model's configuration. Records with image or video grids that came without `mm_token_type_ids` get
-            them from its placeholder ids.
+        config: The model's configuration. Records with image or video grids that came without `mm_token_type_ids`, and
+            records with those of their first tokens only, get the others from its placeholder ids.
 
     Returns:
         By name, the rows of all records; inputs with an entry for each token are laid out as the tokens are, padded
         with 0.
+
+    Raises:
+        ValueError: If a record with media has fewer `mm_token_type_ids` than tokens, and `config` has no placeholder.
     """
     media = {name: parts for name, parts in batch.media.items() if _rows(parts)}
-    if config is not None and any(grid in media for grid in GRIDS):
-        types = media.get(TYPES) or [None] * len(batch)
-        if any(part is None for part in types):
-            media[TYPES] = [
-                token_types(ids, config) if part is None else part
-                for ids, part in zip(batch.token_rows(), types, strict=True)
-            ]
+    if TYPES in media or (config is not None and any(grid in media for grid in GRIDS)):
+        media[TYPES] = [_record_types(media, i, ids, config) for i, ids in enumerate(batch.token_rows())]
     return {
-        name: _lay_out_by_token(batch, name, parts) if name in BY_TOKEN else _join(name, parts)
+        name: _lay_out_by_token(batch, name, parts, config) if name in BY_TOKEN else _join(name, parts)
         for name, parts in media.items()
     }
+
+
+def _record_types(
+    media: Mapping[str, list[Any]], record: int, ids: torch.Tensor, config: ModelConfig | None
+) -> torch.Tensor | None:
+    """Return the token types of a record in full if it has media; those of text are 0, with which a batch is padded."""
+    own = {name: parts[record] for name, parts in media.items() if parts[record] is not None}
+    types: torch.Tensor | None = own.get(TYPES)
+    if own.keys() <= set(BY_TOKEN) or (types is None and not own.keys() & set(GRIDS)):
+        return types
+    return sample_types(ids, types, config, record)
 
 
 def _rows(parts: list[Any]) -> int:
@@ -162,14 +192,20 @@ def _join(name: str, parts: list[Any]) -> torch.Tensor:
     return torch.cat(present)
 
 
-def _lay_out_by_token(batch: Batch, name: str, parts: list[Any]) -> torch.Tensor:
+def _lay_out_by_token(batch: Batch, name: str, parts: list[Any], config: ModelConfig | None) -> torch.Tensor:
     expected = next(part for part in parts if part is not None)
     matrix: torch.Tensor = expected.new_zeros(batch.input_shape)
-    for i, ((row, start, length), part) in enumerate(zip(batch.row_bounds(), parts, strict=True)):
+    media_ids = torch.tensor([*placeholders(config).values()], device=batch.device)
+    for i, ((row, start, length), ids, part) in enumerate(
+        zip(batch.row_bounds(), batch.token_rows(), parts, strict=True)
+    ):
         if part is not None:
             entries = part.reshape(-1)
             if len(entries) > length:
                 raise ValueError(f"media[{name!r}][{i}]: got {len(entries)} entries, expected at most {length} tokens")
+            if len(entries) < length and name != TYPES and torch.isin(ids[len(entries) :], media_ids).any():
+                # What these types are of media differs between models.
+                raise ValueError(f"media[{name!r}][{i}]: got {len(entries)} entries, expected one for each placeholder")
             matrix[row, start : start + len(entries)] = entries
     return matrix
 
@@ -193,5 +229,5 @@ def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Mod
             if part is not None:
                 media[name] = part.unsqueeze(0) if name in GRIDS and part.dim() == 1 else part
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
-        positions[1:, row, start : start + length] = sample_positions(ids, media, get_rope_index, config)
+        positions[1:, row, start : start + length] = sample_positions(ids, media, get_rope_index, config, i)
     return positions

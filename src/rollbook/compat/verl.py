@@ -178,7 +178,7 @@ def _rope_positions(
         positions = text.new_zeros((4, len(text)))
         positions[0] = text
         attended = attention[i] != 0
-        positions[1:, attended] = sample_positions(ids[i, attended], media, get_rope_index, config).to(text)
+        positions[1:, attended] = sample_positions(ids[i, attended], media, get_rope_index, config, i).to(text)
         rows.append(positions)
     return torch.stack(rows)
 

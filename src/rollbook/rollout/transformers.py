@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from rollbook.algorithms.kernels import decode_triton
-from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, placeholders, token_types
+from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, placeholders, sample_types
 from rollbook.core.checks import check_int
 from rollbook.core.media import SHARED, load_image, source_key
 from rollbook.core.sampling import FinishReason, LogprobsKind, Prompt, RunInfo, Sample, Sampling
@@ -226,13 +226,9 @@ class PromptPreparer:
                         f"prompt: got {ids.count(token_ids[medium])} {medium} placeholders, expected {expected}, by "
                         "its grids"
                     )
-        if (
-            TYPES not in media
-            and any(grid in media for grid in GRIDS)
-            and ("image" in token_ids or "video" in token_ids)
-        ):
+        if any(grid in media for grid in GRIDS) and ("image" in token_ids or "video" in token_ids):
             # Models with spatial positions need these types, also in training.
-            media[TYPES] = token_types(torch.tensor([list(ids)]), holder)
+            media[TYPES] = sample_types(torch.tensor(ids), media.get(TYPES), holder).unsqueeze(0)
         return {name: SHARED.keep(value) for name, value in media.items()}
 
     def _with_processed(self, prompt: Prompt, processed: Mapping[str, Any]) -> PreparedPrompt:

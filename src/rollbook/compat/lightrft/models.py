@@ -527,7 +527,9 @@ def call_model(model: Callable[..., Any], batch: ExperienceBatch) -> torch.Tenso
     Returns:
         (B, A), or `Rows` of a packed batch.
     """
-    media = media_inputs(batch)
+    # Types of tokens that a batch has none of are not added: the model may not take them.
+    config = getattr(getattr(model, "model", model), "config", None) if TYPES in (batch.media or {}) else None
+    media = media_inputs(batch, config)
     if batch.layout == "packed":
         lengths = batch.cu_seqlens.diff().tolist()
         numbers = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollbook.algorithms.inputs import Inputs, full_mask, group_id, run_id
 from rollbook.batch.device import copy_columns, to
-from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, token_types
+from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, sample_types
 from rollbook.compat.lightrft.batch import (
     BATCH_FIELDS,
     BATCH_MEDIA,
@@ -893,7 +893,7 @@ def media_inputs(batch: ExperienceBatch, config: ModelConfig | None = None) -> d
     """Return the media of a batch under the model's names; entries per token in the layout of the tokens.
 
     Samples with image or video grids need `mm_token_type_ids`. With the model's `config`, missing ones are derived from
-    placeholder ids.
+    placeholder ids; without, fewer of them than tokens are an error.
     """
     inputs: dict[str, torch.Tensor] = {}
     for name, key in BATCH_MEDIA.items():
@@ -904,14 +904,13 @@ def media_inputs(batch: ExperienceBatch, config: ModelConfig | None = None) -> d
         if isinstance(value, torch.Tensor) and len(value):
             inputs[key] = value
     media = dict(batch.media or {})
-    if config is not None and any(grid in inputs for grid in GRIDS):
-        types = media.get(TYPES) or [None] * len(batch)
-        if any(part is None for part in types):
-            rows = zip(_places(batch), types, strict=True)
-            media[TYPES] = [
-                token_types(_tokens(batch, i, place), config) if part is None else part
-                for i, (place, part) in enumerate(rows)
-            ]
+    derives = config is not None and any(grid in inputs for grid in GRIDS)
+    if derives or (TYPES in media and (inputs or media.keys() - set(BY_TOKEN))):
+        rows = zip(_places(batch), media.get(TYPES) or [None] * len(batch), strict=True)
+        media[TYPES] = [
+            sample_types(_tokens(batch, i, place), part, config, i) if derives or part is not None else None
+            for i, (place, part) in enumerate(rows)
+        ]
     for key, parts in media.items():
         present = [part for part in parts if part is not None]
         if present:
@@ -964,7 +963,7 @@ def rope_positions(
     for i, place in enumerate(_places(batch)):
         row, start, length = place
         sample = {key: parts[i] for key, name in names.items() if (parts := media[name]) and parts[i] is not None}
-        spatial = sample_positions(_tokens(batch, i, place), sample, get_rope_index, config)
+        spatial = sample_positions(_tokens(batch, i, place), sample, get_rope_index, config, i)
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
         positions[1:, row, start : start + length] = spatial
     return positions
