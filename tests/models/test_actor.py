@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from rollbook.compat.lightrft.models import Actor, make_sampling, process_sequences
+from rollbook.models import Critic
+from rollbook.rewards import ModelReward
 from rollbook.rollout import TransformersEngine
 from tests import tiny
 from tests.models import zoo
@@ -197,12 +201,24 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         assert Actor(tmp_path).tokenizer is None
 
 
-def test_a_kernel_that_a_folder_names_is_not_loaded(tmp_path: Path) -> None:
+def test_kernels_that_a_configuration_names_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any depth, in a folder or in memory, of a policy, a critic or a reward model."""
+
+    def load(name: str, **_: Any) -> None:
+        raise AssertionError(f"{name} would have been downloaded and run")
+
+    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", load)
     tiny.llama().save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace("{", '{"attn_implementation": "stranger/kernel",', 1))
-    with pytest.raises(ValueError, match="'stranger/kernel': code from the hub"):
-        Actor(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("{", '{"attn_implementation": "stranger/kernel",', 1))
+    vision = tiny.llava()[0].config
+    vision.vision_config._attn_implementation = "stranger/kernel"
+    scorer = LlamaConfig(num_labels=1, attn_implementation={"": "stranger/kernel"})
+    by_layer = LlamaConfig(layers=[{"attn_implementation": "stranger/kernel"}])
+    sources = ((Actor, tmp_path), (Critic, tmp_path), (ModelReward, tmp_path), (Actor, vision), (Critic, scorer))
+    for build, source in (*sources, (ModelReward, scorer), (Actor, by_layer)):
+        with pytest.raises(ValueError, match="names the kernel .*'stranger/kernel'.*: code from the hub is not run"):
+            build(source)
 
 
 # --- generating -------------------------------------------------------------------------------------------------------

@@ -412,6 +412,11 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
         "replay.expert": "postgresql://nobody.invalid/db",
         "tracking.trackers.0": f"{evil}:Leave",
         "model.attention": "stranger/kernel",
+        "critic.config.attn_implementation": "stranger/kernel@main:flash",
+        "critic.config.text_config.auto_map.AutoModel": "stranger/model--evil.Evil",
+        "critic.config.trust_remote_code": "True",
+        "teacher.config.parts.0._attn_implementation.vision_config": "paged|stranger/kernel",
+        "teacher.config._experts_implementation_internal": "stranger/kernel",
         "engine.options.engine_args.model": "evil-org/model",
         "engine.options.engine_args.trust_remote_code": "True",
         "engine.options.engine_args.reasoning_parser_plugin": str(evil),
@@ -429,6 +434,23 @@ def hostile(copy: Path, canary: Path) -> dict[str, str]:
     ]
     given["tracking"] |= {"trackers": [named["tracking.trackers.0"]]}
     given["model"] |= {"attention": named["model.attention"]}
+    given["critic"] |= {
+        "config": {
+            "model_type": "llama",
+            "name_or_path": "org/harmless",
+            "experts_implementation": "grouped_mm",
+            "attn_implementation": "stranger/kernel@main:flash",
+            "trust_remote_code": True,
+            "text_config": {"auto_map": {"AutoModel": "stranger/model--evil.Evil"}},
+        }
+    }
+    given["teacher"] |= {
+        "config": {
+            "model_type": "llama",
+            "parts": [{"_attn_implementation": {"vision_config": "paged|stranger/kernel"}}],
+            "_experts_implementation_internal": "stranger/kernel",
+        }
+    }
     plain = {"enforce_eager": True, "max_model_len": 64, "dtype": "float32"}
     loads = {"model": "evil-org/model", "trust_remote_code": True, "reasoning_parser_plugin": str(evil)}
     engine_args = {**plain, **loads, "max_num_seqs": {"a": 1}}
@@ -446,7 +468,7 @@ def test_what_a_strangers_configuration_names_is_listed_and_not_run(
     assert main(["replay", str(copy), "--step", "4"]) == 2
     told = capsys.readouterr().err
     assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told
-    assert not any(name in told for name in ("enforce_eager", "max_model_len", "dtype"))
+    assert not any(name in told for name in ("enforce_eager", "max_model_len", "dtype", "grouped_mm", "harmless"))
     assert main(["eval", str(copy)]) == 2
     told = capsys.readouterr().err
     assert all(f"{path}: {value}" in told for path, value in named.items()) and "--trust" in told

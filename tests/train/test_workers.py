@@ -405,6 +405,9 @@ def test_the_command_of_a_worker(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         assert main(["rollout", "--book", str(place), "--trust", change]) != 0
         assert message in capsys.readouterr().err
+    hostile, _ = finished_book(tmp_path / "other", "critic.config={model_type: llama, attn_implementation: a/kernel}")
+    assert main(["rollout", "--book", str(hostile), "data.options.count=41"]) != 0
+    assert "critic.config.attn_implementation: a/kernel" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="rollbook: the trainer has version 0.0.1, this worker"):
         with rollbook.open(place) as book:
             settings = read_rollouts(book).settings  # type: ignore[union-attr]

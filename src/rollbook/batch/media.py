@@ -83,7 +83,7 @@ def token_types(ids: torch.Tensor, config: ModelConfig | None) -> torch.Tensor:
 def sample_types(
     ids: torch.Tensor, types: torch.Tensor | None, config: ModelConfig | None, record: int = 0
 ) -> torch.Tensor:
-    """[n] Return the token types of a sample: those it came with, and for the tokens after them, those of `token_types`.
+    """[n] Return the token types of a sample: those it came with, and for the tokens after them `token_types`.
 
     Args:
         ids: [n] Token ids of the sample.

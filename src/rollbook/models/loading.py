@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -95,7 +95,8 @@ def load_model(
         The model.
 
     Raises:
-        ValueError: If `model` is none of these, or a classifier has several labels.
+        ValueError: If `model` is none of these, its configuration names code of the hub, or a classifier has several
+            labels.
     """
     kind = as_dtype(dtype)
     if attn_implementation == "varlen":
@@ -118,12 +119,38 @@ def load_model(
             raise ValueError(
                 f"model: got {type(model).__name__}, expected a module, a configuration, a folder or a name"
             )
+        reject_hub_kernels(model, "model")
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
         # A copy: transformers writes the type and the attention into the configuration.
         loaded = auto_class(model, purpose).from_config(
             copy.deepcopy(model), dtype=kind or torch.float32, trust_remote_code=False, **options
         )
     return loaded
+
+
+def reject_hub_kernels(config: PretrainedConfig, name: str) -> None:
+    """Reject a configuration that names a kernel of the hub, as `org/name`, which transformers would download and run.
+
+    Args:
+        config: The configuration. Those inside it count, at any depth.
+        name: Name of the model in the error.
+
+    Raises:
+        ValueError: The configuration names a kernel.
+    """
+    config_class = transformers_module().PretrainedConfig
+    parts: list[Any] = [config]
+    for part in parts:
+        for key, value in (part if isinstance(part, Mapping) else vars(part)).items():
+            if "implementation" in str(key) and "/" in str(value):
+                raise ValueError(
+                    f"{name}: its configuration names the kernel {value!r}: code from the hub is not run; if you trust "
+                    "it, pass it as attn_implementation (model.attention in a configuration of a run)"
+                )
+            if isinstance(value, (Mapping, config_class)):
+                parts.append(value)
+            elif isinstance(value, (list, tuple)):
+                parts.append(dict(enumerate(value)))
 
 
 def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
@@ -156,10 +183,7 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
         inner = _from_name(str(base) if base.is_dir() else base_name, purpose, kind, attn_implementation)
         return load_adapter(inner, name)
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    for part in (config, *(getattr(config, inner, None) for inner in config.sub_configs)):
-        kernel = getattr(part, "_attn_implementation", None)
-        if kernel is not None and "/" in str(kernel):
-            raise ValueError(f"model: {name!r} uses the attention {kernel!r}: code from the hub is not run")
+    reject_hub_kernels(config, f"model: {name!r}")
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     loaded: nn.Module = auto_class(config, purpose).from_pretrained(
         name, dtype="auto" if kind is None else kind, trust_remote_code=False, **options

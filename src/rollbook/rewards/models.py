@@ -19,6 +19,7 @@ from rollbook.core.checks import check_choice, check_int
 from rollbook.core.rows import Spans
 from rollbook.core.vocabulary import Tokenizer, tokenizer_fingerprint
 from rollbook.models.head import scoring
+from rollbook.models.loading import reject_hub_kernels
 from rollbook.rewards.types import (
     OnError,
     Reward,
@@ -192,7 +193,7 @@ def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Modul
     if isinstance(model, torch.nn.Module):
         return model if dtype is None else model.to(dtype)
     try:
-        from transformers import AutoModelForSequenceClassification, PretrainedConfig
+        from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
     except ImportError:
         raise ImportError(
             "a reward model by path or config needs transformers: install the extra 'models' of Rollbook"
@@ -200,9 +201,11 @@ def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Modul
     if isinstance(model, PretrainedConfig):
         if model.num_labels != 1:
             raise ValueError(f"model: got a config with num_labels {model.num_labels}, expected 1: fresh weights")
+        reject_hub_kernels(model, "model")
         classifier: torch.nn.Module = AutoModelForSequenceClassification.from_config(model, trust_remote_code=False)  # type: ignore[no-untyped-call]
         return classifier if dtype is None else classifier.to(dtype)
     if isinstance(model, (str, Path)):
+        reject_hub_kernels(AutoConfig.from_pretrained(str(model), trust_remote_code=False), f"model: {str(model)!r}")
         loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
             str(model), dtype=dtype or "auto", trust_remote_code=False
         )

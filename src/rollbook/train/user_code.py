@@ -147,6 +147,8 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
     values |= {f"tracking.trackers.{i}": tracker for i, tracker in enumerate(config.tracking.trackers)}
     if "/" in (config.model.attention or ""):
         values["model.attention"] = str(config.model.attention)  # a kernel of the hub
+    for section in ("model", "critic", "teacher"):
+        values |= _model_code(f"{section}.config", getattr(config, section).config or {})
     if config.engine.kind == "vllm":
         values |= _foreign_engine_args(config.engine.options.get("engine_args"))
     if remote and config.engine.url is not None:
@@ -156,6 +158,19 @@ def find_foreign_code(config: Config, *, remote: bool = False) -> dict[str, str]
             # libpq sends the password in the environment, if there is one, to the server of this address.
             values[path] = address
     return values
+
+
+def _model_code(path: str, config: Mapping[Any, Any], inside: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a model's configuration by which transformers loads code: kernels of the hub, and classes."""
+    for name, value in config.items():
+        is_kernel = "implementation" in str(name) and "/" in str(value)
+        is_code = inside or is_kernel or name in ("auto_map", "trust_remote_code")
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _model_code(
+                f"{path}.{name}", value if isinstance(value, Mapping) else dict(enumerate(value)), is_code
+            )
+        elif is_code:
+            yield f"{path}.{name}", str(value)
 
 
 def _foreign_engine_args(engine_args: Any) -> dict[str, str]:
