@@ -382,11 +382,11 @@ def test_rewards_of_every_kind_with_weights_and_names(go: Go, house: Path) -> No
             {"function": f"{house}/rewards.py:early", "weight": 2},
             {"function": "length", "options": {"target": 3, "per_unit": 1.0}, "weight": 0.1},
             {"recipe": {"a": [["rule", "exact_match", 1.0]], "b": [["rule", "length", 0.5]]}, "weight": 0},
-            {"remote": [server.url, server.url], "name": "far", "weight": 0.01, "options": {"headers": {"x-key": "k"}}},
+            {"remote": [server.url, server.url], "name": "far", "weight": 0.01, "options": {"headers": {"x-run": "k"}}},
             {"model": f"{house}/judge", "weight": 3},
         ]
         ran = go(f"rewards={json.dumps(rewards)}", "data.held_out=2", "evaluation.success=right")
-    assert server.requests and all(one["x-key"] == "k" for one in server.headers)
+    assert server.requests and all(one["x-run"] == "k" for one in server.headers)
     for row in ran.records:
         parts = row.metrics
         assert {"right", "early", "length", "recipe", "far", "judge"} <= parts.keys()

@@ -678,6 +678,9 @@ SECRETS: dict[str, list[str]] = {
     "rewards.0.options.headers.Authorization.0": [
         "rewards={remote: 'https://host/', options: {headers: {Authorization: ['hunter2']}}}"
     ],
+    "rewards.0.options.headers.Ocp-Subscription-Key": [
+        "rewards={remote: 'https://host/', options: {headers: {Ocp-Subscription-Key: 'hunter2'}}}"
+    ],
     "model.options.hf_token": ["model.options={hf_token: 'hunter2'}"],
     "model.options.place": ["model.options={place: 'host=db password=hunter2'}"],
 }
@@ -690,6 +693,39 @@ def test_a_secret_is_refused_and_a_variable_taken(path: str, capsys: pytest.Capt
     assert f"{path}: got a secret as text" in told and "${NAME}" in told and "hunter2" not in told
     assert main(["train", *(one.replace("hunter2", "${WORD}") for one in SECRETS[path]), "--show-config"]) == 0
     assert "${WORD}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("engine.options.headers.Authorization", "Bearer hunter2${WORD}"),
+        ("engine.options.headers.Authorization", "Bearer ${WORD}hunter2"),
+        ("engine.options.headers.Authorization", "hunter2 ${WORD}"),
+        ("engine.options.headers.Authorization", "Bearer hunter ${WORD}"),
+        ("engine.options.headers.Cookie", "session=hunter2; id=${WORD}"),
+        ("engine.options.headers.x-api-key", "123456"),
+        ("engine.options.headers.My_Password", "hunter2"),
+        ("engine.options.api_key", "hunter2${WORD}"),
+        ("engine.options.api_key", "hunter ${WORD}"),
+        ("engine.options.place", "https://ana:hunter2${WORD}@host"),
+        ("engine.options.place", "https://host/?token=hunter2${WORD}"),
+    ],
+)
+def test_a_variable_beside_a_secret_does_not_excuse_it(key: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "engine.kind=openai", "engine.url=http://host", f"{key}={text}", "--show-config"]) == 2
+    told = capsys.readouterr().err
+    assert f"{key}: got a secret as text" in told and "hunter2" not in told and "123456" not in told
+
+
+def test_other_headers_are_shown_and_may_have_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = "headers: {X-Run: 7, X-Team: 'vision', X-Weird: '${WORD} of ${WORD}'}"
+    assert main(["train", f"rewards={{remote: 'https://host/', options: {{{headers}}}}}", "--show-config"]) == 0
+    assert "X-Team: vision" in (told := capsys.readouterr().out).replace('"', "") and "${WORD} of ${WORD}" in told
+    monkeypatch.setenv("WORD", "p4ss")
+    given = {"remote": "https://host/", "options": {"headers": {"X-Weird": "${WORD}"}}}
+    assert build_reward(Config(rewards=[given]).rewards)._headers == {"X-Weird": "p4ss"}
 
 
 def test_variables_are_read_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -629,8 +629,15 @@ def flatten(config: DataclassInstance) -> Iterator[tuple[str, Any, bool]]:
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)\}")
-TextFunction = Callable[[str, str, bool], str]
-"""Maps the path of a text, the text, and whether its key is named like a secret, to a new text."""
+_SCHEME = re.compile("[A-Za-z-]{1,16} (?=[$])")
+"""The scheme in a header, such as `Bearer ${NAME}`."""
+_SECRET_IN_HEADER = re.compile(
+    "auth|cookie|credential|key|passphrase|passw|secret|session|signature|token", re.IGNORECASE
+)
+"""Names of headers with secrets."""
+TextFunction = Callable[[str, str, bool, bool], str]
+"""Maps the path of a text, the text, whether its key is named like a secret, and whether it is a header, to a new
+text."""
 
 
 def check_secrets(values: Mapping[str, Any]) -> None:
@@ -647,7 +654,7 @@ def check_secrets(values: Mapping[str, Any]) -> None:
     Traceback (most recent call last):
         ...
     rollbook.train.config.values.ConfigError: engine.options.headers.Authorization: got a secret as text, which
-    config.yaml and --show-config would show, expected an environment variable: "${NAME}"
+    config.yaml and --show-config would show, expected an environment variable: "${NAME}" or "Bearer ${NAME}"
     """
     _map_texts(values, "", _check_text)
 
@@ -678,34 +685,42 @@ def _map_texts(value: RawValue, path: str, leaf: TextFunction, headers: bool = F
                 f"{path}.{name}" if path else str(name),
                 leaf,
                 name == "headers" or headers,
-                secret or is_secret_name(str(name), strict=headers),
+                secret or bool(_SECRET_IN_HEADER.search(str(name)) if headers else is_secret_name(str(name))),
             )
             for name, entry in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [_map_texts(item, f"{path}.{i}", leaf, headers, secret) for i, item in enumerate(value)]
+    if isinstance(value, (int, float)) and headers and secret:
+        value = str(value)
     if isinstance(value, str) and value:
-        return leaf(path, value, secret)
+        return leaf(path, value, secret, headers)
     return value
 
 
-def _check_text(path: str, text: str, secret: bool) -> str:
+def _check_text(path: str, text: str, secret: bool, header: bool) -> str:
     try:
-        secrets = [text] if secret else list(url_secrets(text).values())
+        parts = {} if secret else url_secrets(text)
     except ImportError:
-        secrets = []  # without psycopg no PostgreSQL address is used
+        parts = {}  # without psycopg no PostgreSQL address is used
     except ValueError as error:
         raise ConfigError(path, str(error).removeprefix("url: ")) from None
-    if all(_VARIABLE.search(part) for part in secrets):
+    if "user info" in parts:
+        user, colon, password = parts["user info"].partition(":")
+        parts["user info"] = password if colon else user
+    if secret:
+        parts = {"": _SCHEME.sub("", text, count=1) if header else text}
+    if all(map(_VARIABLE.fullmatch, parts.values())):
         return text
+    expected = '"${NAME}" or "Bearer ${NAME}"' if header else '"${NAME}"'
     raise ConfigError(
         path,
         "got a secret as text, which config.yaml and --show-config would show, expected an environment variable: "
-        + ('"${NAME}"' if secret else 'as in "https://user:${NAME}@host"'),
+        + (expected if secret else 'as in "https://user:${NAME}@host"'),
     )
 
 
-def _expand_text(path: str, text: str, secret: bool) -> str:
+def _expand_text(path: str, text: str, secret: bool, header: bool) -> str:
     is_url = "://" in text
 
     def variable(match: re.Match[str]) -> str:
@@ -714,4 +729,4 @@ def _expand_text(path: str, text: str, secret: bool) -> str:
             raise ConfigError(path, f"got {match[0]}, and {match[1]} is not set in the environment")
         return quote(variable_value, safe="") if is_url else variable_value
 
-    return _VARIABLE.sub(variable, text) if secret or is_url else text
+    return _VARIABLE.sub(variable, text) if secret or header or is_url else text
