@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollbook.rewards import Limits, as_reward, code_match, run_sandboxed
+from rollbook.rewards import Limits, as_reward, code_match, run_sandboxed, sandbox
 from rollbook.rewards.sandbox import ProgramTests, SandboxResult, extract_program
 from tests.rewards.helpers import sample
 
@@ -250,6 +250,46 @@ def test_files_are_bounded_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"Too many open files" in ran.stderr
     run("import os\nos.makedirs('a/b'); open('a/b/c', 'w').write('x'); os.chmod('a', 0)")
     assert len(made) == 3 and not any(map(os.path.exists, made))
+
+
+def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is left may replace a folder while it is removed; no other folder changes its mode."""
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    (folder / "a").mkdir(parents=True)
+    other.mkdir(mode=0o500)
+
+    class Entry:
+        name = "a"
+
+        def is_dir(self, follow_symlinks: bool) -> bool:
+            (folder / "a").rmdir()
+            (folder / "a").symlink_to(other)
+            return True
+
+    monkeypatch.setattr(os, "scandir", lambda _: contextlib.nullcontext([Entry()]))
+    sandbox._remove(str(folder), top := os.open(folder, os.O_RDONLY))
+    os.close(top)
+    assert other.stat().st_mode & 0o777 == 0o500
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become a user who cannot read everything")
+def test_a_folder_without_permissions_is_removed_by_its_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "b" / "c").touch()
+    for path in (*folder.rglob("*"), folder):
+        os.chown(path, 65534, -1)
+    (folder / "a" / "b").chmod(0)
+    (folder / "a").chmod(0)
+    os.chown(tmp_path, 65534, -1)
+    top = os.open(folder, os.O_RDONLY)
+    os.seteuid(65534)
+    try:
+        sandbox._remove(str(folder), top)
+    finally:
+        os.seteuid(0)
+        os.close(top)
+    assert list(folder.rglob("*")) == []
 
 
 def test_only_its_own_descriptors_are_open() -> None:

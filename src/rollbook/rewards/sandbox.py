@@ -267,10 +267,9 @@ def _remove(folder: str, top: int) -> None:
                     os.unlink(entry.name, dir_fd=place)
             if below is None and not names:
                 break
+            other = _open_folder(".." if below is None else below, place)
             if below is not None:
-                os.chmod(below, 0o700, dir_fd=place)  # the program may have removed permissions
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            other = os.open(".." if below is None else below, flags, dir_fd=place)
+                os.fchmod(other, 0o700)  # the program may have removed permissions
             os.close(place)
             place = other
             if below is None:
@@ -279,6 +278,24 @@ def _remove(folder: str, top: int) -> None:
                 names.append(below)
         os.rmdir(folder)
     os.close(place)
+
+
+def _open_folder(name: str, place: int) -> int:
+    """Open a folder in an open one, also without permission to read it; raise `OSError` if it is a link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags, dir_fd=place)
+    except PermissionError:
+        if sys.platform != "linux":
+            os.chmod(name, 0o700, dir_fd=place, follow_symlinks=False)
+            return os.open(name, flags, dir_fd=place)
+        # On Linux, `follow_symlinks=False` depends on the version of libc.
+        path = os.open(name, os.O_PATH | flags, dir_fd=place)
+        try:
+            os.chmod(f"/proc/self/fd/{path}", 0o700)
+            return os.open(".", flags, dir_fd=path)
+        finally:
+            os.close(path)
 
 
 GRACE_SECONDS = 20.0
