@@ -230,7 +230,6 @@ def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
     """Three turns by GAE, against a plain loop; a reward of the whole episode comes on its last token."""
     critic = Critic(tiny.llama(vocab=len(TOKENIZER), seed=6), value_head="normal")
     script = [f"abcd{END}", f"xyz{END}", f"hi{END}"]
-    how = AlgorithmConfig.preset("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
     options: dict[str, Any] = {"models": Models(critic=critic), "n": 1}
     options["algorithm"] = {"estimator": "ppo", "gamma": 0.9, "lam": 0.8}
     if source is not None:
@@ -241,9 +240,8 @@ def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
     assert row.reward == pytest.approx(0.9 + end)
     actions = row.action_mask.nonzero()[:, 0].tolist()
     assert len(actions) == 5 + 4 + 3
-    by_turn, at_end = [0.0] * 12, [0.0] * 12
+    by_turn = [0.0] * 12
     by_turn[4], by_turn[8], by_turn[11] = 0.4, 0.3, 0.2 + end
-    at_end[11] = 0.9 + end
     values = row.values[actions].tolist()
 
     def returns(rewards: list[float]) -> list[float]:
@@ -254,13 +252,39 @@ def test_a_turn_is_rewarded_where_it_was_taken(source: float | None) -> None:
             following = value
         return found[::-1]
 
-    expected = returns(by_turn)
-    assert abs(expected[0] - returns(at_end)[0]) > 0.05
-    assert row.returns[actions].tolist() == pytest.approx(expected, abs=1e-5)
-    # From the record alone, as a replay or another trainer sees it; and without the reward of the whole.
-    for record in (row, row.replace(reward=None)):
-        again = complete([record.replace(advantages=None, returns=None)], how)[0]
-        assert again.returns is not None and again.returns[actions].tolist() == pytest.approx(expected, abs=1e-5)
+    assert row.returns[actions].tolist() == pytest.approx(returns(by_turn), abs=1e-5)
+
+
+def test_turn_rewards_of_a_ppo_episode_are_earned_at_their_turns() -> None:
+    """From the record alone, as a replay or another trainer sees it; worked by hand.
+
+    Three turns of one token, with rewards 0.25, 0.9, 0.2 and values 0.4, -1, -0.3; gamma 0.9, lam 0.8. Observations
+    between turns do not count. With deltas r + gamma V' - V, and A = delta + gamma lam A', backwards:
+
+        by turn                                   all 1.35 at the end
+        delta 0.2 + 0.3            = 0.5          delta 1.35 + 0.3           = 1.65
+        A 0.5,   return A + V      = 0.2          A 1.65,    return          = 1.35
+        delta 0.9 - 0.27 + 1       = 1.63         delta -0.27 + 1            = 0.73
+        A 1.63 + 0.72 0.5  = 1.99, return 0.99    A 0.73 + 0.72 1.65 = 1.918, return 0.918
+        delta 0.25 - 0.9 - 0.4     = -1.05        delta -0.9 - 0.4           = -1.3
+        A -1.05 + 0.72 1.99 = 0.3828, 0.7828      A -1.3 + 0.72 1.918 = 0.08096, 0.48096
+    """
+    config = AlgorithmConfig.preset("ppo", gamma=0.9, lam=0.8, kl_coef=0.0)
+    record = Experience(
+        eid={"batch": 0, "task": 0, "run": 0},
+        tokens=[1, 2, 3, 4, 5, 6],
+        prompt_length=1,
+        action_mask=[True, False, True, False, True],
+        reward=1.35,
+        token_level_reward=[0.25, 0.0, 0.9, 0.0, 0.2],
+        values=[0.4, 0.0, -1.0, 0.0, -0.3],
+        logprobs=[-1.0, 0.0, -1.0, 0.0, -1.0],
+    )
+    for given in (record, record.replace(reward=None)):
+        by_turn = complete([given], config)[0].returns
+        assert by_turn is not None and by_turn.tolist() == pytest.approx([0.7828, 0, 0.99, 0, 0.2], abs=1e-5)
+    at_end = complete([record.replace(token_level_reward=None)], config)[0].returns
+    assert at_end is not None and at_end.tolist() == pytest.approx([0.48096, 0, 0.918, 0, 1.35], abs=1e-5)
 
 
 def test_shaping_changes_the_sum_of_token_rewards() -> None:
