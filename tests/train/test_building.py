@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import sys
 import types
@@ -210,6 +211,20 @@ def test_a_model_by_path(plain: Ran) -> None:
     row = plain.records[0]
     assert row.logprobs is not None and row.old_logprobs is not None and row.info["source"] == row.eid.task
     assert str(load_config(plain.folder / "config.yaml").folder) == str(plain.folder)
+
+
+@pytest.mark.parametrize("key", ["model.path", "model.tokenizer", "critic.path", "rewards.0.model"])
+def test_a_path_of_something_else_than_a_folder_is_said_at_once(go: Go, key: str, tmp_path: Path) -> None:
+    """The hub is not asked for a model of this name, also not of the form that it allows (no slash)."""
+    file, pipe, link = tmp_path / "file", tmp_path / "pipe", tmp_path / "link"
+    file.touch()
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "nothing")
+    for path, kind in ((file, "a file"), (pipe, "neither a folder nor a file"), (link, "neither a folder nor a file")):
+        change = f"rewards=[{{model: {path}}}]" if key.startswith("rewards") else f"{key}={path}"
+        assert f"got '{path}', which is {kind}, expected a folder" in refused(go, key, change, out=f"run-{path.name}")
+    with pytest.raises(ValueError, match="model: got .*, which is a file, expected a folder or a name on the hub"):
+        Actor(file)
 
 
 def test_a_model_by_config_and_its_tokenizer(go: Go, house: Path) -> None:

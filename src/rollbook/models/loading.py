@@ -153,6 +153,20 @@ def reject_hub_kernels(config: PretrainedConfig, name: str) -> None:
                 parts.append(dict(enumerate(value)))
 
 
+def check_folder(name: str | os.PathLike[str]) -> None:
+    """Reject the path of something that is no folder, for which transformers would ask the hub.
+
+    Args:
+        name: A folder, or a name on the hub.
+
+    Raises:
+        ValueError: There is a file or another thing of this name, or a link to nothing.
+    """
+    if os.path.lexists(name) and not os.path.isdir(name):
+        shown = "a file" if os.path.isfile(name) else "neither a folder nor a file"
+        raise ValueError(f"model: got {os.fspath(name)!r}, which is {shown}, expected a folder or a name on the hub")
+
+
 def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
     """Return the Auto class of transformers for a configuration and a purpose."""
     transformers = transformers_module()
@@ -172,6 +186,7 @@ def auto_class(config: PretrainedConfig, purpose: Purpose) -> Any:
 
 def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_implementation: str | None) -> nn.Module:
     transformers = transformers_module()
+    check_folder(name)
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         from rollbook.models.lora import load_adapter
@@ -187,6 +202,28 @@ def _from_name(name: str, purpose: Purpose, kind: torch.dtype | None, attn_imple
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     loaded: nn.Module = auto_class(config, purpose).from_pretrained(
         name, dtype="auto" if kind is None else kind, trust_remote_code=False, **options
+    )
+    return loaded
+
+
+def load_classifier(name: str, dtype: DType = "auto") -> nn.Module:
+    """Load a classifier of sequences, such as a reward model.
+
+    Args:
+        name: A local folder, or a name on the hub.
+        dtype: A floating point type, or its name; `auto`: as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: `name` is the path of a file, or the configuration names code of the hub.
+    """
+    transformers = transformers_module()
+    check_folder(name)
+    reject_hub_kernels(transformers.AutoConfig.from_pretrained(name, trust_remote_code=False), f"model: {name!r}")
+    loaded: nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(
+        name, dtype=dtype, trust_remote_code=False
     )
     return loaded
 

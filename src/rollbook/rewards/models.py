@@ -19,7 +19,7 @@ from rollbook.core.checks import check_choice, check_int
 from rollbook.core.rows import Spans
 from rollbook.core.vocabulary import Tokenizer, tokenizer_fingerprint
 from rollbook.models.head import scoring
-from rollbook.models.loading import reject_hub_kernels
+from rollbook.models.loading import load_classifier, reject_hub_kernels
 from rollbook.rewards.types import (
     OnError,
     Reward,
@@ -193,7 +193,7 @@ def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Modul
     if isinstance(model, torch.nn.Module):
         return model if dtype is None else model.to(dtype)
     try:
-        from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig
+        from transformers import AutoModelForSequenceClassification, PretrainedConfig
     except ImportError:
         raise ImportError(
             "a reward model by path or config needs transformers: install the extra 'models' of Rollbook"
@@ -205,11 +205,7 @@ def _load_model(model: ModelSource, dtype: torch.dtype | None) -> torch.nn.Modul
         classifier: torch.nn.Module = AutoModelForSequenceClassification.from_config(model, trust_remote_code=False)  # type: ignore[no-untyped-call]
         return classifier if dtype is None else classifier.to(dtype)
     if isinstance(model, (str, Path)):
-        reject_hub_kernels(AutoConfig.from_pretrained(str(model), trust_remote_code=False), f"model: {str(model)!r}")
-        loaded: torch.nn.Module = AutoModelForSequenceClassification.from_pretrained(
-            str(model), dtype=dtype or "auto", trust_remote_code=False
-        )
-        return loaded
+        return load_classifier(str(model), dtype or "auto")
     raise ValueError(f"model: got {type(model).__name__}, expected a torch module, a transformers config or a path")
 
 

@@ -27,7 +27,7 @@ from rollbook.core.sampling import Prompt, Sampling
 from rollbook.models import Actor
 from rollbook.models import Critic as CriticModel
 from rollbook.models.head import text_config
-from rollbook.models.loading import transformers_module
+from rollbook.models.loading import check_folder, load_classifier, transformers_module
 from rollbook.rewards.functions import MissingExtraError
 from rollbook.rewards.recipes import as_reward
 from rollbook.rewards.types import Reward as RewardSource
@@ -62,12 +62,35 @@ def build_actor(config: Config, device: torch.device) -> Actor:
     >>> build_actor(config, torch.device("cpu")).config.hidden_size
     48
     """
+    check_model_paths(config)
     actor = _build_model("model", config.model, config, device, trainable=True)
     if config.model.gradient_checkpointing:
         actor.gradient_checkpointing_enable()
     engine = TransformersEngine(actor)
     engine.max_batch_rows, engine.max_batch_tokens = config.engine.max_batch_rows, config.engine.max_batch_tokens
     return actor
+
+
+def check_model_paths(config: Config) -> None:
+    """Reject paths of files in the place of folders, before transformers asks the hub for models of these names.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: A model, tokenizer or processor is neither a folder nor possibly a name on the hub.
+    """
+    paths = {
+        **{f"model.{key}": getattr(config.model, key) for key in ("path", "tokenizer", "processor")},
+        "critic.path": config.critic.path,
+        "teacher.path": config.teacher.path,
+        "reference": config.reference,
+        **{f"rewards.{i}.model": reward.model for i, reward in enumerate(config.rewards)},
+    }
+    for key, path in paths.items():
+        if path is not None:
+            with _loading(key, path):
+                check_folder(path)
 
 
 def _build_model(
@@ -153,7 +176,7 @@ def _loading(key: str, source: str | Mapping[str, Any]) -> Iterator[None]:
     except ConfigError:
         raise
     except (ImportError, OSError, ValueError) as error:
-        message = " ".join(str(error).split())
+        message = " ".join(str(error).split()).removeprefix("model: ")
         if "trust_remote_code" in message:
             raise ConfigError(
                 key, f"got {source!r}, which needs code from its repository. Such code is not run; use a builder"
@@ -472,7 +495,6 @@ def _load_classifier(
     name: str, options: dict[str, Any], actor: Actor | None, device: torch.device | None
 ) -> torch.nn.Module:
     """Load a sequence classifier, and add its name, device and tokenizers to `options`."""
-    transformers = transformers_module()
     options.setdefault("name", Path(name).name)
     if actor is not None:
         options.setdefault("device", actor.device if device is None else device)
@@ -480,15 +502,14 @@ def _load_classifier(
     tokenizer = options.get("tokenizer", name)
     if isinstance(tokenizer, str):
         try:
-            options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+            options["tokenizer"] = transformers_module().AutoTokenizer.from_pretrained(
+                tokenizer, trust_remote_code=False
+            )
         except (OSError, ValueError):
             if "tokenizer" in options:
                 raise
             # The classifier has no tokenizer and gets the policy's tokens.
-    classifier: torch.nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(
-        name, dtype="auto", trust_remote_code=False
-    )
-    return classifier
+    return load_classifier(name)
 
 
 def _default_name(source: RewardSection) -> str:
@@ -793,6 +814,7 @@ __all__ = [
     "build_sampling",
     "build_trainer",
     "build_worker",
+    "check_model_paths",
     "check_prompts_readable",
     "check_rewards",
     "configure_torch",

@@ -30,7 +30,7 @@ from rollbook.core.metrics import warn_user
 from rollbook.core.terminal import format_duration
 from rollbook.models.loading import transformers_module
 from rollbook.train import builders, checkpoint
-from rollbook.train.builders import check_rewards
+from rollbook.train.builders import check_model_paths, check_rewards
 from rollbook.train.config.files import dump_config, load_config
 from rollbook.train.config.schema import Config, TrackingSection, compare_configs
 from rollbook.train.config.values import ConfigError, expand_variables
@@ -57,12 +57,13 @@ CONNECT_TIMEOUT = 10.0
 
 
 def check(config: Config) -> None:
-    """Check rewards, engine, trackers and tokenizer.
+    """Check paths of models, rewards, engine, trackers and tokenizer.
 
     Raises:
-        ConfigError: A package is missing, a reward cannot be called, the engine's server does not answer, or the
-            tokenizer has tokens that the model does not.
+        ConfigError: The path of a model is that of a file, a package is missing, a reward cannot be called, the
+            engine's server does not answer, or the tokenizer has tokens that the model does not.
     """
+    check_model_paths(config)
     check_rewards(config)
     _check_engine(config)
     _check_trackers(config)
