@@ -154,10 +154,7 @@ def media_inputs(batch: Batch, config: ModelConfig | None = None) -> dict[str, t
     """
     media = {name: parts for name, parts in batch.media.items() if _rows(parts)}
     if TYPES in media or (config is not None and any(grid in media for grid in GRIDS)):
-        media[TYPES] = [
-            _record_types(i, ids, {name: parts[i] for name, parts in media.items() if parts[i] is not None}, config)
-            for i, ids in enumerate(batch.token_rows())
-        ]
+        media[TYPES] = [_record_types(media, i, ids, config) for i, ids in enumerate(batch.token_rows())]
     return {
         name: _lay_out_by_token(batch, name, parts, config) if name in BY_TOKEN else _join(name, parts)
         for name, parts in media.items()
@@ -165,11 +162,12 @@ def media_inputs(batch: Batch, config: ModelConfig | None = None) -> dict[str, t
 
 
 def _record_types(
-    record: int, ids: torch.Tensor, media: Mapping[str, torch.Tensor], config: ModelConfig | None
+    media: Mapping[str, list[Any]], record: int, ids: torch.Tensor, config: ModelConfig | None
 ) -> torch.Tensor | None:
     """Return the token types of a record in full if it has media; those of text are 0, with which a batch is padded."""
-    types = media.get(TYPES)
-    if media.keys() <= set(BY_TOKEN) or (types is None and not media.keys() & set(GRIDS)):
+    record_media = {name: parts[record] for name, parts in media.items() if parts[record] is not None}
+    types: torch.Tensor | None = record_media.get(TYPES)
+    if record_media.keys() <= set(BY_TOKEN) or (types is None and not record_media.keys() & set(GRIDS)):
         return types
     return sample_types(ids, types, config, record)
 
