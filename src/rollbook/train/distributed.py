@@ -10,9 +10,12 @@ them from the book; ranks that cannot read it are sent the rows.
 | `ddp` | complete on every rank | by an all-reduce after the last micro-batch |
 | `fsdp` | sharded by FSDP2: each decoder layer, and the rest of the model | by a reduce-scatter in each backward pass |
 
+`ddp` does not use `DistributedDataParallel`, which reduces in the backward pass of its own `forward`: passes call
+`token_stats` and `token_values` of a model, and a rank may have fewer micro-batches than another, or none.
+
 Invariant: losses are divided by the denominators of all ranks and gradients are summed, so that an update is that of
-one rank up to rounding. Every rank makes the same collective calls: one with fewer micro-batches runs micro-batches
-that do not count.
+one rank up to rounding. With `fsdp`, every rank makes the same collective calls in a pass: one with fewer micro-batches
+runs micro-batches that do not count.
 """
 
 from __future__ import annotations
@@ -756,9 +759,6 @@ class DistributedTrainer(Trainer):
         """Gather the weights that the engine samples from, and set their version."""
         if engine is self._own_engine and engine is not None:
             engine.version = version
-        if getattr(engine, "weight_layout", "gathered") == "sharded":
-            yield
-            return
         with self.distributed.gathered(self.actor):
             yield
 
