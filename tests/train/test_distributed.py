@@ -140,3 +140,9 @@ def test_an_exception_ends_all_ranks_with_its_message(results: Path) -> None:
     assert statuses(results)["failed"] == [1, 1]
     for rank in range(2):
         assert f"rank 1: ValueError: {FAILURE}" in (results / "failed" / f"said-{rank}").read_text()
+
+
+def test_each_rank_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["train", "letters", "distributed=ddp", "device=auto", "--ranks", "3"]) == 2
+    assert "--ranks: got 3 with 2 CUDA devices, expected at most 2, or device=cpu" in capsys.readouterr().err

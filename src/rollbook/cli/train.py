@@ -58,6 +58,7 @@ def train(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ray is None:
         if config.distributed == "none":
             raise ValueError(f"--ranks: got {options.ranks} with distributed: none, expected distributed=ddp or fsdp")
+        _check_devices(options.ranks, config.device)
         arguments = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
         return _launch(options.ranks, [*arguments, *(["--json"] if options.json else [])])
     from rollbook.train.checkpoint import RankError
@@ -86,6 +87,15 @@ def train(options: argparse.Namespace) -> int:
     if options.json and is_main:
         print(json.dumps(outcome.to_dict()))
     return OK
+
+
+def _check_devices(ranks: int, device: str) -> None:
+    """Check that every rank gets a GPU of its own, if they run on GPUs."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if 0 < count < ranks and device.startswith(("auto", "cuda")):
+        raise ValueError(f"--ranks: got {ranks} with {count} CUDA devices, expected at most {count}, or device=cpu")
 
 
 def _launch(ranks: int, arguments: list[str]) -> int:
