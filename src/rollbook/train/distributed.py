@@ -481,6 +481,8 @@ class DistributedLearner(Learner):
         super().__init__(actor, algorithm, **options)
         self.distributed, self._pack, self._unpack = distributed, pack, unpack
         self.rank_count = distributed.size
+        # The reduce-scatter of a rank contains the weights that have a gradient: they must be the same on all ranks.
+        self.uniform_media = distributed.shards is not None
         if distributed.strategy == "fsdp":
             for optimizer in self.optimizers.values():
                 optimizer.shards = distributed.mesh.get_group()
@@ -501,18 +503,15 @@ class DistributedLearner(Learner):
         critic_only: bool,
     ) -> dict[str, Any] | None:
         self.distributed.add_plan(micro_batches)
-        # A rank without rows runs these, to make the same calls as the others.
-        lengths = rows.records.token_lengths()
-        shortest = min(minibatch, key=lambda i: int(lengths[i]))
-        filler_rows = [shortest]
-        if rows.pairs is not None:
-            filler_rows = [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
         shares = []
         for rank in range(self.rank_count):
             rank_micro_batches = [micro for micro in micro_batches if micro.rank == rank]
             if self.distributed.strategy == "ddp":
                 rank_micro_batches = [micro for micro in rank_micro_batches if len(micro)]
-            row_lists = [[minibatch[i] for i in micro.indices.tolist()] or filler_rows for micro in rank_micro_batches]
+            row_lists = [
+                [minibatch[i] for i in micro.indices.tolist()] or _find_filler(rows, minibatch, micro.modality)
+                for micro in rank_micro_batches
+            ]
             rank_rows = sorted({row for row_list in row_lists for row in row_list})
             position_of_row = {row: position for position, row in enumerate(rank_rows)}
             planned = [
@@ -583,6 +582,18 @@ class DistributedLearner(Learner):
             paths = None if keys is None else [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
             tensors |= {f"{prefix}{path}": tensor for path, tensor in optimizer.tensors(paths).items()}
         return tensors
+
+
+def _find_filler(rows: TrainRows, minibatch: Sequence[int], media_kind: Any) -> list[int]:
+    """Return the shortest row, or pair, of a kind of media, or of any: what a rank without rows runs."""
+    lengths = rows.records.token_lengths()
+    candidates = minibatch
+    if media_kind is not None:
+        candidates = [i for i in minibatch if rows.media_kinds[i] == media_kind]
+    shortest = min(candidates, key=lambda i: int(lengths[i]))
+    if rows.pairs is None:
+        return [shortest]
+    return [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
