@@ -312,6 +312,23 @@ def _fail() -> None:
     raise ValueError(FAILURE)
 
 
+def wait_and_close(folder: Path) -> None:
+    """Let rank 0 work alone for a while, then end the ranks; write what was measured."""
+    distributed = Distributed("ddp", "cpu")
+    distributed.handlers = {"work": time.sleep}
+    shares = {}
+    if distributed.is_main:
+        distributed.start_measuring()
+        distributed.call("work", [0.2, 0.2])
+        time.sleep(0.6)
+        shares = distributed.wait_metrics()
+        distributed.release()
+    else:
+        distributed.follow()
+    distributed.close()
+    (folder / f"closed-{distributed.rank}.json").write_text(json.dumps({"shares": shares}))
+
+
 def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[], bool]) -> list[int]:
     """Kill one rank of a run when `wait` returns, then train the run to its end; return the first exit statuses."""
     folder.mkdir(exist_ok=True)
@@ -361,6 +378,7 @@ def run_short(folder: Path) -> None:
         statuses[f"command-{name}"] = wait_for(
             fork_ranks(ranks, train_command, folder / f"command-{name}/run", name, said=folder / f"command-{name}/said")
         )
+    statuses["closed"] = wait_for(fork_ranks(2, wait_and_close, folder, said=said))
     half = RUN_STEPS // 2
     statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))
     for name, strategy, ranks in (("run-none", "none", 1), ("run-fsdp", "fsdp", 3), ("run-ddp", "ddp", 2)):

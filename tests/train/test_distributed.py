@@ -70,6 +70,13 @@ def test_waiting_is_reported(results: Path) -> None:
         assert all(0 <= step[name] < 1 for step in steps for name in ("ranks/wait_share", "ranks/plan_wait_share"))
 
 
+def test_waiting_for_rank_0_counts(results: Path) -> None:
+    assert statuses(results)["closed"] == [0, 0], said(results)
+    first = json.loads((results / "closed-0.json").read_text())
+    # Rank 1 works for 0.2 of 0.8 seconds, and waits for the others: 0.6 / (2 * 0.8).
+    assert 0.25 < first["shares"]["ranks/wait_share"] < 0.5
+
+
 @pytest.mark.parametrize("name", ["run-none", "run-fsdp", "run-ddp", "run-apart"])
 def test_a_checkpoint_of_two_ranks_resumes(results: Path, name: str) -> None:
     """In one process, on three ranks, with another strategy, and on two machines that share no files."""

@@ -157,6 +157,8 @@ class Distributed:
         self._wait_seconds = 0.0
         """Seconds that this rank waited for others in the current call."""
         self._measured_time, self._planned_time = _BusyTime(), _BusyTime()
+        self._measured_until = time.perf_counter()
+        """On rank 0: end of the time that is in `_measured_time`."""
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._ended = threading.Event()
         if self.size > 1:
@@ -201,6 +203,17 @@ class Distributed:
         self._scatter([(name, share) for share in shares])
         return self._run_handler(name, shares[0])
 
+    def start_measuring(self) -> None:
+        """Start to measure the time that ranks wait for each other, on rank 0, while the others `follow`."""
+        self._measured_until = time.perf_counter()
+
+    def _measure(self, busy_seconds: float) -> None:
+        """Count the time since the last count, in which other ranks were busy, and rank 0 when it did not wait."""
+        now = time.perf_counter()
+        seconds, self._measured_until = now - self._measured_until, now
+        self._measured_time.add(seconds - self._wait_seconds + busy_seconds, seconds * self.size)
+        self._wait_seconds = 0.0
+
     def follow(self) -> Any:
         """Run the calls of rank 0 until it releases this rank, and return what it passed on.
 
@@ -218,6 +231,7 @@ class Distributed:
 
     def release(self, result: Any = None) -> None:
         """End `follow` on the other ranks, which return `result`."""
+        self._measure(0.0)
         self._scatter([(_RELEASE, result)] * self.size)
 
     def fail(self, error: BaseException) -> None:
@@ -257,6 +271,7 @@ class Distributed:
         seconds = time.perf_counter() - start_time
         replies: list[Any] = [None] * self.size
         reply = (failure is not None, result, seconds - self._wait_seconds)
+        gather_time = time.perf_counter()
         try:
             dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control_group)
         except RuntimeError:
@@ -267,8 +282,8 @@ class Distributed:
                 raise failure from None
             raise RankError(self._describe_error(failure)) from failure
         if self.is_main:
-            busy_seconds = [busy for _, _, busy in replies]
-            self._measured_time.add(sum(busy_seconds), max(*busy_seconds, seconds) * self.size)
+            self._wait_seconds += time.perf_counter() - gather_time
+            self._measure(sum(busy for _, _, busy in replies[1:]))
             if any(failed for failed, _, _ in replies):
                 first_error = self._store.get(_ERROR_KEY).decode()
                 if failure is not None and first_error.startswith("rank 0:"):
@@ -306,9 +321,10 @@ class Distributed:
     def wait_metrics(self) -> dict[str, float]:
         """Return the shares of time that ranks waited for each other since the last call.
 
-        `ranks/wait_share` is measured, except within passes of sharded models, where ranks wait in every layer;
-        `ranks/plan_wait_share` is that of the updates by their plans.
+        `ranks/wait_share` is measured, also while rank 0 works alone, but not within passes of sharded models, where
+        ranks wait in every layer; `ranks/plan_wait_share` is that of the updates by their plans.
         """
+        self._measure(0.0)
         times = {"ranks/wait_share": self._measured_time, "ranks/plan_wait_share": self._planned_time}
         self._measured_time, self._planned_time = _BusyTime(), _BusyTime()
         return {name: float(1 - entry.busy / entry.total) for name, entry in times.items() if entry.total}
@@ -672,6 +688,8 @@ class DistributedTrainer(Trainer):
 
         They are released at the end. What was appended to the list is the result of their `follow`.
         """
+        if self._lead_depth == 0:
+            self.distributed.start_measuring()
         self._lead_depth += 1
         results: list[Any] = []
         try:
