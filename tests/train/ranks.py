@@ -18,8 +18,10 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,7 @@ from rollbook.book.book import Book
 from rollbook.cli import main as cli
 from rollbook.core.process_group import SINGLE_PROCESS
 from rollbook.models import Actor
+from rollbook.train import distributed as train_distributed
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.distributed import Distributed, DistributedTrainer
@@ -313,7 +316,8 @@ def _fail() -> None:
 
 
 def wait_and_close(folder: Path) -> None:
-    """Let rank 0 work alone for a while, then end the ranks; write what was measured."""
+    """Let rank 0 work alone for a while, then end the ranks; write what was measured, and the threads that are left."""
+    train_distributed._POLL_SECONDS = 0.02
     distributed = Distributed("ddp", "cpu")
     distributed.handlers = {"work": time.sleep}
     shares = {}
@@ -325,8 +329,22 @@ def wait_and_close(folder: Path) -> None:
         distributed.release()
     else:
         distributed.follow()
+    distributed._store = SlowStore(distributed._store)
+    time.sleep(0.2)  # the watch is in the store now
     distributed.close()
-    (folder / f"closed-{distributed.rank}.json").write_text(json.dumps({"shares": shares}))
+    threads = [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    (folder / f"closed-{distributed.rank}.json").write_text(json.dumps({"shares": shares, "threads": threads}))
+
+
+class SlowStore:
+    """A store that takes half a second to answer."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.5)
+        return bool(self.store.check(keys))
 
 
 def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[], bool]) -> list[int]:
@@ -342,16 +360,21 @@ def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[]
     return statuses
 
 
-def train_command(folder: Path, strategy: str) -> None:
-    """Run `rollbook train` on this rank, as torchrun does."""
+def train_arguments(folder: Path, strategy: str, steps: int = 3) -> list[str]:
+    """Return the arguments of `rollbook` for a short run."""
     changes = {
-        "out": folder, "distributed": strategy, "steps": 3, "threads": 1, "tracking.display": "false",
+        "out": folder, "distributed": strategy, "steps": steps, "threads": 1, "tracking.display": "false",
         "warmup.steps": 1, "warmup.target_accuracy": "null", "data.options.count": 40, "data.held_out": 6,
         "batch.prompts_per_step": 3, "batch.token_budget": 64, "algorithm.group_size": 2, "algorithm.kl_coef": 0.1,
         "model.options.hidden": 32, "model.options.heads": 1, "checkpoint.interval": 2, "optimizer.lr": 0.003,
         "rewards": "{function: 'tests.train.preset_steps:reward_sum'}", "model.gradient_checkpointing": "true",
     }  # fmt: skip
-    status = cli(["train", "letters", *(f"{key}={value}" for key, value in changes.items())])
+    return ["train", "letters", *(f"{key}={value}" for key, value in changes.items())]
+
+
+def train_command(*arguments: str) -> None:
+    """Run `rollbook` on this rank, as torchrun does."""
+    status = cli(list(arguments))
     if status:
         raise SystemExit(status)
 
@@ -373,11 +396,21 @@ def run_short(folder: Path) -> None:
     statuses["three"] = wait_for(
         fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, said=folder / "three/said")
     )
-    for name, ranks in (("none", 1), ("fsdp", 2)):
+    for name in ("none", "ranks", "torchrun"):
         (folder / f"command-{name}").mkdir()
-        statuses[f"command-{name}"] = wait_for(
-            fork_ranks(ranks, train_command, folder / f"command-{name}/run", name, said=folder / f"command-{name}/said")
-        )
+    where = folder / "command-none"
+    statuses["command-none"] = wait_for(
+        fork_ranks(1, train_command, *train_arguments(where / "run", "none"), said=where / "said")
+    )
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    for name, strategy, prefix, options in (
+        ("ranks", "fsdp", [], ["--ranks", "2"]),
+        ("torchrun", "ddp", torchrun, []),
+    ):
+        where = folder / f"command-{name}"
+        command = [sys.executable, "-m", *prefix, "rollbook", *train_arguments(where / "run", strategy), *options]
+        with (where / "said-all").open("w") as output:
+            statuses[f"command-{name}"] = [subprocess.run(command, stderr=output, timeout=LONGEST).returncode]
     statuses["closed"] = wait_for(fork_ranks(2, wait_and_close, folder, said=said))
     half = RUN_STEPS // 2
     statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))

@@ -70,9 +70,11 @@ def test_waiting_is_reported(results: Path) -> None:
         assert all(0 <= step[name] < 1 for step in steps for name in ("ranks/wait_share", "ranks/plan_wait_share"))
 
 
-def test_waiting_for_rank_0_counts(results: Path) -> None:
+def test_closing_ends_the_watch_and_waiting_for_rank_0_counts(results: Path) -> None:
+    """A thread that is in the store when the interpreter ends aborts the process."""
     assert statuses(results)["closed"] == [0, 0], said(results)
-    first = json.loads((results / "closed-0.json").read_text())
+    first, second = (json.loads((results / f"closed-{rank}.json").read_text()) for rank in range(2))
+    assert first["threads"] == second["threads"] == []
     # Rank 1 works for 0.2 of 0.8 seconds, and waits for the others: 0.6 / (2 * 0.8).
     assert 0.25 < first["shares"]["ranks/wait_share"] < 0.5
 
@@ -90,9 +92,10 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
-def test_the_command_trains_and_evaluates_on_all_ranks(results: Path) -> None:
-    folder = results / "command-fsdp"
-    assert set(statuses(results)["command-fsdp"]) == {0}, said(folder)
+@pytest.mark.parametrize("name", ["command-ranks", "command-torchrun"])
+def test_the_command_trains_and_evaluates_on_all_ranks(results: Path, name: str) -> None:
+    folder = results / name
+    assert statuses(results)[name] == [0], said(folder)
     expected, measured = read_metrics(results / "command-none"), read_metrics(folder)
     assert len(measured) == len(expected) == 5  # evaluations before and after three steps, each written once
     for before, after in zip(expected, measured, strict=True):

@@ -161,8 +161,10 @@ class Distributed:
         """On rank 0: end of the time that is in `_measured_time`."""
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._ended = threading.Event()
+        self._error_watch: threading.Thread | None = None
         if self.size > 1:
-            threading.Thread(target=self._watch_for_errors, daemon=True).start()
+            self._error_watch = threading.Thread(target=self._watch_for_errors, daemon=True)
+            self._error_watch.start()
 
     @property
     def is_main(self) -> bool:
@@ -182,6 +184,9 @@ class Distributed:
     def close(self) -> None:
         """End the process group, if this object created it."""
         self._ended.set()
+        if self._error_watch is not None:
+            # A thread that is in the store while the interpreter ends aborts the process.
+            self._error_watch.join()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
