@@ -43,6 +43,7 @@ from rollbook.train.distributed import Distributed, DistributedTrainer
 from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.prompts import Prompts
+from rollbook.train.recipes import letters
 from rollbook.train.trainer import StepReport, Trainer
 from tests import tiny
 from tests.train import preset_steps
@@ -379,6 +380,13 @@ def train_command(*arguments: str) -> None:
         raise SystemExit(status)
 
 
+def build_on_rank_0(**options: Any) -> Any:
+    """Build the model of a run, except on rank 1."""
+    if os.environ["RANK"] == "1":
+        raise RuntimeError(FAILURE)
+    return letters.model(**options)
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +404,7 @@ def run_short(folder: Path) -> None:
     statuses["three"] = wait_for(
         fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, said=folder / "three/said")
     )
-    for name in ("none", "ranks", "torchrun"):
+    for name in ("none", "ranks", "torchrun", "fails"):
         (folder / f"command-{name}").mkdir()
     where = folder / "command-none"
     statuses["command-none"] = wait_for(
@@ -411,6 +419,9 @@ def run_short(folder: Path) -> None:
         command = [sys.executable, "-m", *prefix, "rollbook", *train_arguments(where / "run", strategy), *options]
         with (where / "said-all").open("w") as output:
             statuses[f"command-{name}"] = [subprocess.run(command, stderr=output, timeout=LONGEST).returncode]
+    where = folder / "command-fails"
+    arguments = [*train_arguments(where / "run", "ddp"), "model.builder=tests.train.ranks:build_on_rank_0"]
+    statuses["fails"] = wait_for(fork_ranks(2, train_command, *arguments, said=where / "said"))
     statuses["closed"] = wait_for(fork_ranks(2, wait_and_close, folder, said=said))
     half = RUN_STEPS // 2
     statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))

@@ -152,6 +152,12 @@ def test_an_exception_ends_all_ranks_with_its_message(results: Path) -> None:
         assert f"rank 1: ValueError: {FAILURE}" in (results / "failed" / f"said-{rank}").read_text()
 
 
+def test_rank_0_ends_with_the_message_of_a_rank_that_fails_while_building(results: Path) -> None:
+    assert 0 not in statuses(results)["fails"]
+    output = (results / "command-fails" / "said-0").read_text()
+    assert f"rank 1: RuntimeError: {FAILURE}" in output and "gloo" not in output
+
+
 def test_each_rank_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main(["train", "letters", "distributed=ddp", "device=auto", "--ranks", "3"]) == 2

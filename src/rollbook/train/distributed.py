@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from rollbook.batch.columns import mask_unpredicted
 from rollbook.batch.plan import MicroBatch, plan
 from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_choice
+from rollbook.core.errors import RollbookError
 from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics
@@ -239,14 +240,23 @@ class Distributed:
         self._measure(0.0)
         self._scatter([(_RELEASE, result)] * self.size)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks about an exception of this one, which ends them."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell the other ranks about an exception of this one, which ends them, and raise it.
+
+        Raises:
+            RankError: Another rank failed first, and this one could not communicate with it.
+        """
         if self.size > 1 and not self._ended.is_set():
             first_error = self._record_error(error)
             if self.is_main:
                 self._ended.set()
                 with suppress(RuntimeError):  # they have ended already
                     self._scatter([(_FAIL, first_error)] * self.size)
+            # Torch raises a RuntimeError if a rank has ended.
+            is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, RollbookError)
+            if is_of_torch and first_error != self._describe_error(error):
+                raise RankError(first_error) from None
+        raise error
 
     def _describe_error(self, error: BaseException) -> str:
         return str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
