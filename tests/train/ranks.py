@@ -44,6 +44,7 @@ from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
 from rollbook.train.prompts import Prompts
 from rollbook.train.recipes import letters
+from rollbook.train.tracker import METRICS_FILE
 from rollbook.train.trainer import StepReport, Trainer
 from tests import tiny
 from tests.train import preset_steps
@@ -387,6 +388,33 @@ def build_on_rank_0(**options: Any) -> Any:
     return letters.model(**options)
 
 
+def kill_launcher(folder: Path) -> list[int]:
+    """Kill a run's launcher; return how many ranks it had, and how many of them still run half a minute later."""
+    command = [sys.executable, "-m", "rollbook", *train_arguments(folder / "run", "ddp", 10_000), "--ranks", "2"]
+    launcher = subprocess.Popen(command)
+    metrics, end = folder / "run" / METRICS_FILE, time.monotonic() + LONGEST
+    while not metrics.exists() and launcher.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 30
+    while any(map(is_running, ranks)) and time.monotonic() < end:
+        time.sleep(0.1)
+    left = [pid for pid in ranks if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return [len(ranks), len(left)]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +432,7 @@ def run_short(folder: Path) -> None:
     statuses["three"] = wait_for(
         fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, said=folder / "three/said")
     )
-    for name in ("none", "ranks", "torchrun", "fails"):
+    for name in ("none", "ranks", "torchrun", "killed-launcher", "fails"):
         (folder / f"command-{name}").mkdir()
     where = folder / "command-none"
     statuses["command-none"] = wait_for(
@@ -419,6 +447,7 @@ def run_short(folder: Path) -> None:
         command = [sys.executable, "-m", *prefix, "rollbook", *train_arguments(where / "run", strategy), *options]
         with (where / "said-all").open("w") as output:
             statuses[f"command-{name}"] = [subprocess.run(command, stderr=output, timeout=LONGEST).returncode]
+    statuses["killed-launcher"] = kill_launcher(folder / "command-killed-launcher")
     where = folder / "command-fails"
     arguments = [*train_arguments(where / "run", "ddp"), "model.builder=tests.train.ranks:build_on_rank_0"]
     statuses["fails"] = wait_for(fork_ranks(2, train_command, *arguments, said=where / "said"))

@@ -158,6 +158,10 @@ def test_rank_0_ends_with_the_message_of_a_rank_that_fails_while_building(result
     assert f"rank 1: RuntimeError: {FAILURE}" in output and "gloo" not in output
 
 
+def test_ranks_end_with_their_launcher(results: Path) -> None:
+    assert statuses(results)["killed-launcher"] == [2, 0]
+
+
 def test_each_rank_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main(["train", "letters", "distributed=ddp", "device=auto", "--ranks", "3"]) == 2
