@@ -18,8 +18,10 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -34,18 +36,23 @@ from rollbook.book.book import Book
 from rollbook.cli import main as cli
 from rollbook.core.process_group import SINGLE_PROCESS
 from rollbook.models import Actor
+from rollbook.train import distributed as train_distributed
 from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.checkpoint import CheckpointConfig
 from rollbook.train.distributed import Distributed, DistributedTrainer
 from rollbook.train.learner import MinibatchConfig
 from rollbook.train.optimizer import OptimizerConfig
+from rollbook.train.prompts import Prompts
+from rollbook.train.recipes import letters
+from rollbook.train.tracker import METRICS_FILE
 from rollbook.train.trainer import StepReport, Trainer
+from tests import tiny
 from tests.train import preset_steps
 
 LONGEST = 240.0
 """Seconds of a case, after which ranks that wait for each other are ended."""
 TOLERANCE = 1e-5
-LOOSE = {"ppo, critic warm-up": 5e-5, "sft, bfloat16": 5e-2}
+LOOSE = {"ppo, critic warm-up": 5e-5, "sft, bfloat16": 5e-2, "sft, autocast": 2e-2}
 """In one process, other micro-batches change the gradient norm of the last step by 2e-5, too; in bfloat16 by more."""
 METRICS = ("loss", "grad_norm", "critic/value_loss", "critic/grad_norm")
 WAITING = ("ranks/wait_share", "ranks/plan_wait_share")
@@ -54,11 +61,15 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "grpo, one prompt": {**preset_steps.GRPO, "group_size": 2, "prompts_per_step": 1},
     "grpo, LoRA": {**preset_steps.GRPO, "lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
     "sft, bfloat16": {"algorithm": "sft", "prompts_per_step": 5, "precision": "bfloat16"},
+    "sft, autocast": {"algorithm": "sft", "prompts_per_step": 5, "precision": "autocast"},
     "dpo, short micro-batches": {"algorithm": "dpo", "prompts_per_step": 5, "batch": {"token_budget": 16}},
 }
-"""Adapters, bfloat16, and cases in which ranks have different numbers of micro-batches, or none."""
-CASES = {**preset_steps.SETTINGS, **VARIATIONS}
-SHORT = ["grpo, short micro-batches", "grpo, one prompt", "grpo, LoRA", "ppo", "sft", "dpo", "replay with an expert"]
+"""Adapters, bfloat16, autocast, and cases in which ranks have different numbers of micro-batches, or none."""
+IMAGES = "grpo, images and text"
+CASES = [*preset_steps.SETTINGS, *VARIATIONS, IMAGES]
+SHORT = [
+    "grpo, short micro-batches", "grpo, one prompt", "grpo, LoRA", "ppo", "sft", "dpo", "replay with an expert", IMAGES,
+]  # fmt: skip
 SHORT_STEPS = 2
 RUN_STEPS, INTERVAL = 6, 2
 FAILURE = "no samples today"
@@ -140,18 +151,47 @@ def shared_book(folder: Path, distributed: Distributed) -> Iterator[None]:
         rollbook.open, Book.append = open_book, append  # type: ignore[method-assign]
 
 
+def build_case(name: str, folder: Path) -> Trainer:
+    """Build the trainer of a case; `folder` is for its books."""
+    if name == IMAGES:
+        return build_vision_trainer()
+    return preset_steps.build_trainer(folder=folder, **{**preset_steps.SETTINGS, **VARIATIONS}[name])
+
+
+def build_vision_trainer() -> Trainer:
+    """Build a trainer of a vision-language model, some prompts of which have an image."""
+    model, processor = tiny.llava()
+    for weight in model.parameters():
+        if not weight.any():
+            weight.data.fill_(0.1)  # the gradients of biases of keys are rounding errors, which show near 0
+    texts = [{"prompt": "abcdefghij"[i:]} for i in range(5)]
+    images = [{"prompt": "<image>" + "abcde"[i:], "images": [tiny.picture((50 * i, 0, 255))]} for i in range(5)]
+    return preset_steps.Trainer(
+        Actor(model, processor=processor),
+        AlgorithmConfig.preset("grpo", group_size=2, kl_coef=0.0),
+        rollbook.open("memory:"),
+        prompts=Prompts([*texts, *images], seed=preset_steps.SEED),
+        reward=preset_steps.reward_sum,
+        sampling={"max_tokens": 4},
+        prompts_per_step=5,
+        optimizer=OptimizerConfig(lr=0.02, eps=1e-2),
+        minibatch=MinibatchConfig(minibatches=2, token_budget=20),
+        seed=preset_steps.SEED,
+    )
+
+
 def run_case(name: str, steps: int, folder: Path, distributed: Distributed | None = None) -> dict[str, Any]:
     """Train a case; with `distributed`, on all ranks, which read the book from a folder."""
     if distributed is None:
         with preset_steps.reproducible():
-            trainer = preset_steps.build_trainer(folder=folder, **CASES[name])
+            trainer = build_case(name, folder)
             return summarize(trainer, trainer.run(steps))
     own = folder / f"rank-{distributed.rank}"
     own.mkdir(parents=True)
     preset_steps.Trainer = partial(DistributedTrainer, distributed=distributed)  # type: ignore[assignment, misc]
     try:
         with preset_steps.reproducible(), shared_book(folder, distributed):
-            trainer = preset_steps.build_trainer(folder=own, **CASES[name])
+            trainer = build_case(name, own)
             return summarize(trainer, trainer.run(steps))
     finally:
         preset_steps.Trainer = Trainer  # type: ignore[misc]
@@ -277,6 +317,38 @@ def _fail() -> None:
     raise ValueError(FAILURE)
 
 
+def wait_and_close(folder: Path) -> None:
+    """Let rank 0 work alone for a while, then end the ranks; write what was measured, and the threads that are left."""
+    train_distributed._POLL_SECONDS = 0.02
+    distributed = Distributed("ddp", "cpu")
+    distributed.handlers = {"work": time.sleep}
+    shares = {}
+    if distributed.is_main:
+        distributed.start_measuring()
+        distributed.call("work", [0.2, 0.2])
+        time.sleep(0.6)
+        shares = distributed.wait_metrics()
+        distributed.release()
+    else:
+        distributed.follow()
+    distributed._store = SlowStore(distributed._store)
+    time.sleep(0.2)  # the watch is in the store now
+    distributed.close()
+    threads = [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    (folder / f"closed-{distributed.rank}.json").write_text(json.dumps({"shares": shares, "threads": threads}))
+
+
+class SlowStore:
+    """A store that takes half a second to answer."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.5)
+        return bool(self.store.check(keys))
+
+
 def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[], bool]) -> list[int]:
     """Kill one rank of a run when `wait` returns, then train the run to its end; return the first exit statuses."""
     folder.mkdir(exist_ok=True)
@@ -290,18 +362,57 @@ def kill_and_continue(folder: Path, strategy: str, ranks: int, wait: Callable[[]
     return statuses
 
 
-def train_command(folder: Path, strategy: str) -> None:
-    """Run `rollbook train` on this rank, as torchrun does."""
+def train_arguments(folder: Path, strategy: str, steps: int = 3) -> list[str]:
+    """Return the arguments of `rollbook` for a short run."""
     changes = {
-        "out": folder, "distributed": strategy, "steps": 3, "threads": 1, "tracking.display": "false",
+        "out": folder, "distributed": strategy, "steps": steps, "threads": 1, "tracking.display": "false",
         "warmup.steps": 1, "warmup.target_accuracy": "null", "data.options.count": 40, "data.held_out": 6,
         "batch.prompts_per_step": 3, "batch.token_budget": 64, "algorithm.group_size": 2, "algorithm.kl_coef": 0.1,
         "model.options.hidden": 32, "model.options.heads": 1, "checkpoint.interval": 2, "optimizer.lr": 0.003,
         "rewards": "{function: 'tests.train.preset_steps:reward_sum'}", "model.gradient_checkpointing": "true",
     }  # fmt: skip
-    status = cli(["train", "letters", *(f"{key}={value}" for key, value in changes.items())])
+    return ["train", "letters", *(f"{key}={value}" for key, value in changes.items())]
+
+
+def train_command(*arguments: str) -> None:
+    """Run `rollbook` on this rank, as torchrun does."""
+    status = cli(list(arguments))
     if status:
         raise SystemExit(status)
+
+
+def build_on_rank_0(**options: Any) -> Any:
+    """Build the model of a run, except on rank 1."""
+    if os.environ["RANK"] == "1":
+        raise RuntimeError(FAILURE)
+    return letters.model(**options)
+
+
+def kill_launcher(folder: Path) -> list[int]:
+    """Kill a run's launcher; return how many ranks it had, and how many of them still run half a minute later."""
+    command = [sys.executable, "-m", "rollbook", *train_arguments(folder / "run", "ddp", 10_000), "--ranks", "2"]
+    launcher = subprocess.Popen(command)
+    metrics, end = folder / "run" / METRICS_FILE, time.monotonic() + LONGEST
+    while not metrics.exists() and launcher.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 30
+    while any(map(is_running, ranks)) and time.monotonic() < end:
+        time.sleep(0.1)
+    left = [pid for pid in ranks if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return [len(ranks), len(left)]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -321,11 +432,26 @@ def run_short(folder: Path) -> None:
     statuses["three"] = wait_for(
         fork_ranks(3, run_cases, folder / "three", ("fsdp",), SHORT[:1], SHORT_STEPS, said=folder / "three/said")
     )
-    for name, ranks in (("none", 1), ("fsdp", 2)):
+    for name in ("none", "ranks", "torchrun", "killed-launcher", "fails"):
         (folder / f"command-{name}").mkdir()
-        statuses[f"command-{name}"] = wait_for(
-            fork_ranks(ranks, train_command, folder / f"command-{name}/run", name, said=folder / f"command-{name}/said")
-        )
+    where = folder / "command-none"
+    statuses["command-none"] = wait_for(
+        fork_ranks(1, train_command, *train_arguments(where / "run", "none"), said=where / "said")
+    )
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    for name, strategy, prefix, options in (
+        ("ranks", "fsdp", [], ["--ranks", "2"]),
+        ("torchrun", "ddp", torchrun, []),
+    ):
+        where = folder / f"command-{name}"
+        command = [sys.executable, "-m", *prefix, "rollbook", *train_arguments(where / "run", strategy), *options]
+        with (where / "said-all").open("w") as output:
+            statuses[f"command-{name}"] = [subprocess.run(command, stderr=output, timeout=LONGEST).returncode]
+    statuses["killed-launcher"] = kill_launcher(folder / "command-killed-launcher")
+    where = folder / "command-fails"
+    arguments = [*train_arguments(where / "run", "ddp"), "model.builder=tests.train.ranks:build_on_rank_0"]
+    statuses["fails"] = wait_for(fork_ranks(2, train_command, *arguments, said=where / "said"))
+    statuses["closed"] = wait_for(fork_ranks(2, wait_and_close, folder, said=said))
     half = RUN_STEPS // 2
     statuses["run"] = wait_for(fork_ranks(2, train_run, folder / "run", "fsdp", half, said=folder / "run/said"))
     for name, strategy, ranks in (("run-none", "none", 1), ("run-fsdp", "fsdp", 3), ("run-ddp", "ddp", 2)):
@@ -416,7 +542,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
-    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--short", type=Path)

@@ -70,6 +70,15 @@ def test_waiting_is_reported(results: Path) -> None:
         assert all(0 <= step[name] < 1 for step in steps for name in ("ranks/wait_share", "ranks/plan_wait_share"))
 
 
+def test_closing_ends_the_watch_and_waiting_for_rank_0_counts(results: Path) -> None:
+    """A thread that is in the store when the interpreter ends aborts the process."""
+    assert statuses(results)["closed"] == [0, 0], said(results)
+    first, second = (json.loads((results / f"closed-{rank}.json").read_text()) for rank in range(2))
+    assert first["threads"] == second["threads"] == []
+    # Rank 1 works for 0.2 of 0.8 seconds, and waits for the others: 0.6 / (2 * 0.8).
+    assert 0.25 < first["shares"]["ranks/wait_share"] < 0.5
+
+
 @pytest.mark.parametrize("name", ["run-none", "run-fsdp", "run-ddp", "run-apart"])
 def test_a_checkpoint_of_two_ranks_resumes(results: Path, name: str) -> None:
     """In one process, on three ranks, with another strategy, and on two machines that share no files."""
@@ -83,9 +92,10 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line)["metrics"] for line in (folder / "run" / METRICS_FILE).read_text().splitlines()]
 
 
-def test_the_command_trains_and_evaluates_on_all_ranks(results: Path) -> None:
-    folder = results / "command-fsdp"
-    assert set(statuses(results)["command-fsdp"]) == {0}, said(folder)
+@pytest.mark.parametrize("name", ["command-ranks", "command-torchrun"])
+def test_the_command_trains_and_evaluates_on_all_ranks(results: Path, name: str) -> None:
+    folder = results / name
+    assert statuses(results)[name] == [0], said(folder)
     expected, measured = read_metrics(results / "command-none"), read_metrics(folder)
     assert len(measured) == len(expected) == 5  # evaluations before and after three steps, each written once
     for before, after in zip(expected, measured, strict=True):
@@ -140,3 +150,19 @@ def test_an_exception_ends_all_ranks_with_its_message(results: Path) -> None:
     assert statuses(results)["failed"] == [1, 1]
     for rank in range(2):
         assert f"rank 1: ValueError: {FAILURE}" in (results / "failed" / f"said-{rank}").read_text()
+
+
+def test_rank_0_ends_with_the_message_of_a_rank_that_fails_while_building(results: Path) -> None:
+    assert 0 not in statuses(results)["fails"]
+    output = (results / "command-fails" / "said-0").read_text()
+    assert f"rank 1: RuntimeError: {FAILURE}" in output and "gloo" not in output
+
+
+def test_ranks_end_with_their_launcher(results: Path) -> None:
+    assert statuses(results)["killed-launcher"] == [2, 0]
+
+
+def test_each_rank_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["train", "letters", "distributed=ddp", "device=auto", "--ranks", "3"]) == 2
+    assert "--ranks: got 3 with 2 CUDA devices, expected at most 2, or device=cpu" in capsys.readouterr().err

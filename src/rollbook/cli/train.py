@@ -59,8 +59,10 @@ def train(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ray is None:
         if config.distributed == "none":
             raise ValueError(f"--ranks: got {options.ranks} with distributed: none, expected distributed=ddp or fsdp")
+        _check_devices(options.ranks, config.device)
         arguments = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
         return _launch(options.ranks, [*arguments, *(["--json"] if options.json else [])])
+    _watch_parent(options)
     from rollbook.train.checkpoint import RankError
     from rollbook.train.ray import train_on_ray
     from rollbook.train.run import run
@@ -116,6 +118,15 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def _check_devices(ranks: int, device: str) -> None:
+    """Check that every rank gets a GPU of its own, if they run on GPUs."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if 0 < count < ranks and device.startswith(("auto", "cuda")):
+        raise ValueError(f"--ranks: got {ranks} with {count} CUDA devices, expected at most {count}, or device=cpu")
+
+
 def _launch(ranks: int, arguments: list[str]) -> int:
     """Run `rollbook train` on several ranks of this machine, as torchrun does."""
     import logging
@@ -137,7 +148,7 @@ def _launch(ranks: int, arguments: list[str]) -> int:
         max_restarts=0,
     )
     try:
-        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", *arguments)
+        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", "--parent", str(os.getpid()), *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -286,8 +297,7 @@ def rollout(options: argparse.Namespace) -> int:
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    if options.parent is not None:
-        threading.Thread(target=_exit_with_parent, args=(options.parent,), daemon=True).start()
+    _watch_parent(options)
     opened = wait_for_trainer(resolve_book(expand_variables(options.book, "--book")), stop, _log)
     if opened is None:
         return OK
@@ -317,8 +327,13 @@ def rollout(options: argparse.Namespace) -> int:
     return OK
 
 
+def _watch_parent(options: argparse.Namespace) -> None:
+    if options.parent is not None:
+        threading.Thread(target=_exit_with_parent, args=(options.parent,), daemon=True).start()
+
+
 def _exit_with_parent(parent: int) -> None:
-    """End this process as SIGTERM does when its parent has ended: the next trainer starts workers of its own."""
+    """End this process as SIGTERM does when its parent has ended: the next one starts workers or ranks of its own."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

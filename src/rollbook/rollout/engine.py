@@ -215,8 +215,8 @@ class BaseEngine(ABC):
     version: int = 0
     takes_weights: ClassVar[bool] = False
     """Whether `update_weights` takes the weights of a model. A trainer keeps such an engine in sync."""
-    weight_layout: ClassVar[Literal["gathered", "sharded"]] = "gathered"
-    """Weights that the engine of each rank needs in a distributed run: complete ones, or the shard of its rank."""
+    weight_layout: ClassVar[Literal["gathered"]] = "gathered"
+    """Weights that the engine of each rank holds in a distributed run: complete ones."""
     is_remote: bool = False
     """Whether the weights are on servers, to which one rank sends them for all."""
 

@@ -10,9 +10,12 @@ them from the book; ranks that cannot read it are sent the rows.
 | `ddp` | complete on every rank | by an all-reduce after the last micro-batch |
 | `fsdp` | sharded by FSDP2: each decoder layer, and the rest of the model | by a reduce-scatter in each backward pass |
 
+`ddp` does not use `DistributedDataParallel`, which reduces in the backward pass of its own `forward`: passes call
+`token_stats` and `token_values` of a model, and a rank may have fewer micro-batches than another, or none.
+
 Invariant: losses are divided by the denominators of all ranks and gradients are summed, so that an update is that of
-one rank up to rounding. Every rank makes the same collective calls: one with fewer micro-batches runs micro-batches
-that do not count.
+one rank up to rounding. With `fsdp`, every rank makes the same collective calls in a pass: one with fewer micro-batches
+runs micro-batches that do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -48,6 +51,7 @@ from rollbook.batch.columns import mask_unpredicted
 from rollbook.batch.plan import MicroBatch, plan
 from rollbook.book.disk import hit_failpoint
 from rollbook.core.checks import check_choice
+from rollbook.core.errors import RollbookError
 from rollbook.core.experience import Experience, split_preference_pairs
 from rollbook.core.experiences import Experiences
 from rollbook.core.metrics import StepMetrics
@@ -154,10 +158,14 @@ class Distributed:
         self._wait_seconds = 0.0
         """Seconds that this rank waited for others in the current call."""
         self._measured_time, self._planned_time = _BusyTime(), _BusyTime()
+        self._measured_until = time.perf_counter()
+        """On rank 0: end of the time that is in `_measured_time`."""
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._ended = threading.Event()
+        self._error_watch: threading.Thread | None = None
         if self.size > 1:
-            threading.Thread(target=self._watch_for_errors, daemon=True).start()
+            self._error_watch = threading.Thread(target=self._watch_for_errors, daemon=True)
+            self._error_watch.start()
 
     @property
     def is_main(self) -> bool:
@@ -177,6 +185,9 @@ class Distributed:
     def close(self) -> None:
         """End the process group, if this object created it."""
         self._ended.set()
+        if self._error_watch is not None:
+            # A thread that is in the store while the interpreter ends aborts the process.
+            self._error_watch.join()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -198,6 +209,17 @@ class Distributed:
         self._scatter([(name, share) for share in shares])
         return self._run_handler(name, shares[0])
 
+    def start_measuring(self) -> None:
+        """Start to measure the time that ranks wait for each other, on rank 0, while the others `follow`."""
+        self._measured_until = time.perf_counter()
+
+    def _measure(self, busy_seconds: float) -> None:
+        """Count the time since the last count, in which other ranks were busy, and rank 0 when it did not wait."""
+        now = time.perf_counter()
+        seconds, self._measured_until = now - self._measured_until, now
+        self._measured_time.add(seconds - self._wait_seconds + busy_seconds, seconds * self.size)
+        self._wait_seconds = 0.0
+
     def follow(self) -> Any:
         """Run the calls of rank 0 until it releases this rank, and return what it passed on.
 
@@ -215,16 +237,26 @@ class Distributed:
 
     def release(self, result: Any = None) -> None:
         """End `follow` on the other ranks, which return `result`."""
+        self._measure(0.0)
         self._scatter([(_RELEASE, result)] * self.size)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks about an exception of this one, which ends them."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell the other ranks about an exception of this one, which ends them, and raise it.
+
+        Raises:
+            RankError: Another rank failed first, and this one could not communicate with it.
+        """
         if self.size > 1 and not self._ended.is_set():
             first_error = self._record_error(error)
             if self.is_main:
                 self._ended.set()
                 with suppress(RuntimeError):  # they have ended already
                     self._scatter([(_FAIL, first_error)] * self.size)
+            # Torch raises a RuntimeError if a rank has ended.
+            is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, RollbookError)
+            if is_of_torch and first_error != self._describe_error(error):
+                raise RankError(first_error) from None
+        raise error
 
     def _describe_error(self, error: BaseException) -> str:
         return str(error) if isinstance(error, RankError) else f"rank {self.rank}: {type(error).__name__}: {error}"
@@ -254,6 +286,7 @@ class Distributed:
         seconds = time.perf_counter() - start_time
         replies: list[Any] = [None] * self.size
         reply = (failure is not None, result, seconds - self._wait_seconds)
+        gather_time = time.perf_counter()
         try:
             dist.gather_object(reply, replies if self.is_main else None, dst=0, group=self.control_group)
         except RuntimeError:
@@ -264,8 +297,8 @@ class Distributed:
                 raise failure from None
             raise RankError(self._describe_error(failure)) from failure
         if self.is_main:
-            busy_seconds = [busy for _, _, busy in replies]
-            self._measured_time.add(sum(busy_seconds), max(*busy_seconds, seconds) * self.size)
+            self._wait_seconds += time.perf_counter() - gather_time
+            self._measure(sum(busy for _, _, busy in replies[1:]))
             if any(failed for failed, _, _ in replies):
                 first_error = self._store.get(_ERROR_KEY).decode()
                 if failure is not None and first_error.startswith("rank 0:"):
@@ -303,9 +336,10 @@ class Distributed:
     def wait_metrics(self) -> dict[str, float]:
         """Return the shares of time that ranks waited for each other since the last call.
 
-        `ranks/wait_share` is measured, except within passes of sharded models, where ranks wait in every layer;
-        `ranks/plan_wait_share` is that of the updates by their plans.
+        `ranks/wait_share` is measured, also while rank 0 works alone, but not within passes of sharded models, where
+        ranks wait in every layer; `ranks/plan_wait_share` is that of the updates by their plans.
         """
+        self._measure(0.0)
         times = {"ranks/wait_share": self._measured_time, "ranks/plan_wait_share": self._planned_time}
         self._measured_time, self._planned_time = _BusyTime(), _BusyTime()
         return {name: float(1 - entry.busy / entry.total) for name, entry in times.items() if entry.total}
@@ -475,6 +509,8 @@ class DistributedLearner(Learner):
         super().__init__(actor, algorithm, **options)
         self.distributed, self._pack, self._unpack = distributed, pack, unpack
         self.rank_count = distributed.size
+        # The reduce-scatter of a rank contains the weights that have a gradient: they must be the same on all ranks.
+        self.uniform_media = distributed.shards is not None
         if distributed.strategy == "fsdp":
             for optimizer in self.optimizers.values():
                 optimizer.shards = distributed.mesh.get_group()
@@ -495,18 +531,15 @@ class DistributedLearner(Learner):
         critic_only: bool,
     ) -> dict[str, Any] | None:
         self.distributed.add_plan(micro_batches)
-        # A rank without rows runs these, to make the same calls as the others.
-        lengths = rows.records.token_lengths()
-        shortest = min(minibatch, key=lambda i: int(lengths[i]))
-        filler_rows = [shortest]
-        if rows.pairs is not None:
-            filler_rows = [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
         shares = []
         for rank in range(self.rank_count):
             rank_micro_batches = [micro for micro in micro_batches if micro.rank == rank]
             if self.distributed.strategy == "ddp":
                 rank_micro_batches = [micro for micro in rank_micro_batches if len(micro)]
-            row_lists = [[minibatch[i] for i in micro.indices.tolist()] or filler_rows for micro in rank_micro_batches]
+            row_lists = [
+                [minibatch[i] for i in micro.indices.tolist()] or _find_filler(rows, minibatch, micro.modality)
+                for micro in rank_micro_batches
+            ]
             rank_rows = sorted({row for row_list in row_lists for row in row_list})
             position_of_row = {row: position for position, row in enumerate(rank_rows)}
             planned = [
@@ -577,6 +610,18 @@ class DistributedLearner(Learner):
             paths = None if keys is None else [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
             tensors |= {f"{prefix}{path}": tensor for path, tensor in optimizer.tensors(paths).items()}
         return tensors
+
+
+def _find_filler(rows: TrainRows, minibatch: Sequence[int], media_kind: Any) -> list[int]:
+    """Return the shortest row, or pair, of a kind of media, or of any: what a rank without rows runs."""
+    lengths = rows.records.token_lengths()
+    candidates = minibatch
+    if media_kind is not None:
+        candidates = [i for i in minibatch if rows.media_kinds[i] == media_kind]
+    shortest = min(candidates, key=lambda i: int(lengths[i]))
+    if rows.pairs is None:
+        return [shortest]
+    return [i for i in minibatch if rows.pairs[i] == rows.pairs[shortest]]
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -656,6 +701,8 @@ class DistributedTrainer(Trainer):
 
         They are released at the end. What was appended to the list is the result of their `follow`.
         """
+        if self._lead_depth == 0:
+            self.distributed.start_measuring()
         self._lead_depth += 1
         results: list[Any] = []
         try:
@@ -754,9 +801,6 @@ class DistributedTrainer(Trainer):
         """Gather the weights that the engine samples from, and set their version."""
         if engine is self._own_engine and engine is not None:
             engine.version = version
-        if getattr(engine, "weight_layout", "gathered") == "sharded":
-            yield
-            return
         with self.distributed.gathered(self.actor):
             yield
 

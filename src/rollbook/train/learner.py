@@ -344,6 +344,8 @@ class Learner:
         """Number of consecutive updates that were not finite."""
         self.rank_count = 1
         """Number of ranks that the micro-batches of an update are planned for."""
+        self.uniform_media = False
+        """Whether ranks run rows with the same kinds of media at the same time."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -428,9 +430,12 @@ class Learner:
         options: dict[str, Any] = {}
         layout: Literal["packed", "padded"] = "packed" if self.packed else "padded"
         budget = self.minibatch.token_budget
+        media = rows.media_kinds if self.uniform_media else []
+        if len({media[i] for i in minibatch} if media else ()) > 1:
+            options = {"modality": [media[i] for i in minibatch], "uniform_modality": True}
         if rows.pairs is not None:
             pairs = [rows.pairs[i] for i in minibatch]
-            options = {"groups": pairs, "keep_groups": "micro_batch"}
+            options |= {"groups": pairs, "keep_groups": "micro_batch"}
             budget = max(budget, *_pair_sizes(lengths, pairs, layout))
         planned = plan(
             lengths,

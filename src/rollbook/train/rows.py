@@ -128,6 +128,11 @@ class TrainRows:
     def __len__(self) -> int:
         return len(self.records)
 
+    @cached_property
+    def media_kinds(self) -> list[tuple[str, ...]]:
+        """[B] Sorted names of the media of each row, which determine the parts of the model that it uses."""
+        return [tuple(sorted(media or ())) for media in self.records.values("multi_modal_inputs")]
+
     def take(self, rows: Sequence[int]) -> TrainRows:
         """Return some of the rows, such as those of a micro-batch."""
         indices = np.asarray(rows, dtype=np.int64)

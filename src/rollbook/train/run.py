@@ -402,7 +402,6 @@ class Run:
             yield
         except BaseException as error:
             ranks.fail(error)
-            raise
         finally:
             ranks.close()
 
