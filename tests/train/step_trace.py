@@ -31,7 +31,7 @@ MAX_FILES, MAX_FUNCTIONS, MAX_FRAMES, MAX_LAYOUTS = 60, 600, 14, 3
 MODEL_PASSES = ("token_stats",)
 """Functions that run a model over a batch, by name; decoding is not among them."""
 LAYOUTS = {
-    "batch/batch.py": ("from_columns", "pack", "pad"),
+    "batch/batch.py": ("from_records", "pack", "pad"),
     "compat/lightrft/models.py": ("laid_out", "end_to_end"),
 }
 """Functions that pad or pack a batch, by file."""

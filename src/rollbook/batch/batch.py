@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rollbook.batch.columns import RESPONSE_COLUMNS, BatchColumns, Lengths, read_columns
+from rollbook.batch.columns import RESPONSE_COLUMNS, Lengths, read_columns
 from rollbook.batch.device import Device, copy_columns, pin_memory, to
 from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
 from rollbook.core.checks import check_int
@@ -136,38 +136,25 @@ class Batch:
                 than its record, or a record is a preference pair.
         """
         read = read_columns(as_experiences(records), columns, fill)
-        return cls.from_columns(read, packed=packed, pad_token_id=pad_token_id, side=side, device=device)
-
-    @classmethod
-    def from_columns(
-        cls,
-        columns: BatchColumns,
-        *,
-        packed: bool = False,
-        pad_token_id: int = 0,
-        side: Side = "left",
-        device: Device = "cpu",
-    ) -> Batch:
-        """Build a batch from columns that are already read. For the arguments, see `from_records`."""
         target = torch.device(device)
-        flat: dict[str, Column] = {"tokens": columns.tokens, **columns.by_response_token}
+        flat: dict[str, Column] = {"tokens": read.tokens, **read.by_response_token}
         if target.type != "cpu":
-            lengths = [columns.lengths, *[columns.response_lengths] * len(columns.by_response_token)]
+            lengths = [read.lengths, *[read.response_lengths] * len(read.by_response_token)]
             copies = copy_columns(list(zip(flat.values(), lengths, strict=True)), target)
             flat = dict(zip(flat, copies, strict=True))
             target = copies[0].device  # with an index, as spans know it
         fields: dict[str, Any] = {}
         if packed:
             for name, column in flat.items():
-                row_lengths = columns.lengths if name == "tokens" else columns.response_lengths
+                row_lengths = read.lengths if name == "tokens" else read.response_lengths
                 fields[name] = Rows(concatenated(column, row_lengths).contiguous(), row_lengths.tolist())
             fields["tokens"] = fields["tokens"].apply(torch.Tensor.long)
             if "action_mask" not in fields:
-                total = int(columns.response_lengths.sum())
+                total = int(read.response_lengths.sum())
                 mask = torch.ones(total, dtype=torch.bool, device=target)
-                fields["action_mask"] = Rows(mask, columns.response_lengths.tolist())
+                fields["action_mask"] = Rows(mask, read.response_lengths.tolist())
         else:
-            tokens, responses = fields["spans"] = _spans(columns.lengths, columns.response_lengths, side)
+            tokens, responses = fields["spans"] = _spans(read.lengths, read.response_lengths, side)
             fill = check_int("pad_token_id", pad_token_id)
             fields["tokens"] = tokens.pad(flat.pop("tokens"), fill, dtype=torch.int64)
             fields["attention_mask"] = tokens.mask(torch.int64, target)
@@ -176,15 +163,15 @@ class Batch:
             if "action_mask" not in fields:
                 fields["action_mask"] = responses.mask(torch.bool, target)
         extra: dict[str, Tokens] = {}
-        for name in columns.by_response_token:
+        for name in read.by_response_token:
             if name not in _FIELDS:
                 extra[name] = fields.pop(name)
-        if columns.by_record:
-            extra |= to(columns.by_record, target)
-        if columns.media:
-            fields["media"] = to(columns.media, target)
-        reward = None if columns.reward is None else to(columns.reward, target)
-        return cls(**fields, eids=columns.eids, reward=reward, extra=extra)
+        if read.by_record:
+            extra |= to(read.by_record, target)
+        if read.media:
+            fields["media"] = to(read.media, target)
+        reward = None if read.reward is None else to(read.reward, target)
+        return cls(**fields, eids=read.eids, reward=reward, extra=extra)
 
     # --- properties ---------------------------------------------------------------------------------------------------
 
