@@ -42,6 +42,8 @@ from rollbook.rollout.server import (
     resolve_logprobs_kind,
 )
 
+__all__ = ["OpenAIEngine"]
+
 T = TypeVar("T")
 DIALECTS: dict[str, Dialect] = {
     dialect.name: dialect for dialect in (Dialect(), VLLM(), TransformersServe(), SGLang(), LlamaCpp())

@@ -37,6 +37,17 @@ if TYPE_CHECKING:
     from rollbook.models import Actor, Critic
     from rollbook.train.optimizer import Optimizer
 
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CorruptCheckpointError",
+    "checkpoint_name",
+    "list_checkpoints",
+    "load_weights",
+    "prune",
+    "save",
+]
+
 CHECKPOINT_FOLDER = "checkpoints"
 SHARDS = "shards"
 _NAME = re.compile(r"step-(\d{6,})")

@@ -16,6 +16,8 @@ from torch import nn
 
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
 
+__all__ = ["Optimizer", "OptimizerConfig"]
+
 PRECISIONS = ("float32", "bfloat16", "autocast")
 SCHEDULES = ("constant", "linear", "cosine")
 NAMES = ("adamw", "sgd")

@@ -20,6 +20,8 @@ from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup, check_process_group
 
+__all__ = ["gigpo", "step_wise_grpo"]
+
 
 class _Episodes:
     """The rows of all processes with the run and the step of each."""
