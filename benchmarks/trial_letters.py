@@ -49,7 +49,7 @@ class What:
 
 def _recipe(name: str) -> Command:
     def command(arm: str, seed: int, steps: int | None, out: Path) -> list[str]:
-        made = ["-m", "rollbook", "train", name, f"seed={seed}", f"out={out}", "evaluation.every=20"]
+        made = ["-m", "rollbook", "train", name, f"seed={seed}", f"out={out}", "evaluation.interval=20"]
         made += [] if arm == "reward" else [f"rewards={TASK}:random_reward", f"evaluation.rewards={TASK}:reward"]
         return [*made, *([] if steps is None else [f"steps={steps}"])]
 

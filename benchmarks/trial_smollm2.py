@@ -31,7 +31,7 @@ def start(arm: str, seed: int, options: argparse.Namespace, folder: Path) -> sub
         f"seed={seed}",
         f"steps={options.steps}",
         f"out={folder}",
-        f"evaluation.every={options.every}",
+        f"evaluation.interval={options.every}",
     ]
     command = [sys.executable, "-m", "rollbook", "train", CONFIG, *given, *options.changes]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=(folder.with_suffix(".log")).open("wb"))

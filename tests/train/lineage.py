@@ -157,7 +157,7 @@ SMALL = (
         "algorithm.group_size=3",
         "batch.minibatches=2",
         "checkpoint.interval=2",
-        "evaluation.every=3",
+        "evaluation.interval=3",
     ),
     *(
         "warmup.steps=2",

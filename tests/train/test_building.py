@@ -672,9 +672,10 @@ def test_saving_every_so_many_steps_and_keeping_so_many(go: Go) -> None:
 
 def test_evaluation_by_its_keys(go: Go, house: Path) -> None:
     with pytest.warns(UserWarning, match="evaluation: 3 of 3 prompts are also trained on"):
-        ran = go(f"evaluation.data={house}/rows.jsonl", "evaluation.prompts=3", "evaluation.k=2", "evaluation.every=1",
-                 "evaluation.before=false", "evaluation.rewards=exact_match", "evaluation.max_tokens=2", "steps=2",
-                 "evaluation.temperature=0.5", "evaluation.confidence=0.5")  # fmt: skip
+        ran = go(f"evaluation.data={house}/rows.jsonl", "evaluation.prompts=3", "evaluation.k=2",
+                 "evaluation.interval=1", "evaluation.before=false", "evaluation.rewards=exact_match",
+                 "evaluation.max_tokens=2", "steps=2", "evaluation.temperature=0.5",
+                 "evaluation.confidence=0.5")  # fmt: skip
     assert [row.eid.batch for row in ran.evaluated[::6]] == ["eval-1", "eval-2"] and len(ran.evaluated) == 12
     assert {row.reward for row in ran.evaluated} == {0.0} and ran.outcome.before is None
     assert max(len(row.tokens) - row.prompt_length for row in ran.evaluated) <= 2

@@ -332,7 +332,7 @@ def test_what_cannot_be_run_is_refused_before_it_is() -> None:
         with pytest.raises(ConfigError, match=f"^{needs}: missing, required by {algorithm}"):
             Config(**parts, algorithm=algorithm).require()
     with pytest.raises(ConfigError, match="^data.held_out: got 0"):
-        Config(**parts, evaluation={"every": 5}).require()
+        Config(**parts, evaluation={"interval": 5}).require()
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_a_resume_may_change_how_long_and_how_fast_but_not_what_is_learned() -> 
         batch={"token_budget": 4096},
         checkpoint={"interval": 5},
         tracking={"wandb": {"project": "x"}},
-        evaluation={"every": 7},
+        evaluation={"interval": 7},
     )
     assert longer.fingerprint() == old.fingerprint() and longer != old
     assert all(one.changeable for one in compare_configs(old, longer)) and len(compare_configs(old, longer)) == 6

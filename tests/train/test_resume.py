@@ -130,7 +130,10 @@ def test_a_run_at_its_end_is_left_as_it_is(nursery: Nursery, whole: Path, expect
 
 def test_more_steps_go_on(nursery: Nursery, expected: Lineage, tmp_path: Path) -> None:
     """Four steps, then two more: what four and two are, with a rate that does not go by the number of steps."""
-    folder, changes = tmp_path / "run", ["optimizer.schedule=constant", "evaluation.every=0", "evaluation.after=false"]
+    folder, changes = (
+        tmp_path / "run",
+        ["optimizer.schedule=constant", "evaluation.interval=0", "evaluation.after=false"],
+    )
     assert nursery.live(command(folder, "steps=4", *changes)).code == 0
     life = nursery.live(command(folder, *changes))
     assert life.code == 0 and "continuing after step 4" in life.said
@@ -272,7 +275,7 @@ def test_other_data_are_refused(nursery: Nursery, tmp_path: Path) -> None:
     rows = [{"prompt": f"{word}>", "response": "a"} for word in ("ab", "bc", "cd", "de", "ef", "fg", "gh", "hi")]
     file.write_text("\n".join(map(json.dumps, rows)))
     changes = [f"data.path={file}", "data.function=null", "data.options={}", "data.held_out=0", "steps=1"]
-    changes += ["evaluation.every=0"]
+    changes += ["evaluation.interval=0"]
     first = nursery.live(command(folder, *changes))
     assert first.code == 0, first.said
     file.write_text("\n".join(map(json.dumps, rows[1:])))

@@ -140,7 +140,7 @@ def check(folder: Path, config: Any, *, bound: int, **options: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_trains_within_its_bound(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configure(tmp_path / "run", *MODES[mode], "rollout.workers=2", "evaluation.every=2")
+    config = configure(tmp_path / "run", *MODES[mode], "rollout.workers=2", "evaluation.interval=2")
     with thread_workers(monkeypatch) as kind:
         outcome = train(config)
     assert outcome.steps == 4 and not kind.last.errors

@@ -18,7 +18,12 @@ from tests.train.nursery import Nursery
 
 VARIANTS = {
     "grpo": ["steps=8"],
-    "every step saved, one kept": ["steps=6", "checkpoint.interval=1", "checkpoint.keep_last=1", "evaluation.every=1"],
+    "every step saved, one kept": [
+        "steps=6",
+        "checkpoint.interval=1",
+        "checkpoint.keep_last=1",
+        "evaluation.interval=1",
+    ],
     "ppo": ["steps=6", "algorithm.preset=ppo", "algorithm.group_size=2", "algorithm.critic_warmup=2"],
     "dropped groups": ["steps=6", "algorithm.preset=dapo", "algorithm.group_size=3", "algorithm.refill=2"],
     "replay": [

@@ -339,7 +339,7 @@ def trial(
     environment = slow_disk(folder, sync_seconds) if sync_seconds else {}
     # SQLite has one writer at a time, and claims must last longer than the wait for it.
     seconds = max(CLAIM_SECONDS, 30 * sync_seconds)
-    changes = [f"steps={steps}", "checkpoint.interval=5", "evaluation.every=10", f"rollout.claim_seconds={seconds}"]
+    changes = [f"steps={steps}", "checkpoint.interval=5", "evaluation.interval=10", f"rollout.claim_seconds={seconds}"]
     with nullcontext(nest) if nest is not None else Nest(folder, **environment) as nest:
         turn = 0
         while (sum(report.faults.values()) < kills or not turn) and not report.violations:

@@ -17,6 +17,8 @@ from rollbook.core.checks import check_choice, check_float
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Rows
 
+__all__ = ["MODES", "aggregate", "count_denominators", "masked_mean", "reduce"]
+
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 """Aggregation modes; see `aggregate`."""
 

@@ -23,6 +23,8 @@ from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import Rows
 
+__all__ = ["Correction", "diagnostics", "importance_weights", "staleness_weights"]
+
 LEVELS = ("token", "sequence", "geometric")
 """Levels of `importance_weights`."""
 KINDS = ("cut", "exponential", "linear")

@@ -23,6 +23,23 @@ from rollbook.core.checks import check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 from rollbook.core.rows import NUMPY, memory
 
+__all__ = [
+    "FilterResult",
+    "MaskResult",
+    "Refill",
+    "RefillResult",
+    "WeightResult",
+    "clip_filter_like_weight_func",
+    "clip_filter_weights",
+    "dynamic_sampling",
+    "group_weights",
+    "high_entropy_mask",
+    "invalid_rewards",
+    "reward_at_least",
+    "truncated",
+    "zero_variance",
+]
+
 SINGLETON = ("drop", "keep")
 """What a filter does with groups that have one reward."""
 TRUNCATED = ("length", "response_truncated")

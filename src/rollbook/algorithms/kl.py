@@ -31,6 +31,25 @@ from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
 from rollbook.core.ragged import Ragged
 
+__all__ = [
+    "KL",
+    "AdaptiveKL",
+    "FixedKL",
+    "TokenRewards",
+    "absolute",
+    "corrected_k3",
+    "k1",
+    "k2",
+    "k3",
+    "kl",
+    "kl_loss",
+    "kl_penalty",
+    "low_var_kl",
+    "none",
+    "penalize",
+    "token_kl",
+]
+
 KL: Registry[Entry] = Registry("KL estimator")
 """KL estimators by name; all are elementwise, on tensors of any shape."""
 

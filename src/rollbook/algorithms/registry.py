@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from rollbook.batch.plan import Denominators
 
+__all__ = ["ESTIMATORS", "LOSSES", "Entry", "Estimator", "LossEntry", "LossRows", "Registry", "UnknownNameError"]
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

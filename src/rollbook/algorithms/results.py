@@ -20,6 +20,8 @@ from rollbook.core.rows import Rows, empty
 if TYPE_CHECKING:
     from rollbook.algorithms.layout import Numbers, PerToken
 
+__all__ = ["Advantages", "Loss", "Report"]
+
 TokenColumn: TypeAlias = torch.Tensor | Rows | Ragged
 """An entry for each token: a padded matrix [B, R], or packed."""
 

@@ -24,6 +24,30 @@ from rollbook.algorithms.results import Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
+__all__ = [
+    "ClipResult",
+    "PassRates",
+    "RunningNorm",
+    "ShapingResult",
+    "clip_advantages",
+    "clip_rewards",
+    "clip_scores",
+    "difference",
+    "length_bonus",
+    "length_penalty",
+    "normalize_advantages",
+    "overlong_penalty",
+    "pass_rates",
+    "rank_penalty",
+    "repetition_penalty",
+    "shape_by",
+    "shape_length",
+    "shape_overlong",
+    "shape_rank",
+    "shape_repetition",
+    "shape_rewards",
+]
+
 
 def overlong_penalty(
     lengths: PerRow, *, max_length: int, buffer: int = 1024, factor: float = 1.0, bounded: bool = True

@@ -80,6 +80,8 @@ if TYPE_CHECKING:
     from rollbook.core.ids import EID
     from rollbook.core.vocabulary import Tokenizer, Vocabulary
 
+__all__ = ["Book", "open"]
+
 
 TRAIN = "train"
 """The default consumer group."""

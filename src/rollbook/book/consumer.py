@@ -30,6 +30,8 @@ from rollbook.core.checks import check_bool, check_choice, check_float, check_in
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
+__all__ = ["ConsumerConfig", "MaxAge", "MaxSize", "MaxUses", "MinSize", "SamplesToInserts", "remove_consumer"]
+
 
 @lru_cache(maxsize=64)
 def exact_decimal(number: float) -> Fraction:

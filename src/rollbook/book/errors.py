@@ -10,6 +10,28 @@ import os
 
 from rollbook.core.errors import RollbookError, WireError
 
+__all__ = [
+    "BackPressureError",
+    "BookError",
+    "ConflictError",
+    "ConnectionLostError",
+    "CorruptBookError",
+    "LeaseLostError",
+    "LockTimeoutError",
+    "MissingBookError",
+    "MissingSegmentError",
+    "NewerLayoutError",
+    "NoWeightsError",
+    "NotABookError",
+    "OutcomeUnknownError",
+    "QuotaExceededError",
+    "ReadOnlyError",
+    "SegmentBusyError",
+    "StoreFullError",
+    "UnknownConsumerError",
+    "WriterStoppedError",
+]
+
 
 class BookError(RollbookError, ValueError):
     """Base class of the exceptions of the book."""

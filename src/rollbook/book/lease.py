@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
 
+__all__ = ["Forecast", "Lease", "Mix", "MixedLease", "Part", "forecast"]
+
 FIFO_DRAIN_RECORDS = 256
 """Records that a first-in-first-out lease drains from the inbox at once."""
 MAX_WAIT_SECONDS = 0.25

@@ -25,6 +25,8 @@ from rollbook.core.checks import check_choice
 if TYPE_CHECKING:
     from rollbook.book.book import Book
 
+__all__ = ["Counts", "Entry", "KeepRate", "keep_rates"]
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

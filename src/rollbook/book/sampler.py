@@ -29,6 +29,19 @@ import xxhash
 from rollbook.core.checks import check_bool, check_choice, check_float, check_int
 from rollbook.core.freeform import Json
 
+__all__ = [
+    "Balanced",
+    "EasyToHard",
+    "First",
+    "Last",
+    "NewestPolicy",
+    "OldestPolicy",
+    "Priority",
+    "Proportional",
+    "Sampler",
+    "Uniform",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Item:

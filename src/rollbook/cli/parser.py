@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     no runs or books here
     0
     """
-    words = _join_negative_values(sys.argv[1:] if arguments is None else list(arguments))
-    if not words:
+    arguments = _join_negative_values(sys.argv[1:] if arguments is None else list(arguments))
+    if not arguments:
         build_parser().print_help()
         return OK
-    options = build_parser().parse_args(words)
+    options = build_parser().parse_args(arguments)
     set_color_mode(options.color)
     module, _, name = options.run.partition(":")
     try:
@@ -99,13 +99,18 @@ def _print_error(options: argparse.Namespace, text: str) -> None:
 
 def _join_negative_values(arguments: list[str]) -> list[str]:
     """Turn `--sort -reward` into `--sort=-reward`: argparse takes a value with a minus for an option."""
-    words: list[str] = []
-    for word in arguments:
-        if words and words[-1] in ("--sort", "--tokens") and word.startswith("-") and not word.startswith("--"):
-            words[-1] = f"{words[-1]}={word}"
+    joined: list[str] = []
+    for argument in arguments:
+        if (
+            joined
+            and joined[-1] in ("--sort", "--tokens")
+            and argument.startswith("-")
+            and not argument.startswith("--")
+        ):
+            joined[-1] = f"{joined[-1]}={argument}"
         else:
-            words.append(word)
-    return words
+            joined.append(argument)
+    return joined
 
 
 def _escape_lines(text: str) -> str:
@@ -116,12 +121,12 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests the closest name for an unknown command or option."""
 
     def error(self, message: str) -> NoReturn:
-        words = message.split("'")
-        if message.startswith("argument COMMAND: invalid choice") and len(words) > 1:
+        quoted = message.split("'")
+        if message.startswith("argument COMMAND: invalid choice") and len(quoted) > 1:
             import difflib
 
-            suggestions = difflib.get_close_matches(words[1], COMMANDS, 1)
-            message = f"unknown command {words[1]!r}{f'; did you mean {suggestions[0]!r}?' if suggestions else '.'}"
+            suggestions = difflib.get_close_matches(quoted[1], COMMANDS, 1)
+            message = f"unknown command {quoted[1]!r}{f'; did you mean {suggestions[0]!r}?' if suggestions else '.'}"
             message += f" Commands: {', '.join(COMMANDS)}"
         elif message.startswith("unrecognized arguments: -"):
             import difflib
@@ -180,7 +185,7 @@ COMMANDS: dict[str, str] = {
     "ls": "List the contents of a run or book, or the runs in a folder.",
     "show": "Show a run, a step, a group or a trajectory with colored tokens.",
     "view": "Open the web viewer on a run.",
-    "top": "Show live who generates, leases and trains: rates, queue depth, staleness, drops by reason.",
+    "top": "Live dashboard of a book: rates, queue depth, staleness, drops.",
     "doctor": "Check a run for common RL failure modes; exit status 1: findings of severity medium or high.",
     "diff": "Compare two step ranges, two runs or two trajectories: distributions, phrases, solved prompts.",
     "sql": "Run a SQL query over training, evaluations, metrics, events, queue, leases ...",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["RollbookError", "WireError"]
+
 
 class RollbookError(Exception):
     """Base class of the exceptions that Rollbook defines. Invalid arguments raise `ValueError`."""

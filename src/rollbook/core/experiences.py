@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from rollbook.core.experience import Experience
 
+__all__ = ["Experiences", "Groups", "as_experiences", "from_rows"]
+
 ColumnValues: TypeAlias = Any
 """Values of a field, one per record: a `Ragged`, `Rows`, a pair (values, offsets), an array or a sequence."""
 

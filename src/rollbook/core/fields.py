@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+__all__ = ["FIELDS", "Dtype", "Field", "declare", "observe", "withdraw"]
+
 Kind = Literal["eid", "tensor", "number", "integer", "text", "json", "media", "custom_fields"]
 """Type of a field's value.
 

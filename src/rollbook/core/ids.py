@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
+__all__ = ["EID"]
+
 MAX_BITS = 1024
 """Largest size of a batch or task that is a number; Python does not print numbers of thousands of digits."""
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")

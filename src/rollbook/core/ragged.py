@@ -27,6 +27,8 @@ from rollbook.core.fields import BY_CODE, COLUMNAR, DTYPES, INTEGERS
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Ragged", "RaggedRuns"]
+
 _EXACT_IN_FLOAT32 = frozenset(("bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"))
 _EXACT_IN_FLOAT64 = _EXACT_IN_FLOAT32 | {"uint32", "int32", "float64"}
 

@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from rollbook.core.fields import DTYPES
 from rollbook.core.ragged import Ragged, compute_offsets
 
+__all__ = ["Rows", "Segments", "Spans"]
+
 LARGE = 1 << 20
 """Smallest size in bytes of recycled memory; below it the allocator of the system is as fast."""
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.media import Medium
 
+__all__ = ["Prompt", "RunInfo", "Sample", "Sampling"]
+
 LogprobsKind = Literal["processed", "tempered", "raw"]
 """Distribution that log-probs refer to.
 

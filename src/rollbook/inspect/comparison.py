@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rollbook.inspect.index import Index
     from rollbook.inspect.sources import Source
 
+__all__ = ["Side", "compare", "count_phrases", "parse_steps", "read_responses"]
+
 METRICS = {
     "reward": "reward",
     "length": "response_tokens",

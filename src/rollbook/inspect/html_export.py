@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from rollbook.inspect.answers import Answers
     from rollbook.inspect.sources import Source
 
+__all__ = ["ExportResult", "as_iframe", "export_html", "write_html"]
+
 
 TYPES = {
     "html": "text/html; charset=utf-8",

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
     from rollbook.inspect.records import TokenizerLike
 
+__all__ = ["AsgiViewer", "Server", "asgi_app", "serve"]
+
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 _MAX_CONNECTIONS = 96

@@ -19,6 +19,8 @@ from rollbook.io.rows import ErrorHandler
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
+__all__ = ["from_hf", "to_hf"]
+
 
 def to_hf(records: Experiences) -> Dataset:
     """Convert records to a `datasets.Dataset`.

@@ -30,6 +30,8 @@ from rollbook.io.rows import ErrorHandler, list_files, parse_object, read_lines
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
+__all__ = ["decode_line", "encode_line"]
+
 VERSION = 1
 KEY = "rollbook"
 """The key of every line that holds the version of this layout."""

@@ -26,6 +26,8 @@ from rollbook.io.arrow import from_table, to_table, write_tables
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
+__all__ = ["read_parquet", "write_parquet"]
+
 FREE_ROWS, ROWS_PER_BYTE = 250_000, 4
 """Rows that any file may have, and rows per byte that a larger file may have."""
 ROW_BYTES = 1024

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from rollbook.batch.batch import Device
     from rollbook.models.loading import DType, ModelSource
 
+__all__ = ["Actor", "Critic"]
+
 
 class Actor(Wrapper):
     """A policy over a transformers model.

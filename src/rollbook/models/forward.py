@@ -28,6 +28,8 @@ from rollbook.models.head import has_adapters, scoring, text_config
 from rollbook.models.logprobs import TokenStats
 from rollbook.models.protocols import LogprobModel, ValueModel
 
+__all__ = ["forward"]
+
 _MAX_LOGITS = 1 << 28
 """Entries of logits of a micro-batch, for models that need all logits: 1 GiB of float32."""
 _FILLER = Experiences([Experience(tokens=[0, 0])])

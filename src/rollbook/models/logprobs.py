@@ -35,6 +35,17 @@ from rollbook.algorithms.kernels.vocabulary import (
 )
 from rollbook.core.checks import check_int
 
+__all__ = [
+    "OutputLayer",
+    "TokenStats",
+    "TopK",
+    "entropy_from_logits",
+    "from_hidden",
+    "from_logits",
+    "top_k",
+    "top_k_from_hidden",
+]
+
 _TILE_CPU = (512, 2048)
 _TILE_CUDA = (4096, 16384)
 """Size (tokens, vocabulary) of the tiles in which logits are computed from hidden states."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rollbook.models.actor import Actor
     from rollbook.models.logprobs import TokenStats
 
+__all__ = ["Reference", "attach"]
+
 
 def _peft() -> Any:
     try:

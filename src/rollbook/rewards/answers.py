@@ -25,6 +25,26 @@ from rollbook.core.checks import check_choice, check_float
 from rollbook.rewards.functions import MissingExtraError, ProcessPool, batched
 from rollbook.rewards.types import Json, Reference
 
+__all__ = [
+    "boxed_match",
+    "exact_match",
+    "extract_boxed",
+    "extract_final_answer",
+    "extract_last_number",
+    "find_json_errors",
+    "gsm8k",
+    "json_match",
+    "json_schema",
+    "length",
+    "math_match",
+    "normalize_text",
+    "numeric_match",
+    "parse_number",
+    "repetition",
+    "think_answer_format",
+    "think_boxed_format",
+]
+
 Percent = Literal["either", "hundredth", "ignored"]
 
 # --- extraction of answers --------------------------------------------------------------------------------------------

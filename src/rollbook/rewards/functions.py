@@ -52,6 +52,17 @@ from rollbook.rewards.types import (
     run_sync,
 )
 
+__all__ = [
+    "FileFunction",
+    "FunctionReward",
+    "MissingExtraError",
+    "Parameters",
+    "PoolError",
+    "ProcessPool",
+    "batched",
+    "match_parameters",
+]
+
 
 @dataclass(frozen=True)
 class CallOutcome:

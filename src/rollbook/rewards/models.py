@@ -35,6 +35,8 @@ from rollbook.rewards.types import (
 if TYPE_CHECKING:
     from rollbook.models.loading import ModelSource
 
+__all__ = ["ModelReward"]
+
 ScoreFunction = Callable[[Any], torch.Tensor]
 """Maps the output of a model to scores (B,)."""
 ModelOutput: TypeAlias = "torch.Tensor | Mapping[str, Any]"

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     )
     """What `as_reward` takes."""
 
+__all__ = ["BUILTIN_REWARDS", "CombinedReward", "Recipe", "as_reward", "lightrft_reward"]
+
 
 @dataclass(frozen=True)
 class ScoredComponent:

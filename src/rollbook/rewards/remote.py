@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     import httpx
     import PIL.Image
 
+__all__ = ["RemoteReward"]
+
 
 ImageFormat = Literal["jpeg", "png"]
 

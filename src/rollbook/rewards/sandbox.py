@@ -28,6 +28,8 @@ from typing import Any
 from rollbook.core.checks import check_bool, check_float, check_int
 from rollbook.rewards.types import Reference
 
+__all__ = ["Limits", "ProgramTests", "SandboxResult", "code_match", "extract_program", "run_sandboxed"]
+
 MiB = 1 << 20
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.core.sampling import Sample
 
+__all__ = ["Reward", "RewardError", "RewardInput", "RewardResult", "WrongCountError"]
+
 T = TypeVar("T")
 
 OnError = Literal["exclude", "raise"] | float

@@ -22,6 +22,8 @@ from rollbook.core.media import MAGIC_BYTES, data_url, load_image, load_picture,
 from rollbook.core.sampling import Prompt
 from rollbook.core.vocabulary import Tokenizer
 
+__all__ = ["Drift", "Drifts", "Renderer", "compare_tokens"]
+
 Outcome = Literal["clean", "realigned", "forked", "unchecked"]
 """How a new rendering of the conversation differs from the tokens so far.
 

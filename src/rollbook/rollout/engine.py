@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from rollbook.models.protocols import Policy
 
+__all__ = ["BaseEngine", "Cancel", "Engine", "Request", "WeightSyncError"]
+
 Message: TypeAlias = "Mapping[str, Any]"
 Ids: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
 PromptLike: TypeAlias = "str | Ids | Message | Sequence[Message] | Prompt | Sample"

@@ -42,6 +42,8 @@ from rollbook.rollout.server import (
 )
 from rollbook.rollout.sglang import SglangApi
 
+__all__ = ["OpenAIEngine"]
+
 T = TypeVar("T")
 SERVER_APIS: dict[str, ServerApi] = {
     api.name: api for api in (ServerApi(), VllmApi(), TransformersServeApi(), SglangApi(), LlamaCppApi())

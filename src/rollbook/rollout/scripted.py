@@ -17,6 +17,8 @@ from rollbook.rollout.engine import BaseEngine, Cancel, Request, WeightSource
 if TYPE_CHECKING:
     from rollbook.core.experience import Experience
 
+__all__ = ["Line", "ScriptedEngine"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     PRESETS: dict[str, AlgorithmConfig]
 
+__all__ = ["AlgorithmConfig", "Pass", "presets"]
+
 EntryT = TypeVar("EntryT")
 
 PRESET_NAMES = [

@@ -38,6 +38,17 @@ if TYPE_CHECKING:
     from rollbook.models.protocols import Policy, Trainable, ValueModel
     from rollbook.train.optimizer import Optimizer
 
+__all__ = [
+    "Checkpoint",
+    "CheckpointConfig",
+    "CorruptCheckpointError",
+    "checkpoint_name",
+    "list_checkpoints",
+    "load_weights",
+    "prune",
+    "save",
+]
+
 CHECKPOINT_FOLDER = "checkpoints"
 SHARDS = "shards"
 _WEIGHTS = "weights.pt"

@@ -42,6 +42,8 @@ from rollbook.train.algorithm import AlgorithmConfig
 from rollbook.train.optimizer import PRECISIONS, Optimizer, OptimizerConfig
 from rollbook.train.rows import TrainRows
 
+__all__ = ["Learner", "LossNormalizers", "MinibatchConfig", "NonFiniteLossError", "UpdateResult"]
+
 
 class NonFiniteLossError(RollbookError, RuntimeError):
     """Raised when too many consecutive updates have a loss or a gradient that is not finite."""

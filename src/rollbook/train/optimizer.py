@@ -16,6 +16,8 @@ import torch
 from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.models.protocols import Trainable
 
+__all__ = ["Optimizer", "OptimizerConfig"]
+
 PRECISIONS = ("float32", "bfloat16", "autocast")
 SCHEDULES = ("constant", "linear", "cosine")
 NAMES = ("adamw", "sgd")

@@ -44,6 +44,8 @@ from rollbook.train.algorithm import AlgorithmConfig
 if TYPE_CHECKING:
     from rollbook.rewards.recipes import RewardLike
 
+__all__ = ["Models", "annotate", "estimate", "generate", "score"]
+
 
 @dataclass
 class Models:

@@ -33,6 +33,8 @@ from rollbook.core.sampling import Prompt, as_media
 from rollbook.io.rows import MAX_ROW_BYTES
 from rollbook.rewards.types import Image
 
+__all__ = ["Prompts"]
+
 COLUMN_NAMES = (
     *("prompt", "messages", "reference", "label", "images", "videos", "tools"),
     *("response", "chosen", "rejected", "info"),

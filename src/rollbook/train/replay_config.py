@@ -19,6 +19,8 @@ from rollbook.core.checks import check_choice, check_float, check_int, suggest
 from rollbook.core.experiences import Experiences
 from rollbook.rollout.engine import derive_seed
 
+__all__ = ["ReplayConfig"]
+
 KINDS = ("on_policy", "replay")
 
 

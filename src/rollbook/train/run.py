@@ -632,7 +632,7 @@ class Run:
             step = trainer.global_step
             is_last = step == config.steps
             evaluation = config.evaluation
-            if eval_prompts is not None and ((is_last and evaluation.after) or _is_due(step, evaluation.every)):
+            if eval_prompts is not None and ((is_last and evaluation.after) or _is_due(step, evaluation.interval)):
                 self._evaluate(trainer, eval_prompts, reward)
             if (is_last and config.checkpoint.save_final) or _is_due(step, config.checkpoint.interval):
                 trainer.save()

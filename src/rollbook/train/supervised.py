@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rollbook.rewards.recipes import RewardLike
     from rollbook.rollout.engine import SamplingLike
 
+__all__ = ["WarmupConfig", "WarmupResult", "records_from_answers", "warm_up"]
+
 log = logging.getLogger("rollbook.train")
 
 Data = Literal["answers", "pairs"]

@@ -39,6 +39,16 @@ from rollbook.algorithms.scan import TokenPositions, count_rewards, gae_scan, re
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
+__all__ = [
+    "cumulative_returns",
+    "gae",
+    "ppo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+]
+
 OFF_ACTION = ("drop", "carry")
 """Options of `off_action_rewards`."""
 Flags = NDArray[np.bool_]

@@ -19,6 +19,8 @@ from rollbook.algorithms.results import Advantages, Report, rows_where
 from rollbook.core.checks import check_bool, check_choice, check_float
 from rollbook.core.process_group import SINGLE_PROCESS, ProcessGroup
 
+__all__ = ["clip_b", "clip_v", "jsd", "on_policy_distill"]
+
 
 @ESTIMATORS.register(
     "on_policy_distill", source="reverse KL as a reward for each token (Agarwal et al., 2023, arXiv 2306.13649)"

@@ -22,6 +22,8 @@ from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_float
 from rollbook.core.rows import Rows
 
+__all__ = ["chord_mu", "mix", "mix_chord", "mix_denominators"]
+
 Parts = tuple[Denominators, Denominators]
 """The denominators of the whole batch's usual rows, and of its expert rows."""
 

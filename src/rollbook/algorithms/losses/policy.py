@@ -21,6 +21,22 @@ from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
 
+__all__ = [
+    "cispo",
+    "cpg",
+    "entropy_loss",
+    "gmpo",
+    "gspo",
+    "importance_sampling",
+    "opmd",
+    "ppo",
+    "rec",
+    "sapo",
+    "sppo",
+    "topr",
+    "value_loss",
+]
+
 CLIP_MODES = ("none", "one-side", "two-side", "ring", "gspo-one-side")
 WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
 REGULARIZERS = ("none", "k2", "forward-kl")

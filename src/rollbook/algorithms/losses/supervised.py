@@ -20,6 +20,8 @@ from rollbook.algorithms.results import Loss
 from rollbook.batch.plan import Denominators
 from rollbook.core.checks import check_bool, check_choice, check_float
 
+__all__ = ["dpo", "dpo_sums", "interleaved", "sft", "sft_is", "sft_phi"]
+
 VARIANTS = ("sigmoid", "ipo", "hinge")
 
 

@@ -547,7 +547,7 @@ class EvaluationSection:
     """Evaluate before the first step."""
     after: bool = key(True)
     """Evaluate after the last step."""
-    every: int = key(0, low=0)
+    interval: int = key(0, low=0)
     """Steps between evaluations; 0: none during training."""
     prompts: int | None = key(None, low=1)
     """Maximum number of prompts, the same in each evaluation; null: all."""
@@ -762,7 +762,7 @@ class Config:
         sources = (
             *(self.data.held_out or None, self.evaluation.data, self.evaluation.split, self.evaluation.function),
         )
-        if self.evaluation.every and set(sources) == {None}:
+        if self.evaluation.interval and set(sources) == {None}:
             raise ConfigError("data.held_out", "got 0, expected rows to evaluate on, or evaluation.data or function")
 
     def _require_workers(self) -> None:
