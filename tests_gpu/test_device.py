@@ -83,15 +83,15 @@ def test_buffer_keeps_on_the_host_and_samples_to_the_device() -> None:
     buffer.append(make_experience_batch(items).to_device(DEVICE))
     assert buffer[0].sequences.device.type == "cpu"
     assert buffer.sample().sequences.device.type == "cuda"
-    buffer = NaiveReplayBuffer(sample_batch_size=4, seed=0, cpu_offload=False)
-    buffer.append(make_experience_batch(items).to_device(DEVICE))
-    assert buffer[0].sequences.device.type == "cuda"
+    device_buffer = NaiveReplayBuffer(sample_batch_size=4, seed=0, cpu_offload=False)
+    device_buffer.append(make_experience_batch(items).to_device(DEVICE))
+    assert device_buffer[0].sequences.device.type == "cuda"
+    device_buffer._random.seed(1)
     buffer._random.seed(1)
-    buffer._random.seed(1)
-    assert buffer.sample().to_device("cpu") == buffer.sample().to_device("cpu")
+    assert device_buffer.sample().to_device("cpu") == buffer.sample().to_device("cpu")
+    device_buffer.normalize("advantages")
     buffer.normalize("advantages")
-    buffer.normalize("advantages")
-    torch.testing.assert_close(buffer[1].advantages.cpu(), buffer[1].advantages)
+    torch.testing.assert_close(device_buffer[1].advantages.cpu(), buffer[1].advantages)
 
 
 @pytest.mark.parametrize("attention", layouts.CLOSE)

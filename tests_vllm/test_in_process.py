@@ -78,8 +78,8 @@ def test_parsed_tool_calls(actor):
     """Check that vLLM's parser reads the calls of a response with a grammar."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    call = r'<tool_call>{"name": "add", "arguments": {"a": [1-9]}}</tool_call>'
-    forced = {"structured_outputs": StructuredOutputsParams(regex=call.replace("{", r"\{").replace("}", r"\}"))}
+    pattern = r'<tool_call>{"name": "add", "arguments": {"a": [1-9]}}</tool_call>'
+    forced = {"structured_outputs": StructuredOutputsParams(regex=pattern.replace("{", r"\{").replace("}", r"\}"))}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     prompt = Prompt(messages=checks.CHAT, tools=tools)
     with VllmEngine(actor, engine_args=ARGS, tool_call_parser="hermes") as engine:

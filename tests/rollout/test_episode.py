@@ -574,8 +574,8 @@ def test_branches_that_act_at_the_same_time() -> None:
         episode = Episode(ScriptedEngine(answer, tokenizer), tokenizer, messages=[USER], eid=EID_)
         await episode.aact()
         episode.observe(RESULT)
-        experiences = [episode, *(episode.branch() for _ in range(3))]
-        await asyncio.gather(*(episode.aact() for episode in experiences))
+        episodes = [episode, *(episode.branch() for _ in range(3))]
+        await asyncio.gather(*(episode.aact() for episode in episodes))
         return episode.experiences()
 
     records = asyncio.run(play())

@@ -766,7 +766,8 @@ class ModelRunner:
         for name in names:
             if name not in self.forward_parameters and (name in BY_TOKEN or not self.accepts_kwargs):
                 continue
-            tensors = {i: row.prepared.media[name] for i, row in enumerate(rows) if name in (row.prepared.media or {})}
+            media = [row.prepared.media or {} for row in rows]
+            tensors = {i: row_media[name] for i, row_media in enumerate(media) if name in row_media}
             if name in BY_TOKEN:
                 values = torch.zeros((len(rows), width), dtype=next(iter(tensors.values())).dtype)
                 for i, tensor in tensors.items():
