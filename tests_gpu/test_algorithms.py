@@ -1,4 +1,4 @@
-"""Estimators, losses and corrections on a device give what they give on the CPU, padded and packed."""
+"""Estimators, losses and corrections on a device equal those on the CPU, padded and packed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ROWS, WIDTH = 9, 700
 
 
 def tokens(seed: int = 0) -> dict[str, torch.Tensor]:
-    """(B, A) on the CPU: ragged rows, holes in some, one row empty."""
+    """Return columns [B, R] on the CPU: ragged rows, some with gaps in the mask, one row empty."""
     torch.manual_seed(seed)
     lengths = torch.randint(1, WIDTH, (ROWS,))
     mask = torch.arange(WIDTH) < lengths[:, None]
     mask[::2] &= torch.rand(mask[::2].shape) > 0.2
     mask[3] = False
     names = ("new_logprobs", "old_logprobs", "ref_logprobs", "values", "old_values", "returns", "entropy", "advantages")
-    made = {name: torch.randn(ROWS, WIDTH) * 0.3 - 1 for name in names}
-    return {**made, "mask": mask, "token_rewards": torch.randn(ROWS, WIDTH), "rewards": torch.randn(ROWS)}
+    columns = {name: torch.randn(ROWS, WIDTH) * 0.3 - 1 for name in names}
+    return {**columns, "mask": mask, "token_rewards": torch.randn(ROWS, WIDTH), "rewards": torch.randn(ROWS)}
 
 
 def on(device: Any, data: dict[str, torch.Tensor], packed: bool) -> dict[str, Any]:
-    """The same on a device; packed rows are whole rows, so that both layouts have the same slots."""
+    """Return the columns on a device; packed rows are complete, so that both layouts have the same slots."""
     moved = {name: value.to(device) for name, value in data.items()}
     if not packed:
         return moved
@@ -58,9 +58,9 @@ def test_gae_and_returns(packed: bool, observations: str, carry: str) -> None:
     for name in ("gae", "ppo", "reinforce", "reinforce++"):
         more = {**options, "lam": 0.9} if name in ("gae", "ppo") else options
         needs = ESTIMATORS[name].inputs
-        given = {key: value for key, value in data.items() if key in needs}
-        here = ESTIMATORS.call(name, on("cpu", given, packed), **more)
-        there = ESTIMATORS.call(name, on(DEVICE, given, packed), **more)
+        inputs = {key: value for key, value in data.items() if key in needs}
+        here = ESTIMATORS.call(name, on("cpu", inputs, packed), **more)
+        there = ESTIMATORS.call(name, on(DEVICE, inputs, packed), **more)
         torch.testing.assert_close(plain(there.advantages), plain(here.advantages), rtol=2e-4, atol=2e-4)
         torch.testing.assert_close(plain(there.returns), plain(here.returns), rtol=2e-4, atol=2e-4)
         assert there.report.reasons == here.report.reasons
@@ -70,8 +70,8 @@ def test_results_stay_on_the_device() -> None:
     data = on(DEVICE, tokens(), False)
     assert gae(data["token_rewards"], data["values"], data["mask"]).advantages.device.type == "cuda"
     assert reinforce(rewards=data["rewards"], mask=data["mask"]).advantages.device.type == "cuda"
-    found = grpo(data["rewards"], torch.arange(ROWS) // 3, data["mask"])
-    assert found.advantages.device.type == "cuda" and found.scores.device.type == "cuda"
+    actual = grpo(data["rewards"], torch.arange(ROWS) // 3, data["mask"])
+    assert actual.advantages.device.type == "cuda" and actual.scores.device.type == "cuda"
     assert whiten(data["values"], data["mask"]).device.type == "cuda"
 
 
@@ -104,7 +104,7 @@ def test_every_loss_and_its_gradient(mode: str) -> None:
     names = [name for name in LOSSES.names() if "new_logprobs" in LOSSES[name].inputs and name != "dpo"]
     assert "ppo" in names
     for name in names:
-        found = []
+        results = []
         for device, packed in (("cpu", False), (DEVICE, False), (DEVICE, True)):
             inputs = on(device, data, packed)
             leaf = data["new_logprobs"].detach().clone().to(device).requires_grad_()
@@ -115,10 +115,10 @@ def test_every_loss_and_its_gradient(mode: str) -> None:
                 name, inputs, **({"mode": mode, "norm": 100.0} if "mode" in LOSSES[name].options else {})
             )
             loss.backward()
-            found.append((loss.value.item(), leaf.grad.cpu()))
-        for value, gradient in found[1:]:
-            assert value == pytest.approx(found[0][0], rel=1e-4, abs=1e-5), name
-            torch.testing.assert_close(gradient, found[0][1], rtol=1e-4, atol=1e-7, msg=name)
+            results.append((loss.value.item(), leaf.grad.cpu()))
+        for value, gradient in results[1:]:
+            assert value == pytest.approx(results[0][0], rel=1e-4, abs=1e-5), name
+            torch.testing.assert_close(gradient, results[0][1], rtol=1e-4, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -149,7 +149,7 @@ def test_corrections_masks_and_divergences(packed: bool) -> None:
 
 
 def test_a_batch_on_the_device() -> None:
-    many = Experiences(
+    experiences = Experiences(
         Experience(
             eid={"task": i // 4, "run": i},
             tokens=list(range(3 + i)),
@@ -159,7 +159,7 @@ def test_a_batch_on_the_device() -> None:
         )
         for i in range(8)
     )
-    here = estimate("grpo", from_experiences(many))
-    there = estimate("grpo", from_experiences(many, device=DEVICE))
+    here = estimate("grpo", from_experiences(experiences))
+    there = estimate("grpo", from_experiences(experiences, device=DEVICE))
     assert there.advantages.device.type == "cuda"
     torch.testing.assert_close(there.advantages.cpu(), here.advantages)

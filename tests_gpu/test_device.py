@@ -1,4 +1,4 @@
-"""On a CUDA device: `make test-gpu`. Batches arrive whole and packed, and attention over ragged input takes them."""
+"""Batches on a CUDA device, padded and packed, and attention over ragged input (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ def records() -> Experiences:
     return Experiences([full_record(kind, seed) for seed, kind in enumerate(["single_turn", "multi_turn"] * 4)])
 
 
-@pytest.mark.parametrize("how", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
-def test_what_arrives_is_what_was_sent(how: dict[str, Any]) -> None:
-    many = records()
-    there = from_experiences(many, pad_token_id=5, device=DEVICE, **how)
-    here = from_experiences(many, pad_token_id=5, **how)
+@pytest.mark.parametrize("options", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
+def test_columns_are_unchanged_on_the_device(options: dict[str, Any]) -> None:
+    experiences = records()
+    there = from_experiences(experiences, pad_token_id=5, device=DEVICE, **options)
+    here = from_experiences(experiences, pad_token_id=5, **options)
     tensors = [value for value in vars(there).values() if isinstance(value, torch.Tensor)]
     tensors += [value.values for value in vars(there).values() if hasattr(value, "cu_seqlens")]
     assert len(tensors) > 4
     assert {tensor.device.type for tensor in tensors} == {"cuda"}
     assert there.to_device("cpu") == here
-    assert from_experiences(many, pad_token_id=5, **how).to_device(DEVICE).to_device("cpu") == here
+    assert from_experiences(experiences, pad_token_id=5, **options).to_device(DEVICE).to_device("cpu") == here
 
 
-@pytest.mark.parametrize("how", [{}, {"side": "right"}, {"packed": True}])
+@pytest.mark.parametrize("options", [{}, {"side": "right"}, {"packed": True}])
 @pytest.mark.parametrize("columns", [None, ("tokens",), ("action_mask", "logprobs", "advantages")])
-def test_a_batch_is_made_on_the_device(how: dict[str, Any], columns: Any) -> None:
-    many = records()
-    there = Batch.from_records(many, columns, pad_token_id=5, device=DEVICE, **how)
-    here = Batch.from_records(many, columns, pad_token_id=5, **how)
+def test_batches_are_created_on_the_device(options: dict[str, Any], columns: Any) -> None:
+    experiences = records()
+    there = Batch.from_records(experiences, columns, pad_token_id=5, device=DEVICE, **options)
+    here = Batch.from_records(experiences, columns, pad_token_id=5, **options)
     assert there.device.type == "cuda" and there.to_device("cpu") == here
     for moved in (here.to_device(DEVICE), here.pin_memory().to_device(DEVICE)):
         assert moved.to_device("cpu") == here
     assert there.pack().to_device("cpu") == here.pack() and there.pad(7).to_device("cpu") == here.pad(7)
 
 
-@pytest.mark.parametrize("how", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
-def test_layouts_change_on_the_device(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"layout": "prompt_left_response_right"}, {"packing_samples": True}])
+def test_layouts_change_on_the_device(options: dict[str, Any]) -> None:
     items = layouts.samples()
-    here = make_experience_batch(items, **how)
-    assert make_experience_batch(items, **how).to_device(DEVICE).pack().to_device("cpu") == here.pack()
-    there = make_experience_batch(items, **how).to_device(DEVICE)
+    here = make_experience_batch(items, **options)
+    assert make_experience_batch(items, **options).to_device(DEVICE).pack().to_device("cpu") == here.pack()
+    there = make_experience_batch(items, **options).to_device(DEVICE)
     assert there.pad(7).to_device("cpu") == here.pad(7)
     for there_items in (split_experience_batch(there), split_experience_batch(there, unpad=True)):
         assert there_items[0].sequences.device.type == "cuda"
     apart = [item.to_device("cpu") for item in split_experience_batch(there, unpad=True)]
     assert apart == items
-    again = make_experience_batch(split_experience_batch(there, unpad=True), **how)
+    again = make_experience_batch(split_experience_batch(there, unpad=True), **options)
     assert again.sequences[0].device.type == "cuda"
     assert again.to_device("cpu") == here
 
@@ -83,29 +83,29 @@ def test_buffer_keeps_on_the_host_and_samples_to_the_device() -> None:
     buffer.append(make_experience_batch(items).to_device(DEVICE))
     assert buffer[0].sequences.device.type == "cpu"
     assert buffer.sample().sequences.device.type == "cuda"
-    kept = NaiveReplayBuffer(sample_batch_size=4, seed=0, cpu_offload=False)
-    kept.append(make_experience_batch(items).to_device(DEVICE))
-    assert kept[0].sequences.device.type == "cuda"
-    kept._random.seed(1)
+    device_buffer = NaiveReplayBuffer(sample_batch_size=4, seed=0, cpu_offload=False)
+    device_buffer.append(make_experience_batch(items).to_device(DEVICE))
+    assert device_buffer[0].sequences.device.type == "cuda"
+    device_buffer._random.seed(1)
     buffer._random.seed(1)
-    assert kept.sample().to_device("cpu") == buffer.sample().to_device("cpu")
-    kept.normalize("advantages")
+    assert device_buffer.sample().to_device("cpu") == buffer.sample().to_device("cpu")
+    device_buffer.normalize("advantages")
     buffer.normalize("advantages")
-    torch.testing.assert_close(kept[1].advantages.cpu(), buffer[1].advantages)
+    torch.testing.assert_close(device_buffer[1].advantages.cpu(), buffer[1].advantages)
 
 
 @pytest.mark.parametrize("attention", layouts.CLOSE)
-def test_every_layout_gives_the_model_the_same(attention: str) -> None:
+def test_layouts_give_equal_model_outputs(attention: str) -> None:
     policy, items = layouts.model(attention).to(DEVICE), layouts.samples()
-    found = []
+    outputs = []
     for make in layouts.LAYOUTS.values():
         batch = make(items).to_device(DEVICE)
-        found.append(layouts.flat(batch, layouts.log_probs(policy, batch)))
-    for one in found[1:]:
-        layouts.close(one, found[0], attention)
+        outputs.append(layouts.flat(batch, layouts.log_probs(policy, batch)))
+    for output in outputs[1:]:
+        layouts.close(output, outputs[0], attention)
 
 
-def test_varlen_attention_takes_the_boundaries() -> None:
+def test_varlen_attention_uses_the_boundaries() -> None:
     from torch.nn.attention.varlen import varlen_attn
 
     batch: ExperienceBatch = make_experience_batch(layouts.samples(), packing_samples=True).to_device(DEVICE)
@@ -115,11 +115,11 @@ def test_varlen_attention_takes_the_boundaries() -> None:
     q, k, v = torch.randn(3, tokens, 4, 64, generator=draw, device=DEVICE, dtype=torch.bfloat16)
     bounds, longest = inputs["cu_seq_lens_q"], inputs["max_length_q"]
     try:
-        got = varlen_attn(q, k, v, bounds, inputs["cu_seq_lens_k"], longest, longest, window_size=(-1, 0))
+        actual = varlen_attn(q, k, v, bounds, inputs["cu_seq_lens_k"], longest, longest, window_size=(-1, 0))
     except TypeError:
-        got = varlen_attn(q, k, v, bounds, inputs["cu_seq_lens_k"], longest, longest, is_causal=True)
+        actual = varlen_attn(q, k, v, bounds, inputs["cu_seq_lens_k"], longest, longest, is_causal=True)
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         alone = functional.scaled_dot_product_attention(
             *(part[start:stop].transpose(0, 1)[None] for part in (q, k, v)), is_causal=True
         )
-        torch.testing.assert_close(got[start:stop], alone[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(actual[start:stop], alone[0].transpose(0, 1), rtol=2e-2, atol=2e-2)

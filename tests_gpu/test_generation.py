@@ -1,4 +1,4 @@
-"""On a CUDA device: decoding with CUDA graphs samples what decoding token by token does."""
+"""Decoding with CUDA graphs samples the same tokens as decoding token by token."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def token_by_token(model: Any, **options: Any) -> TransformersEngine:
 
 
 def assert_same(samples: list[Sample], others: list[Sample], least: float = 1.0) -> None:
-    """Assert that tokens agree (in at least this share of the samples) and log-probs of the same tokens, too."""
+    """Assert that tokens agree in at least this share of the samples, and log-probs of equal tokens."""
     pairs = list(zip(samples, others, strict=True))
     same = [pair for pair in pairs if pair[0].response_ids == pair[1].response_ids]
     assert len(same) >= least * len(pairs)
-    for one, other in same:
-        assert one.error is None and one.finish_reason == other.finish_reason
-        if one.logprobs is not None:
+    for sample, other in same:
+        assert sample.error is None and sample.finish_reason == other.finish_reason
+        if sample.logprobs is not None:
             torch.testing.assert_close(
-                torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3, equal_nan=False
+                torch.tensor(sample.logprobs), torch.tensor(other.logprobs), rtol=1e-3, atol=1e-3, equal_nan=False
             )
 
 
@@ -94,7 +94,7 @@ def assert_same(samples: list[Sample], others: list[Sample], least: float = 1.0)
         {"suppress": [5, 6, 7], "logprobs": "tempered", "temperature": 0.8},
     ],
 )
-def test_graphs_sample_what_the_loop_does(name: str, options: dict[str, Any]) -> None:
+def test_graphs_sample_the_same_as_the_loop(name: str, options: dict[str, Any]) -> None:
     model = make_model(name)
     arguments: dict[str, Any] = {"n": 3, "max_tokens": 40, "seed": 3, "ignore_eos": True, **options}
     engine = TransformersEngine(model, max_batch_rows=12)
@@ -188,12 +188,12 @@ def test_rows_leave_a_full_cache_and_come_back() -> None:
 
 def test_abort_and_resume() -> None:
     engine = TransformersEngine(make_model())
-    whole = engine.generate(make_prompts(), n=2, max_tokens=50, seed=3, ignore_eos=True, batch=1)
+    complete = engine.generate(make_prompts(), n=2, max_tokens=50, seed=3, ignore_eos=True, batch=1)
     parts = engine.generate(make_prompts(), n=2, max_tokens=50, seed=3, ignore_eos=True, batch=1, pause_after=20)
     assert {(part.finish_reason, len(part.response_ids)) for part in parts} == {("abort", 20)}
     engine.version = 4
     resumed = engine.generate(parts)
-    assert_same(resumed, whole, 0.7)
+    assert_same(resumed, complete, 0.7)
     assert resumed[0].versions == [0] * 20 + [4] * 30
 
     cancel = Cancel()
@@ -337,7 +337,7 @@ def test_paged_attention(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_fused_kernels_compute_what_the_model_does(name: str, dtype: torch.dtype) -> None:
+def test_fused_kernels_equal_the_model(name: str, dtype: torch.dtype) -> None:
     model = make_model(name, dtype)
     fused = FusedKernels(model)
     replaced = {type(module).__name__ for module, _ in fused._norms}

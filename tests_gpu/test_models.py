@@ -1,4 +1,4 @@
-"""On a CUDA device: actors and critics score as on the host, in bfloat16 too, and whole logits never lie there."""
+"""Actors and critics on a CUDA device equal those on the CPU, also in bfloat16, and never hold all logits."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def _exact() -> Iterator[None]:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", zoo.TEXTS)
-def test_scored_there_as_here(name: str, packed: bool) -> None:
+def test_logprobs_on_the_device_equal_those_on_the_cpu(name: str, packed: bool) -> None:
     here, records = Actor(zoo.text(name)), zoo.records(SHAPES)
     there = Actor(copy.deepcopy(zoo.text(name)), device=DEVICE)
     assert there.device.type == "cuda" and there.packs and there.head_path == "hidden"
     want = policy_log_probs(here, records, entropy=True)
     for budget in (1, 200, 10_000):
-        found = policy_log_probs(there, records, entropy=True, packed=packed, token_budget=budget)
-        for mine, other in ((found.logprobs, want.logprobs), (found.entropy, want.entropy)):
+        actual = policy_log_probs(there, records, entropy=True, packed=packed, token_budget=budget)
+        for mine, other in ((actual.logprobs, want.logprobs), (actual.entropy, want.entropy)):
             torch.testing.assert_close(mine.tensor_of_values(), other.tensor_of_values(), rtol=1e-4, atol=1e-4)
-    assert 0 < found.stats["forward_seconds"] <= found.stats["seconds"] * 1.01
+    assert 0 < actual.stats["forward_seconds"] <= actual.stats["seconds"] * 1.01
     # A batch gets its results where it lies, or where it is told; it need not lie where the model does.
     for home in ("cpu", "cuda"):
         batch = from_experiences(records, packing_samples=packed).to_device(home)
@@ -61,18 +61,18 @@ def test_scored_there_as_here(name: str, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [None, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
-def test_sampled_and_scored(
+def test_sampled_logprobs_equal_recomputed_ones(
     name: str, dtype: torch.dtype, packed: bool | None, record_property: Callable[[str, object], None]
 ) -> None:
     actor = Actor(zoo.TEXTS[name](dtype=dtype), device=DEVICE, tokenizer=tiny.words())
     largest, mean = 0.0, 0.0
     for temperature in (0.5, 1.0, 1.5):
-        found = TransformersEngine(actor).generate(
+        samples = TransformersEngine(actor).generate(
             [[5, 6, 7, 9], [8], [10, 11]], n=8, max_tokens=64, temperature=temperature, logprobs="tempered", seed=1
         )
-        records = [one.to_experience() for one in found]
+        records = [sample.to_experience() for sample in samples]
         scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).logprobs
-        off = (scored.tensor_of_values() - torch.cat([one.logprobs for one in records])).abs()
+        off = (scored.tensor_of_values() - torch.cat([record.logprobs for record in records])).abs()
         largest, mean = max(largest, float(off.max())), max(mean, float(off.mean()))
     record_property("largest difference", largest)
     print(f"\n{name} {dtype} {'packed' if packed else 'padded'}: largest {largest:.3g}, mean {mean:.3g}")
@@ -81,7 +81,7 @@ def test_sampled_and_scored(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_never_lie_in_memory(dtype: torch.dtype, packed: bool) -> None:
+def test_all_logits_are_never_in_memory(dtype: torch.dtype, packed: bool) -> None:
     vocabulary, slots = 151_936, 16 * 1000
     actor = Actor(tiny.llama(vocab=vocabulary, max_position_embeddings=1024, dtype=dtype), device=DEVICE)
     records = zoo.records([(24, 1000)] * 16, vocab=vocabulary)
@@ -99,8 +99,8 @@ def test_logits_never_lie_in_memory(dtype: torch.dtype, packed: bool) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     def train() -> None:
-        found = actor.token_stats(batch, entropy=True)
-        (found.logprobs.values if packed else found.logprobs).sum().backward()
+        actual = actor.token_stats(batch, entropy=True)
+        (actual.logprobs.values if packed else actual.logprobs).sum().backward()
 
     scoring = peak(lambda: policy_log_probs(actor, records, entropy=True, packed=packed, token_budget=1 << 20))
     training = peak(train)
@@ -115,8 +115,8 @@ def test_adapters_and_critics() -> None:
     for name, parameter in actor.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    found = reference_log_probs(actor, records).logprobs.tensor_of_values()
-    torch.testing.assert_close(found, base, rtol=1e-4, atol=1e-4)
+    actual = reference_log_probs(actor, records).logprobs.tensor_of_values()
+    torch.testing.assert_close(actual, base, rtol=1e-4, atol=1e-4)
     assert float((policy_log_probs(actor, records).logprobs.tensor_of_values() - base).abs().max()) > 0.1
     torch.manual_seed(0)
     critic = Critic(tiny.llama(), value_head="normal")
@@ -133,14 +133,14 @@ def test_images(name: str) -> None:
     want = policy_log_probs(Actor(model), records).logprobs.tensor_of_values()
     there = Actor(copy.deepcopy(model), device=DEVICE)
     for packed in (None, True):
-        found = policy_log_probs(there, records, packed=packed, token_budget=40).logprobs.tensor_of_values()
-        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+        actual = policy_log_probs(there, records, packed=packed, token_budget=40).logprobs.tensor_of_values()
+        torch.testing.assert_close(actual, want, rtol=1e-3, atol=1e-3)
 
 
 def test_generating() -> None:
     actor = Actor(tiny.llama(), device=DEVICE, tokenizer=tiny.words())
     ids = torch.tensor([[0, 0, 5, 6], [9, 8, 7, 6]])
-    found = actor.generate(ids.to(DEVICE), (ids != 0).long(), max_new_tokens=8, do_sample=False)
-    assert {one.device.type for one in found} == {"cuda"}
+    actual = actor.generate(ids.to(DEVICE), (ids != 0).long(), max_new_tokens=8, do_sample=False)
+    assert {tensor.device.type for tensor in actual} == {"cuda"}
     here = Actor(tiny.llama(), tokenizer=tiny.words())
-    assert torch.equal(found[0].cpu(), here.generate(ids, (ids != 0).long(), max_new_tokens=8, do_sample=False)[0])
+    assert torch.equal(actual[0].cpu(), here.generate(ids, (ids != 0).long(), max_new_tokens=8, do_sample=False)[0])

@@ -1,4 +1,4 @@
-"""Trajectories of batches on a device are saved as those of the CPU are, also where processes talk by NCCL."""
+"""Trajectories of batches on a device are saved like those on the CPU, also in an NCCL process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollbook.compat.lightrft.saver import TrajectorySaver
 
 
 class Bytes:
-    """One id a byte; 256 ends."""
+    """A tokenizer with one id per byte; 256 is the end token."""
 
     eos_token_id = 256
 
@@ -54,13 +54,15 @@ def saved(folder: Path, experiences: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("form", ["padded", "packed", "items", "behind"])
 def test_a_batch_on_a_device(form: str, tmp_path: Path) -> None:
-    found = []
+    saved_files = []
     for device in ("cpu", "cuda"):
-        made = batch(device)
-        given = {"packed": [made.pack()], "items": split_experience_batch(made)}.get(form, [made])
-        found.append(saved(tmp_path / device, given, background=form == "behind")[0])
-    assert found[0] == found[1] and len(found[0]) == 3
-    assert found[0][1]["generated_text"] == "héllo 😀"
+        experiences = batch(device)
+        saved_forms = {"packed": [experiences.pack()], "items": split_experience_batch(experiences)}.get(
+            form, [experiences]
+        )
+        saved_files.append(saved(tmp_path / device, saved_forms, background=form == "behind")[0])
+    assert saved_files[0] == saved_files[1] and len(saved_files[0]) == 3
+    assert saved_files[0][1]["generated_text"] == "héllo 😀"
 
 
 def test_by_nccl(tmp_path: Path) -> None:

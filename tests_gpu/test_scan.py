@@ -1,4 +1,4 @@
-"""On a CUDA device: GAE and discounted returns by kernels, against a loop over tokens in float64."""
+"""GAE and discounted returns by CUDA kernels, compared with a loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _seed() -> None:
 def by_loop(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, A) One column at a time from the right, on the host; a masked one changes nothing."""
-    given = [torch.where(mask, part, 0).double().T.cpu().numpy() for part in (rewards, values)]
+    """Compute GAE [B, R] column by column from the right, on the CPU; masked tokens are skipped."""
+    columns = [torch.where(mask, part, 0).double().T.cpu().numpy() for part in (rewards, values)]
     counts = mask.T.cpu().numpy()
-    out = np.zeros(given[0].shape)
+    out = np.zeros(columns[0].shape)
     after, ahead = np.zeros((2, len(rewards)))
     for i in reversed(range(len(out))):
-        reward, value = given[0][i], given[1][i]
+        reward, value = columns[0][i], columns[1][i]
         now = reward + gamma * after - value + gamma * lam * ahead
         ahead, after = np.where(counts[i], now, ahead), np.where(counts[i], value, after)
         out[i] = np.where(counts[i], now, 0)
@@ -57,11 +57,11 @@ def test_padded_and_packed(dtype: torch.dtype, shape: tuple[int, int], kind: str
     tolerance = 1e-11 if dtype == torch.float64 else 2e-6 * (1 + float(expected[1].abs().max() if mask.any() else 0))
     for offsets in (None, torch.arange(0, shape[0] + 1, device=DEVICE) * shape[1]):
         take = (lambda part: part) if offsets is None else (lambda part: part.reshape(-1))
-        found = scan.gae(take(rewards), take(values), take(mask), offsets, gamma, lam)
-        for one, other in zip(found, expected, strict=True):
-            assert one.dtype == dtype
-            torch.testing.assert_close(one.double(), take(other), rtol=1e-5, atol=tolerance)
-            assert not one[~take(mask)].any()
+        actual = scan.gae(take(rewards), take(values), take(mask), offsets, gamma, lam)
+        for column, other in zip(actual, expected, strict=True):
+            assert column.dtype == dtype
+            torch.testing.assert_close(column.double(), take(other), rtol=1e-5, atol=tolerance)
+            assert not column[~take(mask)].any()
         returns = scan.discounted(take(rewards), take(mask), offsets, gamma)
         torch.testing.assert_close(returns.double(), take(sums), rtol=1e-5, atol=tolerance)
         assert not returns[~take(mask)].any()
@@ -73,20 +73,20 @@ def test_rows_of_any_length() -> None:
     total = sum(lengths)
     rewards, values = torch.randn(2, total, device=DEVICE, dtype=torch.float64)
     mask = torch.rand(total, device=DEVICE) > 0.3
-    found = scan.gae(rewards, values, mask, ends, 0.99, 0.95)
+    actual = scan.gae(rewards, values, mask, ends, 0.99, 0.95)
     alone = scan.discounted(rewards, mask, ends, 0.99)
     for start, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
         row = [part[None, start:stop] for part in (rewards, values, mask)]
         expected = by_loop(*row, 0.99, 0.95)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one[start:stop], other[0], rtol=1e-10, atol=1e-10)
+        for column, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(column[start:stop], other[0], rtol=1e-10, atol=1e-10)
         sums = by_loop(row[0], torch.zeros_like(row[1]), row[2], 0.99, 1.0)[0]
         torch.testing.assert_close(alone[start:stop], sums[0], rtol=1e-10, atol=1e-10)
 
 
-def test_what_is_broken_stays_in_its_row_and_behind_it() -> None:
+def test_nan_affects_only_its_row_and_earlier_tokens() -> None:
     rewards, values = torch.randn(2, 3, 50, device=DEVICE)
     mask = torch.ones(3, 50, dtype=torch.bool, device=DEVICE)
     rewards[1, 20] = torch.nan
-    found = scan.gae(rewards, values, mask, None, 0.99, 0.95)[0].isnan()
-    assert found[1, :21].all() and not found[1, 21:].any() and not found[0].any() and not found[2].any()
+    actual = scan.gae(rewards, values, mask, None, 0.99, 0.95)[0].isnan()
+    assert actual[1, :21].all() and not actual[1, 21:].any() and not actual[0].any() and not actual[2].any()

@@ -1,4 +1,4 @@
-"""On a CUDA device: the kernels give what the plain path gives, values and gradients, in little memory."""
+"""Log-prob kernels on a CUDA device: values and gradients equal those of plain torch, with less memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _seed() -> None:
 
 
 def weights(stats: TokenStats) -> torch.Tensor:
-    """A loss of both results."""
+    """Compute a loss of log-probs and entropy."""
     assert stats.entropy is not None
     factors = torch.linspace(-1, 2, stats.logprobs.numel(), device=stats.logprobs.device, dtype=torch.float64)
     factors = factors.view(stats.logprobs.shape)
@@ -39,17 +39,17 @@ def weights(stats: TokenStats) -> torch.Tensor:
     return (log_probs * factors).sum() + (stats.entropy * factors.flip(0)).sum()
 
 
-def exact(logits: torch.Tensor, labels: torch.Tensor, **how: Any) -> TokenStats:
-    """The plain path in float64."""
-    return from_logits(logits.double(), labels, entropy=True, **how)
+def exact(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> TokenStats:
+    """Compute the statistics in float64 with plain torch."""
+    return from_logits(logits.double(), labels, entropy=True, **options)
 
 
-def close(found: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float, relative: float = 0) -> None:
-    assert found is not None and expected is not None
-    torch.testing.assert_close(found.double(), expected.double(), rtol=relative or tolerance, atol=tolerance)
+def close(actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float, relative: float = 0) -> None:
+    assert actual is not None and expected is not None
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=relative or tolerance, atol=tolerance)
 
 
-def test_there_are_kernels() -> None:
+def test_kernels_are_available() -> None:
     assert kernels.AVAILABLE
     assert _vocabulary.kernels_for(torch.zeros(1, device=DEVICE)) is kernels
     assert _vocabulary.kernels_for(torch.zeros(1, device=DEVICE, dtype=torch.float64)) is None
@@ -66,16 +66,16 @@ def test_from_logits(dtype: torch.dtype, shape: tuple[int, ...], vocabulary: int
     if shape[0]:
         labels[0] = -100
         logits[-1][..., : vocabulary // 2] = -INF
-    each = torch.rand(shape, device=DEVICE) + 0.5
-    how: dict[str, Any] = {"temperature": {"one": 1.0, "number": 0.7, "each": each}[temperature]}
+    temperatures = torch.rand(shape, device=DEVICE) + 0.5
+    options: dict[str, Any] = {"temperature": {"one": 1.0, "number": 0.7, "each": temperatures}[temperature]}
     mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    found, expected = from_logits(mine, labels, entropy=True, **how), exact(theirs, labels, **how)
-    assert found.logprobs.dtype == torch.float32
-    close(found.logprobs, expected.logprobs, 2e-5)
-    close(found.entropy, expected.entropy, 2e-5)
-    close(from_logits(logits, labels, **how).logprobs, expected.logprobs, 2e-5)
-    close(entropy_from_logits(logits, **how), expected.entropy, 2e-5)
-    weights(found).backward()
+    actual, expected = from_logits(mine, labels, entropy=True, **options), exact(theirs, labels, **options)
+    assert actual.logprobs.dtype == torch.float32
+    close(actual.logprobs, expected.logprobs, 2e-5)
+    close(actual.entropy, expected.entropy, 2e-5)
+    close(from_logits(logits, labels, **options).logprobs, expected.logprobs, 2e-5)
+    close(entropy_from_logits(logits, **options), expected.entropy, 2e-5)
+    weights(actual).backward()
     weights(expected).backward()
     assert mine.grad is not None and theirs.grad is not None
     assert mine.grad.dtype == dtype
@@ -83,25 +83,25 @@ def test_from_logits(dtype: torch.dtype, shape: tuple[int, ...], vocabulary: int
     assert not mine.grad[logits == -INF].any()
 
 
-def test_only_one_of_both_gradients() -> None:
+def test_gradient_of_one_output() -> None:
     logits, labels = torch.randn(6, 5000, device=DEVICE), torch.randint(0, 5000, (6,), device=DEVICE)
     for pick in (0, 1):
         mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-        for one, stats in ((mine, from_logits(mine, labels, entropy=True)), (theirs, exact(theirs, labels))):
+        for leaf, stats in ((mine, from_logits(mine, labels, entropy=True)), (theirs, exact(theirs, labels))):
             part = stats[pick]
             assert part is not None
             part.sum().backward()
-            assert one.grad is not None
+            assert leaf.grad is not None
         close(mine.grad, theirs.grad, 1e-5)
 
 
 def test_slices_and_strides() -> None:
-    whole = torch.randn(3, 5, 2000, device=DEVICE)
+    storage = torch.randn(3, 5, 2000, device=DEVICE)
     labels = torch.randint(0, 2000, (3, 4), device=DEVICE)
-    for view in (whole[:, :-1], whole[:, 1:, ::1], whole.transpose(1, 2).contiguous().transpose(1, 2)[:, :-1]):
-        found, expected = from_logits(view, labels, entropy=True), exact(view, labels)
-        close(found.logprobs, expected.logprobs, 1e-5)
-        close(found.entropy, expected.entropy, 1e-5)
+    for view in (storage[:, :-1], storage[:, 1:, ::1], storage.transpose(1, 2).contiguous().transpose(1, 2)[:, :-1]):
+        actual, expected = from_logits(view, labels, entropy=True), exact(view, labels)
+        close(actual.logprobs, expected.logprobs, 1e-5)
+        close(actual.entropy, expected.entropy, 1e-5)
     torch.cuda.synchronize()
     large = torch.randn(4, 65, 50_000, device=DEVICE, dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
@@ -110,16 +110,16 @@ def test_slices_and_strides() -> None:
     assert torch.cuda.max_memory_allocated() - before < MIB
 
 
-def test_a_view_whose_entries_lie_further_apart_than_32_bits_say() -> None:
-    whole = torch.empty(151_936, 16_384, device=DEVICE, dtype=torch.bfloat16).normal_()
-    view = whole.T[-3:]
+def test_a_view_with_offsets_beyond_32_bits() -> None:
+    storage = torch.empty(151_936, 16_384, device=DEVICE, dtype=torch.bfloat16).normal_()
+    view = storage.T[-3:]
     assert (view.shape[1] - 1) * view.stride(1) > 2**31
     labels = torch.randint(140_000, 151_936, (3,), device=DEVICE)
     mine, theirs = view.detach().requires_grad_(), view.double().requires_grad_()
-    found, expected = from_logits(mine, labels, entropy=True), exact(theirs, labels)
-    close(found.logprobs, expected.logprobs, 2e-5)
-    close(found.entropy, expected.entropy, 2e-5)
-    weights(found).backward()
+    actual, expected = from_logits(mine, labels, entropy=True), exact(theirs, labels)
+    close(actual.logprobs, expected.logprobs, 2e-5)
+    close(actual.entropy, expected.entropy, 2e-5)
+    weights(actual).backward()
     weights(expected).backward()
     assert mine.grad is not None
     close(mine.grad, theirs.grad, 2e-5, 1e-2)
@@ -131,17 +131,17 @@ TINY = [1e-6, 1e-9, 1e-12, 1e-38, 3e-39]
 @pytest.mark.parametrize("temperature", TINY)
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("vocabulary", [300, 9000])
-def test_tiny_temperatures_give_the_likeliest_all(temperature: float, dtype: torch.dtype, vocabulary: int) -> None:
+def test_tiny_temperatures_are_greedy(temperature: float, dtype: torch.dtype, vocabulary: int) -> None:
     logits = torch.randn(3, vocabulary, device=DEVICE).to(dtype)
     # Tops in the first block of entries, and in later ones to which sums have to move.
     labels = torch.tensor([0, vocabulary // 2, vocabulary - 1], device=DEVICE)
     logits[torch.arange(3), labels] = 60.0
     logits[:, 7] = -INF
     logits.requires_grad_()
-    found = from_logits(logits, labels, temperature=temperature, entropy=True)
-    assert found.entropy is not None
-    assert found.logprobs.tolist() == found.entropy.tolist() == [0.0] * 3
-    (slopes,) = torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), logits)
+    actual = from_logits(logits, labels, temperature=temperature, entropy=True)
+    assert actual.entropy is not None
+    assert actual.logprobs.tolist() == actual.entropy.tolist() == [0.0] * 3
+    (slopes,) = torch.autograd.grad(actual.logprobs.sum() + actual.entropy.sum(), logits)
     assert slopes.isfinite().all() and not slopes.any()
 
 
@@ -157,29 +157,29 @@ def test_tiny_temperatures_of_a_head(temperature: float, dtype: torch.dtype, voc
     assert torch.equal((hidden.double() @ weight.double().T).argmax(-1), labels)
     assert kernels.supports(hidden, weight) == (dtype != torch.float32)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    found = from_hidden(*leaves, labels, temperature=temperature, entropy=True)
-    assert found.entropy is not None
-    assert found.logprobs.tolist() == found.entropy.tolist() == [0.0] * 4
-    for slopes in torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), leaves):
+    actual = from_hidden(*leaves, labels, temperature=temperature, entropy=True)
+    assert actual.entropy is not None
+    assert actual.logprobs.tolist() == actual.entropy.tolist() == [0.0] * 4
+    for slopes in torch.autograd.grad(actual.logprobs.sum() + actual.entropy.sum(), leaves):
         assert slopes.isfinite().all() and not slopes.any()
 
 
-def test_what_is_not_checked_is_nan() -> None:
+def test_invalid_inputs_give_nan() -> None:
     logits = torch.randn(4, 10, device=DEVICE)
     labels = torch.tensor([0, 10, -1, -100], device=DEVICE)
-    found = from_logits(logits, labels, entropy=True)
-    assert found.logprobs.isnan().tolist() == [False, True, True, False]
-    assert found.entropy is not None and found.entropy.isfinite().all()
-    each = torch.tensor([1.0, 0.0, -1.0, INF], device=DEVICE)
-    found = from_logits(logits, labels.clamp(0, 9), temperature=each)
-    assert found.logprobs.isnan().tolist() == [False, True, True, True]
+    actual = from_logits(logits, labels, entropy=True)
+    assert actual.logprobs.isnan().tolist() == [False, True, True, False]
+    assert actual.entropy is not None and actual.entropy.isfinite().all()
+    temperatures = torch.tensor([1.0, 0.0, -1.0, INF], device=DEVICE)
+    actual = from_logits(logits, labels.clamp(0, 9), temperature=temperatures)
+    assert actual.logprobs.isnan().tolist() == [False, True, True, True]
     hidden, weight = torch.randn(2, 64, device=DEVICE).bfloat16(), torch.randn(10, 64, device=DEVICE).bfloat16()
-    found = from_hidden(hidden, weight, torch.tensor([3, 10], device=DEVICE))
-    assert found.logprobs.isnan().tolist() == [False, True]
+    actual = from_hidden(hidden, weight, torch.tensor([3, 10], device=DEVICE))
+    assert actual.logprobs.isnan().tolist() == [False, True]
     logits[1, 3] = torch.nan
     logits[2] = -INF
-    found = from_logits(logits, labels.clamp(0, 9), entropy=True)
-    assert found.logprobs.isnan().tolist() == [False, True, True, False]
+    actual = from_logits(logits, labels.clamp(0, 9), entropy=True)
+    assert actual.logprobs.isnan().tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, INF, -INF])
@@ -189,39 +189,39 @@ def test_ignored_logits_may_be_anything(poison: float, dtype: torch.dtype, tempe
     logits = torch.randn(6, 5000, device=DEVICE).to(dtype)
     labels = torch.randint(0, 5000, (6,), device=DEVICE)
     labels[1], labels[4] = -100, -100
-    kept = labels != -100
+    is_valid = labels != -100
     spoilt = logits.clone()
     spoilt[1], spoilt[4, 4999] = poison, poison
-    mine, alone = spoilt.requires_grad_(), logits[kept].requires_grad_()
-    found = from_logits(mine, labels, temperature=temperature, entropy=True)
-    expected = from_logits(alone, labels[kept], temperature=temperature, entropy=True)
-    assert found.entropy is not None and expected.entropy is not None
-    assert torch.equal(found.logprobs[kept], expected.logprobs) and not found.logprobs[~kept].any()
+    mine, alone = spoilt.requires_grad_(), logits[is_valid].requires_grad_()
+    actual = from_logits(mine, labels, temperature=temperature, entropy=True)
+    expected = from_logits(alone, labels[is_valid], temperature=temperature, entropy=True)
+    assert actual.entropy is not None and expected.entropy is not None
+    assert torch.equal(actual.logprobs[is_valid], expected.logprobs) and not actual.logprobs[~is_valid].any()
     for ours, theirs in (
-        (found.logprobs.sum(), expected.logprobs.sum()),
+        (actual.logprobs.sum(), expected.logprobs.sum()),
         (
-            found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum(),
+            actual.logprobs.sum() + torch.where(is_valid, actual.entropy, 0).sum(),
             expected.logprobs.sum() + expected.entropy.sum(),
         ),
     ):
-        (one,) = torch.autograd.grad(ours, mine, retain_graph=True)
+        (gradient,) = torch.autograd.grad(ours, mine, retain_graph=True)
         (other,) = torch.autograd.grad(theirs, alone, retain_graph=True)
-        assert torch.equal(one[~kept], torch.zeros_like(one[~kept]))
-        assert torch.equal(one[kept], other) and other.any()
+        assert torch.equal(gradient[~is_valid], torch.zeros_like(gradient[~is_valid]))
+        assert torch.equal(gradient[is_valid], other) and other.any()
     # Where an entropy counts it is not hidden that there is none.
-    (one,) = torch.autograd.grad(found.entropy.sum(), mine)
-    assert one[1].isnan().all() and one[kept].isfinite().all()
+    (gradient,) = torch.autograd.grad(actual.entropy.sum(), mine)
+    assert gradient[1].isnan().all() and gradient[is_valid].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [*KINDS, torch.float64])
-def test_where_there_is_no_distribution(dtype: torch.dtype) -> None:
+def test_logits_without_a_distribution_give_nan(dtype: torch.dtype) -> None:
     logits = torch.randn(4, 100, device=DEVICE).to(dtype)
     logits[0], logits[1, 3], logits[2, 3] = -INF, torch.nan, INF
     logits.requires_grad_()
-    found = from_logits(logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), entropy=True)
-    assert found.entropy is not None
-    assert found.logprobs.isnan().tolist() == found.entropy.isnan().tolist() == [True, True, True, False]
-    (slopes,) = torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), logits)
+    actual = from_logits(logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), entropy=True)
+    assert actual.entropy is not None
+    assert actual.logprobs.isnan().tolist() == actual.entropy.isnan().tolist() == [True, True, True, False]
+    (slopes,) = torch.autograd.grad(actual.logprobs.sum() + actual.entropy.sum(), logits)
     assert slopes[:3].isnan().all() and slopes[3].isfinite().all()
 
 
@@ -237,23 +237,23 @@ def test_ignored_hidden_states_may_be_anything(
     parts = [(torch.randn(*shape, device=DEVICE) / 3).to(dtype) for shape in shapes]
     labels = torch.randint(0, 1500, (200,), device=DEVICE)
     labels[::3] = -100
-    kept = labels != -100
+    is_valid = labels != -100
     spoilt = parts[0].clone()
     spoilt[0], spoilt[3, 1], spoilt[-2] = poison, poison, poison
-    assert not kept[[0, 3, -2]].any()
+    assert not is_valid[[0, 3, -2]].any()
     mine = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
-    theirs = [part.double().requires_grad_() for part in (parts[0][kept], *parts[1:])]
-    found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
-    expected = from_hidden(theirs[0], theirs[1], labels[kept], bias=theirs[2], softcap=softcap, entropy=True)
-    assert found.entropy is not None and expected.entropy is not None
-    assert not found.logprobs[~kept].any()
-    close(found.logprobs[kept], expected.logprobs, 2e-5)
-    (found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
+    theirs = [part.double().requires_grad_() for part in (parts[0][is_valid], *parts[1:])]
+    actual = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
+    expected = from_hidden(theirs[0], theirs[1], labels[is_valid], bias=theirs[2], softcap=softcap, entropy=True)
+    assert actual.entropy is not None and expected.entropy is not None
+    assert not actual.logprobs[~is_valid].any()
+    close(actual.logprobs[is_valid], expected.logprobs, 2e-5)
+    (actual.logprobs.sum() + torch.where(is_valid, actual.entropy, 0).sum()).backward()
     (expected.logprobs.sum() + expected.entropy.sum()).backward()
-    assert mine[0].grad is not None and not mine[0].grad[~kept].any()
-    for one, other in zip((mine[0].grad[kept], mine[1].grad, mine[2].grad), theirs, strict=True):
-        assert one is not None and other.grad is not None
-        error = (one.double() - other.grad).norm() / other.grad.norm()
+    assert mine[0].grad is not None and not mine[0].grad[~is_valid].any()
+    for gradient, other in zip((mine[0].grad[is_valid], mine[1].grad, mine[2].grad), theirs, strict=True):
+        assert gradient is not None and other.grad is not None
+        error = (gradient.double() - other.grad).norm() / other.grad.norm()
         assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)
     # The weight's gradient alone, of the log-probs alone.
     alone = from_hidden(spoilt, mine[1], labels, softcap=softcap).logprobs.sum()
@@ -287,24 +287,24 @@ def test_from_hidden(dtype: torch.dtype, count: int, vocabulary: int, width: int
     biased, softcap = head.pop("bias", False), head.pop("softcap", None)
     mine = [part.to(dtype, copy=True).requires_grad_() for part in parts]
     theirs = [part.to(dtype).double().requires_grad_() for part in parts]
-    found = from_hidden(
+    actual = from_hidden(
         mine[0], mine[1], labels, bias=mine[2] if biased else None, softcap=softcap, entropy=True, **head
     )
     logits = theirs[0] @ theirs[1].T + (theirs[2] if biased else 0)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     expected = exact(logits, labels, **head)
-    close(found.logprobs, expected.logprobs, 2e-5)
-    close(found.entropy, expected.entropy, 2e-5)
-    weights(found).backward()
+    close(actual.logprobs, expected.logprobs, 2e-5)
+    close(actual.entropy, expected.entropy, 2e-5)
+    weights(actual).backward()
     weights(expected).backward()
-    for one, other in zip(mine[: 2 + biased], theirs, strict=False):
-        assert one.grad is not None and other.grad is not None and one.grad.dtype == dtype
-        error = (one.grad.double() - other.grad).norm() / other.grad.norm()
+    for leaf, other in zip(mine[: 2 + biased], theirs, strict=False):
+        assert leaf.grad is not None and other.grad is not None and leaf.grad.dtype == dtype
+        error = (leaf.grad.double() - other.grad).norm() / other.grad.norm()
         assert error < (1e-2 if dtype.itemsize == 2 else 1e-4)
 
 
-def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_matrix_products_give_equal_results(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = torch.randn(700, 256, device=DEVICE).bfloat16()
     weight = (torch.randn(9000, 256, device=DEVICE) / 8).bfloat16()
     labels = torch.randint(0, 9000, (700,), device=DEVICE)
@@ -322,9 +322,9 @@ def test_every_way_to_a_product_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         weights(from_hidden(leaves[0], leaves[1], labels, entropy=True)).backward()
         grads.append([leaf.grad for leaf in leaves])
-    for one, other in zip(*grads, strict=True):
-        assert one is not None and other is not None
-        assert (one - other).norm() / other.norm() < 5e-3
+    for gradient, other in zip(*grads, strict=True):
+        assert gradient is not None and other is not None
+        assert (gradient - other).norm() / other.norm() < 5e-3
     monkeypatch.setattr(_vocabulary, "kernels_for", lambda _: None)
     plain = from_hidden(hidden, weight, labels, entropy=True)
     close(plain.logprobs, fused.logprobs, 2e-5)
@@ -336,11 +336,11 @@ def test_impossible_tokens_by_bias() -> None:
     bias = torch.zeros(900, device=DEVICE)
     bias[:600] = -INF
     labels = torch.tensor([0, 700, 899, 300], device=DEVICE)
-    found = from_hidden(hidden, weight, labels, bias=bias, entropy=True)
+    actual = from_hidden(hidden, weight, labels, bias=bias, entropy=True)
     expected = exact(hidden.double() @ weight.double().T + bias, labels)
-    assert found.logprobs.isinf().tolist() == [True, False, False, True]
-    close(found.logprobs, expected.logprobs, 2e-5)
-    close(found.entropy, expected.entropy, 2e-5)
+    assert actual.logprobs.isinf().tolist() == [True, False, False, True]
+    close(actual.logprobs, expected.logprobs, 2e-5)
+    close(actual.entropy, expected.entropy, 2e-5)
 
 
 def test_autocast_outside_changes_nothing() -> None:
@@ -355,15 +355,15 @@ def test_autocast_outside_changes_nothing() -> None:
 def test_top_k(dtype: torch.dtype) -> None:
     logits = torch.randn(70, 20_000, device=DEVICE).to(dtype)
     logits[:, 100:200] = 9.0
-    found = top_k(logits, 120, temperature=0.7)
+    actual = top_k(logits, 120, temperature=0.7)
     expected = torch.log_softmax(logits.double() / 0.7, -1).sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(found.ids, expected.indices[:, :120])
-    close(found.logprobs, expected.values[:, :120], 2e-5)
+    assert torch.equal(actual.ids, expected.indices[:, :120])
+    close(actual.logprobs, expected.values[:, :120], 2e-5)
     hidden, weight = torch.randn(70, 64, device=DEVICE).to(dtype), torch.randn(30_000, 64, device=DEVICE).to(dtype)
-    found = top_k_from_hidden(hidden, weight, 8)
+    actual = top_k_from_hidden(hidden, weight, 8)
     values = torch.log_softmax(hidden.double() @ weight.double().T, -1)
-    close(found.logprobs, values.topk(8).values, 5e-5)
-    close(found.logprobs, values.gather(1, found.ids), 5e-5)
+    close(actual.logprobs, values.topk(8).values, 5e-5)
+    close(actual.logprobs, values.gather(1, actual.ids), 5e-5)
 
 
 def test_memory_of_a_large_head() -> None:
@@ -378,13 +378,13 @@ def test_memory_of_a_large_head() -> None:
 
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    found = from_hidden(hidden, weight, labels, entropy=True)
+    actual = from_hidden(hidden, weight, labels, entropy=True)
     assert peak(before) < 512
-    assert found.entropy is not None
-    (found.logprobs.sum() + found.entropy.sum()).backward()
+    assert actual.entropy is not None
+    (actual.logprobs.sum() + actual.entropy.sum()).backward()
     gradients = (hidden.nbytes + weight.nbytes) / MIB
     assert peak(before) - gradients < 1024
     some = slice(8000, 8016)
     expected = exact(hidden.detach()[some].double() @ weight.detach().double().T, labels[some])
-    close(found.logprobs[some], expected.logprobs, 1e-4)
-    close(found.entropy[some], expected.entropy, 1e-4)
+    close(actual.logprobs[some], expected.logprobs, 1e-4)
+    close(actual.entropy[some], expected.entropy, 1e-4)

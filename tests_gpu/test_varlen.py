@@ -1,4 +1,4 @@
-"""On a CUDA device: `varlen` attention runs torch's kernel for ragged input, and gives what each sample gets alone."""
+"""`varlen` attention on a CUDA device runs torch's kernel for ragged input and equals attention per sample."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _exact() -> Iterator[None]:
 
 
 class Counted:
-    """torch's function, with a count of its calls."""
+    """Counts the calls of torch's function."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
@@ -62,29 +62,30 @@ def test_output_and_gradients_are_those_of_each_sample(
     bounds = [0, 1, 38, 38, 103, 104, 300]
     draw = torch.Generator(DEVICE).manual_seed(0)
     query, key, value, pull = (
-        torch.randn(1, many, 300, size, generator=draw, device=DEVICE) for many in (heads, keys, keys, heads)
+        torch.randn(1, head_count, 300, size, generator=draw, device=DEVICE)
+        for head_count in (heads, keys, keys, heads)
     )
     layer = torch.nn.Module()
     layer.num_key_value_groups = heads // keys  # type: ignore[assignment]
-    given = [one.to(dtype).requires_grad_() for one in (query, key, value)]
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
     marks = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    found, _ = varlen_attention(layer, *given, None, scaling=0.1, cu_seq_lens_q=marks, cu_seq_lens_k=marks)
-    assert counted.calls == 1 and found.shape == (1, 300, heads, size) and found.dtype == dtype
-    got = torch.autograd.grad(found, given, pull.to(dtype).transpose(1, 2))
+    output, _ = varlen_attention(layer, *inputs, None, scaling=0.1, cu_seq_lens_q=marks, cu_seq_lens_k=marks)
+    assert counted.calls == 1 and output.shape == (1, 300, heads, size) and output.dtype == dtype
+    gradients = torch.autograd.grad(output, inputs, pull.to(dtype).transpose(1, 2))
     # What half precision loses is in the inputs: the reference has the same ones, and computes in float32.
-    exact = [one.detach().float().requires_grad_() for one in given]
+    exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
     parts = []
     for a, b in itertools.pairwise(sorted(set(bounds))):
-        q, k, v = (one[:, :, a:b] for one in exact)
-        k, v = (one.repeat_interleave(heads // keys, 1) for one in (k, v))
+        q, k, v = (tensor[:, :, a:b] for tensor in exact)
+        k, v = (tensor.repeat_interleave(heads // keys, 1) for tensor in (k, v))
         scores = q @ k.transpose(-1, -2) * 0.1
         ahead = torch.ones(b - a, b - a, dtype=torch.bool, device=DEVICE).triu(1)
         parts.append((scores.masked_fill(ahead, -torch.inf).softmax(-1) @ v).transpose(1, 2))
-    whole = torch.cat(parts, 1)
-    want = torch.autograd.grad(whole, exact, pull.to(dtype).float().transpose(1, 2))
+    expected_output = torch.cat(parts, 1)
+    want = torch.autograd.grad(expected_output, exact, pull.to(dtype).float().transpose(1, 2))
     close = 2e-2 if dtype == torch.bfloat16 else 4e-3
-    torch.testing.assert_close(found.float(), whole, rtol=close, atol=close)
-    for mine, other in zip(got, want, strict=True):
+    torch.testing.assert_close(output.float(), expected_output, rtol=close, atol=close)
+    for mine, other in zip(gradients, want, strict=True):
         off = (mine.float() - other).norm() / other.norm()
         assert off < close, f"{float(off):.3g}"
 
@@ -100,30 +101,30 @@ def test_log_probs_and_gradients_of_a_model(name: str, dtype: torch.dtype, monke
         return Actor(Actor(config).model, dtype=kind, device=device, attn_implementation=attention)
 
     def learned(actor: Actor, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        found = zoo.stats_of(actor, records, packed).logprobs.values
-        ramp = torch.linspace(-1, 1, len(found), device=found.device)
-        loss = (found * ramp).sum() / len(found)
-        pulls = torch.autograd.grad(loss, [one for one in actor.parameters() if one.requires_grad])
-        return found.detach().cpu(), torch.cat([one.float().flatten().cpu() for one in pulls])
+        logprobs = zoo.stats_of(actor, records, packed).logprobs.values
+        ramp = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
+        loss = (logprobs * ramp).sum() / len(logprobs)
+        pulls = torch.autograd.grad(loss, [parameter for parameter in actor.parameters() if parameter.requires_grad])
+        return logprobs.detach().cpu(), torch.cat([parameter.float().flatten().cpu() for parameter in pulls])
 
     records = zoo.records(SHAPES)
     exact, pull = learned(made(torch.float32, "sdpa", "cpu"), False)
     ours = made(dtype, "varlen")
     assert ours.packs_cheaply and ours.config._attn_implementation == NAME
     counted = Counted(monkeypatch)
-    got, mine = learned(ours, True)
+    actual, mine = learned(ours, True)
     assert counted.calls == 2
     want, theirs = learned(made(dtype, "sdpa"), False)
     # Half precision has its error with either; packed it is no larger to speak of.
     for ours_off, sdpa_off in (
-        ((got - exact).abs().mean(), (want - exact).abs().mean()),
+        ((actual - exact).abs().mean(), (want - exact).abs().mean()),
         ((mine - pull).norm() / pull.norm(), (theirs - pull).norm() / pull.norm()),
     ):
         print(f"\n{name} {dtype}: varlen {float(ours_off):.4g}, padded SDPA {float(sdpa_off):.4g}")
         assert ours_off < 2 * sdpa_off + 1e-3
     # In float32 there is no kernel: each sample by itself, exactly.
-    found, slope = learned(made(torch.float32, "varlen"), True)
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+    logprobs, slope = learned(made(torch.float32, "varlen"), True)
+    torch.testing.assert_close(logprobs, exact, rtol=1e-4, atol=1e-4)
     assert (slope - pull).norm() / pull.norm() < 1e-4
     assert counted.calls == 2
 
@@ -137,9 +138,9 @@ def test_gradient_checkpointing_and_autocast(monkeypatch: pytest.MonkeyPatch) ->
     def slope() -> torch.Tensor:
         actor.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            found = zoo.stats_of(actor, records).logprobs.values
-        found.mean().backward()
-        return torch.cat([one.grad.flatten() for one in actor.parameters() if one.grad is not None])
+            logprobs = zoo.stats_of(actor, records).logprobs.values
+        logprobs.mean().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in actor.parameters() if parameter.grad is not None])
 
     once = slope()
     assert counted.calls == 2, "the kernel, though weights are float32"
@@ -150,24 +151,26 @@ def test_gradient_checkpointing_and_autocast(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_the_same_is_sampled_as_with_sdpa(dtype: torch.dtype) -> None:
+def test_samples_equal_those_with_sdpa(dtype: torch.dtype) -> None:
     ours, plain = (
-        Actor(llama(dtype), device=DEVICE, attn_implementation=one, tokenizer=tiny.words())
-        for one in ("varlen", "sdpa")
+        Actor(llama(dtype), device=DEVICE, attn_implementation=attention, tokenizer=tiny.words())
+        for attention in ("varlen", "sdpa")
     )
     # Beside a mask the engine shows SDPA keys in multiples of a length; the same for both, or rounding differs.
     TransformersEngine(ours).runner.stride = TransformersEngine(plain).runner.stride
     options = {"n": 4, "max_tokens": 32, "temperature": 0.8, "logprobs": "tempered", "seed": 3}
-    mine, theirs = (TransformersEngine(one).generate([[5, 6, 7, 9], [8], [10, 11]], **options) for one in (ours, plain))
-    assert [one.response_ids for one in mine] == [one.response_ids for one in theirs]
-    records = [one.to_experience() for one in mine]
-    said = torch.cat([one.logprobs for one in records])
+    mine, theirs = (
+        TransformersEngine(item_).generate([[5, 6, 7, 9], [8], [10, 11]], **options) for item_ in (ours, plain)
+    )
+    assert [sample.response_ids for sample in mine] == [sample.response_ids for sample in theirs]
+    records = [sample.to_experience() for sample in mine]
+    recorded = torch.cat([record.logprobs for record in records])
     scored = policy_log_probs(ours, records, temperature=0.8).logprobs.tensor_of_values()
-    off = (scored - said).abs()
+    off = (scored - recorded).abs()
     assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 0.03
 
 
-def test_memory_grows_as_the_samples_do() -> None:
+def test_memory_grows_linearly_with_samples() -> None:
     """32,768 tokens in 64 samples: a mask over all pairs alone would take a gibibyte."""
     config = transformers.LlamaConfig(**{**zoo.TEXT, "hidden_size": 128, "max_position_embeddings": 1024})
     actor = Actor(config, dtype="bfloat16", device=DEVICE, attn_implementation="varlen")
@@ -187,7 +190,7 @@ def test_memory_grows_as_the_samples_do() -> None:
         assert peak < 2**29
 
 
-def test_the_choice() -> None:
+def test_choice_of_the_attention() -> None:
     half = best_attention(DEVICE, "bfloat16", transformers.LlamaConfig())
     assert half == ("flash_attention_2" if transformers.utils.is_flash_attn_2_available() else "varlen")
     assert best_attention("cuda:0", torch.float16) == half
@@ -196,15 +199,15 @@ def test_the_choice() -> None:
         assert best_attention(DEVICE, "bfloat16", transformers.Gemma2Config()) == "sdpa"
 
 
-def test_sizes_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_sizes_beyond_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     draw = torch.Generator(DEVICE).manual_seed(0)
     marks = torch.tensor([0, 7, 20], dtype=torch.int32, device=DEVICE)
     for size in (12, 264):
         query, key, value = torch.randn(3, 1, 2, 20, size, generator=draw, device=DEVICE, dtype=torch.bfloat16)
-        found, _ = varlen_attention(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=marks)
+        output, _ = varlen_attention(torch.nn.Module(), query, key, value, None, cu_seq_lens_q=marks)
         for a, b in ((0, 7), (7, 20)):
-            parts = (one[:, :, a:b] for one in (query, key, value))
+            parts = (tensor[:, :, a:b] for tensor in (query, key, value))
             alone = functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
-            torch.testing.assert_close(found[:, a:b], alone, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(output[:, a:b], alone, rtol=2e-2, atol=2e-2)
     assert counted.calls == 0

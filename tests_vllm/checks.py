@@ -1,4 +1,4 @@
-"""What `VllmEngine` must do in either form, in process or over servers. The tests of both call these functions."""
+"""Checks of `VllmEngine`, called by the tests in process and over servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDLESS = 8000
 
 
 def perturb(model: Any, seed: int, scale: float = 0.02) -> None:
-    """Change all weights, as an update would."""
+    """Change all weights, like an update."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -35,7 +35,7 @@ def perturb(model: Any, seed: int, scale: float = 0.02) -> None:
 
 
 def check_samples(engine: VllmEngine, model: Any) -> None:
-    """Ids and log-probs are those of transformers; n, seeds, chats and stops do what they say."""
+    """Check that ids and log-probs equal those of transformers, and check n, seeds and chats."""
     tokenizer = tiny.bytes_()
     text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     expected = [tokenizer("hello")["input_ids"], [20, 30, 40], tokenizer(text)["input_ids"]]
@@ -66,8 +66,8 @@ def check_stops(engine: VllmEngine) -> None:
     (texted,) = engine.generate([[50, 60]], **options, stop=letter, include_stop=False)
     assert texted.stop_reason == letter and not texted.text.endswith(letter)
     banned = list(range(9, 250))
-    (kept,) = engine.generate([[50, 60]], **options, suppress=banned)
-    assert not kept.failed and set(kept.response_ids).isdisjoint(banned)
+    (suppressed,) = engine.generate([[50, 60]], **options, suppress=banned)
+    assert not suppressed.failed and set(suppressed.response_ids).isdisjoint(banned)
 
 
 def check_tools(engine: VllmEngine) -> None:
@@ -78,27 +78,27 @@ def check_tools(engine: VllmEngine) -> None:
 
 
 def check_cancel(engine: VllmEngine, model: Any) -> None:
-    """Paused and canceled samples are continued from their tokens."""
+    """Check that paused and canceled samples are continued from their tokens."""
     options = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "batch": 0}
-    (want,) = engine.generate("pause", **options)
-    (part,) = engine.generate("pause", **options, pause_after=11)
-    assert part.unfinished and part.response_ids == want.response_ids[:11]
-    assert engine.generate([part])[0].response_ids == want.response_ids
+    (expected,) = engine.generate("pause", **options)
+    (partial,) = engine.generate("pause", **options, pause_after=11)
+    assert partial.unfinished and partial.response_ids == expected.response_ids[:11]
+    assert engine.generate([partial])[0].response_ids == expected.response_ids
     for delay in (1.0, 3.0, 6.0):  # on a busy machine it takes seconds until there are tokens
         cancel = Cancel()
         threading.Timer(delay, cancel.request).start()
-        (part,) = engine.generate("once", max_tokens=ENDLESS, temperature=0, ignore_eos=True, cancel=cancel)
-        if part.response_ids:
+        (partial,) = engine.generate("once", max_tokens=ENDLESS, temperature=0, ignore_eos=True, cancel=cancel)
+        if partial.response_ids:
             break
-    length = len(part.response_ids)
-    assert part.unfinished and 0 < length < ENDLESS and len(part.versions) == length
-    (more,) = engine.generate([part], max_tokens=length + 20)
-    assert more.response_ids[:length] == part.response_ids
-    assert largest(more.logprobs, model_logprobs(model, more)) < 1e-4
+    length = len(partial.response_ids)
+    assert partial.unfinished and 0 < length < ENDLESS and len(partial.versions) == length
+    (resumed,) = engine.generate([partial], max_tokens=length + 20)
+    assert resumed.response_ids[:length] == partial.response_ids
+    assert largest(resumed.logprobs, model_logprobs(model, resumed)) < 1e-4
 
 
 def check_update(engine: VllmEngine, actor: Actor) -> None:
-    """A stale engine is found, and an update corrects it."""
+    """Check that a stale engine is found, and that an update corrects it."""
     version = engine.version
     assert check_sync(engine, actor, version) < 1e-5
     perturb(actor.model, seed=1)
@@ -111,7 +111,7 @@ def check_update(engine: VllmEngine, actor: Actor) -> None:
 
 
 def check_update_during_generation(engine: VllmEngine, actor: Actor) -> None:
-    """An update in the middle of responses is recorded for each token.
+    """Check that an update in the middle of responses is recorded for each token.
 
     Args:
         engine: An engine of one replica: on two cores, servers are pinned to the same one and sample in turns.
@@ -169,7 +169,7 @@ def check_update_during_generation(engine: VllmEngine, actor: Actor) -> None:
 
 
 def check_adapters(engine: VllmEngine, actor: Actor) -> None:
-    """Of an actor with LoRA only the adapters are sent."""
+    """Check that only the adapters of an actor with LoRA are sent."""
     assert check_sync(engine, actor) < 1e-5  # fresh adapters change nothing
     for version in (1, 2):
         perturb(actor.model, seed=version, scale=0.1)
@@ -182,7 +182,7 @@ def check_adapters(engine: VllmEngine, actor: Actor) -> None:
 
 
 def check_letters(out: Path, *engine: str) -> None:
-    """A short run of the letters recipe; the engine has the weights of each step, and tokens their version."""
+    """Check a short run of the letters recipe: the engine has the weights of each step, and tokens their version."""
     changes = ["steps=3", "batch.prompts_per_step=8", "warmup.steps=20", "data.held_out=50", f"out={out}"]
     run(load_config("letters", [*changes, "engine.kind=vllm", *engine]), stream=io.StringIO())
     with rollbook.open(out / "book", mode="r") as book:
@@ -200,7 +200,7 @@ def check_letters(out: Path, *engine: str) -> None:
 
 
 def check_worker(out: Path, *engine: str) -> None:
-    """A rollout worker samples from vLLM with the weights that the trainer publishes, within the bound on staleness."""
+    """Check that a rollout worker samples from vLLM with published weights, within the bound on staleness."""
     changes = ["steps=4", "batch.prompts_per_step=8", "warmup.steps=20", "data.held_out=20", f"out={out}"]
     changes += ["rollout.workers=1", "replay.max_staleness=2", "checkpoint.interval=1", "checkpoint.keep_last=9"]
     run(load_config("letters", [*changes, "rollout.mode=async", "engine.kind=vllm", *engine]), stream=io.StringIO())

@@ -26,8 +26,11 @@ MAX_LENGTH = 16384
 
 @pytest.fixture(scope="session")
 def model() -> Any:
-    """Heads of 64, which vLLM takes, room for long responses, and large enough (13 M) for a step to take a while: of a
-    smaller one, vLLM's engine leaves no time to the thread that sends its tokens, which then come all at once."""
+    """A Llama with heads of size 64, as vLLM requires, and positions for long responses.
+
+    It has 13 M parameters: with a smaller model, vLLM's engine leaves no time to the thread that sends tokens, which
+    then arrive all at once.
+    """
     shape = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
     return tiny.llama(len(tiny.bytes_()), max_position_embeddings=MAX_LENGTH, initializer_range=0.1, **shape, **heads)
@@ -35,10 +38,10 @@ def model() -> Any:
 
 @pytest.fixture(scope="session")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tiny-model")
-    model.save_pretrained(made)
-    tiny.bytes_().save_pretrained(made)
-    return made
+    path = tmp_path_factory.mktemp("tiny-model")
+    model.save_pretrained(path)
+    tiny.bytes_().save_pretrained(path)
+    return path
 
 
 SETTINGS = {
@@ -55,7 +58,7 @@ os.environ.update(SETTINGS)  # for vLLM in process
 
 @contextlib.contextmanager
 def started(command: list[str], port: int, log: Path) -> Iterator[str]:
-    """A server's address while it runs; what it said is shown if it does not come up."""
+    """Run a server and yield its address. If it does not start, its log is shown."""
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -85,14 +88,14 @@ def started(command: list[str], port: int, log: Path) -> Iterator[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
 def vllm(folder: Path, log: Path, *more: str) -> Iterator[str]:
-    """A vLLM server over the model in `folder`."""
+    """Run a vLLM server with the model in `folder`."""
     port = free_port()
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
@@ -104,14 +107,14 @@ def vllm(folder: Path, log: Path, *more: str) -> Iterator[str]:
 
 
 def model_logprobs(model: Any, sample: Any, temperature: float = 1.0, top_k: int = 0) -> list[float]:
-    """What transformers says of a sample's tokens."""
+    """Compute the log-probs of a sample's tokens with transformers."""
     with torch.no_grad():
         logits = model(torch.tensor([[*sample.prompt_ids, *sample.response_ids]])).logits[0].double()
     rows = logits[len(sample.prompt_ids) - 1 : -1] / temperature
     if top_k:
         rows = rows.masked_fill(rows < rows.topk(top_k).values[:, -1:], -torch.inf)
-    return [float(row[one]) for row, one in zip(rows.log_softmax(-1), sample.response_ids, strict=True)]
+    return [float(row[token]) for row, token in zip(rows.log_softmax(-1), sample.response_ids, strict=True)]
 
 
-def largest(found: list[float], want: list[float]) -> float:
-    return max((abs(a - b) for a, b in zip(found, want, strict=True)), default=0.0)
+def largest(actual: list[float], expected: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(actual, expected, strict=True)), default=0.0)

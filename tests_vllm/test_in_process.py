@@ -75,20 +75,20 @@ def test_tools(engine):
 
 
 def test_parsed_tool_calls(actor):
-    """vLLM's parser reads the calls of a response whose text a grammar forces."""
+    """Check that vLLM's parser reads the calls of a response with a grammar."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    call = r'<tool_call>{"name": "add", "arguments": {"a": [1-9]}}</tool_call>'
-    forced = {"structured_outputs": StructuredOutputsParams(regex=call.replace("{", r"\{").replace("}", r"\}"))}
+    pattern = r'<tool_call>{"name": "add", "arguments": {"a": [1-9]}}</tool_call>'
+    forced = {"structured_outputs": StructuredOutputsParams(regex=pattern.replace("{", r"\{").replace("}", r"\}"))}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     prompt = Prompt(messages=checks.CHAT, tools=tools)
     with VllmEngine(actor, engine_args=ARGS, tool_call_parser="hermes") as engine:
         for cancel in (None, Cancel()):  # complete and streamed
             for sample in engine.generate(prompt, n=2, max_tokens=100, seed=1, extra=forced, cancel=cancel):
                 assert not sample.failed, sample.error
-                (found,) = sample.message["tool_calls"]
-                assert found["function"]["name"] == "add" and sample.finish_reason == "tool_calls"
-                assert json.loads(found["function"]["arguments"])["a"] in range(1, 10)
+                (call,) = sample.message["tool_calls"]
+                assert call["function"]["name"] == "add" and sample.finish_reason == "tool_calls"
+                assert json.loads(call["function"]["arguments"])["a"] in range(1, 10)
         (plain,) = engine.generate(prompt, max_tokens=8, seed=1)
         assert plain.message["role"] == "assistant" and "tool_calls" not in plain.message
     with pytest.raises(ValueError, match="tool_call_parser: got 'hermess'"):
@@ -96,7 +96,7 @@ def test_parsed_tool_calls(actor):
 
 
 def test_images(vision_actor):
-    """A vision-language model gets the pictures: its samples are those of `TransformersEngine`."""
+    """Check that samples with images equal those of `TransformersEngine`."""
     options = {"engine_args": {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 128}}
     prompts = [Prompt(text="<image>what?", images=[tiny.picture(color)]) for color in ((255, 0, 0), (0, 90, 200))]
     greedy = {"n": 2, "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -34,8 +34,8 @@ def urls(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(urls):
-    with VllmEngine(urls) as made:
-        yield made
+    with VllmEngine(urls) as engine:
+        yield engine
 
 
 def test_samples(engine, actor):

@@ -1,4 +1,4 @@
-"""A real `transformers serve`, which gives neither ids nor log-probs: every sample says so."""
+"""`transformers serve`, which returns neither ids nor log-probs: every sample is an error."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ CHAT = [{"role": "user", "content": "hi"}]
 def url(tmp_path_factory):
     port = free_port()
     command = [str(Path(PYTHON).parent / "transformers"), "serve", "--host", "127.0.0.1", "--port", str(port)]
-    with started([*command, "--device", "cpu"], port, tmp_path_factory.mktemp("transformers") / "log") as found:
-        yield found
+    with started([*command, "--device", "cpu"], port, tmp_path_factory.mktemp("transformers") / "log") as address:
+        yield address
 
 
-def test_it_says_what_it_cannot(url, folder):
+def test_missing_ids_are_an_error(url, folder):
     with OpenAIEngine(url, str(folder), backoff=Backoff(tries=2)) as engine:
         text, chat, ids = engine.generate(["hello", CHAT, [20, 30]], max_tokens=4)
         assert engine.run.engine == "transformers-serve"
-        for one in (text, chat):
-            assert "transformers-serve did not return the token ids of the response" in one.error
+        for sample in (text, chat):
+            assert "transformers-serve did not return the token ids of the response" in sample.error
         assert "prompt.token_ids: transformers-serve servers take no token ids" in ids.error
 
 
-def test_texts_can_be_had_by_tokenizing_again(url, folder):
+def test_retokenized_texts(url, folder):
     with OpenAIEngine(url, str(folder), tokenizer=tiny.bytes_(), retokenize=True) as engine:
-        (one,) = engine.generate("hello", max_tokens=6, logprobs=None)
-        assert not one.failed, one.error
-        assert one.info["retokenized"] and one.logprobs is None and one.text
+        (sample,) = engine.generate("hello", max_tokens=6, logprobs=None)
+        assert not sample.failed, sample.error
+        assert sample.info["retokenized"] and sample.logprobs is None and sample.text

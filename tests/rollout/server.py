@@ -64,33 +64,33 @@ class Refused(Exception):
         self.status = status
 
 
-def sampled(model: Any, ids: list[int], how: dict[str, Any], lock: Any) -> Iterator[Step]:
+def sampled(model: Any, ids: list[int], options: dict[str, Any], lock: Any) -> Iterator[Step]:
     """Sample tokens one by one, each from a forward pass over the complete sequence."""
     generator = torch.Generator()
-    if how["seed"] is None:
+    if options["seed"] is None:
         generator.seed()
     else:
-        generator.manual_seed(how["seed"])
-    ids, forced, count = list(ids), list(how["forced"]), 0
-    while count < how["max_tokens"]:
+        generator.manual_seed(options["seed"])
+    ids, forced, count = list(ids), list(options["forced"]), 0
+    while count < options["max_tokens"]:
         with lock, torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1].double()
         raw = logits.log_softmax(-1)
-        for one, bias in how["bias"].items():
-            logits[one] += bias
-        if count < how["min_tokens"]:
-            logits[[2, *how["stop_token_ids"]]] = -torch.inf
-        tempered = (logits / (how["temperature"] or 1.0)).log_softmax(-1)
-        kept = truncated(tempered, how["top_k"], how["top_p"], how["min_p"]).log_softmax(-1)
+        for token, bias in options["bias"].items():
+            logits[token] += bias
+        if count < options["min_tokens"]:
+            logits[[2, *options["stop_token_ids"]]] = -torch.inf
+        tempered = (logits / (options["temperature"] or 1.0)).log_softmax(-1)
+        processed = truncated(tempered, options["top_k"], options["top_p"], options["min_p"]).log_softmax(-1)
         if forced:
             chosen = forced.pop(0)
-        elif how["temperature"] == 0:
+        elif options["temperature"] == 0:
             chosen = int(logits.argmax())
         else:
-            chosen = int(torch.multinomial(kept.exp(), 1, generator=generator))
+            chosen = int(torch.multinomial(processed.exp(), 1, generator=generator))
         count += 1
         ids.append(chosen)
-        yield Step(chosen, float(raw[chosen]), float(tempered[chosen]), float(kept[chosen]))
+        yield Step(chosen, float(raw[chosen]), float(tempered[chosen]), float(processed[chosen]))
 
 
 def truncated(logprobs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -107,31 +107,31 @@ def truncated(logprobs: torch.Tensor, top_k: int, top_p: float, min_p: float) ->
 class Response:
     """A sample in progress: `advance` adds a token; `finish` and `stop` are its finish and stop reasons."""
 
-    def __init__(self, server: Server, prompt: list[int], how: dict[str, Any]) -> None:
-        self.tokenizer, self.how, self.prompt = server.tokenizer, how, prompt
+    def __init__(self, server: Server, prompt: list[int], options: dict[str, Any]) -> None:
+        self.tokenizer, self.how, self.prompt = server.tokenizer, options, prompt
         self.stopping = server.stopping
         self.steps: list[Step] = []
         self.finish: str | None = None
         self.stop: str | int | None = None
         self.text = ""
-        self._tokens = sampled(server.model, prompt, how, server.lock)
+        self._tokens = sampled(server.model, prompt, options, server.lock)
 
     def advance(self) -> None:
         if self.stopping.is_set():
             raise Refused(503, "the server stops")
         step = next(self._tokens)
         self.steps.append(step)
-        self.text = self.tokenizer.decode([one.id for one in self.steps], skip_special_tokens=True)
+        self.text = self.tokenizer.decode([step.id for step in self.steps], skip_special_tokens=True)
         if step.id == 2 and not self.how["ignore_eos"]:
             self.finish = "stop"
         elif step.id in self.how["stop_token_ids"]:
             self.finish, self.stop = "stop", step.id
         elif len(self.steps) >= self.how["min_tokens"]:
             for stop in self.how["stop"]:
-                at = self.text.find(stop)
-                if at >= 0:
+                start = self.text.find(stop)
+                if start >= 0:
                     self.finish, self.stop = "stop", stop
-                    self.text = self.text[: at + (len(stop) if self.how["include_stop"] else 0)]
+                    self.text = self.text[: start + (len(stop) if self.how["include_stop"] else 0)]
                     break
         if self.finish is None and len(self.steps) == self.how["max_tokens"]:
             self.finish = "length"
@@ -162,9 +162,9 @@ class Server:
 
     def fault(self, body: dict[str, Any], *kinds: str) -> Fault | None:
         with self.counts:
-            whole = json.dumps(body)
+            text = json.dumps(body)
             for fault in self.faults:
-                if fault.kind in kinds and fault.times > 0 and fault.match in whole:
+                if fault.kind in kinds and fault.times > 0 and fault.match in text:
                     fault.times -= 1
                     return fault
         return None
@@ -175,16 +175,16 @@ class Server:
         owners = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "tiny", "owned_by": owners.get(self.kind, "someone")}]}
-        own = {
+        replies = {
             "vllm": {"/version": {"version": "0.32.0"}},
             "sglang": {"/get_server_info": {"version": "0.5.9"}},
             "llama.cpp": {"/props": {"build_info": "b7777-abcdef", "default_generation_settings": {}}},
             "transformers-serve": {"/openapi.json": {"paths": {"/v1/completions": {}, "/load_model": {}}}},
         }
-        found = own.get(self.kind, {}).get(path)
-        if found is None:
+        reply = replies.get(self.kind, {}).get(path)
+        if reply is None:
             raise Refused(404, "Not Found")
-        return found
+        return reply
 
     def post(self, path: str, body: dict[str, Any]) -> Iterator[Any]:
         """Yield the reply, or its events if the body requests a stream."""
@@ -220,11 +220,11 @@ class Server:
             messages, tools=body.get("tools"), add_generation_prompt=True, tokenize=False
         )
 
-    def settings(self, body: dict[str, Any], most: str = "max_tokens", **changes: Any) -> dict[str, Any]:
+    def settings(self, body: dict[str, Any], max_tokens_key: str = "max_tokens", **changes: Any) -> dict[str, Any]:
         bias = body.get("logit_bias") or {}
         pairs = bias.items() if isinstance(bias, dict) else bias
         return {
-            "max_tokens": body.get(most, 16),
+            "max_tokens": body.get(max_tokens_key, 16),
             "min_tokens": body.get("min_tokens", body.get("min_new_tokens", 0)),
             "temperature": body.get("temperature", 1.0),
             "top_k": body.get("top_k", -1),
@@ -235,18 +235,18 @@ class Server:
             "stop_token_ids": body.get("stop_token_ids") or [],
             "include_stop": body.get("include_stop_str_in_output", body.get("no_stop_trim", False)),
             "ignore_eos": body.get("ignore_eos", False),
-            "bias": {int(one): (-torch.inf if value is False else value) for one, value in pairs},
+            "bias": {int(sample): (-torch.inf if value is False else value) for sample, value in pairs},
             "forced": [],
         } | changes
 
-    def fits(self, prompt: list[int], how: dict[str, Any]) -> None:
+    def fits(self, prompt: list[int], options: dict[str, Any]) -> None:
         if not prompt:
             raise Refused(400, "The prompt is empty")
         if self.kind == "vllm":  # which shortens the response to fit
-            how["max_tokens"] = min(how["max_tokens"], max(self.context - len(prompt), 0))
-        if len(prompt) + max(how["max_tokens"], 1) > self.context:
+            options["max_tokens"] = min(options["max_tokens"], max(self.context - len(prompt), 0))
+        if len(prompt) + max(options["max_tokens"], 1) > self.context:
             raise Refused(
-                400, f"maximum context length is {self.context}, got {len(prompt)} and {how['max_tokens']} tokens"
+                400, f"maximum context length is {self.context}, got {len(prompt)} and {options['max_tokens']} tokens"
             )
 
     def logprob(self, step: Step) -> float:
@@ -259,9 +259,9 @@ class Server:
         plain = {"model", "prompt", "messages", "n", "max_tokens", "temperature", "top_p", "stream", "seed", "stop"}
         plain |= {"logprobs", "top_logprobs", "tools", "tool_choice", "logit_bias"}
         plain |= {"presence_penalty", "frequency_penalty"}
-        odd = sorted(set(body) - plain) if self.kind in ("openai", "transformers-serve") else []
-        if odd:
-            raise Refused(422 if self.kind == "transformers-serve" else 400, f"Unexpected fields: {odd}")
+        unexpected = sorted(set(body) - plain) if self.kind in ("openai", "transformers-serve") else []
+        if unexpected:
+            raise Refused(422 if self.kind == "transformers-serve" else 400, f"Unexpected fields: {unexpected}")
         prompt = body.get("prompt")
         if chat:
             self.keep_images(body)
@@ -270,29 +270,29 @@ class Server:
             prompt = self.encoded(prompt)
         elif self.kind == "transformers-serve":
             raise Refused(400, "prompt must be a string.")
-        called = chat and body.get("tools") and body.get("tool_choice") == "required"
-        forced = [*self.encoded(CALL), 2] if called else []
+        has_call = chat and body.get("tools") and body.get("tool_choice") == "required"
+        forced = [*self.encoded(CALL), 2] if has_call else []
         n, seed = body.get("n", 1), body.get("seed")
         if self.kind == "vllm" and n > 1 and body.get("temperature") == 0:
             raise Refused(400, f"n must be 1 when using greedy sampling, got {n}.")
-        hows = [
+        sample_options = [
             self.settings(body, seed=None if seed is None else seed + i * (self.kind == "vllm"), forced=forced)
             for i in range(n)
         ]
-        for how in hows:
-            self.fits(prompt, how)
-        responses = [Response(self, prompt, how) for how in hows]
+        for options in sample_options:
+            self.fits(prompt, options)
+        responses = [Response(self, prompt, options) for options in sample_options]
         if self.fault(body, "other prompt"):
             prompt = [1, *prompt]
         if not body.get("stream"):
-            while any(one.finish is None for one in responses):
-                for one in responses:
-                    if one.finish is None:
-                        one.advance()
+            while any(sample.finish is None for sample in responses):
+                for sample in responses:
+                    if sample.finish is None:
+                        sample.advance()
                 time.sleep(self.pace)
             if self.fault(body, "choices"):
                 responses.pop()
-            choices = [self.choice(body, chat, called, i, one, 0, prompt) for i, one in enumerate(responses)]
+            choices = [self.choice(body, chat, has_call, i, sample, 0, prompt) for i, sample in enumerate(responses)]
             reply = {"object": "reply", "choices": choices, "usage": {"prompt_tokens": len(prompt)}}
             if chat and body.get("return_token_ids"):
                 reply["prompt_token_ids"] = prompt
@@ -305,37 +305,37 @@ class Server:
                 }
                 yield first | ({"prompt_token_ids": prompt} if body.get("return_token_ids") else {})
         sent, shown = [0] * n, [""] * n
-        while any(one.finish is None for one in responses):
+        while any(sample.finish is None for sample in responses):
             time.sleep(self.pace)
-            for i, one in enumerate(responses):
-                if one.finish is not None:
+            for i, sample in enumerate(responses):
+                if sample.finish is not None:
                     continue
-                one.advance()
-                if one.finish is None and len(one.steps) - sent[i] < body.get("stream_interval", 1):
+                sample.advance()
+                if sample.finish is None and len(sample.steps) - sent[i] < body.get("stream_interval", 1):
                     continue
-                choice = self.choice(body, chat, called, i, one, sent[i], None if chat or sent[i] else prompt)
-                new = one.text[len(shown[i]) :] if one.text.startswith(shown[i]) else ""
+                choice = self.choice(body, chat, has_call, i, sample, sent[i], None if chat or sent[i] else prompt)
+                new = sample.text[len(shown[i]) :] if sample.text.startswith(shown[i]) else ""
                 if chat:
                     message = choice.pop("message")
-                    choice["delta"] = {"content": new} if not called else {}
-                    if called and one.finish:
+                    choice["delta"] = {"content": new} if not has_call else {}
+                    if has_call and sample.finish:
                         (call,) = message["tool_calls"]
-                        whole = call["function"]["arguments"]
-                        half = {**call, "index": 0, "function": {**call["function"], "arguments": whole[:4]}}
+                        arguments = call["function"]["arguments"]
+                        half = {**call, "index": 0, "function": {**call["function"], "arguments": arguments[:4]}}
                         yield {"choices": [{"index": i, "delta": {"tool_calls": [half]}, "finish_reason": None}]}
-                        choice["delta"] = {"tool_calls": [{"index": 0, "function": {"arguments": whole[4:]}}]}
+                        choice["delta"] = {"tool_calls": [{"index": 0, "function": {"arguments": arguments[4:]}}]}
                 else:
                     choice["text"] = new
-                sent[i], shown[i] = len(one.steps), one.text
+                sent[i], shown[i] = len(sample.steps), sample.text
                 yield {"choices": [choice]}
                 if self.fault(body, "error"):
                     yield {"error": {"message": "the engine died", "code": 500}}
                     return
 
     def choice(
-        self, body: dict[str, Any], chat: bool, called: Any, i: int, one: Response, start: int, prompt: Any
+        self, body: dict[str, Any], chat: bool, called: Any, i: int, sample: Response, start: int, prompt: Any
     ) -> dict[str, Any]:
-        steps = one.steps[start:]
+        steps = sample.steps[start:]
         values = [self.logprob(step) for step in steps]
         if values and self.fault(body, "nan"):
             values[-1] = float("nan")
@@ -344,9 +344,9 @@ class Server:
         if values and self.fault(body, "short"):
             values.pop()
         tokens = [self.tokenizer.decode([step.id]) for step in steps]
-        asked = body.get("logprobs") not in (None, False) or (body.get("logprobs") == 0 and not chat)
+        has_logprobs = body.get("logprobs") not in (None, False) or (body.get("logprobs") == 0 and not chat)
         logprobs: Any = None
-        if asked and self.kind != "transformers-serve" and not self.fault(body, "no logprobs"):
+        if has_logprobs and self.kind != "transformers-serve" and not self.fault(body, "no logprobs"):
             logprobs = {"tokens": tokens, "token_logprobs": values}
             if chat:
                 named = self.kind == "llama.cpp"
@@ -356,32 +356,32 @@ class Server:
                         for step, token, value in zip(steps, tokens, values, strict=False)
                     ]
                 }
-        reason = one.finish if not self.fault(body, "reason") else "because"
-        found: dict[str, Any] = {"index": i, "logprobs": logprobs, "finish_reason": reason, "stop_reason": one.stop}
+        reason = sample.finish if not self.fault(body, "reason") else "because"
+        choice: dict[str, Any] = {"index": i, "logprobs": logprobs, "finish_reason": reason, "stop_reason": sample.stop}
         if self.kind == "vllm" and body.get("return_token_ids") and not self.fault(body, "no ids"):
-            found["token_ids"] = [step.id for step in steps]
+            choice["token_ids"] = [step.id for step in steps]
             if not chat and prompt is not None:
-                found["prompt_token_ids"] = prompt
-        if self.weight_version is not None and one.finish:
-            found["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(one.steps)}]
+                choice["prompt_token_ids"] = prompt
+        if self.weight_version is not None and sample.finish:
+            choice["weight_versions"] = [{"version": self.weight_version, "start": 0, "end": len(sample.steps)}]
         if not chat:
-            return found | {"text": one.text}
-        message: dict[str, Any] = {"role": "assistant", "content": one.text}
-        if called and one.finish == "stop":
-            made = json.loads(CALL)
-            function = {"name": made["name"], "arguments": json.dumps(made["arguments"])}
+            return choice | {"text": sample.text}
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        if called and sample.finish == "stop":
+            call = json.loads(CALL)
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             message = {
                 "role": "assistant",
                 "content": None,
                 "tool_calls": [{"id": "call-1", "type": "function", "function": function}],
             }
-            found["finish_reason"] = "tool_calls"
-        return found | {"message": message}
+            choice["finish_reason"] = "tool_calls"
+        return choice | {"message": message}
 
     def keep_images(self, body: dict[str, Any]) -> None:
         from PIL import Image
 
-        found = []
+        images = []
         for message in body["messages"]:
             if isinstance(message.get("content"), list):
                 for part in message["content"]:
@@ -389,58 +389,60 @@ class Server:
                         head, _, data = part["image_url"]["url"].partition(",")
                         if not head.startswith("data:image/"):
                             raise Refused(400, f"cannot fetch {part['image_url']['url'][:2000]}")
-                        found.append(Image.open(io.BytesIO(base64.b64decode(data, validate=True))))
-        self.images.append(found)
+                        images.append(Image.open(io.BytesIO(base64.b64decode(data, validate=True))))
+        self.images.append(images)
 
     # --- native APIs ---------------------------------------------------------------------------------------------
 
     def sglang(self, body: dict[str, Any]) -> Iterator[Any]:
-        asked = body["sampling_params"]
-        how = self.settings(asked, "max_new_tokens")
-        self.fits(body["input_ids"], how)
-        one = Response(self, body["input_ids"], how)
-        while one.finish is None:
+        params = body["sampling_params"]
+        options = self.settings(params, "max_new_tokens")
+        self.fits(body["input_ids"], options)
+        sample = Response(self, body["input_ids"], options)
+        while sample.finish is None:
             time.sleep(self.pace)
-            one.advance()
-            if not body.get("stream") and one.finish is None:
+            sample.advance()
+            if not body.get("stream") and sample.finish is None:
                 continue
-            reason = {"length": {"type": "length", "length": len(one.steps)}}.get(
-                one.finish or "", {"type": "stop", "matched": one.stop if one.stop is not None else 2}
+            reason = {"length": {"type": "length", "length": len(sample.steps)}}.get(
+                sample.finish or "", {"type": "stop", "matched": sample.stop if sample.stop is not None else 2}
             )
             meta: dict[str, Any] = {
-                "completion_tokens": len(one.steps),
+                "completion_tokens": len(sample.steps),
                 "prompt_tokens": len(body["input_ids"]),
-                "finish_reason": reason if one.finish else None,
+                "finish_reason": reason if sample.finish else None,
                 "weight_version": self.weight_version or "default",
             }
             if body.get("return_logprob"):
-                meta["output_token_logprobs"] = [[self.logprob(step), step.id, None] for step in one.steps]
-            yield {"text": one.text, "output_ids": [step.id for step in one.steps], "meta_info": meta}
+                meta["output_token_logprobs"] = [[self.logprob(step), step.id, None] for step in sample.steps]
+            yield {"text": sample.text, "output_ids": [step.id for step in sample.steps], "meta_info": meta}
 
     def llama_cpp(self, body: dict[str, Any]) -> Iterator[Any]:
-        how = self.settings(body, "n_predict", include_stop=False)
-        self.fits(body["prompt"], how)
-        one = Response(self, body["prompt"], how)
+        options = self.settings(body, "n_predict", include_stop=False)
+        self.fits(body["prompt"], options)
+        sample = Response(self, body["prompt"], options)
         shown = ""
-        while one.finish is None:
+        while sample.finish is None:
             time.sleep(self.pace)
-            one.advance()
+            sample.advance()
             if body.get("stream"):
-                step = one.steps[-1]
-                event: dict[str, Any] = {"content": one.text[len(shown) :], "tokens": [step.id], "stop": False}
+                step = sample.steps[-1]
+                event: dict[str, Any] = {"content": sample.text[len(shown) :], "tokens": [step.id], "stop": False}
                 if body.get("n_probs"):
                     event["completion_probabilities"] = [{"id": step.id, "logprob": self.logprob(step)}]
-                shown = one.text
+                shown = sample.text
                 yield event
-        kinds = {"length": "limit", "stop": "word" if isinstance(one.stop, str) else "eos"}
-        final: dict[str, Any] = {"content": "", "tokens": [], "stop": True, "stop_type": kinds[one.finish]}
-        final["stopping_word"] = one.stop if isinstance(one.stop, str) else ""
+        kinds = {"length": "limit", "stop": "word" if isinstance(sample.stop, str) else "eos"}
+        final: dict[str, Any] = {"content": "", "tokens": [], "stop": True, "stop_type": kinds[sample.finish]}
+        final["stopping_word"] = sample.stop if isinstance(sample.stop, str) else ""
         if not body.get("stream"):
-            final |= {"content": one.text, "tokens": [step.id for step in one.steps]}
+            final |= {"content": sample.text, "tokens": [step.id for step in sample.steps]}
             if body.get("n_probs"):
-                entries = [{"id": step.id, "logprob": self.logprob(step)} for step in one.steps]
+                entries = [{"id": step.id, "logprob": self.logprob(step)} for step in sample.steps]
                 # As in llama.cpp, the tokens of the stop text have no entry.
-                final["completion_probabilities"] = entries[: -len(one.stop)] if isinstance(one.stop, str) else entries
+                final["completion_probabilities"] = (
+                    entries[: -len(sample.stop)] if isinstance(sample.stop, str) else entries
+                )
         yield final
 
 
@@ -501,18 +503,18 @@ class _Handler(BaseHTTPRequestHandler):
             body = {**body, "stream": False}
         events = app.post(self.path, body)
         if not body.get("stream"):
-            found = json.dumps(next(events)).encode()
+            reply = json.dumps(next(events)).encode()
             if app.fault(body, "garbage"):
-                found = b"<html>" + found
+                reply = b"<html>" + reply
             self.send_response(200)
             self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(found)))
+            self.send_header("content-length", str(len(reply)))
             self.end_headers()
             if app.fault(body, "hang up"):
-                self.wfile.write(found[: len(found) // 2])
+                self.wfile.write(reply[: len(reply) // 2])
                 self.close_connection = True
                 return
-            self.wfile.write(found)
+            self.wfile.write(reply)
             return
         first = next(events)  # a refusal comes before the headers
         self.send_response(200)
@@ -535,8 +537,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f": ping\n\ndata: {data}\n\n".encode())
         self.wfile.flush()
 
-    def whole(self, status: int, found: Any, headers: dict[str, str] | None = None) -> None:
-        data = json.dumps(found).encode()
+    def whole(self, status: int, reply: Any, headers: dict[str, str] | None = None) -> None:
+        data = json.dumps(reply).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "content-length": str(len(data))}.items():
             self.send_header(name, value)
@@ -581,8 +583,8 @@ def serve(
         app.stopping.set()
         http.shutdown()
         with app.counts:
-            for one in app.sockets:
+            for connection in app.sockets:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
         http.server_close()
         thread.join()

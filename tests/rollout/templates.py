@@ -1,4 +1,4 @@
-"""Chat templates that do to earlier turns what templates in use do, and a tokenizer with merges, trained here."""
+"""Chat templates that change earlier turns like common templates, and a tokenizer with merges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEWLINES = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""Ends a turn with a token that the model samples and a line break that it does not."""
+"""Ends a turn with a token that is sampled and a line break that is not."""
 
 THINKING = """
 {%- set ns = namespace(last=0) -%}
@@ -42,7 +42,7 @@ HOISTING = (
     "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Puts system messages first, whenever they come."""
+"""Puts system messages first."""
 
 CALLING = """
 {%- for m in messages -%}
@@ -63,27 +63,27 @@ CALLING = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-"""Writes calls as JSON, puts the messages of several tools into one turn, and refuses a tool that nobody called."""
+"""Writes calls as JSON, puts the messages of several tools into one turn, and rejects a tool without a call."""
 
 
 def with_template(template: str, tokenizer: Any = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of its own with this template: the byte-level one unless another is given."""
-    given = tiny.bytes_() if tokenizer is None else tokenizer
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(given.backend_tokenizer.to_str()),
+    """Return a copy of a tokenizer (by default the byte-level one) with this template."""
+    base = tiny.bytes_() if tokenizer is None else tokenizer
+    copy = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(base.backend_tokenizer.to_str()),
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="<|end|>",
         unk_token="<unk>",
         additional_special_tokens=tiny.SPECIAL[4:],
     )
-    made.chat_template = template
-    return made
+    copy.chat_template = template
+    return copy
 
 
 @functools.cache
 def merging() -> PreTrainedTokenizerFast:
-    """A byte-level BPE that was trained on a text: `the` is one token, and can also be written as three."""
+    """Train a byte-level BPE: `the` is one token, and can also be written as three."""
     inner = Tokenizer(models.BPE(unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     inner.decoder = decoders.ByteLevel()

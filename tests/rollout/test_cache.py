@@ -1,4 +1,4 @@
-"""A cache with room gives what a concatenating one gives, whatever rows are selected in between."""
+"""A preallocated cache equals a concatenating one, also if rows are selected in between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.integers(0, 30), st.sampled_from([1, 4]))
-def test_as_a_concatenating_cache(moves: list[Any], most: int, step: int) -> None:
+def test_the_cache_equals_a_concatenating_one(moves: list[Any], most: int, step: int) -> None:
     plain, larger = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
     preallocate(larger, most, step)
     rows, draw = 3, torch.Generator().manual_seed(0)
@@ -34,17 +34,19 @@ def test_as_a_concatenating_cache(moves: list[Any], most: int, step: int) -> Non
             continue
         for layer in range(2):
             keys, values = torch.randn(2, rows, 2, move[1], 4, generator=draw)
-            told, _ = larger.get_mask_sizes(move[1], layer)
-            for want, got in zip(plain.update(keys, values, layer), larger.update(keys, values, layer), strict=True):
-                length = want.shape[-2]
-                assert torch.equal(want, got[..., :length, :]) and not got[..., length:, :].any()
-                assert got.shape[-2] == told and length <= told < length + step
+            size, _ = larger.get_mask_sizes(move[1], layer)
+            for expected, actual in zip(
+                plain.update(keys, values, layer), larger.update(keys, values, layer), strict=True
+            ):
+                length = expected.shape[-2]
+                assert torch.equal(expected, actual[..., :length, :]) and not actual[..., length:, :].any()
+                assert actual.shape[-2] == size and length <= size < length + step
     assert plain.get_seq_length() == larger.get_seq_length()
     larger.reset()
     assert larger.get_seq_length() == 0
 
 
-def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() -> None:
+def test_the_cache_is_copied_rarely_and_stays_within_its_limit() -> None:
     cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), 600)
     states = torch.ones(2, 1, 10, 4)
     cache.update(states, states, 0)
@@ -56,7 +58,7 @@ def test_it_is_copied_a_few_times_only_and_is_never_larger_than_it_may_become() 
     assert keys.shape[-2] == 600 and max(sizes) == 600 and len(sizes) <= 7 and len(places) <= 7
 
 
-def test_layers_of_other_kinds_are_left_as_they_are() -> None:
+def test_other_kinds_of_layers_are_unchanged() -> None:
     config = Gemma3TextConfig(num_hidden_layers=6, sliding_window=4)
     kinds = [type(layer).__name__ for layer in preallocate(DynamicCache(config=config), 9).layers]
     assert kinds.count("PreallocatedLayer") == config.layer_types.count("full_attention") == 1
@@ -64,7 +66,7 @@ def test_layers_of_other_kinds_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 5, 100])
-def test_more_than_was_said_fits_as_well(most: int) -> None:
+def test_the_cache_grows_beyond_the_expected_length(most: int) -> None:
     cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), most)
     states = torch.arange(8.0).view(1, 1, 2, 4)
     for i in range(5):

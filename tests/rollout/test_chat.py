@@ -1,4 +1,4 @@
-"""What a message adds after a sampled turn, and what templates and tokenizers would do to earlier tokens."""
+"""Tokens that follow a sampled turn, and the comparison of sampled tokens with a new rendering."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ def turn(text: str, **more: Any) -> dict[str, Any]:
 
 
 def after(renderer: Renderer, text: str, sampled: list[int], new: list[Any], ended: bool = True, **more: Any) -> str:
-    """What is appended, as text."""
+    """Return the appended tokens as text."""
     return renderer.decode(renderer.after([USER], turn(text), sampled, ended, new, **more))
 
 
-def test_what_ends_a_turn_is_appended_as_far_as_it_was_not_sampled() -> None:
+def test_only_the_unsampled_part_of_an_ending_is_appended() -> None:
     renderer = Renderer(with_template(templates.NEWLINES))
-    said = ids(renderer.tokenizer, "call")
+    sampled = ids(renderer.tokenizer, "call")
     rest = "\n<|tool|>\n42<|end|>\n<|assistant|>\n"
-    assert after(renderer, "call", [*said, END], [RESULT]) == rest
-    assert after(renderer, "call", said, [RESULT], ended=False) == "<|end|>" + rest
-    assert after(renderer, "call", said, [RESULT]) == "<|end|>" + rest  # by a stop text, say
-    assert after(renderer, "call", [*said, END], [RESULT], generation=False) == "\n<|tool|>\n42<|end|>\n"
+    assert after(renderer, "call", [*sampled, END], [RESULT]) == rest
+    assert after(renderer, "call", sampled, [RESULT], ended=False) == "<|end|>" + rest
+    assert after(renderer, "call", sampled, [RESULT]) == "<|end|>" + rest  # by a stop text, say
+    assert after(renderer, "call", [*sampled, END], [RESULT], generation=False) == "\n<|tool|>\n42<|end|>\n"
     # A turn that a limit cut just after something like its end is cut all the same.
-    assert after(renderer, "call", [*said, END], [RESULT], ended=False) == "<|end|>" + rest
+    assert after(renderer, "call", [*sampled, END], [RESULT], ended=False) == "<|end|>" + rest
 
 
-def test_the_whole_is_the_rendering_where_nothing_is_changed() -> None:
+def test_appended_tokens_equal_the_rendering() -> None:
     for template in (tiny.TEMPLATE, templates.NEWLINES, templates.CALLING):
         renderer = Renderer(with_template(template))
         sampled = [*ids(renderer.tokenizer, "yes."), END]
         new = [{"role": "user", "content": "sure?"}, {"role": "user", "content": "é"}]
-        made = renderer.prompt([USER]) + sampled + renderer.after([USER], turn("yes."), sampled, True, new)
-        assert made == renderer.prompt([USER, turn("yes."), *new])
+        tokens = renderer.prompt([USER]) + sampled + renderer.after([USER], turn("yes."), sampled, True, new)
+        assert tokens == renderer.prompt([USER, turn("yes."), *new])
 
 
-def test_content_is_what_the_model_wrote() -> None:
+def test_content_has_no_end_tokens() -> None:
     renderer = Renderer(with_template(templates.NEWLINES))
-    said = ids(renderer.tokenizer, "a <|end|> b\n")
-    assert renderer.content([USER], [*said, END], True) == "a <|end|> b\n"
-    assert renderer.content([USER], [*said, END, *ids(renderer.tokenizer, "\n")], True) == "a <|end|> b\n"
-    assert renderer.content([USER], said, False) == "a <|end|> b\n"
+    sampled = ids(renderer.tokenizer, "a <|end|> b\n")
+    assert renderer.content([USER], [*sampled, END], True) == "a <|end|> b\n"
+    assert renderer.content([USER], [*sampled, END, *ids(renderer.tokenizer, "\n")], True) == "a <|end|> b\n"
+    assert renderer.content([USER], sampled, False) == "a <|end|> b\n"
     other_end = [*ids(renderer.tokenizer, "a"), 0]
     assert renderer.content([USER], other_end, True) == "a"  # another special token than the template's
     assert renderer.content([USER], [], True) == ""
@@ -62,26 +62,26 @@ def test_content_is_what_the_model_wrote() -> None:
     assert plain.content([], [*ids(renderer.tokenizer, "a"), END], True) == "a"
 
 
-def test_thinking_that_a_template_drops_does_not_change_what_follows() -> None:
+def test_dropped_thinking_does_not_change_what_follows() -> None:
     renderer = Renderer(with_template(templates.THINKING))
     text = "<think>hm</think>\nfive"
     sampled = [*ids(renderer.tokenizer, text), END]
     assert after(renderer, text, sampled, [USER]) == "\n<|user|>what is 6 x 7?<|end|>\n<|assistant|>"
 
 
-def test_several_tools_messages_are_rendered_together() -> None:
+def test_messages_of_several_tools_are_rendered_together() -> None:
     renderer = Renderer(with_template(templates.CALLING))
     call = {"type": "function", "function": {"name": "mul", "arguments": '{"a": 6}'}}
     message = turn("", tool_calls=[call])
     sampled = [*ids(renderer.tokenizer, '{"name": "mul", "arguments": {"a": 6}}'), END]
-    made = renderer.after([USER], message, sampled, True, [RESULT, {"role": "tool", "content": "43"}])
-    assert renderer.decode(made) == "\n<|user|>[42][43]<|end|>\n<|assistant|>"
-    assert renderer.prompt([USER]) + sampled + made == renderer.prompt(
+    following = renderer.after([USER], message, sampled, True, [RESULT, {"role": "tool", "content": "43"}])
+    assert renderer.decode(following) == "\n<|user|>[42][43]<|end|>\n<|assistant|>"
+    assert renderer.prompt([USER]) + sampled + following == renderer.prompt(
         [USER, message, RESULT, {"role": "tool", "content": "43"}]
     )
 
 
-def test_what_a_template_refuses_is_said() -> None:
+def test_rejections_of_a_template_are_errors() -> None:
     renderer = Renderer(with_template(templates.CALLING))
     with pytest.raises(ValueError, match=r"cannot render \['tool'\].*a tool answers a call.*observe_tokens"):
         renderer.after([USER], turn("no call"), [END], True, [RESULT])
@@ -92,11 +92,11 @@ def test_what_a_template_refuses_is_said() -> None:
         Renderer(with_template(""))
 
 
-def test_a_conversation_may_hold_what_stands_in_for_a_turn() -> None:
+def test_a_conversation_may_contain_the_placeholder() -> None:
     renderer = Renderer(with_template(tiny.TEMPLATE))
     new = [{"role": "tool", "content": "xTURNx xxTURNxx"}]
-    made = renderer.after([{"role": "user", "content": "xTURNx"}], turn("xTURNx"), [END], True, new)
-    assert renderer.decode(made) == "<|tool|>xTURNx xxTURNxx<|end|><|assistant|>"
+    following = renderer.after([{"role": "user", "content": "xTURNx"}], turn("xTURNx"), [END], True, new)
+    assert renderer.decode(following) == "<|tool|>xTURNx xxTURNxx<|end|><|assistant|>"
 
 
 def test_options_and_tools_reach_the_template() -> None:
@@ -105,10 +105,10 @@ def test_options_and_tools_reach_the_template() -> None:
     assert renderer.text([USER], False).startswith("1!<|user|>")
 
 
-def test_a_words_tokenizer_appends_every_word() -> None:
+def test_a_word_level_tokenizer() -> None:
     renderer = Renderer(tiny.words())
-    made = renderer.after([USER], turn("yes"), [END], True, [{"role": "tool", "content": "the answer is five"}])
-    assert renderer.decode(made, special=False) == "the answer is five"
+    following = renderer.after([USER], turn("yes"), [END], True, [{"role": "tool", "content": "the answer is five"}])
+    assert renderer.decode(following, special=False) == "the answer is five"
     plain = Renderer(tiny.words(), chat=False)
     assert plain.decode(plain.encode_after("", "the answer")) == "the answer"
     assert plain.decode(plain.encode_after("", "zebra the answer")) == "<unk> the answer"
@@ -120,31 +120,33 @@ def test_a_words_tokenizer_appends_every_word() -> None:
 
 def test_tokens_that_spell_the_same_text_are_realigned() -> None:
     renderer = Renderer(merging())
-    whole, letters = ids(merging(), "the"), [ids(merging(), letter)[0] for letter in "the"]
-    assert len(whole) == 1 and whole != letters
+    merged, letters = ids(merging(), "the"), [ids(merging(), letter)[0] for letter in "the"]
+    assert len(merged) == 1 and merged != letters
     head = renderer.prompt([USER])
-    found = compare_tokens([*head, *letters, END], [*head, *whole, END], renderer.decode)
-    assert found == Drift(outcome="realigned", what="tokens", kept=3, rendered=1)
+    drift = compare_tokens([*head, *letters, END], [*head, *merged, END], renderer.decode)
+    assert drift == Drift(outcome="realigned", what="tokens", kept=3, rendered=1)
 
 
 TEXTS = st.lists(st.sampled_from(["t", "h", "e", " ", "\n", "é", "<|end|>", "<|user|>"]), max_size=12).map("".join)
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_endings_leave_out_only_tokens_that_are_the_same(head: str, one: str, other: str) -> None:
+def test_endings_drop_only_equal_tokens(head: str, first: str, other: str) -> None:
     renderer = Renderer(merging())
-    before, now = head + one, head + other
+    before, now = head + first, head + other
     ours, theirs = renderer.endings(before, now)
-    whole, all_ = renderer.encode(before), renderer.encode(now)
-    left_out = len(whole) - len(ours)
-    assert whole[left_out:] == ours and all_[left_out:] == theirs and whole[:left_out] == all_[:left_out]
+    encoded, encoded_now = renderer.encode(before), renderer.encode(now)
+    left_out = len(encoded) - len(ours)
+    assert (
+        encoded[left_out:] == ours and encoded_now[left_out:] == theirs and encoded[:left_out] == encoded_now[:left_out]
+    )
 
 
-def test_special_tokens_and_white_space_are_glue_and_words_are_not() -> None:
+def test_glue_is_special_tokens_and_white_space() -> None:
     renderer = Renderer(tiny.bytes_())
 
-    def found(kept: str, rendered: str) -> Drift:
-        return compare_tokens(ids(tiny.bytes_(), kept), ids(tiny.bytes_(), rendered), renderer.decode)
+    def found(sampled: str, rendered: str) -> Drift:
+        return compare_tokens(ids(tiny.bytes_(), sampled), ids(tiny.bytes_(), rendered), renderer.decode)
 
     assert found("a<|end|>b", "a<|end|>b").outcome == "clean"
     assert found("a \n<|end|>b", "a<|end|>b") == Drift(outcome="realigned", what="glue", kept=2, rendered=0)
@@ -154,18 +156,18 @@ def test_special_tokens_and_white_space_are_glue_and_words_are_not() -> None:
 
 
 @given(st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)))
-def test_only_what_lies_between_equal_ends_is_counted(head: list[int], middle: list[int], tail: list[int]) -> None:
+def test_tokens_between_equal_ends_are_counted(head: list[int], middle: list[int], tail: list[int]) -> None:
     renderer = Renderer(tiny.bytes_())
-    found = compare_tokens([*head, *middle, *tail], [*head, *tail], renderer.decode)
-    assert (found.outcome == "clean") == (not middle)
-    assert found.kept - found.rendered == len(middle)
-    assert found.rendered == 0  # what is left out somewhere is found as that
+    drift = compare_tokens([*head, *middle, *tail], [*head, *tail], renderer.decode)
+    assert (drift.outcome == "clean") == (not middle)
+    assert drift.kept - drift.rendered == len(middle)
+    assert drift.rendered == 0  # what is left out somewhere is found as that
 
 
 def test_counts() -> None:
-    found = Drifts([Drift(outcome="clean"), Drift(outcome="unchecked", what="because")])
-    assert found.counts == {"clean": 1, "realigned": 0, "forked": 0, "unchecked": 1}
-    assert found[1].to_dict() == {
+    drifts = Drifts([Drift(outcome="clean"), Drift(outcome="unchecked", what="because")])
+    assert drifts.counts == {"clean": 1, "realigned": 0, "forked": 0, "unchecked": 1}
+    assert drifts[1].to_dict() == {
         "outcome": "unchecked",
         "what": "because",
         "kept": 0,

@@ -1,5 +1,5 @@
-"""The protocol that all engines keep: prompts and options in, ids and seeds of their own, n samples for each prompt,
-failures where they belong, streams, event loops, cancelling, going on, and records that keep everything."""
+"""The protocol of engines: forms of prompts and options, ids, seeds, failures, streams, event loops, cancellation,
+continued samples and records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 class Odd(BaseEngine):
-    """An engine that does what its function says: for the protocol's own sake."""
+    """An engine whose `_run` is a function, for tests of the protocol."""
 
     def __init__(self, work):
         self.work = work
@@ -58,9 +58,9 @@ def sample_of(request, k, ids=(7,)):
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_however_they_are_written():
+def test_forms_of_prompts():
     engine = ScriptedEngine([[7]], tokenizer=tiny.bytes_())
-    for given_, count in [
+    for prompts, count in [
         ("text", 1),
         (["a", "b"], 2),
         ([5, 6], 1),
@@ -74,7 +74,7 @@ def test_prompts_however_they_are_written():
         ((text for text in ("a", "b")), 2),
         ([], 0),
     ]:
-        assert len(engine.generate(given_)) == count
+        assert len(engine.generate(prompts)) == count
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_bad_prompts(wrong, words):
     ],
     ids=str,
 )
-def test_bad_options_name_themselves(wrong):
+def test_errors_name_the_option(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)
 
 
-def test_options_merge_and_are_refused_when_unknown():
+def test_options_are_merged_and_unknown_ones_rejected():
     base = Sampling(temperature=0.5, stop="x")
     assert Sampling.of(base, top_p=0.5) == Sampling(temperature=0.5, stop=["x"], top_p=0.5)
     assert Sampling.of({"max_new_tokens": 3, "stop_strings": ["y"]}) == Sampling(max_tokens=3, stop=["y"])
@@ -136,11 +136,11 @@ def test_options_merge_and_are_refused_when_unknown():
     assert Sampling(top_k=0).top_k == -1 and json.loads(json.dumps(base.to_dict()))["stop"] == ["x"]
 
 
-def test_ids_say_batch_task_and_run():
+def test_ids_have_batch_task_and_run():
     engine = ScriptedEngine([[7]])
     samples = engine.generate(["a", Prompt(text="b", eid=EID(batch=3, task="x", run=10))], n=2, batch=9)
-    assert [one.eid.rid for one in samples] == ["9/0/0", "9/0/1", "3/x/10", "3/x/11"]
-    assert len({one.eid.uid for one in samples}) == 4 and {one.group_size for one in samples} == {2}
+    assert [sample.eid.rid for sample in samples] == ["9/0/0", "9/0/1", "3/x/10", "3/x/11"]
+    assert len({sample.eid.uid for sample in samples}) == 4 and {sample.group_size for sample in samples} == {2}
     first, other = (engine.generate("a")[0].eid for _ in range(2))
     assert first.batch != other.batch  # calls without ids are never one group
     with pytest.raises(ValueError, match="prompts: 0 and 1 both give run 0/0/0"):
@@ -152,45 +152,45 @@ def test_ids_say_batch_task_and_run():
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
-def test_seeds_depend_on_the_seed_and_the_id_alone(seed, n, before, after):
+def test_seeds_depend_only_on_the_seed_and_the_id(seed, n, before, after):
     engine = ScriptedEngine([[7]])
     prompts = [Prompt(text="x", eid=EID(batch=0, task=i)) for i in range(before + 1 + after)]
-    whole = engine.requests(prompts, n=n, seed=seed)
+    requests = engine.requests(prompts, n=n, seed=seed)
     alone = engine.requests(prompts[before], n=n, seed=seed)[0]
-    assert whole[before].seeds == alone.seeds
-    assert [str(one) for one in whole[before].eids] == [str(one) for one in alone.eids]
+    assert requests[before].seeds == alone.seeds
+    assert [str(run_seed) for run_seed in requests[before].eids] == [str(run_seed) for run_seed in alone.eids]
     more = engine.requests(prompts[before], n=n + 1, seed=seed)[0]
     assert more.seeds[:n] == alone.seeds  # one sample more changes none of the others
-    seeds = [one for request in whole for one in request.seeds]
-    assert len(set(seeds)) == len(seeds) and all(0 <= one < 2**63 for one in seeds)
+    seeds = [run_seed for request in requests for run_seed in request.seeds]
+    assert len(set(seeds)) == len(seeds) and all(0 <= run_seed < 2**63 for run_seed in seeds)
     assert engine.requests("x", n=n, seed=seed)[0].seeds != engine.requests("x", n=n, seed=seed + 1)[0].seeds
     assert engine.requests("x", n=n)[0].seeds != engine.requests("x", n=n)[0].seeds
 
 
-def test_each_prompt_with_options_of_its_own():
+def test_options_per_prompt():
     engine = ScriptedEngine(lambda prompt, run: [run] * 5)
     samples = engine.generate(["a", "b"], [{"n": 3, "max_tokens": 2}, Sampling(n=1, max_tokens=9)])
-    assert [len(one.response_ids) for one in samples] == [2, 2, 2, 5]
-    assert [one.finish_reason for one in samples] == ["length"] * 3 + ["stop"]
-    assert [one.sampling["max_tokens"] for one in samples] == [2, 2, 2, 9]
+    assert [len(sample.response_ids) for sample in samples] == [2, 2, 2, 5]
+    assert [sample.finish_reason for sample in samples] == ["length"] * 3 + ["stop"]
+    assert [sample.sampling["max_tokens"] for sample in samples] == [2, 2, 2, 9]
 
 
 # --- what an engine owes ----------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_breaks_off_owes_failures():
+def test_missing_samples_are_failures():
     def work(requests, cancel):
         yield 1, sample_of(requests[0], 1)
         raise OSError("the device is gone")
 
     samples = Odd(work).generate(["a", "b"], n=2, batch=0)
-    assert [one.failed for one in samples] == [True, False, True, True]
+    assert [sample.failed for sample in samples] == [True, False, True, True]
     assert samples[0].error == "OSError: the device is gone" and samples[3].eid.rid == "0/1/1"
     samples = Odd(lambda requests, cancel: iter(())).generate(["a"], n=2)
-    assert all("ended without this sample" in one.error for one in samples)
+    assert all("ended without this sample" in sample.error for sample in samples)
 
 
-def test_a_failed_sample_that_had_begun_keeps_what_it_had():
+def test_a_failed_continuation_keeps_its_tokens():
     part = Sample(
         prompt=Prompt(text="a"),
         eid=EID(batch=0, task=0),
@@ -202,12 +202,17 @@ def test_a_failed_sample_that_had_begun_keeps_what_it_had():
         sampling={"max_tokens": 9, "seed": 4},
         group_size=8,
     )
-    (one,) = Odd(lambda requests, cancel: iter(())).generate([part])
-    assert one.failed and one.response_ids == [3, 4] and one.logprobs == [-1.0, -2.0] and one.versions == [5, 5]
-    assert one.group_size == 8 and one.sampling["seed"] == 4
+    (sample,) = Odd(lambda requests, cancel: iter(())).generate([part])
+    assert (
+        sample.failed
+        and sample.response_ids == [3, 4]
+        and sample.logprobs == [-1.0, -2.0]
+        and sample.versions == [5, 5]
+    )
+    assert sample.group_size == 8 and sample.sampling["seed"] == 4
 
 
-def test_what_cannot_go_on():
+def test_samples_that_cannot_be_continued():
     engine = ScriptedEngine([[7, 8, 9]])
     done = engine.generate("a")[0]
     with pytest.raises(ValueError, match="got a finished sample"):
@@ -219,7 +224,7 @@ def test_what_cannot_go_on():
         engine.generate("a", pause_after=0)
 
 
-def test_leaving_a_stream_early_closes_the_engines_work():
+def test_leaving_a_stream_early_closes_the_generator():
     closed = threading.Event()
 
     def work(requests, cancel):
@@ -247,16 +252,16 @@ def test_streams_in_an_event_loop(early):
             time.sleep(0.01)
 
     async def run(cancel):
-        found = []
-        async for one in Odd(work).astream([[i] for i in range(30)], cancel=cancel):
-            found.append(one)
-            if early and len(found) == 3:
+        samples = []
+        async for sample in Odd(work).astream([[i] for i in range(30)], cancel=cancel):
+            samples.append(sample)
+            if early and len(samples) == 3:
                 break
-        return found
+        return samples
 
     cancel = Cancel()
-    found = asyncio.run(run(cancel))
-    assert len(found) == (3 if early else 30)
+    samples = asyncio.run(run(cancel))
+    assert len(samples) == (3 if early else 30)
     assert cancel.requested is early  # a call that is over leaves its off-switch alone
     until = time.monotonic() + 30
     while early and not seen and time.monotonic() < until:
@@ -264,13 +269,13 @@ def test_streams_in_an_event_loop(early):
     assert bool(seen) is early
 
 
-def test_async_calls_give_what_sync_ones_do():
+def test_async_calls_equal_sync_calls():
     engine = ScriptedEngine(lambda prompt, run: ValueError("no") if run == 1 else [run, 8])
     prompts = [Prompt(text="a", eid=EID(batch=0, task=0)), Prompt(text="b", eid=EID(batch=0, task=1))]
     sync = engine.generate(prompts, n=3, seed=5)
     native = asyncio.run(engine.agenerate(prompts, n=3, seed=5))
-    assert [str(one) for one in sync] == [str(one) for one in native]
-    assert [one.failed for one in sync] == [False, True, False] * 2
+    assert [str(sample) for sample in sync] == [str(sample) for sample in native]
+    assert [sample.failed for sample in sync] == [False, True, False] * 2
 
     def broken(requests, cancel):
         raise KeyboardInterrupt
@@ -283,11 +288,11 @@ def test_async_calls_give_what_sync_ones_do():
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def test_scripts_answer_by_text_task_ids_function_and_turn():
+def test_forms_of_scripts():
     by_text = ScriptedEngine({"a": [[1], [2]], "b": Line(ids=(5, 6), logprobs=(-0.5, -0.25)), (7, 8): [9]})
-    assert [one.response_ids for one in by_text.generate("a", n=3)] == [[1], [2], [1]]
-    (one,) = by_text.generate("b")
-    assert one.response_ids == [5, 6] and one.logprobs == [-0.5, -0.25]
+    assert [sample.response_ids for sample in by_text.generate("a", n=3)] == [[1], [2], [1]]
+    (sample,) = by_text.generate("b")
+    assert sample.response_ids == [5, 6] and sample.logprobs == [-0.5, -0.25]
     assert by_text.generate([[7, 8]])[0].response_ids == [9]
     assert "script: no response to 'c'" in by_text.generate("c")[0].error
     by_task = ScriptedEngine({EID(batch=0, task="t").tid: [[4]]})
@@ -302,33 +307,33 @@ def test_scripts_answer_by_text_task_ids_function_and_turn():
         Line()
 
 
-def test_scripts_pause_go_on_and_stop_when_canceled():
+def test_scripts_pause_resume_and_cancel():
     engine = ScriptedEngine({"a": [list(range(10, 20))]}, version=1)
     part = engine.generate("a", max_tokens=8, pause_after=3)[0]
     assert part.unfinished and part.response_ids == [10, 11, 12]
     engine.version = 2
-    whole = engine.generate([part])[0]
-    assert whole.response_ids == list(range(10, 18)) and whole.versions == [1] * 3 + [2] * 5
-    assert whole.finish_reason == "length" and whole.eid == part.eid
+    resumed = engine.generate([part])[0]
+    assert resumed.response_ids == list(range(10, 18)) and resumed.versions == [1] * 3 + [2] * 5
+    assert resumed.finish_reason == "length" and resumed.eid == part.eid
     cancel = Cancel()
     cancel.request()
     assert engine.generate("a", cancel=cancel)[0].unfinished
 
 
-def test_recorded_rollouts_play_again():
+def test_recorded_rollouts_are_replayed():
     first = ScriptedEngine(
         {"a": [Line(ids=(7, 8), logprobs=(-0.5, -1.5)), Line(ids=(9,), finish_reason="length"), Line(error="lost")]},
         version=4,
     )
     prompts = [Prompt(text="a", eid=EID(batch=1, task=2), reference="42")]
     samples = first.generate(prompts, n=3, temperature=0.5)
-    records = [one.to_experience() for one in samples]
+    records = [sample.to_experience() for sample in samples]
     again = ScriptedEngine.replaying(records).generate(prompts, n=3)
-    for one, want in zip(again, samples, strict=True):
-        assert one.eid.rid == want.eid.rid and one.response_ids == want.response_ids
-        assert one.finish_reason == want.finish_reason and one.logprobs == want.logprobs
-        assert one.versions == want.versions and one.failed == want.failed
-        assert one.sampling["temperature"] == 0.5
+    for sample, expected in zip(again, samples, strict=True):
+        assert sample.eid.rid == expected.eid.rid and sample.response_ids == expected.response_ids
+        assert sample.finish_reason == expected.finish_reason and sample.logprobs == expected.logprobs
+        assert sample.versions == expected.versions and sample.failed == expected.failed
+        assert sample.sampling["temperature"] == 0.5
     assert again[2].error == "lost"
     player = ScriptedEngine.replaying(records)
     assert "was not recorded" in player.generate(Prompt(text="a", eid=EID(batch=1, task=3)))[0].error
@@ -338,8 +343,8 @@ def test_recorded_rollouts_play_again():
 # --- samples and their records ----------------------------------------------------------------------------------------
 
 
-def test_samples_refuse_what_does_not_fit():
-    known = {"prompt": Prompt(text="a"), "eid": EID(), "prompt_ids": [1], "response_ids": [2, 3]}
+def test_samples_check_their_fields():
+    fields = {"prompt": Prompt(text="a"), "eid": EID(), "prompt_ids": [1], "response_ids": [2, 3]}
     for wrong, words in [
         ({"logprobs": [-1.0]}, "logprobs: got 1 entries, expected 2"),
         ({"versions": [1, 2, 3]}, "versions: got 3 entries, expected 2"),
@@ -349,7 +354,7 @@ def test_samples_refuse_what_does_not_fit():
         ({"logprobs_kind": "all"}, "logprobs_kind: got 'all'"),
     ]:
         with pytest.raises(ValueError, match=words):
-            Sample(**known | wrong)
+            Sample(**fields | wrong)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -398,39 +403,42 @@ def samples_(draw):
 
 
 @given(samples_())
-def test_a_record_keeps_everything(sample):
+def test_records_have_all_fields_of_a_sample(sample):
     record = sample.to_experience()
-    for kept in (record, Experience.deserialize(record.serialize())):
-        assert kept.eid == sample.eid and kept.tokens.tolist() == [*sample.prompt_ids, *sample.response_ids]
-        assert kept.prompt_length == len(sample.prompt_ids)
-        for found, want in ((kept.logprobs, sample.logprobs), (kept.policy_versions, sample.versions)):
-            assert (None if found is None else found.tolist()) == want
-        assert kept.finish_reason == sample.finish_reason and kept.group_size == sample.group_size
-        assert kept.response_text == sample.text
-        assert kept.prompt_text == (sample.prompt_text if sample.prompt_text is not None else sample.prompt.text)
-        assert kept.truncate_status == ("response_truncated" if sample.finish_reason == "length" else None)
+    for restored in (record, Experience.deserialize(record.serialize())):
+        assert restored.eid == sample.eid and restored.tokens.tolist() == [*sample.prompt_ids, *sample.response_ids]
+        assert restored.prompt_length == len(sample.prompt_ids)
+        for actual, expected_column in (
+            (restored.logprobs, sample.logprobs),
+            (restored.policy_versions, sample.versions),
+        ):
+            assert (None if actual is None else actual.tolist()) == expected_column
+        assert restored.finish_reason == sample.finish_reason and restored.group_size == sample.group_size
+        assert restored.response_text == sample.text
+        assert restored.prompt_text == (sample.prompt_text if sample.prompt_text is not None else sample.prompt.text)
+        assert restored.truncate_status == ("response_truncated" if sample.finish_reason == "length" else None)
         mask = [not sample.failed] * len(sample.response_ids)
-        assert kept.action_mask is None or kept.action_mask.tolist() == mask
-        assert not sample.failed or kept.action_mask is not None or not sample.response_ids
-        assert kept.info.get("error") == sample.error and kept.sampling["run"] == sample.run_id
+        assert restored.action_mask is None or restored.action_mask.tolist() == mask
+        assert not sample.failed or restored.action_mask is not None or not sample.response_ids
+        assert restored.info.get("error") == sample.error and restored.sampling["run"] == sample.run_id
         for name, value in {**sample.prompt.info, **sample.info}.items():
-            assert kept.info[name] == value
+            assert restored.info[name] == value
         for name in ("reference", "label"):
-            assert kept.info.get(name) == getattr(sample.prompt, name)
-        assert kept.sampling["seed"] == sample.sampling["seed"] and kept.metrics == sample.metrics
-        assert kept.sampling["logprobs"] == (None if sample.logprobs is None else sample.logprobs_kind)
-        assert kept.sampling.get("stop_reason") == sample.stop_reason
+            assert restored.info.get(name) == getattr(sample.prompt, name)
+        assert restored.sampling["seed"] == sample.sampling["seed"] and restored.metrics == sample.metrics
+        assert restored.sampling["logprobs"] == (None if sample.logprobs is None else sample.logprobs_kind)
+        assert restored.sampling.get("stop_reason") == sample.stop_reason
         if sample.prompt.messages is not None:
-            said = [] if sample.message is None else [sample.message]
-            assert kept.messages == [*sample.prompt.messages, *said]
-            assert kept.tools == (None if sample.prompt.tools is None else list(sample.prompt.tools))
+            reply = [] if sample.message is None else [sample.message]
+            assert restored.messages == [*sample.prompt.messages, *reply]
+            assert restored.tools == (None if sample.prompt.tools is None else list(sample.prompt.tools))
 
 
 # --- small parts ------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 8), st.just(0.0) | st.floats(1e-6, 10), st.floats(1, 5), st.floats(0, 20), st.floats(0, 1))
-def test_waits_grow_and_are_bounded(tries, first, factor, most, jitter):
+def test_waits_grow_up_to_the_limit(tries, first, factor, most, jitter):
     waits = list(Backoff(tries=tries, first=first, factor=factor, max_wait=most, jitter=jitter).waits())
     assert len(waits) == tries - 1
     for i, wait in enumerate(waits):
@@ -438,7 +446,7 @@ def test_waits_grow_and_are_bounded(tries, first, factor, most, jitter):
         assert length * (1 - jitter) * (1 - 1e-9) <= wait <= length * (1 + 1e-9)
 
 
-def test_a_servers_wish_to_wait():
+def test_retry_after():
     assert parse_retry_after({"retry-after": "1.5"}) == 1.5 and parse_retry_after({"retry-after": "-3"}) == 0
     assert (
         parse_retry_after({"retry-after": "9999"}) == 60 and parse_retry_after({"retry-after": "Wed, 21 Oct 2026"}) == 0
@@ -449,7 +457,7 @@ def test_a_servers_wish_to_wait():
             Backoff(**wrong)
 
 
-def test_fingerprints_are_of_what_a_tokenizer_does(tmp_path):
+def test_fingerprints_depend_on_the_behavior_of_a_tokenizer(tmp_path):
     words, bytes_ = tiny.words(), tiny.bytes_()
     assert tokenizer_fingerprint(words) != tokenizer_fingerprint(bytes_)
     words.save_pretrained(tmp_path)
@@ -464,7 +472,7 @@ def test_fingerprints_are_of_what_a_tokenizer_does(tmp_path):
     assert template_fingerprint(again) != template_fingerprint(words)
 
 
-def test_a_run_is_named_by_its_make_up():
+def test_run_ids_depend_on_the_fields():
     run = RunInfo(engine="vllm", engine_version="1", model="m")
     assert run.id == RunInfo(engine="vllm", engine_version="1", model="m").id
     assert (
@@ -478,19 +486,27 @@ def test_a_run_is_named_by_its_make_up():
     )
 
 
-def test_one_prompt_however_it_is_written() -> None:
-    made = ScriptedEngine([[7]])
+def test_forms_of_a_single_prompt() -> None:
+    engine = ScriptedEngine([[7]])
     message = {"role": "user", "content": "hi"}
-    for one in ("hi", message, [message], [5, 6], np.array([5, 6]), [np.int64(5), np.int64(6)], torch.tensor([5, 6])):
-        (sample,) = made.generate(one)
+    for prompt in (
+        "hi",
+        message,
+        [message],
+        [5, 6],
+        np.array([5, 6]),
+        [np.int64(5), np.int64(6)],
+        torch.tensor([5, 6]),
+    ):
+        (sample,) = engine.generate(prompt)
         assert sample.prompt.messages in (None, (message,)) and sample.prompt.token_ids in (None, (5, 6))
     for odd in (None, b"hi", 5):
         with pytest.raises(ValueError, match="prompts: got"):
-            made.generate(odd)
+            engine.generate(odd)
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "error"),
     [
         ({"stop_token_ids": 2}, "stop_token_ids: got int, expected a list of token ids"),
         ({"suppress": 5}, "suppress: got int"),
@@ -498,62 +514,62 @@ def test_one_prompt_however_it_is_written() -> None:
         ({"extra": 5}, "extra: got 5, expected a mapping"),
     ],
 )
-def test_options_of_the_wrong_kind_are_named(option: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_options_of_the_wrong_type(option: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
         Sampling(**option)
 
 
-def test_ids_may_come_from_numpy_and_torch() -> None:
-    made = Sampling(stop_token_ids=np.array([3, 4]), suppress=torch.tensor([5]))
-    assert made.stop_token_ids == (3, 4) and made.suppress == (5,)
+def test_ids_from_numpy_and_torch() -> None:
+    sampling = Sampling(stop_token_ids=np.array([3, 4]), suppress=torch.tensor([5]))
+    assert sampling.stop_token_ids == (3, 4) and sampling.suppress == (5,)
 
 
-def test_a_sample_names_its_group_and_the_seed_that_was_asked_for() -> None:
-    one, two = ScriptedEngine([[7]]).generate("hi", n=2, seed=9, batch="b")
-    assert one.group_id == two.group_id == "b/0"
-    assert one.sampling["asked_seed"] == 9 and one.sampling["seed"] != two.sampling["seed"]
+def test_samples_have_group_size_and_requested_seed() -> None:
+    sample, two = ScriptedEngine([[7]]).generate("hi", n=2, seed=9, batch="b")
+    assert sample.group_id == two.group_id == "b/0"
+    assert sample.sampling["asked_seed"] == 9 and sample.sampling["seed"] != two.sampling["seed"]
 
 
-def test_only_single_turns_are_played_again() -> None:
+def test_only_single_turns_are_replayed() -> None:
     turn = Experience(eid={"batch": 0, "task": 1}, tokens=[1, 2, 3], prompt_length=1, logprobs=[-1, -2], group_size=4)
     again = ScriptedEngine.replaying([turn]).generate(Prompt(token_ids=[1], eid=EID(0, 1)))[0]
     assert again.group_size == 4 and again.to_experience().experience_type == "single_turn"
     with pytest.raises(ValueError, match="script: got records, expected responses; ScriptedEngine.replaying"):
         ScriptedEngine([turn])
-    known = ScriptedEngine.replaying([turn.replace(prompt_text="a")])
-    assert known.generate(Prompt(text="a", eid=EID(0, 1)))[0].error is None
-    assert "expected 'a', as 0/1 had" in (known.generate(Prompt(text="b", eid=EID(0, 1)))[0].error or "")
+    engine = ScriptedEngine.replaying([turn.replace(prompt_text="a")])
+    assert engine.generate(Prompt(text="a", eid=EID(0, 1)))[0].error is None
+    assert "expected 'a', as 0/1 had" in (engine.generate(Prompt(text="b", eid=EID(0, 1)))[0].error or "")
     with pytest.raises(ValueError, match="got a multi-turn record"):
         ScriptedEngine.replaying([turn.replace(action_mask=[True, False], experience_type="multi_turn")])
     with pytest.raises(ValueError, match="got several of run 0/1/0, expected one"):
         ScriptedEngine.replaying([turn, turn.replace(eid=EID(0, 1, 0, step=1))])
 
 
-def test_a_script_by_task_and_its_mistakes() -> None:
-    made = ScriptedEngine({7: [[4], [5]]})
-    assert [one.response_ids for one in made.generate(Prompt(text="x", eid=EID(0, 7)), n=2)] == [[4], [5]]
+def test_scripts_by_task_and_invalid_scripts() -> None:
+    engine = ScriptedEngine({7: [[4], [5]]})
+    assert [sample.response_ids for sample in engine.generate(Prompt(text="x", eid=EID(0, 7)), n=2)] == [[4], [5]]
     assert "empty list" in (ScriptedEngine([]).generate("x")[0].error or "")
     wrong = ScriptedEngine([Line(ids=(1, 2), logprobs=(-1.0,))]).generate("x")[0]
     assert wrong.error == "ValueError: response: got 1 log-probs, expected 2, one for each token"
     assert ScriptedEngine([torch.tensor([4, 5])]).generate("x")[0].response_ids == [4, 5]
 
 
-def test_a_records_options_sample_it_again() -> None:
+def test_the_options_of_a_record_can_be_sampled_with() -> None:
     seen = []
-    made = ScriptedEngine(lambda prompt, run: seen.append(run) or [7])
-    first = made.generate(Prompt(text="x", eid=EID(0, 1)), n=2, seed=9, temperature=0.5)[1]
-    again = made.generate(Prompt(text="x", eid=EID(0, 1)), first.sampling)[1]
+    engine = ScriptedEngine(lambda prompt, run: seen.append(run) or [7])
+    first = engine.generate(Prompt(text="x", eid=EID(0, 1)), n=2, seed=9, temperature=0.5)[1]
+    again = engine.generate(Prompt(text="x", eid=EID(0, 1)), first.sampling)[1]
     assert again.sampling == first.sampling and again.eid == first.eid
     record = first.to_experience()
     assert Sampling.of({**record.sampling, "logprobs": "raw"}).seed == 9
 
 
-def test_an_engine_that_answers_twice_is_told() -> None:
+def test_repeated_samples_are_an_error() -> None:
     def twice(requests: Any, cancel: Any) -> Any:
         yield 0, sample_of(requests[0], 0)
         yield 0, sample_of(requests[0], 0)
 
-    with pytest.raises(ValueError, match="Odd: unexpected or repeated position 0"):
+    with pytest.raises(ValueError, match="Odd: unexpected or repeated sample 0"):
         Odd(twice).generate(["a", "b"])
 
 

@@ -30,14 +30,14 @@ EID_ = EID(batch=0, task=3, run=1, suffix="a")
 
 
 def scripted(tokenizer: Any, *answers: Any) -> ScriptedEngine:
-    """An engine that gives these answers in turn; a text is ended by the token that ends a turn."""
-    made = [Line(ids=[*ids(tokenizer, one), END]) if isinstance(one, str) else one for one in answers]
-    return ScriptedEngine(made, tokenizer)
+    """Return an engine with these answers; a text ends with the end token of a turn."""
+    lines = [Line(ids=[*ids(tokenizer, answer), END]) if isinstance(answer, str) else answer for answer in answers]
+    return ScriptedEngine(lines, tokenizer)
 
 
 def chat(tokenizer: Any, *answers: Any, **options: Any) -> Episode:
-    given = {"messages": [USER], "eid": EID_, **options}
-    return Episode(scripted(tokenizer, *answers), tokenizer, **given)
+    arguments = {"messages": [USER], "eid": EID_, **options}
+    return Episode(scripted(tokenizer, *answers), tokenizer, **arguments)
 
 
 def text(tokenizer: Any, tokens: Any) -> str:
@@ -45,7 +45,7 @@ def text(tokenizer: Any, tokens: Any) -> str:
 
 
 def trained(record: Experience) -> list[int]:
-    """The tokens that a record trains."""
+    """Return the trained tokens of a record."""
     return record.tokens[record.prompt_length :][record.action_mask].tolist()
 
 
@@ -83,7 +83,8 @@ def test_a_tool_between_two_turns() -> None:
     ]
     assert record.finish_reason == "stop" and record.truncate_status is None and record.experience_type == "multi_turn"
     kinds = [
-        (one["kind"], text(tokenizer, record.tokens[one["start"] : one["stop"]])) for one in record.info["segments"]
+        (segment["kind"], text(tokenizer, record.tokens[segment["start"] : segment["stop"]]))
+        for segment in record.info["segments"]
     ]
     assert kinds[1:] == [
         ("model", "call<|end|>"),
@@ -91,7 +92,7 @@ def test_a_tool_between_two_turns() -> None:
         ("model", "42!<|end|>"),
     ]
     assert record.info["segments"][3]["turn"] == 1 and record.info["segments"][3]["trained"] is True
-    assert [one["outcome"] for one in record.info["drift"]] == ["clean"]
+    assert [drift["outcome"] for drift in record.info["drift"]] == ["clean"]
     assert (
         record.metrics["turns"] == 2
         and record.metrics["trained_tokens"] == 9
@@ -104,7 +105,7 @@ def test_a_tool_between_two_turns() -> None:
 
 
 @pytest.mark.parametrize("template", [tiny.TEMPLATE, templates.NEWLINES, templates.THINKING, templates.TRIMMING])
-def test_a_conversation_that_no_template_changes_is_its_rendering(template: str) -> None:
+def test_an_unchanged_conversation_equals_its_rendering(template: str) -> None:
     tokenizer = with_template(template)
     episode = chat(tokenizer, "one", "two", "three")
     for _ in range(2):
@@ -112,13 +113,13 @@ def test_a_conversation_that_no_template_changes_is_its_rendering(template: str)
         episode.observe([RESULT, {"role": "tool", "content": "more"}])
     episode.act()
     (record,) = episode.experiences()
-    whole = tokenizer.apply_chat_template(record.messages, tokenize=False)
-    assert whole.removesuffix("\n") == text(tokenizer, record.tokens)
+    rendered = tokenizer.apply_chat_template(record.messages, tokenize=False)
+    assert rendered.removesuffix("\n") == text(tokenizer, record.tokens)
     assert text(tokenizer, trained(record)) == "one<|end|>two<|end|>three<|end|>"
     assert episode.drift.counts == {"clean": 2, "realigned": 0, "forked": 0, "unchecked": 0}
 
 
-def test_messages_that_are_observed_one_by_one_are_rendered_together() -> None:
+def test_messages_observed_one_by_one_are_rendered_together() -> None:
     tokenizer = with_template(templates.CALLING)
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
 
@@ -138,7 +139,7 @@ def test_messages_that_are_observed_one_by_one_are_rendered_together() -> None:
     assert record.messages[1]["tool_calls"] == [call]
 
 
-def test_what_does_not_parse_is_recorded_and_kept() -> None:
+def test_parse_errors_are_recorded() -> None:
     def parse(written: str) -> Any:
         return json.loads(written)
 
@@ -148,12 +149,12 @@ def test_what_does_not_parse_is_recorded_and_kept() -> None:
         episode.observe(RESULT)
     assert episode.messages[1] == {"role": "assistant", "content": "x"}
     assert episode.messages[3] == {"role": "assistant", "content": "{oops"}
-    assert [one["turn"] for one in episode.errors] == [1, 2]
+    assert [segment["turn"] for segment in episode.errors] == [1, 2]
     assert "JSONDecodeError" in episode.errors[0]["error"] and "a role" in episode.errors[1]["error"]
     assert "error" not in episode.experiences()[0].info  # the turn itself succeeded
 
 
-def test_a_trailing_observation_is_in_the_record_without_a_next_turns_beginning() -> None:
+def test_a_trailing_observation_is_recorded_without_a_generation_prompt() -> None:
     tokenizer = tiny.bytes_()
     episode = chat(tokenizer, "call")
     episode.act()
@@ -192,7 +193,7 @@ def test_token_ids_within_a_turn_and_before_the_first() -> None:
     assert record.info["drift"][0]["outcome"] == "unchecked" and "without a message" in record.info["drift"][0]["what"]
 
 
-def test_ids_that_a_user_rendered_are_compared_with_what_they_are() -> None:
+def test_observed_ids_with_a_message_are_compared() -> None:
     tokenizer = tiny.bytes_()
     for rendered, outcome in (
         ("<|tool|>42<|end|><|assistant|>", "clean"),
@@ -211,7 +212,7 @@ def test_ids_that_a_user_rendered_are_compared_with_what_they_are() -> None:
 # --- what templates and tokenizers would change ----------------------------------------------------------------------
 
 
-def test_tokens_that_would_be_cut_otherwise_are_kept_and_counted() -> None:
+def test_realigned_tokens_are_kept_and_counted() -> None:
     tokenizer = merging()
     letters = [ids(tokenizer, letter)[0] for letter in "the"]
     assert len(ids(tokenizer, "the")) == 1
@@ -230,7 +231,7 @@ def test_tokens_that_would_be_cut_otherwise_are_kept_and_counted() -> None:
     assert record.metrics["drift/realigned"] == 1 == episode.drift.counts["realigned"]
 
 
-def test_white_space_that_a_template_trims_is_glue() -> None:
+def test_trimmed_white_space_is_glue() -> None:
     episode = chat(with_template(templates.TRIMMING), "  padded ", "so")
     episode.act()
     episode.observe(RESULT)
@@ -239,7 +240,7 @@ def test_white_space_that_a_template_trims_is_glue() -> None:
     assert "<|assistant|>  padded <|end|>" in text(tiny.bytes_(), episode.tokens)
 
 
-def test_thinking_is_kept_where_a_template_would_drop_it() -> None:
+def test_sampled_thinking_is_kept() -> None:
     tokenizer = with_template(templates.THINKING)
     episode = chat(tokenizer, "<think>hm</think>\n42", "<think>ah</think>\n43", "44")
     episode.act()
@@ -254,7 +255,7 @@ def test_thinking_is_kept_where_a_template_would_drop_it() -> None:
     assert text(tokenizer, trained(record)) == "<think>hm</think>\n42<|end|><think>ah</think>\n43<|end|>44<|end|>"
 
 
-def test_a_fork_is_given_the_conversation_as_the_template_has_it() -> None:
+def test_a_fork_starts_with_the_new_rendering() -> None:
     tokenizer = with_template(templates.THINKING)
     episode = chat(tokenizer, "<think>hm</think>\n42", "<think>ah</think>\n43", "44", on_fork="fork")
     episode.act()
@@ -262,20 +263,20 @@ def test_a_fork_is_given_the_conversation_as_the_template_has_it() -> None:
     episode.act()
     episode.observe({"role": "user", "content": "sure?"})
     assert episode.number == 0 and "<think>" not in text(tokenizer, episode.tokens)
-    asked = episode.tokens
+    prompt_tokens = episode.tokens
     sample = episode.act()
-    assert episode.number == 1 and list(sample.prompt_ids) == asked and len(episode.turns) == 3
+    assert episode.number == 1 and list(sample.prompt_ids) == prompt_tokens and len(episode.turns) == 3
     first, second = episode.experiences(reward=1.0)
     conversation = [*first.messages, {"role": "user", "content": "sure?"}]
-    assert asked == ids(
+    assert prompt_tokens == ids(
         tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     )
-    assert second.tokens[: second.prompt_length].tolist() == asked
+    assert second.tokens[: second.prompt_length].tolist() == prompt_tokens
     assert text(tokenizer, trained(first)) == "<think>hm</think>\n42<|end|><think>ah</think>\n43<|end|>"
     assert text(tokenizer, trained(second)) == "44<|end|>"
     assert (first.eid.rid, second.eid.rid, second.eid.step) == ("0/3/1", "0/3/1", 1) and second.parent == first.eid.uid
     assert first.reward == second.reward == 1.0
-    assert [one["policy"] for one in second.info["drift"]] == ["fork"]
+    assert [drift["policy"] for drift in second.info["drift"]] == ["fork"]
     assert first.info["drift"][0]["outcome"] == "clean" and first.metrics["drift/forked"] == 0
     assert episode.sampled_text() == "<think>hm</think>\n42\n<think>ah</think>\n43\n44"
     assert second.response_text == "44" and len(episode.branches) == 1
@@ -302,7 +303,7 @@ def test_a_message_that_a_template_moves_needs_a_fork() -> None:
     assert episode.drift.counts["forked"] == 1
 
 
-def test_a_realigned_conversation_can_be_forked_too() -> None:
+def test_a_realigned_conversation_can_be_forked() -> None:
     tokenizer = merging()
     letters = [ids(tokenizer, letter)[0] for letter in "the"]
     episode = chat(tokenizer, Line(ids=[*letters, END]), "five", on_realign="fork")
@@ -354,10 +355,10 @@ def test_an_engine_that_rendered_the_observation_itself() -> None:
     episode.append_sample(given_sample([], [23, END]))
     (record,) = episode.experiences()
     assert record.tokens.tolist()[: len(theirs)] == theirs and trained(record)[-4:] == [22, END, 23, END]
-    assert [one["outcome"] for one in record.info["drift"]] == ["clean", "clean", "unchecked"]
+    assert [drift["outcome"] for drift in record.info["drift"]] == ["clean", "clean", "unchecked"]
 
 
-def test_an_engine_that_saw_other_tokens_begins_a_branch() -> None:
+def test_an_engine_with_other_tokens_starts_a_branch() -> None:
     tokenizer = merging()
     letters = [ids(tokenizer, letter)[0] for letter in "the"]
     episode = chat(tokenizer)
@@ -367,8 +368,8 @@ def test_an_engine_that_saw_other_tokens_begins_a_branch() -> None:
     theirs = ids(tokenizer, tokenizer.apply_chat_template(episode.messages, tokenize=False, add_generation_prompt=True))
     assert theirs != episode.tokens
     episode.append_sample(given_sample(theirs, [21, END]))
-    one, two = episode.experiences()
-    assert one.tokens.tolist() == [*first, *letters, END] and trained(one) == [*letters, END]
+    record, two = episode.experiences()
+    assert record.tokens.tolist() == [*first, *letters, END] and trained(record) == [*letters, END]
     assert two.tokens.tolist() == [*theirs, 21, END] and trained(two) == [21, END] and two.prompt_length == len(theirs)
     drift = two.info["drift"][0]
     assert (drift["outcome"], drift["by"], drift["policy"]) == ("realigned", "engine", "fork")
@@ -383,7 +384,7 @@ def test_an_engine_that_saw_other_tokens_begins_a_branch() -> None:
 # --- turns that end early, fail, or find no room ---------------------------------------------------------------------
 
 
-def test_a_turn_that_was_cut_is_ended_by_what_follows() -> None:
+def test_a_truncated_turn_is_ended_by_the_next_observation() -> None:
     tokenizer = with_template(templates.NEWLINES)
     episode = chat(tokenizer, "a long answer", "so", sampling={"max_tokens": 6})
     assert episode.act().finish_reason == "length"
@@ -399,31 +400,31 @@ def test_a_turn_that_was_cut_is_ended_by_what_follows() -> None:
     assert text(tokenizer, trained(record)) == "a longso<|end|>" and episode.drift.counts["clean"] == 1
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_paused_turn_goes_on(whole: bool) -> None:
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_paused_turn_is_continued(is_complete: bool) -> None:
     tokenizer = tiny.bytes_()
     episode = chat(tokenizer, "a long answer", "a long answer", "b")
     episode.engine.version = 1
     assert episode.act(pause_after=4).unfinished
     with pytest.raises(ValueError, match="unfinished"):
         episode.score_turn(1.0)
-    kept = episode.tokens
-    if whole:
+    tokens = episode.tokens
+    if is_complete:
         episode.engine.version = 2
         assert episode.act().finish_reason == "stop"
     else:  # another engine, asked with all tokens as a prompt
         rest = [*ids(tokenizer, "ng answer"), END]
-        sample = given_sample(kept, rest, logprobs=[-1.0] * len(rest), versions=[2] * len(rest))
+        sample = given_sample(tokens, rest, logprobs=[-1.0] * len(rest), versions=[2] * len(rest))
         episode.append_sample(sample)
     assert len(episode.turns) == 1 and episode.turns[0].text == "a long answer"
     (record,) = episode.experiences()
     assert text(tokenizer, trained(record)) == "a long answer<|end|>"
     assert record.policy_versions.tolist() == [1] * 4 + [2] * 10
-    assert [one["finish_reason"] for one in record.info["segments"][1:]] == ["abort", "stop"]
+    assert [segment["finish_reason"] for segment in record.info["segments"][1:]] == ["abort", "stop"]
     assert record.messages[-1]["content"] == "a long answer" and record.metrics["turns"] == 1
 
 
-def test_a_canceled_turn_may_be_left_as_it_is() -> None:
+def test_a_canceled_turn_may_stay_unfinished() -> None:
     tokenizer = tiny.bytes_()
     episode = chat(tokenizer, "never", "b")
     cancel = Cancel()
@@ -465,7 +466,7 @@ def test_an_episode_that_failed_at_once_has_a_record() -> None:
     assert estimate("grpo", Experiences(records)).report.which("missing reward") == [records[0].eid.uid]
 
 
-def test_a_context_limit_cuts_turns_and_then_refuses_them() -> None:
+def test_a_context_limit_truncates_and_then_rejects_turns() -> None:
     tokenizer = tiny.bytes_()
     room = 25
     episode = chat(tokenizer, "12345", "a long answer", "never", context_limit=16 + room)
@@ -487,13 +488,13 @@ def test_a_context_limit_cuts_turns_and_then_refuses_them() -> None:
     assert record.finish_reason == "length" and len(record.messages) == 5
 
 
-def test_a_turn_that_ends_where_the_context_does_was_not_cut() -> None:
+def test_a_turn_that_ends_at_the_context_limit_is_complete() -> None:
     episode = chat(tiny.bytes_(), "12", context_limit=20)
     assert episode.act().finish_reason == "stop" == episode.finish_reason and episode.tokens_left == 0
     assert "truncated" not in episode.experiences()[0].info
 
 
-def test_an_unfinished_turn_that_has_no_room_to_go_on_ends() -> None:
+def test_an_unfinished_turn_ends_at_the_context_limit() -> None:
     episode = chat(tiny.bytes_(), "12345678", context_limit=21)
     assert episode.act(pause_after=3).unfinished
     assert episode.act(pause_after=3).finish_reason == "length"
@@ -509,45 +510,45 @@ def test_an_unfinished_turn_that_has_no_room_to_go_on_ends() -> None:
 # --- branches --------------------------------------------------------------------------------------------------------
 
 
-def test_branches_share_what_was_sampled_before_and_train_it_once() -> None:
+def test_branches_train_shared_tokens_once() -> None:
     tokenizer = tiny.bytes_()
     root = chat(tokenizer, "a", "b", "c", "d")
     root.act()
     root.observe(RESULT)
     left, right = root.branch(), root.branch()
-    assert [one.number for one in root.branches] == [0, 1, 2]
+    assert [episode.number for episode in root.branches] == [0, 1, 2]
     left.act()
     right.act()
     right.observe(RESULT)
     right.act()
     left.reward, right.reward = 1.0, 0.0
     records = root.experiences()
-    assert [text(tokenizer, trained(one)) for one in records] == ["a<|end|>b<|end|>", "c<|end|>d<|end|>"]
-    assert [one.eid.uid.rsplit("/", 1)[0] for one in records] == ["0/3/1/1", "0/3/1/2"]
-    assert [one.parent for one in records] == [None, records[0].eid.uid]
-    assert [one.reward for one in records] == [1.0, 0.0]
+    assert [text(tokenizer, trained(record)) for record in records] == ["a<|end|>b<|end|>", "c<|end|>d<|end|>"]
+    assert [record.eid.uid.rsplit("/", 1)[0] for record in records] == ["0/3/1/1", "0/3/1/2"]
+    assert [record.parent for record in records] == [None, records[0].eid.uid]
+    assert [record.reward for record in records] == [1.0, 0.0]
     shared = records[1].info["segments"][1]
     assert shared["kind"] == "model" and shared["trained"] is False
     assert records[1].logprobs[: shared["stop"] - shared["start"]].tolist() == [-1.0, -1.0]
     assert records[0].prompt_length == records[1].prompt_length
-    assert [one.tokens.tolist() for one in left.experiences()] == [one.tokens.tolist() for one in records]
-    assert [one.eid for one in right.experiences()] == [one.eid for one in records]
+    assert [record.tokens.tolist() for record in left.experiences()] == [record.tokens.tolist() for record in records]
+    assert [record.eid for record in right.experiences()] == [record.eid for record in records]
 
 
-def test_a_branch_that_nothing_was_added_to_is_no_record_unless_it_is_rewarded() -> None:
+def test_a_branch_without_new_tokens_is_recorded_only_with_a_reward() -> None:
     episode = chat(tiny.bytes_(), "a", "b")
     episode.act()
     other = episode.branch()
     assert len(episode.experiences()) == 1
     episode.observe(RESULT)
     episode.act()
-    assert [one.eid.step for one in episode.experiences()] == [0]
+    assert [record.eid.step for record in episode.experiences()] == [0]
     other.reward = 0.25
     records = episode.experiences(1.0)
-    assert [(one.eid.step, one.reward, len(trained(one))) for one in records] == [(0, 1.0, 4), (1, 0.25, 0)]
+    assert [(record.eid.step, record.reward, len(trained(record))) for record in records] == [(0, 1.0, 4), (1, 0.25, 0)]
 
 
-def test_branches_of_an_unfinished_turn_each_train_their_rest() -> None:
+def test_branches_of_an_unfinished_turn_train_their_own_rest() -> None:
     tokenizer = tiny.bytes_()
     episode = Episode(None, tokenizer, messages=[USER])
     episode.append_turn(ids(tokenizer, "ab"), finish_reason="abort")
@@ -556,10 +557,10 @@ def test_branches_of_an_unfinished_turn_each_train_their_rest() -> None:
     other.append_turn([*ids(tokenizer, "d"), END])
     other.score_turn(2.0)
     episode.score_turn(1.0)
-    one, two = episode.experiences()
+    record, two = episode.experiences()
     assert [turn.text for turn in (*episode.turns, *other.turns)] == ["abc", "abd"]
-    assert (text(tokenizer, trained(one)), text(tokenizer, trained(two))) == ("abc<|end|>", "d<|end|>")
-    assert one.token_level_reward.tolist() == [0, 0, 0, 1.0] and two.token_level_reward.tolist() == [0, 0, 0, 2.0]
+    assert (text(tokenizer, trained(record)), text(tokenizer, trained(two))) == ("abc<|end|>", "d<|end|>")
+    assert record.token_level_reward.tolist() == [0, 0, 0, 1.0] and two.token_level_reward.tolist() == [0, 0, 0, 2.0]
 
 
 def test_branches_that_act_at_the_same_time() -> None:
@@ -573,16 +574,16 @@ def test_branches_that_act_at_the_same_time() -> None:
         episode = Episode(ScriptedEngine(answer, tokenizer), tokenizer, messages=[USER], eid=EID_)
         await episode.aact()
         episode.observe(RESULT)
-        many = [episode, *(episode.branch() for _ in range(3))]
-        await asyncio.gather(*(one.aact() for one in many))
+        episodes = [episode, *(episode.branch() for _ in range(3))]
+        await asyncio.gather(*(episode.aact() for episode in episodes))
         return episode.experiences()
 
     records = asyncio.run(play())
-    assert [trained(one)[-2] for one in records] == [20, 21, 22, 23]
-    assert [len(trained(one)) for one in records] == [4, 2, 2, 2]
+    assert [trained(record)[-2] for record in records] == [20, 21, 22, 23]
+    assert [len(trained(record)) for record in records] == [4, 2, 2, 2]
 
 
-def test_a_branch_that_is_changed_while_an_engine_works_on_it_says_so() -> None:
+def test_a_branch_must_not_change_during_a_call() -> None:
     tokenizer = tiny.bytes_()
 
     async def play() -> None:
@@ -598,16 +599,16 @@ def test_several_episodes_act_in_one_call() -> None:
     calls = []
 
     class Counting(ScriptedEngine):
-        def generate(self, prompts: Any, *given: Any, **options: Any) -> list[Sample]:
+        def generate(self, prompts: Any, *arguments: Any, **options: Any) -> list[Sample]:
             calls.append(len(prompts))
-            return super().generate(prompts, *given, **options)
+            return super().generate(prompts, *arguments, **options)
 
     engine = Counting([[20, END], [21, END], [22, END]], tokenizer)
     episodes = Episode.group(3, engine, tokenizer, messages=[USER], eid=EID(0, 5), context_limit=40)
     episodes[1].observe({"role": "user", "content": "so long that there is no room for an answer"})
-    found = act_all(episodes, max_tokens=5)
-    assert calls == [2] and [one.finish_reason for one in found] == ["stop", "length", "stop"]
-    records = [row for one in episodes for row in one.experiences(reward=1.0)]
+    samples = act_all(episodes, max_tokens=5)
+    assert calls == [2] and [sample.finish_reason for sample in samples] == ["stop", "length", "stop"]
+    records = [row for episode in episodes for row in episode.experiences(reward=1.0)]
     assert [row.eid.rid for row in records] == ["0/5/0", "0/5/1", "0/5/2"]
     assert [row.group_size for row in records] == [3, 3, 3]
     assert [trained(row) for row in records] == [[20, END], [], [21, END]]
@@ -619,7 +620,7 @@ def test_several_episodes_act_in_one_call() -> None:
 # --- rewards, batches, estimators ------------------------------------------------------------------------------------
 
 
-def test_rewards_of_turns_lie_on_their_last_tokens() -> None:
+def test_rewards_of_turns_are_on_their_last_tokens() -> None:
     episode = chat(tiny.bytes_(), "a", "b", "c")
     for value in (0.5, 0.25):
         episode.act()
@@ -631,7 +632,9 @@ def test_rewards_of_turns_lie_on_their_last_tokens() -> None:
     assert record.reward == 3.0
     where = record.token_level_reward.nonzero()[:, 0].tolist()
     assert [record.token_level_reward[i].item() for i in where] == [0.75, 0.25, 2.0]
-    ends = [one["stop"] - 1 - record.prompt_length for one in record.info["segments"] if one["kind"] == "model"]
+    ends = [
+        segment["stop"] - 1 - record.prompt_length for segment in record.info["segments"] if segment["kind"] == "model"
+    ]
     assert where == ends
     assert record.info["segments"][1]["reward"] == 0.75
     to_go = estimate("reinforce", [record]).returns[0]
@@ -642,19 +645,19 @@ def test_rewards_of_turns_lie_on_their_last_tokens() -> None:
         episode.score_turn("good")  # type: ignore[arg-type]
 
 
-def test_every_row_of_a_forked_episode_has_the_reward_still_to_come() -> None:
+def test_records_of_a_fork_have_the_reward_to_come() -> None:
     episode = chat(with_template(templates.THINKING), "<think>a</think>b", "c", on_fork="fork")
     episode.act()
     episode.score_turn(0.5)
     episode.observe(USER)
     episode.act()
     episode.score_turn(0.25)
-    first, second = episode.experiences(reward=lambda one: 1.0 if one.sampled_text().endswith("c") else 0.0)
+    first, second = episode.experiences(reward=lambda episode: 1.0 if episode.sampled_text().endswith("c") else 0.0)
     assert first.reward == second.reward == 1.75
     assert first.token_level_reward.sum() == 1.75 and second.token_level_reward.sum() == 1.25
 
 
-def test_what_belongs_to_a_turn_goes_into_the_fork_with_it() -> None:
+def test_errors_of_a_turn_move_into_the_fork() -> None:
     episode = chat(
         with_template(templates.THINKING),
         RuntimeError("a"),
@@ -671,11 +674,11 @@ def test_what_belongs_to_a_turn_goes_into_the_fork_with_it() -> None:
     episode.act()
     first, second = episode.experiences(reward=2.0)
     assert first.reward == second.reward == 0.5
-    assert [one["error"] for one in first.info["errors"]] == ["RuntimeError: a"]
-    assert [one["error"] for one in second.info["errors"]] == ["RuntimeError: b"] and "error" not in second.info
+    assert [error["error"] for error in first.info["errors"]] == ["RuntimeError: a"]
+    assert [error["error"] for error in second.info["errors"]] == ["RuntimeError: b"] and "error" not in second.info
 
 
-def test_a_turn_that_branches_share_is_rewarded_where_it_is_trained() -> None:
+def test_a_shared_turn_is_rewarded_where_it_is_trained() -> None:
     episode = chat(tiny.bytes_(), "a", "b", "c")
     episode.act()
     episode.score_turn(0.5)
@@ -693,7 +696,7 @@ def test_a_reward_may_be_missing_or_unknown() -> None:
     episode = chat(tiny.bytes_(), "a")
     episode.act()
     assert episode.experiences()[0].reward is None
-    assert episode.experiences(lambda one: None)[0].reward is None
+    assert episode.experiences(lambda episode: None)[0].reward is None
     episode.reward = float("nan")
     assert episode.experiences(1.0)[0].reward != episode.experiences(1.0)[0].reward
     episode.reward = None
@@ -701,8 +704,8 @@ def test_a_reward_may_be_missing_or_unknown() -> None:
 
 
 def records_of_a_task(tokenizer: Any) -> list[Experience]:
-    """Three runs: one plain, one that branched in two, one that was forked."""
-    made = []
+    """Return the records of three runs: a plain one, one with two branches, and one with a fork."""
+    records = []
     for run, on_fork in enumerate(("keep", "keep", "fork")):
         answers = ["<think>x</think>a", "b", "c"]
         episode = chat(tokenizer, *answers, eid=EID(0, 1, run), on_fork=on_fork, group_size=3)
@@ -713,19 +716,19 @@ def records_of_a_task(tokenizer: Any) -> list[Experience]:
         if other is not None:
             other.act()
             other.reward = 0.0
-        made += episode.experiences(reward=float(run))
-    return made
+        records += episode.experiences(reward=float(run))
+    return records
 
 
-def test_batches_and_estimators_take_them() -> None:
+def test_batches_and_estimators_of_episodes() -> None:
     records = records_of_a_task(with_template(templates.THINKING))
     assert len(records) == 5
-    many = Experiences(records)
-    assert decode(encode(many)) == many
-    found = estimate("dr_grpo", many)
+    experiences = Experiences(records)
+    assert decode(encode(experiences)) == experiences
+    estimated = estimate("dr_grpo", experiences)
     # Runs count once: rewards 0, (1 + 0) / 2 and 2 have a mean of 2.5 / 3.
-    assert found.scores.tolist() == pytest.approx([-2.5 / 3, 1 - 2.5 / 3, -2.5 / 3, 2 - 2.5 / 3, 2 - 2.5 / 3])
-    padded, packed = (from_experiences(many, packing_samples=one) for one in (False, True))
+    assert estimated.scores.tolist() == pytest.approx([-2.5 / 3, 1 - 2.5 / 3, -2.5 / 3, 2 - 2.5 / 3, 2 - 2.5 / 3])
+    padded, packed = (from_experiences(experiences, packing_samples=packing) for packing in (False, True))
     assert padded.info["metrics"]["turns"].tolist() == [2, 2, 2, 1, 1]
     for batch in (padded, packed):
         assert estimate("grpo", batch).advantages is not None
@@ -739,14 +742,14 @@ def test_batches_and_estimators_take_them() -> None:
         assert (gae.advantages[i][~mask] == 0).all()
 
 
-def test_every_turn_and_branch_has_random_numbers_of_its_own() -> None:
+def test_each_turn_and_branch_has_its_own_random_stream() -> None:
     def seeds() -> list[int]:
         episode = chat(tiny.bytes_(), "a", sampling={"seed": 5})
-        found = [episode.act()]
+        samples = [episode.act()]
         episode.observe(RESULT)
         other = episode.branch()
-        found += [episode.act(), other.act()]
-        return [sample.sampling["seed"] for sample in found]
+        samples += [episode.act(), other.act()]
+        return [sample.sampling["seed"] for sample in samples]
 
     assert seeds() == seeds() and len(set(seeds())) == 3
     episode = chat(tiny.bytes_(), "a", sampling={"seed": 5})
@@ -760,12 +763,12 @@ def test_every_turn_and_branch_has_random_numbers_of_its_own() -> None:
 def forward_logprobs(model: Any, record: Experience, temperature: float = 1.0) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=record.tokens.long()[None]).logits[0] / temperature
-    found = logits.log_softmax(-1)[:-1].gather(-1, record.tokens.long()[1:, None])[:, 0]
-    return found[record.prompt_length - 1 :]
+    logprobs = logits.log_softmax(-1)[:-1].gather(-1, record.tokens.long()[1:, None])[:, 0]
+    return logprobs[record.prompt_length - 1 :]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_of_a_real_model_are_those_of_one_forward_pass(temperature: float) -> None:
+def test_logprobs_equal_those_of_one_forward_pass(temperature: float) -> None:
     tokenizer = with_template(templates.NEWLINES)
     model = tiny.llama(vocab=len(tokenizer))
     engine = TransformersEngine(model, tokenizer)
@@ -791,7 +794,7 @@ def test_log_probs_of_a_real_model_are_those_of_one_forward_pass(temperature: fl
         assert (record.logprobs[~sampled] == 0).all()
     assert largest < 1e-4
     assert records[0].policy_versions.unique().tolist() == [1, 2, 3]
-    assert sum(int(one.action_mask.sum()) for one in records) == (
+    assert sum(int(record.action_mask.sum()) for record in records) == (
         len(episode.turns[0].ids) + len(episode.turns[1].ids) + len(other.turns[1].ids)
     )
     again = Episode(TransformersEngine(model, tokenizer), tokenizer, messages=[USER], sampling=options, eid=episode.eid)
@@ -807,10 +810,10 @@ def test_images_of_the_prompt_and_of_an_observation() -> None:
     model, processor = tiny.llava()
     engine = TransformersEngine(model, processor=processor)
     red, blue = tiny.picture(), tiny.picture((0, 0, 255))
-    asked = {"role": "user", "content": "<image>what?"}
+    question = {"role": "user", "content": "<image>what?"}
     processor.chat_template = tiny.TEMPLATE
     options = {"max_tokens": 3, "seed": 1, "suppress": [END], "logprobs": "raw"}
-    prompt = Prompt(messages=[asked], images=[red])
+    prompt = Prompt(messages=[question], images=[red])
     episode = Episode(engine, processor, prompt, sampling=options)
     assert episode.tokens.count(8) == 4
     sample = episode.act()
@@ -821,15 +824,15 @@ def test_images_of_the_prompt_and_of_an_observation() -> None:
     (record,) = episode.experiences()
     assert record.tokens.tolist().count(8) == 8 and record.action_mask.sum() == 6
     assert record.multi_modal_inputs["pixel_values"].shape[0] == 2
-    shown = [load_image("image", one).getpixel((0, 0)) for one in record.info["images"]]
+    shown = [load_image("image", picture).getpixel((0, 0)) for picture in record.info["images"]]
     assert shown == [(255, 0, 0), (0, 0, 255)]
     assert record.info["drift"][0]["outcome"] in ("clean", "realigned")  # bytes need not spell letters
     with torch.no_grad():
         logits = model(
             input_ids=record.tokens.long()[None], pixel_values=record.multi_modal_inputs["pixel_values"]
         ).logits[0]
-    found = logits.log_softmax(-1)[:-1].gather(-1, record.tokens.long()[1:, None])[:, 0][record.prompt_length - 1 :]
-    assert (record.logprobs - found)[record.action_mask].abs().max() < 1e-4
+    logprobs = logits.log_softmax(-1)[:-1].gather(-1, record.tokens.long()[1:, None])[:, 0][record.prompt_length - 1 :]
+    assert (record.logprobs - logprobs)[record.action_mask].abs().max() < 1e-4
 
 
 def test_a_fork_has_the_images_of_the_conversation() -> None:
@@ -850,7 +853,7 @@ def test_a_fork_has_the_images_of_the_conversation() -> None:
     ) - 1
 
 
-def test_media_that_a_caller_gives_are_joined() -> None:
+def test_media_of_observations_are_joined() -> None:
     episode = Episode(prompt=[8, 8], media={"pixel_values": torch.zeros(1, 3)})
     episode.append_turn([5])
     episode.observe_tokens([8, 8], media={"pixel_values": torch.ones(2, 3), "mm_token_type_ids": torch.ones(1, 2)})
@@ -879,7 +882,7 @@ def test_media_that_a_caller_gives_are_joined() -> None:
         Episode(None, tiny.bytes_(), messages=[{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_experts_are_kept_where_an_engine_gives_them() -> None:
+def test_selected_experts_are_recorded() -> None:
     episode = Episode(prompt=[1])
     for response in ([2, 3], [4]):
         experts = torch.tensor([[[token, token + 1]] for token in response], dtype=torch.uint8)
@@ -892,7 +895,7 @@ def test_experts_are_kept_where_an_engine_gives_them() -> None:
 # --- saved and gone on with ------------------------------------------------------------------------------------------
 
 
-def test_an_episode_goes_on_after_it_was_saved_in_the_middle_of_a_turn() -> None:
+def test_an_episode_saved_in_the_middle_of_a_turn_is_continued() -> None:
     tokenizer = tiny.bytes_()
     episode = chat(tokenizer, "first", "a long answer", sampling={"seed": 7}, context_limit=200)
     episode.act()
@@ -916,21 +919,21 @@ def test_an_episode_goes_on_after_it_was_saved_in_the_middle_of_a_turn() -> None
         Episode.from_dict({**saved, "format": 0})
 
 
-def test_a_turn_that_two_branches_ended_otherwise_is_saved_as_two() -> None:
+def test_a_turn_with_two_endings_is_saved_as_two() -> None:
     tokenizer = tiny.bytes_()
     episode = Episode(None, tokenizer, messages=[USER])
     episode.append_turn(ids(tokenizer, "ab"), finish_reason="abort")
     other = episode.branch()
     other.append_turn([], finish_reason="length")
     again = Episode.from_dict(json.loads(json.dumps(episode.to_dict())), None, tokenizer)
-    assert [one.finish_reason for one in again.branches] == ["abort", "length"]
+    assert [episode.finish_reason for episode in again.branches] == ["abort", "length"]
     assert again.branches[0].turns[0].ids == again.branches[1].turns[0].ids == episode.turns[0].ids
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
 
 
-def test_bad_input_is_refused() -> None:
+def test_invalid_input() -> None:
     tokenizer = tiny.bytes_()
     with pytest.raises(ValueError, match="both or neither"):
         Episode(None, tokenizer)
@@ -971,7 +974,7 @@ def test_bad_input_is_refused() -> None:
     assert episode.to_dict() == {**before, "made_spans": episode.to_dict()["made_spans"]}
 
 
-def test_an_observation_that_does_not_render_leaves_the_episode_as_it_was() -> None:
+def test_a_failed_observation_leaves_the_episode_unchanged() -> None:
     episode = chat(with_template(templates.CALLING), "no call")
     episode.act()
     before = episode.to_dict()
@@ -987,8 +990,8 @@ LETTERS = {letter: ids(tiny.bytes_(), letter)[0] for letter in "abc <>\n|"}
 
 
 class Driving(RuleBasedStateMachine):
-    """Acts, observations, branches, pauses, failures and saves in any order, beside a model of what should be there:
-    for each branch its transcript, and all that was sampled."""
+    """Acts, observations, branches, pauses, failures and saves in any order, compared with a transcript of each branch
+    and the number of sampled tokens."""
 
     @initialize(limit=st.sampled_from([None, 60]), template=st.sampled_from([tiny.TEMPLATE, templates.NEWLINES]))
     def begin(self, limit: int | None, template: str) -> None:
@@ -1007,17 +1010,17 @@ class Driving(RuleBasedStateMachine):
     def pick(self, which: int) -> int:
         return which % len(self.episodes)
 
-    @rule(which=st.integers(0, 9), said=ASCII, ends=st.booleans(), pause=st.booleans(), version=st.integers(0, 3))
-    def act(self, which: int, said: str, ends: bool, pause: bool, version: int) -> None:
+    @rule(which=st.integers(0, 9), response=ASCII, ends=st.booleans(), pause=st.booleans(), version=st.integers(0, 3))
+    def act(self, which: int, response: str, ends: bool, pause: bool, version: int) -> None:
         i = self.pick(which)
         episode = self.episodes[i]
         if not self.waiting[i]:
             with pytest.raises(ValueError, match="expected an observation"):
                 episode.act()
             return
-        begun, how = self.last[i]
-        begun = begun if how == "abort" else []
-        tokens = begun + [LETTERS[letter] for letter in said] + [END] * ends
+        begun, last_reason = self.last[i]
+        begun = begun if last_reason == "abort" else []
+        tokens = begun + [LETTERS[letter] for letter in response] + [END] * ends
         reason = "abort" if pause else "stop" if ends else "length"
         left = None if self.limit is None else self.limit - len(episode.tokens)
         self.line = Line(ids=tokens, logprobs=[-float(i) for i in range(len(tokens))], finish_reason=reason)
@@ -1025,16 +1028,16 @@ class Driving(RuleBasedStateMachine):
         sample = episode.act()
         full = left is not None and left <= 0
         if not full:
-            got = len(sample.response_ids) - len(begun)
+            sampled_count = len(sample.response_ids) - len(begun)
             new = text(self.tokenizer, sample.response_ids[len(begun) :])
-            self.sampled += got
+            self.sampled += sampled_count
             self.written[i] += new
             cut = left is not None and len(tokens) - len(begun) > left
             assert sample.finish_reason == ("length" if cut else reason)
         else:
             assert sample.finish_reason == "length" and not sample.response_ids
         # Where nothing is left, a turn that waited for its observation still waits; a paused one ends.
-        if not full or how == "abort":
+        if not full or last_reason == "abort":
             ended = "length" if full else sample.finish_reason
             self.last[i] = (begun if full else list(sample.response_ids), ended)
             self.waiting[i] = ended == "abort"
@@ -1052,13 +1055,13 @@ class Driving(RuleBasedStateMachine):
         i = self.pick(which)
         self.episodes[i].observe({"role": role, "content": content})
         begin = "<|assistant|>" + self.glue
-        how = self.last[i][1]
-        if how and how != "observed":
-            self.written[i] += ("" if how == "stop" else "<|end|>") + self.glue
+        last_reason = self.last[i][1]
+        if last_reason and last_reason != "observed":
+            self.written[i] += ("" if last_reason == "stop" else "<|end|>") + self.glue
         else:
             self.written[i] = self.written[i].removesuffix(begin)
         self.written[i] += f"<|{role}|>{self.glue}{content}<|end|>{self.glue}{begin}"
-        self.last[i] = ([], "observed" if how else "")
+        self.last[i] = ([], "observed" if last_reason else "")
         self.waiting[i] = True
 
     @precondition(lambda self: len(self.episodes) < 5)
@@ -1066,48 +1069,50 @@ class Driving(RuleBasedStateMachine):
     def branch(self, which: int) -> None:
         i = self.pick(which)
         self.episodes.append(self.episodes[i].branch())
-        for each in (self.written, self.waiting, self.last):
-            each.append(each[i])
+        for by_episode in (self.written, self.waiting, self.last):
+            by_episode.append(by_episode[i])
 
     @rule(which=st.integers(0, 9))
     def save(self, which: int) -> None:
         plain = json.loads(json.dumps(self.episodes[self.pick(which)].to_dict()))
         again = Episode.from_dict(plain, self.engine, self.tokenizer)
         assert json.loads(json.dumps(again.to_dict())) == plain
-        by_number = {one.number: one for one in again.branches}
-        self.episodes = [by_number[one.number] for one in self.episodes]
+        by_number = {episode.number: episode for episode in again.branches}
+        self.episodes = [by_number[episode.number] for episode in self.episodes]
 
     @invariant()
     def together(self) -> None:
         for episode, written in zip(self.episodes, self.written, strict=True):
             assert text(self.tokenizer, episode.tokens) == written
         records = self.episodes[0].experiences()
-        assert sum(int(one.action_mask.sum()) for one in records) == self.sampled
-        assert sum(one.metrics["trained_tokens"] for one in records) == self.sampled
-        known = {one.number: one for one in self.episodes}
+        assert sum(int(record.action_mask.sum()) for record in records) == self.sampled
+        assert sum(record.metrics["trained_tokens"] for record in records) == self.sampled
+        episodes_by_number = {episode.number: episode for episode in self.episodes}
         for record in records:
-            episode = known[record.info["branch"]]
+            episode = episodes_by_number[record.info["branch"]]
             tokens = record.tokens.tolist()
-            bounds = [0, *(one["stop"] for one in record.info["segments"])]
-            assert [one["start"] for one in record.info["segments"]] == bounds[:-1] and bounds[-1] == len(tokens)
+            bounds = [0, *(segment["stop"] for segment in record.info["segments"])]
+            assert [segment["start"] for segment in record.info["segments"]] == bounds[:-1] and bounds[-1] == len(
+                tokens
+            )
             sampled = torch.zeros(len(tokens), dtype=torch.bool)
             masked = torch.zeros(len(tokens), dtype=torch.bool)
-            for one in record.info["segments"]:
-                if one["kind"] == "model":
-                    sampled[one["start"] : one["stop"]] = True
-                    masked[one["start"] : one["stop"]] = one["trained"]
+            for segment in record.info["segments"]:
+                if segment["kind"] == "model":
+                    sampled[segment["start"] : segment["stop"]] = True
+                    masked[segment["start"] : segment["stop"]] = segment["trained"]
             assert record.action_mask.tolist() == masked[record.prompt_length :].tolist()
-            said = [token for turn in episode.turns for token in turn.ids]
-            assert record.tokens[sampled].tolist() == said
+            turn_ids = [token for turn in episode.turns for token in turn.ids]
+            assert record.tokens[sampled].tolist() == turn_ids
             expected = [value for turn in episode.turns for value in turn.joined("logprobs") or ()]
             assert record.logprobs[sampled[record.prompt_length :]].tolist() == expected
             assert (record.logprobs[~sampled[record.prompt_length :]] == 0).all()
-            kept = len(tokens) if not episode._branch.pending else len(episode._branch.ids)
-            assert tokens[:kept] == episode.tokens[:kept]
+            length = len(tokens) if not episode._branch.pending else len(episode._branch.ids)
+            assert tokens[:length] == episode.tokens[:length]
             assert record.eid.rid == EID_.rid and record.eid == episode.eid
-            assert self.limit is None or not said or len(tokens) <= max(self.limit, kept)
-        assert len({one.eid.uid for one in records}) == len(records)
-        assert all(one.parent is None or one.parent in {each.eid.uid for each in records} for one in records)
+            assert self.limit is None or not turn_ids or len(tokens) <= max(self.limit, length)
+        assert len({record.eid.uid for record in records}) == len(records)
+        assert all(record.parent is None or record.parent in {other.eid.uid for other in records} for record in records)
 
 
 Driving.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
@@ -1115,18 +1120,20 @@ TestDriving = Driving.TestCase
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 300), max_size=5), st.booleans()), min_size=1, max_size=6))
-def test_an_episode_of_token_ids_saved_at_any_point_is_the_same(parts: list[tuple[list[int], bool]]) -> None:
+def test_an_episode_saved_at_any_point_is_unchanged(parts: list[tuple[list[int], bool]]) -> None:
     episode = Episode(prompt=[1, 2], eid=EID_, context_limit=1000)
-    kept = [1, 2]
+    expected_tokens = [1, 2]
     for sampled, save in parts:
         episode.append_turn(sampled, [-0.1] * len(sampled), versions=1)
         episode.observe_tokens([7])
-        kept += [*sampled, 7]
+        expected_tokens += [*sampled, 7]
         if save:
             episode = Episode.from_dict(json.loads(json.dumps(episode.to_dict())))
-    assert episode.tokens == kept
+    assert episode.tokens == expected_tokens
     (record,) = episode.experiences()
-    assert record.tokens.tolist() == kept and trained(record) == [one for sampled, _ in parts for one in sampled]
+    assert record.tokens.tolist() == expected_tokens and trained(record) == [
+        token for sampled, _ in parts for token in sampled
+    ]
 
 
 PIECES = st.sampled_from(["<think>a</think>", "the", " ", "five", "\n", "é"])
@@ -1138,15 +1145,15 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from(["keep", "fork"]), st.sampled_from(["keep", "fork"]))
-def test_whatever_is_forked_every_sampled_token_is_trained_once_after_what_the_model_saw(
+def test_each_sampled_token_is_trained_once_after_its_context(
     steps: list[tuple[str, list[str], bool, bool]], on_realign: Any, on_fork: Any
 ) -> None:
     tokenizer = with_template(templates.THINKING, merging())
     line = Line(ids=[END])
-    asked: list[tuple[list[int], list[int]]] = []
+    turns: list[tuple[list[int], list[int]]] = []
 
     def answer(prompt: Prompt, run: int) -> Any:
-        asked.append((list(prompt.token_ids or ()), list(line.ids or ())))
+        turns.append((list(prompt.token_ids or ()), list(line.ids or ())))
         return line
 
     engine = ScriptedEngine(answer, tokenizer)
@@ -1159,7 +1166,7 @@ def test_whatever_is_forked_every_sampled_token_is_trained_once_after_what_the_m
             in_hand.observe({"role": kind, "content": "".join(pieces)})
         written = ["".join(pieces)] if not apart else pieces
         line = Line(
-            ids=[token for one in written for token in ids(tokenizer, one)] + [END] * ends,
+            ids=[token for word in written for token in ids(tokenizer, word)] + [END] * ends,
             finish_reason="stop" if ends else "length",
         )
         if in_hand._branch.pending:
@@ -1167,21 +1174,25 @@ def test_whatever_is_forked_every_sampled_token_is_trained_once_after_what_the_m
             open_ = False
     records = episode.experiences()
     rows = [(row.tokens.tolist(), row.prompt_length + row.action_mask.nonzero()[:, 0]) for row in records]
-    found = sorted((tokens[: int(at)], tokens[int(at)]) for tokens, places in rows for at in places)
-    assert found == sorted((prompt + said[:k], said[k]) for prompt, said in asked for k in range(len(said)))
+    trained_after = sorted((tokens[: int(at)], tokens[int(at)]) for tokens, places in rows for at in places)
+    assert trained_after == sorted(
+        (prompt + response_ids[:k], response_ids[k]) for prompt, response_ids in turns for k in range(len(response_ids))
+    )
     counts = episode.drift.counts
-    assert sum(counts.values()) == len(asked) - 1 if len(episode.branches) == 1 else sum(counts.values()) < len(asked)
+    assert sum(counts.values()) == len(turns) - 1 if len(episode.branches) == 1 else sum(counts.values()) < len(turns)
     if on_realign == on_fork == "keep" and len(episode.branches) == 1:
         assert len(records) == 1
     if on_fork == "fork" and counts["forked"]:
         assert len(records) > 1
 
 
-def test_a_seed_repeats_an_episode_that_nobody_named() -> None:
+def test_a_seed_repeats_an_episode_without_an_id() -> None:
     engine = TransformersEngine(tiny.llama(len(tiny.bytes_())), tiny.bytes_())
-    found = []
+    responses = []
     for _ in range(2):
         episode = Episode(engine, tiny.bytes_(), messages=[USER], sampling={"seed": 1, "max_tokens": 6})
         episode.act()
-        found.append((list(episode.tokens), episode.experiences()[0].eid.tid))
-    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]  # the same tokens, and another group
+        responses.append((list(episode.tokens), episode.experiences()[0].eid.tid))
+    assert (
+        responses[0][0] == responses[1][0] and responses[0][1] != responses[1][1]
+    )  # the same tokens, and another group

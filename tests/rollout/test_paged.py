@@ -1,4 +1,4 @@
-"""Decoding over a paged cache, here without CUDA graphs: the samples are those of decoding token by token."""
+"""Decoding over a paged cache without CUDA graphs: samples equal those of decoding token by token."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def assert_same(samples: list[Sample], others: list[Sample]) -> None:
         {"suppress": [5, 6, 7], "logprobs": "tempered", "temperature": 0.8},
     ],
 )
-def test_samples_are_those_of_the_loop(name: str, options: dict[str, Any]) -> None:
+def test_samples_equal_those_of_the_loop(name: str, options: dict[str, Any]) -> None:
     model = make_model(name)
     arguments: dict[str, Any] = {"n": 3, "max_tokens": 40, "seed": 3, "ignore_eos": True, **options}
     engine = paged_engine(model)

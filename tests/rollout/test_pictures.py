@@ -1,4 +1,4 @@
-"""Pictures as records keep them: files byte for byte, everything else as PNG of the same pixels, and never an error."""
+"""Pictures in records: files unchanged, everything else as PNG of the same pixels, and never an error."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rollbook.rollout import Prompt, Sample
 
 
 def noise(mode: str = "RGB", size: tuple[int, int] = (7, 5), seed: int = 0) -> Image.Image:
-    """A picture of any mode, no two pixels of it alike."""
+    """Return a picture of any mode with different pixels."""
     values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     if mode in ("I", "F", "I;16"):
         return Image.fromarray(values[..., 0].astype({"I": np.int32, "F": np.float32, "I;16": np.uint16}[mode]))
-    made = Image.fromarray(values)
-    return made.quantize(16) if mode == "P" else made.convert(mode)
+    image = Image.fromarray(values)
+    return image.quantize(16) if mode == "P" else image.convert(mode)
 
 
 def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
@@ -46,7 +46,7 @@ def sample(prompt: Prompt, run: int = 0) -> Sample:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
-def test_a_file_is_kept_byte_for_byte(tmp_path: Path, kind: str) -> None:
+def test_files_are_recorded_unchanged(tmp_path: Path, kind: str) -> None:
     raw = file_of(noise(), kind)
     path = tmp_path / "a picture"
     path.write_bytes(raw)
@@ -54,7 +54,7 @@ def test_a_file_is_kept_byte_for_byte(tmp_path: Path, kind: str) -> None:
     forms: list[Any] = [path, str(path), path.as_uri(), raw, bytearray(raw), memoryview(raw), address]
     forms += [{"bytes": raw, "path": "gone"}, {"image": path}, {"type": "image_url", "image_url": {"url": address}}]
     assert encode_for_record(forms) == [raw] * len(forms)
-    assert all(type(one) is bytes for one in encode_for_record(forms))
+    assert all(type(content) is bytes for content in encode_for_record(forms))
 
 
 @given(
@@ -63,32 +63,32 @@ def test_a_file_is_kept_byte_for_byte(tmp_path: Path, kind: str) -> None:
     seed=st.integers(0, 9),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_picture_is_a_png_that_a_model_sees_the_same_in(mode: str, size: tuple[int, int], seed: int) -> None:
+def test_pictures_are_recorded_as_png_without_loss(mode: str, size: tuple[int, int], seed: int) -> None:
     image = noise(mode, size, seed)
     before = image.tobytes()
-    (made,) = encode_for_record([image])
-    assert isinstance(made, bytes) and made.startswith(b"\x89PNG") and image.tobytes() == before
+    (encoded,) = encode_for_record([image])
+    assert isinstance(encoded, bytes) and encoded.startswith(b"\x89PNG") and image.tobytes() == before
     if mode != "I;16":  # which PIL makes of the file again depends on its version
-        assert load_image("image", made).tobytes() == load_image("image", image).tobytes()
+        assert load_image("image", encoded).tobytes() == load_image("image", image).tobytes()
 
 
-def test_arrays_tensors_and_files_that_no_browser_shows() -> None:
+def test_arrays_tensors_and_bmp_files_become_png() -> None:
     image = noise()
     array = np.asarray(image)
-    found = encode_for_record([array, torch.from_numpy(array.copy()).permute(2, 0, 1), file_of(image, "BMP"), image])
-    assert found == [found[-1]] * 4 and found[-1] is not None and found[-1][:4] == b"\x89PNG"
+    encoded = encode_for_record([array, torch.from_numpy(array.copy()).permute(2, 0, 1), file_of(image, "BMP"), image])
+    assert encoded == [encoded[-1]] * 4 and encoded[-1] is not None and encoded[-1][:4] == b"\x89PNG"
 
 
-def test_colours_of_a_palette_are_part_of_a_picture() -> None:
-    one = Image.new("P", (2, 2), 1)
-    one.putpalette([0, 0, 0, 255, 0, 0])
-    other = one.copy()
-    other.putpalette([0, 0, 0, 0, 0, 255])
-    found = [load_image("image", made).getpixel((0, 0)) for made in encode_for_record([one, other])]
-    assert found == [(255, 0, 0), (0, 0, 255)]
+def test_palettes_distinguish_pictures() -> None:
+    first = Image.new("P", (2, 2), 1)
+    first.putpalette([0, 0, 0, 255, 0, 0])
+    second = first.copy()
+    second.putpalette([0, 0, 0, 0, 0, 255])
+    pixels = [load_image("image", encoded).getpixel((0, 0)) for encoded in encode_for_record([first, second])]
+    assert pixels == [(255, 0, 0), (0, 0, 255)]
 
 
-def test_what_was_drawn_on_since_is_another_picture() -> None:
+def test_a_changed_picture_is_encoded_again() -> None:
     image = Image.new("RGB", (3, 3), "white")
     (before,) = encode_for_record([image])
     image.putpixel((1, 1), (255, 0, 0))
@@ -97,24 +97,24 @@ def test_what_was_drawn_on_since_is_another_picture() -> None:
     assert load_image("image", after).getpixel((1, 1)) == (255, 0, 0)
 
 
-def test_the_runs_of_a_prompt_share_what_was_encoded() -> None:
+def test_runs_of_a_prompt_share_encodings() -> None:
     prompt = Prompt(text="<image>", images=[noise(size=(40, 30), seed=3)])
     rows = [sample(prompt, run).to_experience() for run in range(4)]
     assert len({id(row.info["images"][0]) for row in rows}) == 1
     assert encode_for_record([noise(size=(40, 30), seed=3)])[0] is rows[0].info["images"][0]
 
 
-def test_no_more_is_remembered_than_is_worth_it() -> None:
+def test_the_cache_of_encodings_is_limited() -> None:
     encode_for_record([Image.new("L", (1, 1 + i)) for i in range(300)])
     assert 0 < len(under_test._png_cache) <= 256
 
 
-def test_what_cannot_be_had_costs_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_images_do_not_fail_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, missing = tmp_path, tmp_path / "missing.png"
     processed = {"pixel_values": torch.zeros(1, 3, 2, 2)}
-    given: list[Any] = [missing, str(missing), folder, b"no picture", 7, "https://host/a.png", processed]
+    images: list[Any] = [missing, str(missing), folder, b"no picture", 7, "https://host/a.png", processed]
     expected = [str(missing), str(missing), str(folder), None, None, "https://host/a.png"]
-    assert encode_for_record(given) == expected
+    assert encode_for_record(images) == expected
     monkeypatch.setattr(under_test, "MAX_IMAGE_BYTES", 50)
     large = tmp_path / "large.png"
     large.write_bytes(file_of(noise(size=(30, 30))))
@@ -124,26 +124,26 @@ def test_what_cannot_be_had_costs_no_record(tmp_path: Path, monkeypatch: pytest.
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_has_the_pictures_of_its_prompt_and_rewards_have_them_again() -> None:
+def test_records_and_rewards_have_the_pictures_of_the_prompt() -> None:
     images = [noise(seed=1), file_of(noise(seed=2), "JPEG")]
-    one = sample(Prompt(text="<image><image>", images=images, info={"source": "test"}))
-    record = Experiences([one.to_experience()])[0]  # by way of JSON
+    with_images = sample(Prompt(text="<image><image>", images=images, info={"source": "test"}))
+    record = Experiences([with_images.to_experience()])[0]  # by way of JSON
     assert record.info["source"] == "test" and record.info["images"][1] == images[1]
-    first, second = RewardInput.of(one), RewardInput.of(record)
-    assert [load_image("image", each).tobytes() for each in first.images] == [
-        load_image("image", each).tobytes() for each in second.images
+    first, second = RewardInput.of(with_images), RewardInput.of(record)
+    assert [load_image("image", image).tobytes() for image in first.images] == [
+        load_image("image", image).tobytes() for image in second.images
     ]
     assert RewardInput.of(sample(Prompt(text="none")).to_experience()).images == ()
     assert "images" not in sample(Prompt(text="none")).to_experience().info
 
 
-def test_what_a_prompt_says_of_images_itself_stays() -> None:
+def test_images_in_the_info_of_a_prompt_are_kept() -> None:
     prompt = Prompt(text="<image>", images=[noise()], info={"images": 3})
     record = sample(prompt).to_experience()
     assert record.info["images"] == 3 and RewardInput.of(record).images == ()
 
 
-def test_pictures_inside_of_messages(tmp_path: Path) -> None:
+def test_pictures_inside_messages(tmp_path: Path) -> None:
     raw = file_of(noise())
     path = tmp_path / "a.png"
     path.write_bytes(raw)
@@ -161,7 +161,7 @@ def test_pictures_inside_of_messages(tmp_path: Path) -> None:
         {"type": "text", "text": "what?"},
     ]
     prompt = Prompt(messages=[{"role": "system", "content": "see"}, {"role": "user", "content": parts}])
-    given = [dict(part) for part in parts]
+    original = [dict(part) for part in parts]
     record = Experiences([sample(prompt).to_experience()])[0]
     first, *rest = record.messages[1]["content"]
     assert load_image("image", first).tobytes() == noise().tobytes() and first["image"].startswith("data:image/png;")
@@ -174,7 +174,7 @@ def test_pictures_inside_of_messages(tmp_path: Path) -> None:
         *parts[6:],
     ]
     assert record.messages[0] == {"role": "system", "content": "see"}
-    assert parts == given and prompt.messages is not None and prompt.messages[1]["content"] is parts
+    assert parts == original and prompt.messages is not None and prompt.messages[1]["content"] is parts
     assert encode_message({"role": "tool", "content": None}) == {"role": "tool", "content": None}
 
 

@@ -1,4 +1,4 @@
-"""Prompts as a model takes them: text, chats and ids, images of every kind; nothing is cut that must not be."""
+"""Preparation of prompts: text, chats, ids and images of every kind, and truncation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_text_chats_and_ids() -> None:
     assert PromptPreparer().prepare(Prompt(token_ids=[1, 2])) == PreparedPrompt(ids=(1, 2))
 
 
-def test_special_tokens_of_plain_text_by_choice() -> None:
+def test_special_tokens_of_plain_text() -> None:
     inner = Tokenizer.from_str(bytes_().backend_tokenizer.to_str())
     inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
@@ -64,13 +64,13 @@ def test_special_tokens_of_plain_text_by_choice() -> None:
     assert PromptPreparer(tokenizer, add_special_tokens=True).prepare(Prompt(text="a")).ids == (1, 73)
 
 
-@pytest.mark.parametrize(("side", "kept"), [("left", (7, 8)), ("right", (5, 6))])
-def test_too_long_is_cut_and_recorded(side: Any, kept: tuple[int, ...]) -> None:
-    how = Sampling(max_prompt_tokens=2, prompt_overflow=side)
-    made = PromptPreparer(words()).prepare(Prompt(token_ids=[5, 6, 7, 8]), how)
-    assert made.ids == kept and made.truncated_from == 4
-    assert made.text == words().decode(list(kept))
-    assert PromptPreparer().prepare(Prompt(token_ids=[5, 6]), how).truncated_from is None
+@pytest.mark.parametrize(("side", "expected_ids"), [("left", (7, 8)), ("right", (5, 6))])
+def test_long_prompts_are_truncated_and_recorded(side: Any, expected_ids: tuple[int, ...]) -> None:
+    sampling = Sampling(max_prompt_tokens=2, prompt_overflow=side)
+    prepared = PromptPreparer(words()).prepare(Prompt(token_ids=[5, 6, 7, 8]), sampling)
+    assert prepared.ids == expected_ids and prepared.truncated_from == 4
+    assert prepared.text == words().decode(list(expected_ids))
+    assert PromptPreparer().prepare(Prompt(token_ids=[5, 6]), sampling).truncated_from is None
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_too_long_is_cut_and_recorded(side: Any, kept: tuple[int, ...]) -> None:
         (Prompt(token_ids=[1], images=[picture()]), "got 1 images and 0 videos, expected none: no processor"),
     ],
 )
-def test_what_cannot_be_made_ready_says_so(prompt: Prompt, message: str) -> None:
+def test_invalid_prompts(prompt: Prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PromptPreparer().prepare(prompt, Sampling(max_prompt_tokens=2))
 
 
-def test_a_tokenizer_without_a_template_says_so() -> None:
+def test_a_tokenizer_without_a_template() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=words().backend_tokenizer)
     with pytest.raises(ValueError, match="the tokenizer has no template"):
         PromptPreparer(bare).prepare(Prompt(messages=[{"role": "user", "content": "a"}]))
@@ -124,9 +124,9 @@ def test_every_kind_of_image(tmp_path: Path) -> None:
         red.quantize(4),
     ]
     for kind in kinds:
-        made = load_image("image", kind)
-        assert made.mode == "RGB" and made.size == red.size
-        assert np.abs(np.asarray(made).astype(int) - array).max() <= 1, kind
+        image = load_image("image", kind)
+        assert image.mode == "RGB" and image.size == red.size
+        assert np.abs(np.asarray(image).astype(int) - array).max() <= 1, kind
     grey = load_image("image", array[..., 0])
     assert grey.mode == "RGB" and grey.getpixel((0, 0)) == (200, 200, 200)
     assert load_image("image", red.convert("L")).mode == "RGB"
@@ -144,12 +144,12 @@ def test_every_kind_of_image(tmp_path: Path) -> None:
         (3.5, "got float"),
     ],
 )
-def test_what_is_no_image_says_so(bad: Any, message: str) -> None:
+def test_invalid_images(bad: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_image("prompt.images[1]", bad)
 
 
-def test_a_cut_file_is_an_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "cut.png"
     path.write_bytes(encoded(Image.effect_noise((64, 64), 50))[:200])
     with pytest.raises(ValueError, match="cannot be read"):
@@ -157,26 +157,28 @@ def test_a_cut_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_text_with_images(preparer: PromptPreparer) -> None:
-    made = preparer.prepare(Prompt(text="a<image>b<image>", images=[picture(), picture((0, 9, 0))]))
-    assert made.ids.count(IMAGE) == 8 and made.media is not None
-    assert made.media["pixel_values"].shape == (2, 3, 16, 16)
-    assert made.text == "a<image>b<image>"
+    prepared = preparer.prepare(Prompt(text="a<image>b<image>", images=[picture(), picture((0, 9, 0))]))
+    assert prepared.ids.count(IMAGE) == 8 and prepared.media is not None
+    assert prepared.media["pixel_values"].shape == (2, 3, 16, 16)
+    assert prepared.text == "a<image>b<image>"
     same = preparer.prepare(Prompt(text="c<image><image>", images=[picture(), picture((0, 9, 0))]))
-    assert same.media is not None and same.media["pixel_values"] is made.media["pixel_values"]  # one object for equal
+    assert (
+        same.media is not None and same.media["pixel_values"] is prepared.media["pixel_values"]
+    )  # one object for equal
     assert preparer.prepare(Prompt(text="plain")).media is None
 
 
-def test_a_chat_with_images_inside_and_beside(preparer: PromptPreparer) -> None:
+def test_a_chat_with_images_in_and_outside_its_messages(preparer: PromptPreparer) -> None:
     red, green = picture(), picture((0, 255, 0))
     parts = [{"type": "image", "image": red}, {"type": "text", "text": "and"}, {"type": "image"}]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
-    made = preparer.prepare(Prompt(messages=chat, images=[green]))
-    assert made.text == "<|system|>s<|end|><|user|><image>and<image><|end|><|assistant|>"
-    want = preparer.prepare(Prompt(text=made.text, images=[red, green]))
-    assert made.ids == want.ids and made.media is not None and want.media is not None
-    assert made.media["pixel_values"] is want.media["pixel_values"]
-    asked = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(encoded(red)).decode()}}
-    other = preparer.prepare(Prompt(messages=[{"role": "user", "content": [asked]}]))
+    prepared = preparer.prepare(Prompt(messages=chat, images=[green]))
+    assert prepared.text == "<|system|>s<|end|><|user|><image>and<image><|end|><|assistant|>"
+    want = preparer.prepare(Prompt(text=prepared.text, images=[red, green]))
+    assert prepared.ids == want.ids and prepared.media is not None and want.media is not None
+    assert prepared.media["pixel_values"] is want.media["pixel_values"]
+    part = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(encoded(red)).decode()}}
+    other = preparer.prepare(Prompt(messages=[{"role": "user", "content": [part]}]))
     assert other.media is not None and torch.equal(other.media["pixel_values"], want.media["pixel_values"][:1])
     assert parts[0]["image"] is red  # the caller's messages are as they were
     marked = preparer.prepare(Prompt(messages=[{"role": "user", "content": "<image>?"}], images=red))
@@ -204,28 +206,28 @@ def test_a_chat_with_images_inside_and_beside(preparer: PromptPreparer) -> None:
         (Prompt(token_ids=[8], images=[picture(), {"pixel_values": 1}]), "got processed and unprocessed media"),
     ],
 )
-def test_images_and_their_places_must_agree(preparer: PromptPreparer, prompt: Prompt, message: str) -> None:
+def test_images_must_match_their_placeholders(preparer: PromptPreparer, prompt: Prompt, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         preparer.prepare(prompt)
 
 
-def test_a_prompt_with_images_is_never_cut(preparer: PromptPreparer) -> None:
-    how = Sampling(max_prompt_tokens=3, prompt_overflow="left")
+def test_a_prompt_with_images_is_not_truncated(preparer: PromptPreparer) -> None:
+    sampling = Sampling(max_prompt_tokens=3, prompt_overflow="left")
     with pytest.raises(ValueError, match="got 5 tokens, expected at most 3 .* a prompt with media is not truncated"):
-        preparer.prepare(Prompt(text="a<image>", images=[picture()]), how)
+        preparer.prepare(Prompt(text="a<image>", images=[picture()]), sampling)
 
 
 def test_ids_with_their_placeholders(preparer: PromptPreparer) -> None:
-    made = preparer.prepare(Prompt(text="a<image>b", images=[picture()]))
-    again = preparer.prepare(Prompt(token_ids=made.ids, images=[picture()]))
-    ready = preparer.prepare(Prompt(token_ids=made.ids, images=made.media))
-    assert again.ids == ready.ids == made.ids
-    assert again.media is not None and made.media is not None and ready.media is not None
-    assert again.media["pixel_values"] is made.media["pixel_values"] is ready.media["pixel_values"]
+    prepared = preparer.prepare(Prompt(text="a<image>b", images=[picture()]))
+    again = preparer.prepare(Prompt(token_ids=prepared.ids, images=[picture()]))
+    ready = preparer.prepare(Prompt(token_ids=prepared.ids, images=prepared.media))
+    assert again.ids == ready.ids == prepared.ids
+    assert again.media is not None and prepared.media is not None and ready.media is not None
+    assert again.media["pixel_values"] is prepared.media["pixel_values"] is ready.media["pixel_values"]
 
 
 class Grids:
-    """The part of a Qwen2.5-VL configuration that says where media are."""
+    """The part of a Qwen2.5-VL configuration with the placeholders of media."""
 
     image_token_id, video_token_id, vision_start_token_id = 100, 101, 102
 
@@ -233,14 +235,14 @@ class Grids:
         spatial_merge_size = 2
 
 
-def test_grids_must_fit_and_kinds_of_tokens_are_given() -> None:
+def test_grids_are_checked_and_token_types_computed() -> None:
     preparer = PromptPreparer(config=Grids())
     assert placeholders(Grids()) == {"image": 100, "video": 101, "start": 102}
     media = {"pixel_values": torch.zeros(16, 4), "image_grid_thw": torch.tensor([[1, 4, 4]])}
-    made = preparer.prepare(Prompt(token_ids=[5, 102, 100, 100, 100, 100, 103], images=media))
-    assert made.media is not None and made.media["mm_token_type_ids"].tolist() == [[0, 0, 1, 1, 1, 1, 0]]
+    prepared = preparer.prepare(Prompt(token_ids=[5, 102, 100, 100, 100, 100, 103], images=media))
+    assert prepared.media is not None and prepared.media["mm_token_type_ids"].tolist() == [[0, 0, 1, 1, 1, 1, 0]]
     with pytest.raises(ValueError, match="got 3 image placeholders, expected 4, by its grids"):
         preparer.prepare(Prompt(token_ids=[5, 100, 100, 100], images=media))
     frames = {"pixel_values_videos": torch.zeros(8, 4), "video_grid_thw": torch.tensor([[2, 2, 2]])}
-    made = preparer.prepare(Prompt(token_ids=[101, 101, 100, 100, 100, 100], images=media, videos=frames))
-    assert made.media is not None and made.media["mm_token_type_ids"].tolist() == [[2, 2, 1, 1, 1, 1]]
+    prepared = preparer.prepare(Prompt(token_ids=[101, 101, 100, 100, 100, 100], images=media, videos=frames))
+    assert prepared.media is not None and prepared.media["mm_token_type_ids"].tolist() == [[2, 2, 1, 1, 1, 1]]

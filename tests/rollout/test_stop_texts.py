@@ -1,4 +1,4 @@
-"""Stop texts are found when, and only when, the text of all tokens together has one, however the tokens are cut."""
+"""Stop texts are found if, and only if, the decoded response contains one, for any division into tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.tiny import bytes_, words
 
 
 def expected(stops: Sequence[str], ids: Sequence[int], decode: Any) -> tuple[int, str] | None:
-    """How many tokens it takes until the whole text has a stop text, and which begins first then."""
+    """Return the number of tokens until the decoded text has a stop text, and the one that starts first."""
     for count in range(1, len(ids) + 1):
         text = decode(ids[:count])
-        found = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
-        if found:
-            return count, min(found)[2]
+        matches = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
+        if matches:
+            return count, min(matches)[2]
     return None
 
 
 def first(stops: Sequence[str], ids: Sequence[int], decode: Any) -> tuple[int, str] | None:
-    known = StopTexts(stops, decode)
+    stop_texts = StopTexts(stops, decode)
     for count in range(1, len(ids) + 1):
-        text = known.completed(ids[:count])
+        text = stop_texts.completed(ids[:count])
         if text is not None:
             return count, text
     return None
@@ -41,7 +41,7 @@ STOPS = st.lists(st.text(alphabet="ab\n é€😀", min_size=1, max_size=6), min
 @given(LETTERS, STOPS, st.data())
 @example("aa" * 20 + "ab", ["ab"], None)
 @example("€" * 12 + "a€b", ["a€", "€b"], None)
-def test_pieces_of_bytes_cut_anywhere(text: str, stops: list[str], data: Any) -> None:
+def test_stop_texts_over_tokens_of_any_bytes(text: str, stops: list[str], data: Any) -> None:
     raw = text.encode()
     cuts = [] if data is None else data.draw(st.lists(st.integers(0, len(raw)), max_size=len(raw)))
     bounds = sorted({0, *cuts, len(raw)}) if data is not None else list(range(len(raw) + 1))
@@ -79,36 +79,36 @@ def test_a_decoder_that_drops_the_first_space() -> None:
             assert first([stop], ids, tokenizer.decode) == expected([stop], ids, tokenizer.decode), (ids, stop)
 
 
-def test_special_tokens_can_stop() -> None:
+def test_special_tokens_as_stop_texts() -> None:
     tokenizer = words()
     ids = tokenizer("the quick fox <|tool|> asks", add_special_tokens=False)["input_ids"]
     assert first(["<|tool|>"], ids, tokenizer.decode) == (4, "<|tool|>")
 
 
-def test_an_earlier_one_that_was_let_pass_is_not_found_again() -> None:
+def test_earlier_occurrences_are_ignored() -> None:
     def decode(ids: Sequence[int]) -> str:
         return "".join("ab"[i] for i in ids)
 
-    known = StopTexts(["ba"], decode)
+    stop_texts = StopTexts(["ba"], decode)
     ids = [1, 0, 0, 0]  # "ba" was complete two tokens ago
-    assert known.completed(ids) is None
-    assert known.completed([*ids, 1, 0]) == "ba"
+    assert stop_texts.completed(ids) is None
+    assert stop_texts.completed([*ids, 1, 0]) == "ba"
     assert find_stop_start("ba", [*ids, 1, 0], decode) == 4
 
 
-def test_tokens_that_cannot_end_a_stop_text_cost_nothing() -> None:
+def test_tokens_that_cannot_end_a_stop_text_are_not_decoded() -> None:
     tokenizer = bytes_()
     ids = tokenizer("a long answer without the mark " * 20, add_special_tokens=False)["input_ids"]
-    asked: list[int] = []
+    decoded: list[int] = []
 
     def decode(some: Sequence[int]) -> str:
-        asked.append(len(some))
+        decoded.append(len(some))
         return str(tokenizer.decode(list(some)))
 
-    known = StopTexts(["</answer>"], decode)
-    assert all(known.completed(ids[: i + 1]) is None for i in range(len(ids)))
-    assert len(asked) == len(set(ids)) and max(asked) == 2  # each kind of token was looked at once
-    known = StopTexts(["zzer"], decode)
-    asked.clear()
-    assert all(known.completed(ids[: i + 1]) is None for i in range(len(ids)))
-    assert max(asked) <= 2 * 4 + 8  # never the whole response
+    stop_texts = StopTexts(["</answer>"], decode)
+    assert all(stop_texts.completed(ids[: i + 1]) is None for i in range(len(ids)))
+    assert len(decoded) == len(set(ids)) and max(decoded) == 2  # each kind of token was looked at once
+    stop_texts = StopTexts(["zzer"], decode)
+    decoded.clear()
+    assert all(stop_texts.completed(ids[: i + 1]) is None for i in range(len(ids)))
+    assert max(decoded) <= 2 * 4 + 8  # never the whole response

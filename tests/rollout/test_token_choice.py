@@ -1,4 +1,4 @@
-"""Choosing a token: exactly distributed, by the row's own rule and number, with the log-prob that was asked for."""
+"""Token selection: distribution, rules and random numbers per row, and kinds of log-probs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rollbook.rollout.decoding import (
 )
 
 ENOUGH = 5.0
-"""Standard deviations: seeds are fixed, so that a test that passes goes on passing."""
+"""Standard deviations. Seeds are fixed, so results do not change."""
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """How many standard deviations a chi-square statistic is off its mean (Wilson-Hilferty)."""
+    """Return the distance of a chi-square statistic from its mean, in standard deviations (Wilson-Hilferty)."""
     seen = expected > 0
     assert not counts[~seen].any(), "a token of probability 0 was chosen"
     freedom = int(seen.sum()) - 1
@@ -36,7 +36,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def reference(logits: np.ndarray, rule: TokenRule) -> np.ndarray:
-    """The distribution of one row, in float64, from the words of the module's docstring."""
+    """Compute the distribution of a row in float64, by the definitions in the docstring of the module."""
     scores = logits.astype(np.float64)
     scores[[*rule.forbidden, *rule.forbidden_until_min_tokens]] = -np.inf
     if rule.greedy:
@@ -59,29 +59,32 @@ def reference(logits: np.ndarray, rule: TokenRule) -> np.ndarray:
 
 def chosen(logits: np.ndarray | torch.Tensor, rules: list[TokenRule], numbers: Any) -> Any:
     rows = torch.as_tensor(logits)
-    made = BatchRules(rules, rows.shape[1], "cpu")
-    return choose_tokens(rows, made, torch.as_tensor(np.asarray(numbers, np.float64)))
+    batch_rules = BatchRules(rules, rows.shape[1], "cpu")
+    return choose_tokens(rows, batch_rules, torch.as_tensor(np.asarray(numbers, np.float64)))
 
 
 # --- random streams -------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**70), st.integers(0, 10**6)), min_size=1, max_size=5), st.integers(1, 9))
-def test_a_number_is_of_its_seed_and_index_alone(rows: list[tuple[int, int]], count: int) -> None:
-    made = uniform_numbers([seed for seed, _ in rows], [start for _, start in rows], count)
-    assert made.shape == (len(rows), count) and made.dtype == np.float64
-    assert (made >= 0).all() and (made < 1).all()
+def test_numbers_depend_only_on_seed_and_index(rows: list[tuple[int, int]], count: int) -> None:
+    numbers = uniform_numbers([seed for seed, _ in rows], [start for _, start in rows], count)
+    assert numbers.shape == (len(rows), count) and numbers.dtype == np.float64
+    assert (numbers >= 0).all() and (numbers < 1).all()
     for i, (seed, start) in enumerate(rows):
         for j in range(count):
-            assert made[i, j] == uniform_numbers([seed], [start + j], 1)[0, 0]
+            assert numbers[i, j] == uniform_numbers([seed], [start + j], 1)[0, 0]
 
 
 def test_streams_are_uniform_and_independent() -> None:
-    made = uniform_numbers(range(2000), [0] * 2000, 100)  # seeds that differ in a few bits
-    assert len(np.unique(made)) == made.size
-    counts, _ = np.histogram(made, bins=100, range=(0, 1))
-    assert abs(chi_square(counts, np.full(100, made.size / 100))) < ENOUGH
-    for a, b in ((made[:, :-1], made[:, 1:]), (made[:-1], made[1:])):  # next in the stream, same place in the next one
+    numbers = uniform_numbers(range(2000), [0] * 2000, 100)  # seeds that differ in a few bits
+    assert len(np.unique(numbers)) == numbers.size
+    counts, _ = np.histogram(numbers, bins=100, range=(0, 1))
+    assert abs(chi_square(counts, np.full(100, numbers.size / 100))) < ENOUGH
+    for a, b in (
+        (numbers[:, :-1], numbers[:, 1:]),
+        (numbers[:-1], numbers[1:]),
+    ):  # next in the stream, same place in the next one
         counts, _, _ = np.histogram2d(a.ravel(), b.ravel(), bins=10, range=((0, 1), (0, 1)))
         assert abs(chi_square(counts.ravel(), np.full(100, a.size / 100))) < ENOUGH
 
@@ -102,13 +105,13 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_exactly_distributed(rule: TokenRule) -> None:
+def test_frequencies_equal_probabilities(rule: TokenRule) -> None:
     logits = np.random.default_rng(5).normal(0, 1.5, 37).astype(np.float32)
     rows, times = 1000, 60
-    made = BatchRules([rule] * rows, 37, "cpu")
+    batch_rules = BatchRules([rule] * rows, 37, "cpu")
     batch = torch.from_numpy(logits).expand(rows, -1)
     numbers = torch.from_numpy(uniform_numbers(range(rows), [0] * rows, times))
-    ids = torch.cat([choose_tokens(batch, made, numbers[:, j]).ids for j in range(times)])
+    ids = torch.cat([choose_tokens(batch, batch_rules, numbers[:, j]).ids for j in range(times)])
     expected = reference(logits, rule) * rows * times
     assert abs(chi_square(np.bincount(ids.numpy(), minlength=37), expected)) < ENOUGH
 
@@ -126,37 +129,37 @@ rule_strategy = st.builds(
 
 
 @given(st.integers(0, 2**32), st.lists(rule_strategy, min_size=1, max_size=6), st.integers(6, 70), st.booleans())
-def test_every_row_by_its_own_rule(seed: int, rules: list[TokenRule], vocabulary: int, coarse: bool) -> None:
+def test_each_row_follows_its_rule(seed: int, rules: list[TokenRule], vocabulary: int, coarse: bool) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (len(rules), vocabulary)).astype(np.float32)
     if coarse:
         logits = np.round(logits * 2) / 2  # many are equal
     edge = [0.0, 1 - 2.0**-52, 0.5]
     numbers = np.array([edge[i % 3] if rng.random() < 0.3 else rng.random() for i in range(len(rules))])
-    found = chosen(logits, rules, numbers)
+    choice = chosen(logits, rules, numbers)
     for i, rule in enumerate(rules):
-        token, shares = int(found.ids[i]), reference(logits[i], rule)
+        token, shares = int(choice.ids[i]), reference(logits[i], rule)
         assert shares[token] > 0
         if not rule.greedy:
             before = shares[:token].sum()
             assert before - 1e-5 <= numbers[i] <= before + shares[token] + 1e-5
-        own = logits[i].astype(np.float64)
-        raw = own[token] - np.log(np.exp(own - own.max()).sum()) - own.max()
+        scores = logits[i].astype(np.float64)
+        raw = scores[token] - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
         tempered = 0.0
         if not rule.greedy:
-            allowed = own.copy()
+            allowed = scores.copy()
             allowed[list(rule.forbidden)] = -np.inf  # never there, as in training; what is early is
-            cool = (allowed - own.max()) / rule.temperature
+            cool = (allowed - scores.max()) / rule.temperature
             tempered = cool[token] - np.log(np.exp(cool - cool.max()).sum()) - cool.max()
         want = {"processed": math.log(shares[token]), "tempered": tempered, "raw": raw}[rule.logprobs_kind]
-        assert found.logprobs[i].item() == pytest.approx(want, abs=2e-5, rel=1e-6)
+        assert choice.logprobs[i].item() == pytest.approx(want, abs=2e-5, rel=1e-6)
         # Alone, and in another place, it gets the same.
         alone = chosen(logits[i : i + 1], [rule], numbers[i : i + 1])
-        assert alone.ids.item() == token and alone.logprobs.item() == pytest.approx(found.logprobs[i].item(), abs=1e-6)
+        assert alone.ids.item() == token and alone.logprobs.item() == pytest.approx(choice.logprobs[i].item(), abs=1e-6)
 
 
 @given(st.lists(st.sampled_from([0.0, 1e-38, 1e-30, 1e-7, 0.5, 3.0]), min_size=1, max_size=70), st.booleans())
-def test_nothing_of_probability_zero_is_picked(row: list[float], even: bool) -> None:
+def test_tokens_of_probability_zero_are_never_sampled(row: list[float], even: bool) -> None:
     if not any(row):
         return
     row += [0.0] * (-len(row) % 64 if even else 0)
@@ -170,19 +173,19 @@ def test_nothing_of_probability_zero_is_picked(row: list[float], even: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_nucleus_wider_than_what_is_sorted(dtype: torch.dtype) -> None:
+def test_a_nucleus_wider_than_the_sorted_tokens(dtype: torch.dtype) -> None:
     vocabulary = 3 * NUCLEUS_SIZE + 7
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 0.1, (3, vocabulary))).to(dtype)
     logits[2, 5] = 12.0  # this one's is narrow
     rules = [TokenRule(top_p=0.9), TokenRule(top_k=4 * NUCLEUS_SIZE, top_p=0.95), TokenRule(top_p=0.9)]
-    made = BatchRules(rules, vocabulary, "cpu")
+    batch_rules = BatchRules(rules, vocabulary, "cpu")
     for number in (0.0, 0.3, 0.999999):
-        found = choose_tokens(logits, made, torch.full((3,), number, dtype=torch.float64))
+        choice = choose_tokens(logits, batch_rules, torch.full((3,), number, dtype=torch.float64))
         for i, rule in enumerate(rules):
             shares = reference(logits[i].float().numpy(), rule)
-            token = int(found.ids[i])
+            token = int(choice.ids[i])
             assert shares[token] > 0
-            assert found.logprobs[i].item() == pytest.approx(math.log(shares[token]), abs=1e-4)
+            assert choice.logprobs[i].item() == pytest.approx(math.log(shares[token]), abs=1e-4)
     assert (reference(logits[0].float().numpy(), rules[0]) > 0).sum() > NUCLEUS_SIZE
 
 
@@ -190,11 +193,11 @@ def test_equal_logits_are_kept_together() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(100, -1)
     numbers = torch.arange(100, dtype=torch.float64) / 100
     for rule in (TokenRule(top_k=2), TokenRule(top_p=0.6)):
-        found = choose_tokens(logits, BatchRules([rule] * 100, 5, "cpu"), numbers)
-        assert set(found.ids.tolist()) == {0, 1, 2, 3}
+        choice = choose_tokens(logits, BatchRules([rule] * 100, 5, "cpu"), numbers)
+        assert set(choice.ids.tolist()) == {0, 1, 2, 3}
 
 
-def test_nothing_to_choose_from_has_no_log_prob() -> None:
+def test_rows_without_a_possible_token_have_logprob_nan() -> None:
     logits = torch.zeros(6, 4)
     logits[0, 1] = torch.nan
     logits[1, 1] = torch.inf
@@ -205,24 +208,24 @@ def test_nothing_to_choose_from_has_no_log_prob() -> None:
         TokenRule(temperature=0.0, forbidden=(0, 1, 2, 3), logprobs_kind="raw"),
     ]
     rules += [TokenRule(), TokenRule(temperature=0.0, logprobs_kind="raw")]
-    found = chosen(logits, rules, [0.5] * 6)
-    assert found.logprobs.isnan().tolist() == [True, True, True, True, False, False]
+    choice = chosen(logits, rules, [0.5] * 6)
+    assert choice.logprobs.isnan().tolist() == [True, True, True, True, False, False]
     greedy = [TokenRule(temperature=0.0)] * 2
     assert choose_tokens(logits[:2], BatchRules(greedy, 4, "cpu")).logprobs.isnan().tolist() == [True, True]
 
 
-def test_logits_and_rules_are_of_the_same_rows() -> None:
+def test_logits_and_rules_must_have_the_same_shape() -> None:
     with pytest.raises(ValueError, match=r"logits: got \(2, 4\), expected \(1, 4\)"):
         choose_tokens(torch.zeros(2, 4), BatchRules([TokenRule(temperature=0.0)], 4, "cpu"))
 
 
-def test_numbers_are_needed_unless_all_are_greedy() -> None:
+def test_random_numbers_are_required_unless_all_rows_are_greedy() -> None:
     with pytest.raises(ValueError, match="uniforms: missing"):
         choose_tokens(torch.zeros(1, 4), BatchRules([TokenRule()], 4, "cpu"))
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts operations of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,17 +237,17 @@ class Operations(TorchDispatchMode):
 
 
 def operations(rules: list[TokenRule]) -> list[str]:
-    made = BatchRules(rules, 512, "cpu")
+    batch_rules = BatchRules(rules, 512, "cpu")
     logits, numbers = torch.randn(len(rules), 512), torch.rand(len(rules), dtype=torch.float64)
     with Operations() as seen:
-        choose_tokens(logits, made, numbers)
+        choose_tokens(logits, batch_rules, numbers)
     return seen.names
 
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")
 
 
-def test_few_operations_no_waiting_and_no_sort_unless_asked() -> None:
+def test_number_of_operations() -> None:
     plain = operations([TokenRule(), TokenRule(temperature=0.5), TokenRule(forbidden=(3,))])
     views = ("slice", "view", "unsqueeze", "select", "expand", "detach", "alias")
     heavy = [name for name in plain if not any(f"aten.{view}." in name for view in views)]

@@ -1,4 +1,4 @@
-"""The transformers engine: real tiny models, sampled as their own forward passes say, alone or in any batch."""
+"""`TransformersEngine` with tiny models: samples and log-probs match the forward pass, alone and in any batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tiny import SPECIAL, bytes_, gpt2, llama, llava, picture, qwen3, word
 PROMPTS = [[5, 9, 30], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [20], [40, 41, 42, 43, 44]]
 IMAGE = SPECIAL.index("<image>")
 SOON = 60.0
-"""Seconds after which a test that waits gives up."""
+"""Seconds after which a waiting test fails."""
 
 
 def engine(model: Any = None, tokenizer: Any = None, **options: Any) -> TransformersEngine:
@@ -37,48 +37,50 @@ def engine(model: Any = None, tokenizer: Any = None, **options: Any) -> Transfor
 
 
 def numbered(prompts: list[list[int]]) -> list[Prompt]:
-    """Prompts with ids of their own, so that their random streams do not depend on their places."""
+    """Return prompts with ids, so that their random streams do not depend on their positions."""
     return [Prompt(token_ids=ids, eid=EID(batch=0, task=i, suffix="")) for i, ids in enumerate(prompts)]
 
 
 def full_logits(model: Any, sample: Sample, **media: Any) -> torch.Tensor:
-    """(R, V) float32: the logits of each response token, from one plain forward pass over the whole sample alone."""
+    """Compute the logits [R, V] of the response in one forward pass over the sample alone, in float32."""
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0].float()
     return logits[len(sample.prompt_ids) - 1 : -1]
 
 
-def log_probs(logits: torch.Tensor, sample: Sample, how: Sampling, kind: str) -> torch.Tensor:
-    """What the kinds of log-probs are, written down once more: for each token, in float64, over a sorted vocabulary."""
-    found = []
+def log_probs(logits: torch.Tensor, sample: Sample, sampling: Sampling, kind: str) -> torch.Tensor:
+    """Compute log-probs of each kind independently: per token, in float64, over a sorted vocabulary."""
+    chosen = []
     for i, token in enumerate(sample.response_ids):
-        own = logits[i].double()
-        heat = how.first_temperature if i == 0 and how.first_temperature is not None else how.temperature
+        scores = logits[i].double()
+        temperature = (
+            sampling.first_temperature if i == 0 and sampling.first_temperature is not None else sampling.temperature
+        )
         if kind == "raw":
-            found.append(own.log_softmax(-1)[token])
+            chosen.append(scores.log_softmax(-1)[token])
             continue
-        own = own / heat
-        own[list(sample.sampling["suppress"])] = -torch.inf
+        scores = scores / temperature
+        scores[list(sample.sampling["suppress"])] = -torch.inf
         if kind == "processed":
-            own[[2, *how.stop_token_ids] if i < how.min_tokens else []] = -torch.inf
-            ordered = own.sort(descending=True).values
-            if how.top_k > 0:
-                own[own < ordered[how.top_k - 1]] = -torch.inf
-            ordered = own.sort(descending=True).values
+            scores[[2, *sampling.stop_token_ids] if i < sampling.min_tokens else []] = -torch.inf
+            ordered = scores.sort(descending=True).values
+            if sampling.top_k > 0:
+                scores[scores < ordered[sampling.top_k - 1]] = -torch.inf
+            ordered = scores.sort(descending=True).values
             mass = ordered.softmax(-1).cumsum(-1)
-            own[own < ordered[min(int((mass < how.top_p).sum()), len(own) - 1)]] = -torch.inf
-            if how.min_p > 0:
-                own[own.softmax(-1) < how.min_p * own.softmax(-1).max() * (1 - 1e-9)] = -torch.inf
-        found.append(own.log_softmax(-1)[token])
-    return torch.stack(found)
+            scores[scores < ordered[min(int((mass < sampling.top_p).sum()), len(scores) - 1)]] = -torch.inf
+            if sampling.min_p > 0:
+                scores[scores.softmax(-1) < sampling.min_p * scores.softmax(-1).max() * (1 - 1e-9)] = -torch.inf
+        chosen.append(scores.log_softmax(-1)[token])
+    return torch.stack(chosen)
 
 
 # --- against the model itself ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2])
-def test_greedy_is_what_generate_gives(make: Any) -> None:
+def test_greedy_equals_generate(make: Any) -> None:
     model = make()
     samples = engine(model).generate(PROMPTS, temperature=0, max_tokens=24)
     ended = 0
@@ -108,15 +110,15 @@ HOWS = [
 
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2])
 @pytest.mark.parametrize("kind", ["processed", "tempered", "raw"])
-def test_log_probs_are_those_of_a_plain_forward_pass(make: Any, kind: Any, record_property: Any) -> None:
+def test_logprobs_equal_a_forward_pass(make: Any, kind: Any, record_property: Any) -> None:
     model = make()
-    hows = [Sampling.of(how, n=2, max_tokens=16, seed=3, logprobs=kind) for how in HOWS]
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(hows))]
-    samples = engine(model).generate(prompts, hows)  # one batch of rules that all differ
+    samplings = [Sampling.of(sampling, n=2, max_tokens=16, seed=3, logprobs=kind) for sampling in HOWS]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(samplings))]
+    samples = engine(model).generate(prompts, samplings)  # one batch of rules that all differ
     largest = 0.0
     for i, sample in enumerate(samples):
         assert sample.logprobs is not None and sample.logprobs_kind == kind
-        want = log_probs(full_logits(model, sample), sample, hows[i // 2], kind)
+        want = log_probs(full_logits(model, sample), sample, samplings[i // 2], kind)
         assert want.isfinite().all(), "a token was sampled that its rule forbids"
         largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - want).abs().max().item())
     record_property("largest difference", largest)
@@ -129,8 +131,10 @@ def test_bfloat16_log_probs(record_property: Any) -> None:
     samples = engine(model).generate(PROMPTS, n=4, max_tokens=24, seed=0, ignore_eos=True)
     gaps = torch.cat(
         [
-            (torch.tensor(one.logprobs) - log_probs(full_logits(model, one), one, Sampling(), "processed")).abs()
-            for one in samples
+            (
+                torch.tensor(sample.logprobs) - log_probs(full_logits(model, sample), sample, Sampling(), "processed")
+            ).abs()
+            for sample in samples
         ]
     )
     record_property("largest difference", gaps.max().item())
@@ -138,7 +142,7 @@ def test_bfloat16_log_probs(record_property: Any) -> None:
     assert gaps.mean() < 0.02
 
 
-def test_temperature_zero_is_raw_and_says_so() -> None:
+def test_temperature_zero_has_raw_logprobs() -> None:
     sample = engine().generate([PROMPTS[0]], temperature=0, max_tokens=5, logprobs="processed")[0]
     want = log_probs(full_logits(llama(), sample), sample, Sampling(), "raw")
     torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
@@ -152,106 +156,111 @@ def test_temperature_zero_is_raw_and_says_so() -> None:
 
 
 def outcome(samples: list[Sample]) -> dict[str, Any]:
-    return {one.eid.rid: (one.response_ids, one.finish_reason, one.stop_reason, one.text) for one in samples}
+    return {
+        sample.eid.rid: (sample.response_ids, sample.finish_reason, sample.stop_reason, sample.text)
+        for sample in samples
+    }
 
 
 def test_samples_do_not_depend_on_the_batch() -> None:
     prompts = numbered(PROMPTS)
-    how = Sampling(n=3, max_tokens=20, seed=11, top_p=0.98, stop=["a"], min_tokens=1)
-    want = engine().generate(prompts, how)
-    assert len({tuple(one.response_ids) for one in want}) == 12
+    sampling = Sampling(n=3, max_tokens=20, seed=11, top_p=0.98, stop=["a"], min_tokens=1)
+    want = engine().generate(prompts, sampling)
+    assert len({tuple(sample.response_ids) for sample in want}) == 12
     for rows, tokens in ((1, 10**6), (2, 10**6), (5, 10**6), (256, 64), (256, 1)):
         other = engine(max_batch_rows=rows, max_batch_tokens=tokens)
-        assert outcome(other.generate(prompts[::-1], how)) == outcome(want), (rows, tokens)
-    alone = [one for prompt in prompts for one in engine().generate(prompt, how)]
+        assert outcome(other.generate(prompts[::-1], sampling)) == outcome(want), (rows, tokens)
+    alone = [sample for prompt in prompts for sample in engine().generate(prompt, sampling)]
     assert outcome(alone) == outcome(want)
-    for one, two in zip(alone, want, strict=True):
-        assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
-    unnamed = [engine().generate(PROMPTS, how) for _ in range(2)]
-    assert [one.response_ids for one in unnamed[0]] == [one.response_ids for one in unnamed[1]]
+    for sample, two in zip(alone, want, strict=True):
+        assert sample.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+    unnamed = [engine().generate(PROMPTS, sampling) for _ in range(2)]
+    assert [sample.response_ids for sample in unnamed[0]] == [sample.response_ids for sample in unnamed[1]]
     assert unnamed[0][0].eid.batch != unnamed[1][0].eid.batch
-    again = engine().generate(prompts, how)
-    assert [str(one.eid) for one in again] == [str(one.eid) for one in want]
-    assert outcome(engine().generate(prompts, how, seed=12)) != outcome(want)
+    again = engine().generate(prompts, sampling)
+    assert [str(sample.eid) for sample in again] == [str(sample.eid) for sample in want]
+    assert outcome(engine().generate(prompts, sampling, seed=12)) != outcome(want)
 
 
-def test_samples_are_drawn_from_the_models_distribution() -> None:
+def test_samples_follow_the_distribution_of_the_model() -> None:
     model = llama(vocab=24)
     count = 6000
     sampler = TransformersEngine(model, max_batch_rows=2000)
     samples = sampler.generate([Prompt(token_ids=[3, 4])], n=count, max_tokens=1, seed=5, top_k=15, temperature=2.0)
     assert sampler.stats.prompts == 3  # a prompt once for each batch
-    seen = torch.zeros(24).index_add_(0, torch.tensor([one.response_ids[0] for one in samples]), torch.ones(count))
+    seen = torch.zeros(24).index_add_(
+        0, torch.tensor([sample.response_ids[0] for sample in samples]), torch.ones(count)
+    )
     logits = full_logits(model, samples[0])[0] / 2.0
     logits[logits < logits.topk(15).values[-1]] = -torch.inf
     expected = logits.softmax(-1) * count
     assert seen[expected == 0].sum() == 0
-    kept = expected > 0
-    statistic = ((seen - expected)[kept] ** 2 / expected[kept]).sum().item()
+    is_possible = expected > 0
+    statistic = ((seen - expected)[is_possible] ** 2 / expected[is_possible]).sum().item()
     assert statistic < 14 + 5 * (2 * 14) ** 0.5  # 14 degrees of freedom, five standard deviations
 
 
-def test_a_prompt_is_run_once_for_all_its_samples() -> None:
+def test_a_prompt_runs_once_for_all_its_samples() -> None:
     sampler = engine()
     sampler.generate(numbered(PROMPTS), n=8, max_tokens=4, ignore_eos=True)
     assert sampler.stats.prompts == 4 and sampler.stats.prompt_tokens == sum(map(len, PROMPTS))
     assert sampler.stats.steps == 4 and sampler.stats.rows == 3 * 32 and sampler.stats.tokens == 4 * 32
 
 
-def test_a_long_tail_does_not_pay_for_the_whole_batch() -> None:
+def test_finished_rows_leave_the_batch() -> None:
     sampler = engine()
-    hows = [Sampling(max_tokens=3 + 40 * (i == 7), ignore_eos=True) for i in range(16)]
-    samples = sampler.generate([[5 + i] for i in range(16)], hows)
-    assert [len(one.response_ids) for one in samples] == [how.max_tokens for how in hows]
+    samplings = [Sampling(max_tokens=3 + 40 * (i == 7), ignore_eos=True) for i in range(16)]
+    samples = sampler.generate([[5 + i] for i in range(16)], samplings)
+    assert [len(sample.response_ids) for sample in samples] == [sampling.max_tokens for sampling in samplings]
     assert sampler.stats.steps == 43 and sampler.stats.rows == 2 * 16 + 40
 
 
 def test_finished_rows_stay_within_learned_positions() -> None:
     model = gpt2()
-    whole = [Sampling(max_tokens=250, ignore_eos=True)] * 8 + [Sampling(max_tokens=4, ignore_eos=True)]
+    samplings = [Sampling(max_tokens=250, ignore_eos=True)] * 8 + [Sampling(max_tokens=4, ignore_eos=True)]
     prompts = [*[[5 + i] for i in range(8)], [7] * 252]  # one that is finished at the last position, and is not dropped
-    samples = TransformersEngine(model).generate(prompts, whole, seed=1)
-    assert [one.error for one in samples] == [None] * 9
-    assert [len(one.response_ids) for one in samples] == [250] * 8 + [4]
+    samples = TransformersEngine(model).generate(prompts, samplings, seed=1)
+    assert [sample.error for sample in samples] == [None] * 9
+    assert [len(sample.response_ids) for sample in samples] == [250] * 8 + [4]
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_ends_of_the_model_config_and_tokenizer() -> None:
+def test_end_tokens_of_model_config_and_tokenizer() -> None:
     model = llama()
     model.generation_config.eos_token_id = [2, 60]
     model.config.eos_token_id = 61
     sampler = engine(model)
     assert sampler.ends == {2, 60, 61}
     samples = sampler.generate(PROMPTS, n=32, max_tokens=40, temperature=3.0, seed=0)
-    stopped = [one for one in samples if one.finish_reason == "stop"]
-    assert {one.response_ids[-1] for one in stopped} == {2, 60, 61}
-    assert all(one.stop_reason is None for one in stopped)
-    assert not any(set(one.response_ids[:-1]) & {2, 60, 61} for one in samples)
+    stopped = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert {sample.response_ids[-1] for sample in stopped} == {2, 60, 61}
+    assert all(sample.stop_reason is None for sample in stopped)
+    assert not any(set(sample.response_ids[:-1]) & {2, 60, 61} for sample in samples)
     ignored = sampler.generate(PROMPTS, n=32, max_tokens=40, temperature=3.0, seed=0, ignore_eos=True)
-    assert all(one.finish_reason == "length" for one in ignored)
-    assert any(set(one.response_ids) & {2, 60, 61} for one in ignored)
+    assert all(sample.finish_reason == "length" for sample in ignored)
+    assert any(set(sample.response_ids) & {2, 60, 61} for sample in ignored)
 
 
 def test_stop_ids_are_recorded_and_forbidden_before_min_tokens() -> None:
     stops = list(range(20, 120))
     sampler = engine()
     samples = sampler.generate(PROMPTS, n=8, max_tokens=12, temperature=3.0, seed=0, stop_token_ids=stops, min_tokens=5)
-    for one in samples:
-        assert not set(one.response_ids[:5]) & {2, *stops}
-        if one.response_ids[-1] in stops:
-            assert one.finish_reason == "stop" and one.stop_reason == one.response_ids[-1]
-    assert any(one.stop_reason is not None for one in samples)
+    for sample in samples:
+        assert not set(sample.response_ids[:5]) & {2, *stops}
+        if sample.response_ids[-1] in stops:
+            assert sample.finish_reason == "stop" and sample.stop_reason == sample.response_ids[-1]
+    assert any(sample.stop_reason is not None for sample in samples)
     first = sampler.generate(PROMPTS, n=8, max_tokens=12, temperature=3.0, seed=0, stop_token_ids=stops)
-    assert any(len(one.response_ids) == 1 for one in first)  # an empty answer is an answer
-    kept, cut = (
+    assert any(len(sample.response_ids) == 1 for sample in first)  # an empty answer is an answer
+    with_stop, without_stop = (
         sampler.generate(PROMPTS[0], max_tokens=12, seed=4, stop_token_ids=stops, include_stop=keep)[0]
         for keep in (True, False)
     )
-    assert kept.response_ids == cut.response_ids and kept.stop_reason == kept.response_ids[-1]
-    assert kept.text == bytes_().decode(kept.response_ids, skip_special_tokens=True)
-    assert cut.text == bytes_().decode(kept.response_ids[:-1], skip_special_tokens=True)
+    assert with_stop.response_ids == without_stop.response_ids and with_stop.stop_reason == with_stop.response_ids[-1]
+    assert with_stop.text == bytes_().decode(with_stop.response_ids, skip_special_tokens=True)
+    assert without_stop.text == bytes_().decode(with_stop.response_ids[:-1], skip_special_tokens=True)
 
 
 def test_stop_texts_over_tokens_and_characters() -> None:
@@ -259,14 +268,14 @@ def test_stop_texts_over_tokens_and_characters() -> None:
     sampler = engine()
     base = sampler.generate(numbered(PROMPTS), n=4, max_tokens=60, seed=2, temperature=2.0, suppress=range(9))
     checked = 0
-    for one in base:
-        text = tokenizer.decode(one.response_ids)
+    for sample in base:
+        text = tokenizer.decode(sample.response_ids)
         middle = text[12:15]
         if len(middle) < 3 or text.find(middle) != 12:
             continue
-        prompt = one.prompt.replace(eid=one.eid.replace(suffix=""))
+        prompt = sample.prompt.replace(eid=sample.eid.replace(suffix=""))
         for include in (True, False):
-            got = sampler.generate(
+            stopped = sampler.generate(
                 prompt,
                 seed=2,
                 temperature=2.0,
@@ -275,13 +284,13 @@ def test_stop_texts_over_tokens_and_characters() -> None:
                 stop=[middle, "never"],
                 include_stop=include,
             )[0]
-            assert got.stop_reason == middle and got.finish_reason == "stop"
-            assert got.response_ids == one.response_ids[: len(got.response_ids)]
-            assert middle in tokenizer.decode(got.response_ids) and middle not in tokenizer.decode(
-                got.response_ids[:-1]
+            assert stopped.stop_reason == middle and stopped.finish_reason == "stop"
+            assert stopped.response_ids == sample.response_ids[: len(stopped.response_ids)]
+            assert middle in tokenizer.decode(stopped.response_ids) and middle not in tokenizer.decode(
+                stopped.response_ids[:-1]
             )
-            clean = tokenizer.decode(got.response_ids, skip_special_tokens=True)
-            assert got.text == (clean if include else clean[: clean.rfind(middle)])
+            clean = tokenizer.decode(stopped.response_ids, skip_special_tokens=True)
+            assert stopped.text == (clean if include else clean[: clean.rfind(middle)])
         checked += 1
     assert checked > 4
 
@@ -292,82 +301,89 @@ def test_a_stop_text_that_ends_inside_a_token() -> None:
     base = sampler.generate([[20, 21]], temperature=0, max_tokens=30, ignore_eos=True)[0]
     text = tokenizer.decode(base.response_ids)
     stop = text.split()[6][:-1] if len(text.split()[6]) > 1 else text.split()[6]
-    got = sampler.generate([[20, 21]], temperature=0, max_tokens=30, ignore_eos=True, stop=stop, include_stop=False)[0]
-    assert got.stop_reason == stop
+    stopped = sampler.generate(
+        [[20, 21]], temperature=0, max_tokens=30, ignore_eos=True, stop=stop, include_stop=False
+    )[0]
+    assert stopped.stop_reason == stop
     count = next(i for i in range(1, 31) if stop in tokenizer.decode(base.response_ids[:i]))
-    assert got.response_ids == base.response_ids[:count]  # whole tokens
-    assert got.text == tokenizer.decode(got.response_ids, skip_special_tokens=True).split(stop)[0]
+    assert stopped.response_ids == base.response_ids[:count]  # whole tokens
+    assert stopped.text == tokenizer.decode(stopped.response_ids, skip_special_tokens=True).split(stop)[0]
 
 
 def test_text_has_no_special_tokens() -> None:
     tokenizer = words()
     sampler = engine(llama(vocab=len(tokenizer)), tokenizer)
     samples = sampler.generate([[20, 21]], n=20, max_tokens=20, temperature=5.0, seed=1, ignore_eos=True)
-    assert any(set(one.response_ids) & set(range(9)) for one in samples)
-    for one in samples:
-        assert one.text == tokenizer.decode(one.response_ids, skip_special_tokens=True)
-        assert not any(mark in one.text for mark in SPECIAL if mark != "<unk>")
+    assert any(set(sample.response_ids) & set(range(9)) for sample in samples)
+    for sample in samples:
+        assert sample.text == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        assert not any(mark in sample.text for mark in SPECIAL if mark != "<unk>")
 
 
 # --- FIRE -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_token_alone_is_hot() -> None:
+def test_first_temperature() -> None:
     sampler = engine()
     hot = sampler.generate(PROMPTS[:1], n=64, max_tokens=6, temperature=0, first_temperature=50.0, seed=1)
-    assert len({one.response_ids[0] for one in hot}) > 30
-    for one in hot:
-        greedy = sampler.generate([[*PROMPTS[0], one.response_ids[0]]], max_tokens=5, temperature=0)[0]
-        ended = one.response_ids[0] == 2
-        assert one.response_ids[1:] == ([] if ended else greedy.response_ids)
+    assert len({sample.response_ids[0] for sample in hot}) > 30
+    for sample in hot:
+        greedy = sampler.generate([[*PROMPTS[0], sample.response_ids[0]]], max_tokens=5, temperature=0)[0]
+        ended = sample.response_ids[0] == 2
+        assert sample.response_ids[1:] == ([] if ended else greedy.response_ids)
     model = llama()
-    how = Sampling(temperature=0.7, first_temperature=9.0, top_k=20, seed=3, max_tokens=4, n=8)
-    for one in sampler.generate(PROMPTS, how):
-        want = log_probs(full_logits(model, one), one, how, "processed")
-        torch.testing.assert_close(torch.tensor(one.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+    sampling = Sampling(temperature=0.7, first_temperature=9.0, top_k=20, seed=3, max_tokens=4, n=8)
+    for sample in sampler.generate(PROMPTS, sampling):
+        want = log_probs(full_logits(model, sample), sample, sampling, "processed")
+        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
 
 
-def test_a_hot_first_token_that_ends_the_response() -> None:
+def test_a_first_token_that_ends_the_response() -> None:
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.zero_()  # all tokens are equally likely
     sampler = engine(model)
     samples = sampler.generate([[5]], n=600, max_tokens=8, first_temperature=10.0, temperature=1.0, seed=0)
-    ended = [one for one in samples if one.response_ids[0] == 2]
+    ended = [sample for sample in samples if sample.response_ids[0] == 2]
     assert ended
-    for one in ended:
-        assert one.response_ids == [2] and one.finish_reason == "stop" and one.text == "" and len(one.logprobs) == 1
+    for sample in ended:
+        assert (
+            sample.response_ids == [2]
+            and sample.finish_reason == "stop"
+            and sample.text == ""
+            and len(sample.logprobs) == 1
+        )
 
 
 # --- pausing, going on, cancelling ------------------------------------------------------------------------------------
 
 
-def test_going_on_gives_what_an_uninterrupted_rollout_gives() -> None:
-    how = Sampling(
+def test_resumed_samples_equal_uninterrupted_ones() -> None:
+    sampling = Sampling(
         n=3, max_tokens=20, seed=7, temperature=1.5, top_p=0.97, first_temperature=3.0, min_tokens=4, stop=["b"]
     )
-    want = engine().generate(numbered(PROMPTS), how)
+    uninterrupted = engine().generate(numbered(PROMPTS), sampling)
     sampler = engine(version=1)
-    samples = sampler.generate(numbered(PROMPTS), how, pause_after=3)
-    assert all(one.finish_reason == "abort" and len(one.response_ids) == 3 for one in samples)
+    samples = sampler.generate(numbered(PROMPTS), sampling, pause_after=3)
+    assert all(sample.finish_reason == "abort" and len(sample.response_ids) == 3 for sample in samples)
     rounds = 0
-    while any(one.unfinished for one in samples):
+    while any(sample.unfinished for sample in samples):
         sampler.version += 1
-        going = sampler.generate([one for one in samples if one.unfinished], pause_after=6)
-        byid = {one.eid.uid: one for one in going}
-        samples = [byid.get(one.eid.uid, one) for one in samples]
+        going = sampler.generate([sample for sample in samples if sample.unfinished], pause_after=6)
+        by_id = {sample.eid.uid: sample for sample in going}
+        samples = [by_id.get(sample.eid.uid, sample) for sample in samples]
         rounds += 1
     assert rounds == 3
-    assert outcome(samples) == outcome(want)
-    for one, whole in zip(samples, want, strict=True):
-        assert one.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
-        count = len(one.response_ids)
-        assert one.versions == ([1] * 3 + [2] * 6 + [3] * 6 + [4] * 6)[:count]
-        assert one.group_size == 3 and str(one.eid) == str(whole.eid)
-        assert one.to_experience().policy_versions.tolist() == one.versions
+    assert outcome(samples) == outcome(uninterrupted)
+    for sample, expected in zip(samples, uninterrupted, strict=True):
+        assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        count = len(sample.response_ids)
+        assert sample.versions == ([1] * 3 + [2] * 6 + [3] * 6 + [4] * 6)[:count]
+        assert sample.group_size == 3 and str(sample.eid) == str(expected.eid)
+        assert sample.to_experience().policy_versions.tolist() == sample.versions
 
 
-def test_going_on_under_newer_weights() -> None:
+def test_samples_resumed_with_newer_weights() -> None:
     model = llama()
     sampler = engine(model, version=4)
     old = sampler.generate([PROMPTS[0]], n=4, max_tokens=10, seed=1, ignore_eos=True, pause_after=5)
@@ -376,11 +392,11 @@ def test_going_on_under_newer_weights() -> None:
             torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)) * 0.2
         )
     sampler.version = 5
-    for before, one in zip(old, sampler.generate(old), strict=True):
-        assert one.response_ids[:5] == before.response_ids and one.logprobs[:5] == before.logprobs
-        assert one.versions == [4] * 5 + [5] * 5
-        want = log_probs(full_logits(model, one), one, Sampling(), "processed")[5:]
-        torch.testing.assert_close(torch.tensor(one.logprobs[5:], dtype=torch.float64), want, atol=1e-5, rtol=0)
+    for before, sample in zip(old, sampler.generate(old), strict=True):
+        assert sample.response_ids[:5] == before.response_ids and sample.logprobs[:5] == before.logprobs
+        assert sample.versions == [4] * 5 + [5] * 5
+        want = log_probs(full_logits(model, sample), sample, Sampling(), "processed")[5:]
+        torch.testing.assert_close(torch.tensor(sample.logprobs[5:], dtype=torch.float64), want, atol=1e-5, rtol=0)
 
 
 def test_versions_that_change_during_a_call() -> None:
@@ -400,7 +416,7 @@ def test_versions_that_change_during_a_call() -> None:
     assert sample.versions == [0, 0, 0, 8, 8]
 
 
-def test_a_sample_that_goes_on_keeps_its_kind_of_log_probs() -> None:
+def test_resumed_samples_keep_their_kind_of_logprobs() -> None:
     sampler = engine()
     old = sampler.generate([PROMPTS[0]], max_tokens=10, pause_after=5, ignore_eos=True)
     failed = sampler.generate(old, {"max_tokens": 10, "logprobs": "raw"})[0]
@@ -410,7 +426,7 @@ def test_a_sample_that_goes_on_keeps_its_kind_of_log_probs() -> None:
 
 @contextmanager
 def slowly(model: Any, after: int, then: Any) -> Iterator[None]:
-    """Call `then` once the model was called so many times, and let it take its time from there on."""
+    """Call `then` after a number of forward passes, and slow down the passes after it."""
     calls = 0
 
     def hook(*_: Any) -> None:
@@ -434,41 +450,41 @@ def test_canceled_from_another_thread() -> None:
     with slowly(model, 6, lambda: threading.Thread(target=cancel.request).start()):
         sampler = engine(model, max_batch_rows=6)
         samples = sampler.generate(numbered(PROMPTS), n=3, max_tokens=200, seed=1, ignore_eos=True, cancel=cancel)
-    assert len(samples) == 12 and all(one.finish_reason == "abort" for one in samples)
-    lengths = [len(one.response_ids) for one in samples]
+    assert len(samples) == 12 and all(sample.finish_reason == "abort" for sample in samples)
+    lengths = [len(sample.response_ids) for sample in samples]
     assert max(lengths) < 200 and sorted(lengths)[5] == 0  # the second batch had not begun
-    for one in samples:
-        assert len(one.logprobs) == len(one.versions) == len(one.response_ids) and one.prompt_ids
+    for sample in samples:
+        assert len(sample.logprobs) == len(sample.versions) == len(sample.response_ids) and sample.prompt_ids
     want = engine().generate(numbered(PROMPTS), n=3, max_tokens=200, seed=1, ignore_eos=True)
     assert outcome(engine().generate(samples)) == outcome(want)
 
 
-def test_canceled_before_it_began() -> None:
+def test_canceled_before_the_start() -> None:
     cancel = Cancel()
     cancel.request()
     sampler = engine()
     samples = sampler.generate(["abc", [5, 6]], max_tokens=5, seed=1, cancel=cancel)
-    assert [(one.finish_reason, one.prompt_ids, one.response_ids) for one in samples] == [
+    assert [(sample.finish_reason, sample.prompt_ids, sample.response_ids) for sample in samples] == [
         ("abort", [], []),
         ("abort", [5, 6], []),
     ]
     assert sampler.stats.steps == 0
     on = sampler.generate(samples)
     assert on[0].prompt_ids == bytes_()("abc")["input_ids"] and len(on[0].response_ids) > 0
-    assert [one.error for one in on] == [None, None]
+    assert [sample.error for sample in on] == [None, None]
 
 
-def test_streamed_as_they_finish_and_left_early() -> None:
+def test_streams_yield_finished_samples_and_can_be_left() -> None:
     model = llama()
     model.train()
     sampler = engine(model)
-    hows = [Sampling(max_tokens=count, ignore_eos=True) for count in (30, 3, 12)]
-    lengths = [len(one.response_ids) for one in sampler.stream(PROMPTS[:3], hows)]
+    samplings = [Sampling(max_tokens=count, ignore_eos=True) for count in (30, 3, 12)]
+    lengths = [len(sample.response_ids) for sample in sampler.stream(PROMPTS[:3], samplings)]
     assert lengths == [3, 12, 30]
     before = sampler.stats.steps
-    for one in sampler.stream(PROMPTS[:3], hows):
+    for sample in sampler.stream(PROMPTS[:3], samplings):
         assert torch.is_grad_enabled() and model.training  # between samples the model is the caller's
-        assert len(one.response_ids) == 3
+        assert len(sample.response_ids) == 3
         inner = sampler.generate([PROMPTS[3]], max_tokens=2, ignore_eos=True)  # it can be used meanwhile
         assert len(inner[0].response_ids) == 2
         break
@@ -477,18 +493,18 @@ def test_streamed_as_they_finish_and_left_early() -> None:
 
 def test_async() -> None:
     sampler = engine()
-    how = Sampling(n=2, max_tokens=12, seed=3, ignore_eos=True)
-    want = sampler.generate(numbered(PROMPTS), how)
+    sampling = Sampling(n=2, max_tokens=12, seed=3, ignore_eos=True)
+    want = sampler.generate(numbered(PROMPTS), sampling)
 
     async def both() -> tuple[Any, ...]:
         async def streamed() -> list[Sample]:
-            return [one async for one in sampler.astream(numbered(PROMPTS[::1]), how)]
+            return [sample async for sample in sampler.astream(numbered(PROMPTS[::1]), sampling)]
 
-        return await asyncio.wait_for(asyncio.gather(sampler.agenerate(numbered(PROMPTS), how), streamed()), SOON)
+        return await asyncio.wait_for(asyncio.gather(sampler.agenerate(numbered(PROMPTS), sampling), streamed()), SOON)
 
-    whole, streamed = asyncio.run(both())
-    assert outcome(whole) == outcome(streamed) == outcome(want)
-    assert [one.eid.rid for one in whole] == [one.eid.rid for one in want]
+    complete, streamed = asyncio.run(both())
+    assert outcome(complete) == outcome(streamed) == outcome(want)
+    assert [sample.eid.rid for sample in complete] == [sample.eid.rid for sample in want]
 
 
 def test_a_canceled_task_cancels_the_call() -> None:
@@ -532,13 +548,13 @@ def test_a_bad_prompt_fails_alone() -> None:
         [8],
         [9],
     ]
-    hows = [Sampling(n=2, max_tokens=8, max_prompt_tokens=64 if i == 3 else None, seed=1) for i in range(11)]
-    hows[8] = Sampling.of(hows[8], suppress=[5, 300])
-    hows[9] = Sampling.of(hows[9], suppress=list(range(300)))
-    hows[10] = Sampling.of(hows[10], extra={"beam_width": 3})
-    samples = sampler.generate(prompts, hows)
+    samplings = [Sampling(n=2, max_tokens=8, max_prompt_tokens=64 if i == 3 else None, seed=1) for i in range(11)]
+    samplings[8] = Sampling.of(samplings[8], suppress=[5, 300])
+    samplings[9] = Sampling.of(samplings[9], suppress=list(range(300)))
+    samplings[10] = Sampling.of(samplings[10], extra={"beam_width": 3})
+    samples = sampler.generate(prompts, samplings)
     errors = [samples[2 * i].error for i in range(11)]
-    assert [one.error for one in samples[1::2]] == errors
+    assert [sample.error for sample in samples[1::2]] == errors
     assert [i for i, error in enumerate(errors) if error is None] == [0, 6, 7]
     for i, words_ in (
         (1, r"prompt[1]: got token 300, expected one below 300"),
@@ -551,13 +567,13 @@ def test_a_bad_prompt_fails_alone() -> None:
         (10, "extra: got ['beam_width'], expected none"),
     ):
         assert words_ in errors[i], errors[i]
-    want = engine().generate(prompts[:1], hows[0], batch="x")
+    want = engine().generate(prompts[:1], samplings[0], batch="x")
     assert len(want) == 2
-    for one in samples:
-        assert one.failed == (one.error is not None) and one.to_experience().eid == one.eid
+    for sample in samples:
+        assert sample.failed == (sample.error is not None) and sample.to_experience().eid == sample.eid
 
 
-def test_positions_end_a_response_as_a_length_does() -> None:
+def test_the_end_of_the_positions_has_finish_reason_length() -> None:
     sampler = engine()
     for pause in (None, 3, 100):
         sample = sampler.generate([[7] * 250], ignore_eos=True, pause_after=pause, seed=1)[0]
@@ -566,7 +582,7 @@ def test_positions_end_a_response_as_a_length_does() -> None:
         assert sample.finish_reason == "length" and len(sample.response_ids) == 6 and sample.error is None
 
 
-def test_models_with_a_memory_of_another_kind_are_refused() -> None:
+def test_models_without_a_key_value_cache_are_rejected() -> None:
     from transformers import MambaConfig, MambaForCausalLM, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
     griffin = RecurrentGemmaForCausalLM(
@@ -581,7 +597,7 @@ def test_models_with_a_memory_of_another_kind_are_refused() -> None:
         TransformersEngine(mamba)
 
 
-def test_wrapped_models_are_the_models_inside() -> None:
+def test_wrapped_models_are_unwrapped() -> None:
     plain = tiny.llama()
     want = TransformersEngine(plain).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids
     compiled = torch.compile(plain)
@@ -591,17 +607,23 @@ def test_wrapped_models_are_the_models_inside() -> None:
         assert TransformersEngine(wrapped).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids == want
 
 
-def test_going_on_under_other_options_is_recorded() -> None:
+def test_resuming_with_other_options_is_recorded() -> None:
     sampler = engine()
     half = sampler.generate([[5, 6]], temperature=0.5, max_tokens=12, pause_after=4, ignore_eos=True, seed=1)[0]
-    whole = sampler.generate(half, {"temperature": 2.0})[0]
-    assert whole.sampling["temperature"] == 2.0 and whole.sampling["ignore_eos"] and whole.sampling["asked_seed"] == 1
-    assert whole.sampling["earlier"] == [{"tokens": 4, "temperature": 0.5}]
-    assert whole.response_ids[:4] == half.response_ids and whole.logprobs[:4] == half.logprobs
+    resumed = sampler.generate(half, {"temperature": 2.0})[0]
+    assert (
+        resumed.sampling["temperature"] == 2.0
+        and resumed.sampling["ignore_eos"]
+        and resumed.sampling["asked_seed"] == 1
+    )
+    assert resumed.sampling["earlier"] == [{"tokens": 4, "temperature": 0.5}]
+    assert resumed.response_ids[:4] == half.response_ids and resumed.logprobs[:4] == half.logprobs
     same = sampler.generate(half)[0]
     assert "earlier" not in same.sampling
-    asked = Sampling(temperature=0.5, max_tokens=12, ignore_eos=True, seed=1)
-    assert sampler.generate(half, asked)[0].response_ids == same.response_ids  # the same call's seed: the same stream
+    sampling = Sampling(temperature=0.5, max_tokens=12, ignore_eos=True, seed=1)
+    assert (
+        sampler.generate(half, sampling)[0].response_ids == same.response_ids
+    )  # the same call's seed: the same stream
     other = sampler.generate(half, seed=2)[0]
     assert other.response_ids[:4] == half.response_ids and other.response_ids != same.response_ids
     with pytest.raises(ValueError, match="n: got 2, expected 1"):
@@ -616,15 +638,15 @@ def test_placeholders_without_media_are_an_error() -> None:
     assert fine.error is None
 
 
-def test_prompts_that_are_cut_say_so() -> None:
+def test_truncated_prompts_are_recorded() -> None:
     sample = engine().generate([list(range(10, 40))], max_tokens=2, max_prompt_tokens=8, prompt_overflow="left")[0]
     assert sample.prompt_ids == list(range(32, 40)) and sample.info["prompt_truncated_from"] == 30
     assert sample.to_experience().info["prompt_truncated_from"] == 30
 
 
-def test_what_does_not_fit_in_memory_is_halved() -> None:
+def test_batches_that_do_not_fit_in_memory_are_halved() -> None:
     model = llama()
-    want = engine(model).generate(numbered(PROMPTS), n=4, max_tokens=12, seed=1, ignore_eos=True)
+    unsplit = engine(model).generate(numbered(PROMPTS), n=4, max_tokens=12, seed=1, ignore_eos=True)
 
     def crowded(most: int) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> None:
@@ -639,9 +661,9 @@ def test_what_does_not_fit_in_memory_is_halved() -> None:
         sampler = engine(model)
         samples = sampler.generate(numbered(PROMPTS), n=4, max_tokens=12, seed=1, ignore_eos=True)
         assert sampler.stats.splits > 2
-        assert outcome(samples) == outcome(want)
-        for one, whole in zip(samples, want, strict=True):
-            assert one.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+        assert outcome(samples) == outcome(unsplit)
+        for sample, expected in zip(samples, unsplit, strict=True):
+            assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     finally:
         hook.remove()
     hook = crowded(15)  # the longest prompt has 10 tokens, and cannot have 12 more
@@ -649,25 +671,28 @@ def test_what_does_not_fit_in_memory_is_halved() -> None:
         samples = engine(model).generate(numbered(PROMPTS), n=4, max_tokens=12, seed=1, ignore_eos=True)
     finally:
         hook.remove()
-    for one, whole in zip(samples, want, strict=True):
-        if one.failed:
-            assert "out of memory" in one.error
-            assert one.response_ids == whole.response_ids[: len(one.response_ids)] and len(one.response_ids) > 0
+    for sample, expected in zip(samples, unsplit, strict=True):
+        if sample.failed:
+            assert "out of memory" in sample.error
+            assert (
+                sample.response_ids == expected.response_ids[: len(sample.response_ids)]
+                and len(sample.response_ids) > 0
+            )
         else:
-            assert one.response_ids == whole.response_ids
-    assert {one.eid.task for one in samples if one.failed} == {1, 3}
+            assert sample.response_ids == expected.response_ids
+    assert {sample.eid.task for sample in samples if sample.failed} == {1, 3}
 
 
-def test_a_row_whose_logits_break_down_fails_alone() -> None:
+def test_a_row_with_nan_logits_fails_alone() -> None:
     model = llama()
     with torch.no_grad():
         model.model.embed_tokens.weight[77] = torch.nan
     samples = engine(model).generate([[5, 6], [5, 77], [9]], max_tokens=4, seed=0, suppress=[77])
-    assert [one.failed for one in samples] == [False, True, False]
+    assert [sample.failed for sample in samples] == [False, True, False]
     assert "token 0: the model's logits are NaN" in samples[1].error
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     model = llama()
     model.train()
     model.model.layers[1].eval()
@@ -682,7 +707,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_dropout_does_not_touch_sampling() -> None:
+def test_dropout_is_off_while_sampling() -> None:
     model = llama(attention_dropout=0.5)
     want = engine(model).generate([PROMPTS[1]], max_tokens=12, seed=1, ignore_eos=True)[0]
     model.train()
@@ -710,26 +735,26 @@ def test_sliding_windows(stride: int) -> None:
         eos_token_id=2,
     )
     model = MistralForCausalLM(config).eval()
-    hows = [Sampling(n=2, max_tokens=8 + 6 * i, seed=1, ignore_eos=True) for i in range(4)]
+    samplings = [Sampling(n=2, max_tokens=8 + 6 * i, seed=1, ignore_eos=True) for i in range(4)]
     sampler = engine(model)
     sampler.runner.stride = stride
-    for one in sampler.generate(PROMPTS, hows):
-        want = log_probs(full_logits(model, one), one, Sampling(), "processed")
-        torch.testing.assert_close(torch.tensor(one.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+    for sample in sampler.generate(PROMPTS, samplings):
+        want = log_probs(full_logits(model, sample), sample, Sampling(), "processed")
+        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2])
 def test_keys_and_values_in_steps(make: Any) -> None:
-    """As on a CUDA device, where the lengths of keys are rounded up."""
-    hows = [Sampling(n=3, max_tokens=10 + 5 * i, seed=1, ignore_eos=True) for i in range(4)]
+    """Round up the lengths of keys, as on a CUDA device."""
+    samplings = [Sampling(n=3, max_tokens=10 + 5 * i, seed=1, ignore_eos=True) for i in range(4)]
     plain, stepped = engine(make()), engine(make())
     assert plain.runner.stride == 1
     stepped.runner.stride = 8
-    want = plain.generate(numbered(PROMPTS), hows)
-    found = stepped.generate(numbered(PROMPTS), hows)
-    assert outcome(found) == outcome(want)
-    for one, two in zip(found, want, strict=True):
-        assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+    want = plain.generate(numbered(PROMPTS), samplings)
+    samples = stepped.generate(numbered(PROMPTS), samplings)
+    assert outcome(samples) == outcome(want)
+    for sample, two in zip(samples, want, strict=True):
+        assert sample.logprobs == pytest.approx(two.logprobs, abs=1e-5)
 
 
 def test_a_lora_model() -> None:
@@ -741,20 +766,20 @@ def test_a_lora_model() -> None:
     assert sampler.run.adapter == "default" and sampler.run.model == "LlamaForCausalLM"
     samples = sampler.generate(PROMPTS, n=2, max_tokens=10, seed=1, ignore_eos=True)
     base = engine(llama()).generate(PROMPTS, n=2, max_tokens=10, seed=1, ignore_eos=True)
-    assert [one.response_ids for one in base] != [one.response_ids for one in samples]
-    for one in samples:
-        want = log_probs(full_logits(model, one), one, Sampling(), "processed")
-        torch.testing.assert_close(torch.tensor(one.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+    assert [sample.response_ids for sample in base] != [sample.response_ids for sample in samples]
+    for sample in samples:
+        want = log_probs(full_logits(model, sample), sample, Sampling(), "processed")
+        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
 
 
 class Wrapper:
-    """As an actor has its model."""
+    """An object with a `.model`, like an actor."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
 
-def test_wrappers_and_what_is_no_model() -> None:
+def test_wrappers_and_invalid_models() -> None:
     model = llama()
     sampler = TransformersEngine(Wrapper(Wrapper(model)), bytes_())
     assert sampler.model is model
@@ -764,7 +789,7 @@ def test_wrappers_and_what_is_no_model() -> None:
         engine(max_batch_rows=0)
 
 
-def test_the_run_says_what_made_its_samples() -> None:
+def test_run_describes_model_and_tokenizer() -> None:
     import transformers
 
     sampler = engine()
@@ -805,10 +830,12 @@ def test_no_one_and_two_images_in_one_call(record_property: Any) -> None:
     assert [len(images) for images in calls] == [2, 1, 1]  # once for each prompt with images
     assert sampler.stats.prompts == 4
     largest = 0.0
-    for one in samples:
-        assert one.error is None and one.sampling["suppress"] == [IMAGE] and IMAGE not in one.response_ids
-        want = log_probs(full_logits(model, one, **(one.media or {})), one, Sampling(temperature=2.0), "processed")
-        largest = max(largest, (torch.tensor(one.logprobs, dtype=torch.float64) - want).abs().max().item())
+    for sample in samples:
+        assert sample.error is None and sample.sampling["suppress"] == [IMAGE] and IMAGE not in sample.response_ids
+        want = log_probs(
+            full_logits(model, sample, **(sample.media or {})), sample, Sampling(temperature=2.0), "processed"
+        )
+        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - want).abs().max().item())
     record_property("largest difference", largest)
     assert largest < 1e-5
     assert samples[0].media is samples[2].media and samples[3].media is None
@@ -820,23 +847,23 @@ def test_no_one_and_two_images_in_one_call(record_property: Any) -> None:
     # The image matters, and is sent to its own prompt.
     swapped = [prompts[0].replace(images=[green, red]), *prompts[1:]]
     again = sampler.generate(swapped, n=3, max_tokens=10, seed=1, temperature=2.0, ignore_eos=True)
-    assert [one.response_ids for one in again[3:]] == [one.response_ids for one in samples[3:]]
+    assert [sample.response_ids for sample in again[3:]] == [sample.response_ids for sample in samples[3:]]
     assert again[0].logprobs != samples[0].logprobs
 
 
-def test_a_sample_with_images_goes_on_without_processing_them_again() -> None:
+def test_resumed_samples_reuse_processed_images() -> None:
     model, processor = llava()
     prompts = [
         Prompt(text="a<image>", images=picture(), eid=EID(batch=0, task=0)),
         Prompt(text="b", eid=EID(batch=0, task=1)),
     ]
-    how = Sampling(n=2, max_tokens=12, seed=4, ignore_eos=True)
-    want = TransformersEngine(model, processor).generate(prompts, how)
+    sampling = Sampling(n=2, max_tokens=12, seed=4, ignore_eos=True)
+    want = TransformersEngine(model, processor).generate(prompts, sampling)
     sampler = TransformersEngine(model, processor)
-    paused = sampler.generate(prompts, how, pause_after=5)
+    paused = sampler.generate(prompts, sampling, pause_after=5)
     on = sampler.generate(paused)
     assert outcome(on) == outcome(want) and on[0].media is paused[0].media
-    lost = [one.replace(media=None) for one in paused]  # read back from somewhere without its media
+    lost = [sample.replace(media=None) for sample in paused]  # read back from somewhere without its media
     assert outcome(sampler.generate(lost)) == outcome(want)
 
 
@@ -846,10 +873,10 @@ def test_bfloat16_vision() -> None:
         [Prompt(text="a<image>", images=picture()), Prompt(text="abc")], n=4, max_tokens=12, seed=0, ignore_eos=True
     )
     gaps = []
-    for one in samples:
-        media = {name: value.to(torch.bfloat16) for name, value in (one.media or {}).items()}
-        want = log_probs(full_logits(model, one, **media), one, Sampling(), "processed")
-        gaps.append((torch.tensor(one.logprobs) - want).abs())
+    for sample in samples:
+        media = {name: value.to(torch.bfloat16) for name, value in (sample.media or {}).items()}
+        want = log_probs(full_logits(model, sample, **media), sample, Sampling(), "processed")
+        gaps.append((torch.tensor(sample.logprobs) - want).abs())
     assert torch.cat(gaps).mean() < 0.02
 
 
@@ -859,7 +886,7 @@ def qwen_vl() -> Any:
 
 
 def pictured(images: list[tuple[int, int]], seed: int) -> Prompt:
-    """Token ids with expanded placeholders, and media that are processed already."""
+    """Return token ids with expanded placeholders, and processed media."""
     draw = torch.Generator().manual_seed(seed)
     ids = [5 + seed]
     for height, width in images:
@@ -874,34 +901,34 @@ def pictured(images: list[tuple[int, int]], seed: int) -> Prompt:
 
 
 @pytest.mark.parametrize("stride", [1, 16])
-def test_positions_in_space(qwen_vl: Any, stride: int, record_property: Any) -> None:
+def test_spatial_positions(qwen_vl: Any, stride: int, record_property: Any) -> None:
     prompts = [pictured(images, i) for i, images in enumerate(([(4, 4)], [], [(4, 8), (8, 4)], [(4, 4), (8, 8)]))]
     sampler, places = TransformersEngine(qwen_vl), [tiny.IMAGE, tiny.VIDEO, tiny.START]
     sampler.runner.stride = stride
-    how = Sampling(n=2, max_tokens=14, seed=5, ignore_eos=True)
-    samples = sampler.generate(prompts, how)
+    sampling = Sampling(n=2, max_tokens=14, seed=5, ignore_eos=True)
+    samples = sampler.generate(prompts, sampling)
     largest = 0.0
-    for one in samples:
-        assert one.error is None, one.error
-        assert one.sampling["suppress"] == places and not set(one.response_ids) & {*places}
+    for sample in samples:
+        assert sample.error is None, sample.error
+        assert sample.sampling["suppress"] == places and not set(sample.response_ids) & {*places}
         qwen_vl.model.rope_deltas = None  # kept from call to call by the model
-        media = dict(one.media or {})
+        media = dict(sample.media or {})
         if media:
-            kinds = torch.tensor([[int(token == tiny.IMAGE) for token in (*one.prompt_ids, *one.response_ids)]])
-            assert media["mm_token_type_ids"].tolist() == kinds[:, : len(one.prompt_ids)].tolist()
+            kinds = torch.tensor([[int(token == tiny.IMAGE) for token in (*sample.prompt_ids, *sample.response_ids)]])
+            assert media["mm_token_type_ids"].tolist() == kinds[:, : len(sample.prompt_ids)].tolist()
             media["mm_token_type_ids"] = kinds
-        want = log_probs(full_logits(qwen_vl, one, **media), one, Sampling(), "processed")
-        largest = max(largest, (torch.tensor(one.logprobs, dtype=torch.float64) - want).abs().max().item())
+        want = log_probs(full_logits(qwen_vl, sample, **media), sample, Sampling(), "processed")
+        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - want).abs().max().item())
     record_property("largest difference", largest)
     print(f"positions in space: largest difference {largest:.1e}")
     assert largest < 1e-4
     qwen_vl.model.rope_deltas = None
-    paused = sampler.generate(prompts, how, pause_after=6)
+    paused = sampler.generate(prompts, sampling, pause_after=6)
     assert outcome(sampler.generate(paused)) == outcome(samples)
     assert qwen_vl.model.rope_deltas is None  # the model keeps nothing of a rollout
 
 
-def test_greedy_with_images_is_what_generate_gives(qwen_vl: Any) -> None:
+def test_greedy_with_images_equals_generate(qwen_vl: Any) -> None:
     prompt = pictured([(4, 8), (4, 4)], 3)
     sample = TransformersEngine(qwen_vl).generate([prompt, pictured([], 1)], temperature=0, max_tokens=10)[0]
     ids = torch.tensor([sample.prompt_ids])

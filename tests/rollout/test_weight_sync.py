@@ -62,7 +62,7 @@ def test_an_update_in_the_middle_of_a_response() -> None:
     engine, policy = TransformersEngine(tiny.llama(), version=1), changed(tiny.llama())
 
     class UpdatingCancel(Cancel):
-        """Asked at every token; starts an update of the weights after some."""
+        """Called at every token; starts an update of the weights after some."""
 
         tokens = 0
         updater = threading.Thread(target=engine.update_weights, args=(policy, 2))
@@ -107,12 +107,12 @@ def test_a_wrong_version_is_stale() -> None:
         check_sync(engine, actor, 7)
 
 
-def test_a_probe_that_fails_is_no_success() -> None:
+def test_a_failed_probe_is_an_error() -> None:
     with pytest.raises(WeightSyncError, match="boom"):
         check_sync(ScriptedEngine([RuntimeError("boom")]), Actor(tiny.llama()))
 
 
-def test_tied_embeddings_are_saved_apart(tmp_path: Any) -> None:
+def test_tied_embeddings_are_saved_as_two_tensors(tmp_path: Any) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +134,7 @@ class ParamMeta(NamedTuple):
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], SimpleNamespace]:
-    """Connect vLLM's side of a weight transfer, replaced by what it is given."""
+    """Return a function that connects a weight transfer to a mock of vLLM, which records its arguments."""
 
     def trainer_init(init_info: dict[str, Any], client: Any, source: Any) -> SimpleNamespace:
         return SimpleNamespace(source=source, **init_info)
@@ -169,7 +169,7 @@ def qwen3_moe() -> Any:
 
 
 @pytest.mark.parametrize("make", [qwen3_moe, lambda: tiny.llava()[0], tiny.qwen_vl, tiny.qwen3])
-def test_tensors_are_sent_as_checkpoints_name_them(
+def test_tensors_are_sent_with_the_names_of_checkpoints(
     make: Callable[[], Any], connected: Callable[[Any, str], SimpleNamespace], tmp_path: Any
 ) -> None:
     model = make()

@@ -26,8 +26,6 @@ from rollbook.core.rows import NUMPY, memory
 __all__ = [
     "FilterResult",
     "MaskResult",
-    "Refill",
-    "RefillResult",
     "WeightResult",
     "clip_filter_like_weight_func",
     "clip_filter_weights",

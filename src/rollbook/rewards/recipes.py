@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     """What `as_reward` takes."""
 
-__all__ = ["BUILTIN_REWARDS", "CombinedReward", "Recipe", "as_reward", "lightrft_reward"]
+__all__ = ["BUILTIN_REWARDS", "CombinedReward", "Recipe", "as_reward"]
 
 
 @dataclass(frozen=True)

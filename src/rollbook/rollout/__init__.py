@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from rollbook.rollout.engine import BaseEngine as BaseEngine
     from rollbook.rollout.engine import Cancel as Cancel
     from rollbook.rollout.engine import Engine as Engine
+    from rollbook.rollout.engine import Line as Line
     from rollbook.rollout.engine import Request as Request
+    from rollbook.rollout.engine import ScriptedEngine as ScriptedEngine
     from rollbook.rollout.engine import WeightSyncError as WeightSyncError
     from rollbook.rollout.environment import Environment as Environment
     from rollbook.rollout.environment import EnvironmentConfig as EnvironmentConfig
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from rollbook.rollout.environment import act_all as act_all
     from rollbook.rollout.environment import play_episodes as play_episodes
     from rollbook.rollout.openai import OpenAIEngine as OpenAIEngine
-    from rollbook.rollout.scripted import Line as Line
-    from rollbook.rollout.scripted import ScriptedEngine as ScriptedEngine
     from rollbook.rollout.transformers import TransformersEngine as TransformersEngine
     from rollbook.rollout.vllm import VllmEngine as VllmEngine
     from rollbook.rollout.weight_sync import StaleWeightsError as StaleWeightsError
@@ -49,7 +49,7 @@ _HOMES = {
     "Environment": "rollbook.rollout.environment",
     "EnvironmentConfig": "rollbook.rollout.environment",
     "Episode": "rollbook.rollout.environment",
-    "Line": "rollbook.rollout.scripted",
+    "Line": "rollbook.rollout.engine",
     "OpenAIEngine": "rollbook.rollout.openai",
     "Prompt": "rollbook.core.sampling",
     "Renderer": "rollbook.rollout.chat",
@@ -58,7 +58,7 @@ _HOMES = {
     "RunInfo": "rollbook.core.sampling",
     "Sample": "rollbook.core.sampling",
     "Sampling": "rollbook.core.sampling",
-    "ScriptedEngine": "rollbook.rollout.scripted",
+    "ScriptedEngine": "rollbook.rollout.engine",
     "StaleWeightsError": "rollbook.rollout.weight_sync",
     "TransformersEngine": "rollbook.rollout.transformers",
     "VllmEngine": "rollbook.rollout.vllm",

@@ -33,8 +33,8 @@ Outcome = Literal["clean", "realigned", "forked", "unchecked"]
 - `unchecked`: they were not compared; `what` has the reason.
 """
 OUTCOMES: tuple[str, ...] = get_args(Outcome)
-
-_MARK = "xTURNx"
+_PLACEHOLDER = "xTURNx"
+"""Content of a turn in a rendering of what surrounds the turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Drift:
         what: What differs: `tokens`, `glue` (special tokens, white space) or `text`; the reason if unchecked.
         kept: Number of sampled tokens between the first and the last difference.
         rendered: Number of rendered tokens in their place.
-        by: Whether the `template` here or the `engine` gave the other tokens.
+        by: Whether the other tokens come from the chat `template` or from the `engine`.
         policy: Whether the turn was sampled after the sampled tokens (`keep`) or, in a new branch, after the rendering
             (`fork`).
 
@@ -96,6 +96,9 @@ def compare_tokens(
         decode: `decode(ids, special=...)` returns the text of ids, with or without special tokens.
         by: Origin of the rendering.
 
+    Returns:
+        The comparison.
+
     >>> letters = {1: "a", 2: "b", 3: "ab", 4: "c"}
     >>> def decode(ids, special=True):
     ...     return "".join(letters[i] for i in ids)
@@ -106,21 +109,18 @@ def compare_tokens(
     """
     if list(sampled) == list(rendered):
         return Drift(outcome="clean", by=by)
-    same_start = _common_prefix(sampled, rendered)
-    max_overlap = min(len(sampled), len(rendered)) - same_start
-    same_end = min(_common_prefix(sampled[::-1], rendered[::-1]), max_overlap)
-    sampled_middle, rendered_middle = (
-        sampled[same_start : len(sampled) - same_end],
-        rendered[same_start : len(rendered) - same_end],
-    )
+    prefix = _common_prefix(sampled, rendered)
+    max_suffix = min(len(sampled), len(rendered)) - prefix
+    suffix = min(_common_prefix(sampled[::-1], rendered[::-1]), max_suffix)
+    sampled, rendered = sampled[prefix : len(sampled) - suffix], rendered[prefix : len(rendered) - suffix]
     outcome: Outcome = "realigned"
-    if decode(sampled_middle) == decode(rendered_middle):
+    if decode(sampled) == decode(rendered):
         difference = "tokens"
-    elif _visible(decode(sampled_middle, special=False)) == _visible(decode(rendered_middle, special=False)):
+    elif _visible(decode(sampled, special=False)) == _visible(decode(rendered, special=False)):
         difference = "glue"
     else:
         outcome, difference = "forked", "text"
-    return Drift(outcome=outcome, what=difference, kept=len(sampled_middle), rendered=len(rendered_middle), by=by)
+    return Drift(outcome=outcome, what=difference, kept=len(sampled), rendered=len(rendered), by=by)
 
 
 def _common_prefix(first: Sequence[Any], other: Sequence[Any]) -> int:
@@ -144,8 +144,8 @@ class Renderer:
     Raises:
         ValueError: The tokenizer has no chat template.
 
-    >>> said = [{"role": "prompt", "content": "2+2="}, {"role": "assistant", "content": "4"}]
-    >>> Renderer(None, chat=False).text(said, generation=False)
+    >>> conversation = [{"role": "prompt", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    >>> Renderer(None, chat=False).text(conversation, generation=False)
     '2+2=4'
     >>> Renderer(None)
     Traceback (most recent call last):
@@ -173,7 +173,12 @@ class Renderer:
         self._inner: Any = getattr(tokenizer, "tokenizer", tokenizer)
 
     def text(self, messages: Sequence[Mapping[str, Any]], generation: bool) -> str:
-        """Render a conversation, with the beginning of a model turn if `generation`."""
+        """Render a conversation.
+
+        Args:
+            messages: The conversation.
+            generation: Whether to add the beginning of the next turn.
+        """
         if not self.chat:
             return "".join(message["content"] for message in messages)
         plain = [_for_template(message) for message in messages]
@@ -184,7 +189,15 @@ class Renderer:
         )
 
     def encode(self, text: str, images: Sequence[Any] = ()) -> list[int]:
-        """Tokenize a text [n] without adding special tokens. A processor expands the placeholders of images."""
+        """Tokenize a text without adding special tokens. A processor expands the placeholders of images.
+
+        Args:
+            text: The text.
+            images: Images of the placeholders in the text.
+
+        Returns:
+            [n] Token ids.
+        """
         if images and self._inner is not self.tokenizer:
             from rollbook.rollout.transformers import PromptPreparer
 
@@ -192,26 +205,54 @@ class Renderer:
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
-        """Decode ids, with or without special tokens."""
+        """Decode token ids.
+
+        Args:
+            ids: The token ids.
+            special: Whether the text has special tokens.
+        """
         return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], generation: bool = True, images: Sequence[Any] = ()
     ) -> list[int]:
-        """Render and tokenize a conversation [n]."""
+        """Render and tokenize a conversation.
+
+        Args:
+            messages: The conversation.
+            generation: Whether to add the beginning of the next turn.
+            images: Images of the messages.
+
+        Returns:
+            [n] Token ids.
+        """
         return self.encode(self.text(messages, generation), images)
 
-    def endings(self, earlier: str, later: str) -> tuple[list[int], list[int]]:
-        """Tokenize two texts from the last special token of their common prefix on, [n] and [m].
+    def endings(self, previous: str, current: str) -> tuple[list[int], list[int]]:
+        """Tokenize the ends of two texts, from the last special token of their common prefix on.
 
         Tokenizers split a text at special tokens first, so the tokens before it are equal.
+
+        Args:
+            previous: The first text.
+            current: The second text.
+
+        Returns:
+            [n] Token ids of the end of `previous`, and [m] of that of `current`.
         """
-        same = len(earlier) if later.startswith(earlier) else _common_prefix(earlier, later)
-        start = max((earlier.rfind(token, 0, same) for token in self._inner.all_special_tokens), default=0)
-        return self.encode(earlier[max(start, 0) :]), self.encode(later[max(start, 0) :])
+        prefix = len(previous) if current.startswith(previous) else _common_prefix(previous, current)
+        last_special = max((previous.rfind(token, 0, prefix) for token in self._inner.all_special_tokens), default=0)
+        start = max(last_special, 0)
+        return self.encode(previous[start:]), self.encode(current[start:])
 
     def content(self, context: Sequence[Mapping[str, Any]], ids: Sequence[int], ended: bool) -> str:
-        """Return the text of a turn after `context`, without its end tokens if the model `ended` it."""
+        """Return the text of a turn, without its end tokens.
+
+        Args:
+            context: Messages before the turn.
+            ids: Sampled ids of the turn.
+            ended: Whether the model ended the turn; otherwise it has no end tokens.
+        """
         text = self.decode(ids)
         if not ended or not ids:
             return text
@@ -233,7 +274,7 @@ class Renderer:
         generation: bool = True,
         images: Sequence[Any] = (),
     ) -> list[int]:
-        """Return the tokens [n] that follow a sampled turn.
+        """Return the tokens that follow a sampled turn.
 
         They are the part of the turn's end that was not sampled, the new messages, and the beginning of the next turn.
         The template renders a turn with other content, since changes of this one (dropped reasoning, trimming) must not
@@ -248,15 +289,18 @@ class Renderer:
             generation: Whether to add the beginning of the next turn.
             images: Images of the new messages.
 
+        Returns:
+            [n] Token ids.
+
         Raises:
             ValueError: The template cannot render the messages there.
         """
         # A tool's message may need the call it answers. If that cannot be rendered, a plain turn may be.
-        standing_in = [{"role": "assistant"}]
+        substitutes = [{"role": "assistant"}]
         if turn.get("tool_calls"):
-            standing_in.insert(0, {name: value for name, value in turn.items() if name != "content"})
+            substitutes.insert(0, {name: entry for name, entry in turn.items() if name != "content"})
         failures = []
-        for message in standing_in:
+        for message in substitutes:
             try:
                 closing, rest = self._turn(context, message, new, generation)
                 break
@@ -279,14 +323,14 @@ class Renderer:
         self, context: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], new: Sequence[Any], generation: bool
     ) -> tuple[str, str]:
         """Render a turn; return the text that ends the turn, and the text that follows it."""
-        mark = _MARK
-        while mark in repr((context, turn, new, self.tools)):
-            mark = f"x{mark}x"
-        marked = [*context, {**turn, "content": mark}]
-        alone, complete = self.text(marked, False), self.text([*marked, *new], generation)
-        if alone.count(mark) != 1 or complete.count(mark) != 1:
+        placeholder = _PLACEHOLDER
+        while placeholder in repr((context, turn, new, self.tools)):
+            placeholder = f"x{placeholder}x"
+        messages = [*context, {**turn, "content": placeholder}]
+        alone, complete = self.text(messages, False), self.text([*messages, *new], generation)
+        if alone.count(placeholder) != 1 or complete.count(placeholder) != 1:
             raise ValueError("the template does not render the content of the turn exactly once")
-        end, rest = (text.partition(mark)[2] for text in (alone, complete))
+        end, rest = (text.partition(placeholder)[2] for text in (alone, complete))
         if not turn.get("tool_calls"):
             closing = end[: _common_prefix(end, rest)]
             return closing, rest[len(closing) :]
@@ -308,16 +352,27 @@ class Renderer:
     def _overlap(self, text: str, closing: str) -> str:
         """Return the part of a turn's end that was sampled: its longest prefix, in tokens, that ends the text."""
         ids = self.encode(closing)
-        parts = (self.decode(ids[:stop]) for stop in range(len(ids), 0, -1))
-        return next((suffix for suffix in parts if suffix and text.endswith(suffix) and closing.startswith(suffix)), "")
+        prefixes = (self.decode(ids[:stop]) for stop in range(len(ids), 0, -1))
+        return next(
+            (prefix for prefix in prefixes if prefix and text.endswith(prefix) and closing.startswith(prefix)), ""
+        )
 
-    def encode_after(self, text_before: str, text: str, images: Sequence[Any] = ()) -> list[int]:
-        """Tokenize a text [n] that follows another: some tokenizers add a space before the first word."""
-        alone, anchor = self.encode(text, images), text_before or "a"
+    def encode_after(self, previous: str, text: str, images: Sequence[Any] = ()) -> list[int]:
+        """Tokenize a text that follows another: some tokenizers add a space before the first word.
+
+        Args:
+            previous: The text before.
+            text: The text.
+            images: Images of the placeholders in the text.
+
+        Returns:
+            [n] Token ids of `text`.
+        """
+        alone, anchor = self.encode(text, images), previous or "a"
         start, joined = self.encode(anchor), self.encode(anchor + text, images)
         rest = joined[len(start) :]
-        same = joined[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
-        return rest if same else alone
+        is_split = joined[: len(start)] == start and self.decode(rest).strip() == self.decode(alone).strip()
+        return rest if is_split else alone
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,13 +410,16 @@ def chat_messages(prompt: Prompt, allow_urls: bool = False) -> list[dict[str, An
         prompt: The prompt.
         allow_urls: Whether to accept `http` URLs, which the server would fetch.
 
+    Returns:
+        The messages.
+
     Raises:
         ValueError: An image cannot be encoded, or the media do not match the parts.
 
     >>> chat_messages(Prompt(messages=[{"role": "user", "content": "hi"}]))
     [{'role': 'user', 'content': 'hi'}]
-    >>> pictured = Prompt(messages=[{"role": "user", "content": "what?"}], images=["data:image/png;base64,AA=="])
-    >>> [part["type"] for part in chat_messages(pictured)[0]["content"]]
+    >>> prompt = Prompt(messages=[{"role": "user", "content": "what?"}], images=["data:image/png;base64,AA=="])
+    >>> [part["type"] for part in chat_messages(prompt)[0]["content"]]
     ['image_url', 'text']
     """
     messages = [dict(message) for message in prompt.messages or ()]
@@ -409,17 +467,17 @@ def _encode_part(name: str, part: Mapping[str, Any], allow_urls: bool) -> dict[s
 
 def _insert_media(messages: list[dict[str, Any]], kind: str, urls: list[str]) -> None:
     parts = [_url_part(kind, url) for url in urls]
-    places = [
+    targets = [
         (message["content"], i)
         for message in messages
         if isinstance(message.get("content"), list)
         for i, part in enumerate(message["content"])
         if part.get("type") == kind
     ]
-    if places and len(places) != len(parts):
-        raise ValueError(f"prompt.{kind}s: got {len(parts)}, expected {len(places)}, one for each place in the chat")
-    if places:
-        for (content, i), part in zip(places, parts, strict=True):
+    if targets and len(targets) != len(parts):
+        raise ValueError(f"prompt.{kind}s: got {len(parts)}, expected {len(targets)}, one for each part of the chat")
+    if targets:
+        for (content, i), part in zip(targets, parts, strict=True):
             content[i] = part
     elif parts:
         user_message = next((message for message in reversed(messages) if message["role"] == "user"), None)
@@ -521,3 +579,6 @@ def _check_url(name: str, url: str, allow_urls: bool) -> str:
     if allow_urls:
         raise ValueError(f"{name}: got {url[:80]!r}, expected a data:, http:// or https:// URL")
     raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")
+
+
+__all__ = ["Drift", "Drifts", "Outcome", "Renderer", "chat_messages", "compare_tokens", "image_url", "video_url"]

@@ -61,7 +61,14 @@ class StopTexts:
         """By token, the characters from the end within which a stop text may end; 0 if it cannot, -1 if not known."""
 
     def may_end(self, tokens: np.ndarray) -> np.ndarray:
-        """Return for each token whether a stop text may end in it."""
+        """Return for each token whether a stop text may end in it.
+
+        Args:
+            tokens: [n] Token ids.
+
+        Returns:
+            [n] Booleans.
+        """
         if tokens.size and tokens.max() >= len(self._end_window):
             self._end_window = np.append(self._end_window, np.full(int(tokens.max()) + 1, -1))
         reach: np.ndarray = self._end_window[tokens]
@@ -77,7 +84,14 @@ class StopTexts:
         return candidates
 
     def completed(self, ids: Sequence[int]) -> str | None:
-        """Return the stop text that the last token completes, or `None`; of several, the first in the text."""
+        """Return the stop text that the last token completes; of several, the first in the text.
+
+        Args:
+            ids: [R] The response so far.
+
+        Returns:
+            The stop text, or `None`.
+        """
         if not self.may_end(np.array(ids[-1:]))[0]:
             return None
         reach = int(self._end_window[ids[-1]])
@@ -96,16 +110,24 @@ class StopTexts:
 
 
 def find_stop_start(text: str, ids: Sequence[int], decode: Decode) -> int:
-    """Return the start of the occurrence of `text` that the last token completes, or -1.
+    """Return the start of the occurrence of `text` that the last token completes.
+
+    Args:
+        text: The stop text.
+        ids: [R] The response so far.
+        decode: Decodes token ids.
+
+    Returns:
+        Index in the decoded response, or -1.
 
     >>> find_stop_start("aa", [0, 0, 0], lambda ids: "a" * len(ids))
     1
     """
-    text_now = decode(ids)
+    response = decode(ids)
     # The text before the last token may differ in its last characters: a split character, or a space that is joined.
     earlier = decode(ids[:-1])
-    same_length = next((i for i, (a, b) in enumerate(zip(earlier, text_now, strict=False)) if a != b), len(earlier))
-    return text_now.find(text, max(0, same_length - len(text) + 1))
+    prefix = next((i for i, (a, b) in enumerate(zip(earlier, response, strict=False)) if a != b), len(earlier))
+    return response.find(text, max(0, prefix - len(text) + 1))
 
 
 COLD_TEMPERATURE = 0.5
@@ -131,8 +153,8 @@ def uniform_numbers(seeds: Sequence[int], starts: Sequence[int], count: int) -> 
     Returns:
         [rows, count] Entry (i, j) is number `starts[i] + j` of stream `seeds[i]`.
 
-    >>> whole = uniform_numbers([7], [0], 5)
-    >>> bool((uniform_numbers([9, 7], [0, 3], 2)[1] == whole[0, 3:]).all())
+    >>> numbers = uniform_numbers([7], [0], 5)
+    >>> bool((uniform_numbers([9, 7], [0, 3], 2)[1] == numbers[0, 3:]).all())
     True
     """
     index = np.asarray(starts, np.uint64)[:, None] + np.arange(1, count + 1, dtype=np.uint64)
@@ -237,17 +259,38 @@ class BatchRules:
         self.min_p = torch.tensor(min_ps, device=device) if max(min_ps, default=0.0) > 0 else None
 
     def forbid(self, scores: torch.Tensor) -> torch.Tensor:
-        """Exclude the tokens that are not sampled now from float32 scores [rows, V], in place."""
+        """Exclude the tokens that are not sampled now, in place.
+
+        Args:
+            scores: [rows, V] Scores in float32.
+
+        Returns:
+            The scores.
+        """
         return scores if self.forbidden is None else scores.index_put_(self.forbidden, self.neg_inf)
 
     def suppress(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, V] without the tokens that are never sampled."""
+        """Exclude the tokens that are never sampled.
+
+        Args:
+            logits: [rows, V]
+
+        Returns:
+            [rows, V] A copy in float32, or the logits themselves if all tokens are allowed.
+        """
         if self.suppressed is None:
             return logits
         return logits.to(torch.float32, copy=True).index_put_(self.suppressed, self.neg_inf)
 
     def truncate(self, probs: torch.Tensor) -> torch.Tensor:
-        """Set the probabilities [rows, V] of tokens outside top-k, top-p and min-p to 0, in place."""
+        """Set the probabilities of tokens outside top-k, top-p and min-p to 0, in place.
+
+        Args:
+            probs: [rows, V]
+
+        Returns:
+            The probabilities.
+        """
         return probs.masked_fill_(probs < _truncation_floors(probs, self), 0.0)
 
 
@@ -376,26 +419,26 @@ def sample_by_inverse_cdf(
     >>> sample_by_inverse_cdf(probs, uniforms, Blocks(3, 4, "cpu"))[0][:, 0]
     tensor([1, 2, 2])
     """
-    parts = [blocks.zero, probs[:, : blocks.last_start].view(len(probs), -1, blocks.size).sum(-1)]
-    ragged = blocks.last_start < blocks.vocabulary
-    if ragged:
-        parts.append(probs[:, blocks.last_start :].sum(-1, keepdim=True))
-    sums = torch.cat(parts, 1).double().cumsum(-1)
+    block_sums = [blocks.zero, probs[:, : blocks.last_start].view(len(probs), -1, blocks.size).sum(-1)]
+    has_short_block = blocks.last_start < blocks.vocabulary
+    if has_short_block:
+        block_sums.append(probs[:, blocks.last_start :].sum(-1, keepdim=True))
+    sums = torch.cat(block_sums, 1).double().cumsum(-1)
     target = uniforms * sums[:, -1:]
     # The first sum is 0 and never past the target. The bounds are for NaN.
-    preceding = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
-    columns = torch.add(blocks.steps, preceding, alpha=blocks.size)
-    piece = probs.gather(1, columns.clamp(max=blocks.vocabulary - 1) if ragged else columns)
-    if ragged:
-        piece.masked_fill_(columns >= blocks.vocabulary, 0.0)
-    inside = piece.double().cumsum(-1)
-    index = torch.searchsorted(inside, target - sums.gather(1, preceding), right=True)
-    last = inside.argmax(-1, keepdim=True)  # the first maximum: where the sum stops growing
-    return torch.add(torch.minimum(index, last), preceding, alpha=blocks.size), sums[:, -1:]
+    block = torch.searchsorted(sums, target, right=True).clamp_(1, sums.shape[1] - 1) - 1
+    columns = torch.add(blocks.steps, block, alpha=blocks.size)
+    block_probs = probs.gather(1, columns.clamp(max=blocks.vocabulary - 1) if has_short_block else columns)
+    if has_short_block:
+        block_probs.masked_fill_(columns >= blocks.vocabulary, 0.0)
+    sums_in_block = block_probs.double().cumsum(-1)
+    index = torch.searchsorted(sums_in_block, target - sums.gather(1, block), right=True)
+    last = sums_in_block.argmax(-1, keepdim=True)  # the first maximum: where the sum stops growing
+    return torch.add(torch.minimum(index, last), block, alpha=blocks.size), sums[:, -1:]
 
 
 def _truncation_floors(probs: torch.Tensor, rules: BatchRules) -> torch.Tensor:
-    """Return the smallest probability that each row keeps [rows, 1]."""
+    """Return the smallest probability that each row keeps, [rows, 1]."""
     truncated = probs if rules.truncated is None else probs[rules.truncated]
     floor = truncated.new_zeros((len(truncated), 1))
     if rules.min_p is not None:
@@ -433,7 +476,7 @@ def _nucleus_floors(probs: torch.Tensor, top_p: torch.Tensor, total: torch.Tenso
 
 
 def preallocate(cache: DynamicCache, max_tokens: int, step: int = 1) -> DynamicCache:
-    """Give the plain attention layers of an empty cache room to grow in place.
+    """Let the plain attention layers of an empty cache grow in place.
 
     Layers of other kinds (sliding windows, linear attention) are unchanged.
 
@@ -495,10 +538,7 @@ def _preallocated_layer() -> Any:
                 self.lazy_initialization(key_states, value_states)
             old, self.length = self.length, self.length + key_states.shape[-2]
             if not old or self.keys is None or self.values is None:
-                self.keys, self.values = (
-                    key_states,
-                    value_states,
-                )  # the prompt; its rows may be repeated first
+                self.keys, self.values = key_states, value_states  # the prompt; its rows may be repeated first
                 return self.keys, self.values
             visible = self._rounded(self.length)
             # Selecting rows replaces `keys`; the storage then has the previous rows.
@@ -525,8 +565,8 @@ def _preallocated_layer() -> Any:
 
 _WINDOW = 64
 """Largest number of tokens that are sampled before rows receive them and their rules are updated."""
-_SPARE = 8
-"""Finished rows are removed when 1 / _SPARE of the rows is finished: copying the cache costs as much as a step."""
+_FINISHED_SHARE = 8
+"""Finished rows leave when they are 1 / _FINISHED_SHARE of all: copying the cache costs as much as a step."""
 
 
 @dataclass
@@ -688,9 +728,17 @@ class ModelRunner:
         cache: DynamicCache,
         media: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Run the model on ids [rows, tokens] and return the logits after the last ones [rows, V].
+        """Run the model. The cache grows by the tokens.
 
-        The cache grows by the tokens.
+        Args:
+            ids: [rows, T] Token ids.
+            mask: [rows, cache length] Attention mask; `None` if all rows have the same length.
+            positions: [rows, T] Position ids, or [3, rows, T] spatial ones.
+            cache: The cache.
+            media: Tensors of the processor under the model's names.
+
+        Returns:
+            [rows, V] Logits after the last tokens.
         """
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True, **media}
         if mask is not None:
@@ -704,28 +752,44 @@ class ModelRunner:
         return logits[:, -1]
 
     def media(self, rows: list[DecodingRow], width: int) -> dict[str, torch.Tensor]:
-        """Collate the media of all rows under the model's names: concatenated, or per token and left-padded."""
+        """Collate the media of all rows: concatenated, or per token and left-padded.
+
+        Args:
+            rows: The rows.
+            width: Number of tokens of the padded rows.
+
+        Returns:
+            Tensors under the model's names.
+        """
         names = {name: None for row in rows for name in row.prepared.media or ()}
         inputs: dict[str, torch.Tensor] = {}
         for name in names:
             if name not in self.forward_parameters and (name in BY_TOKEN or not self.accepts_kwargs):
                 continue
-            parts = [(i, (row.prepared.media or {}).get(name)) for i, row in enumerate(rows)]
-            present = [(i, part) for i, part in parts if part is not None]
+            media = [row.prepared.media or {} for row in rows]
+            tensors = {i: row_media[name] for i, row_media in enumerate(media) if name in row_media}
             if name in BY_TOKEN:
-                values = torch.zeros((len(rows), width), dtype=present[0][1].dtype)
-                for i, part in present:
+                values = torch.zeros((len(rows), width), dtype=next(iter(tensors.values())).dtype)
+                for i, tensor in tensors.items():
                     start = width - len(rows[i].prepared.ids) - len(rows[i].ids)
-                    values[i, start : start + part.numel()] = part.reshape(-1)
+                    values[i, start : start + tensor.numel()] = tensor.reshape(-1)
             else:
-                values = torch.cat([part for _, part in present])
+                values = torch.cat(list(tensors.values()))
                 if values.dtype.is_floating_point:
                     values = values.to(self.base.dtype)
             inputs[name] = values.to(self.device)
         return inputs
 
     def rope_positions(self, rows: list[DecodingRow], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the spatial positions of left-padded rows [3, rows, width], and the positions of the next tokens."""
+        """Compute the spatial positions of left-padded rows.
+
+        Args:
+            rows: The rows.
+            width: Number of tokens of the padded rows.
+
+        Returns:
+            [3, rows, width] Positions, and [rows] the positions of the next tokens.
+        """
         positions = torch.zeros((3, len(rows), width), dtype=torch.int64)
         next_positions = []
         for i, row in enumerate(rows):
@@ -923,7 +987,7 @@ class DecodingBatch:
     def _run_tokens(self) -> torch.Tensor:
         """Run the last token of each row; return the logits of the next ones [rows, V]."""
         runner = self.runner
-        if len(self.rows) - self.count >= max(1, len(self.rows) // _SPARE):
+        if len(self.rows) - self.count >= max(1, len(self.rows) // _FINISHED_SHARE):
             rows = self.unfinished()
             alive = torch.from_numpy(self.alive.nonzero()[0]).to(self.position.device)
             self._select(alive)

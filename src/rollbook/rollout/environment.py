@@ -193,6 +193,9 @@ class EnvironmentConfig:
     def get_tokenizer(self, engine: Engine) -> Any:
         """Return the tokenizer that renders turns: `tokenizer`, or the engine's processor or tokenizer.
 
+        Args:
+            engine: The engine.
+
         Raises:
             ValueError: All of them are missing.
         """
@@ -420,10 +423,10 @@ class _Run:
     """Rewards of the turns that have one."""
     rows: list[Experience] = field(default_factory=list)
 
-    def fail(self, error: BaseException | str, prefix: str = "") -> None:
-        """End the run with an error."""
+    def fail(self, error: BaseException | str, stage: str) -> None:
+        """End the run with an error in a stage: `prompt`, `turn` or `environment`."""
         message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.error, self.over = f"{prefix}: {message}" if prefix else message, True
+        self.error, self.over = f"{stage}: {message}", True
         if self.episode is not None and self.episode.finish_reason != "error":
             self.episode.append_sample(self._failure())
 
@@ -645,8 +648,8 @@ class Episode:
         return self._branch.reward
 
     @reward.setter
-    def reward(self, value: float | None) -> None:
-        self._branch.reward = None if value is None else _check_reward(value)
+    def reward(self, reward: float | None) -> None:
+        self._branch.reward = None if reward is None else _check_reward(reward)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -698,7 +701,20 @@ class Episode:
     async def aact(
         self, *, cancel: Cancel | None = None, pause_after: int | None = None, **options: SamplingOption
     ) -> Sample:
-        """Sample the next turn in an event loop; see `act`."""
+        """Sample the next turn in an event loop, and append it.
+
+        Args:
+            cancel: See `act`.
+            pause_after: See `act`.
+            options: See `act`.
+
+        Returns:
+            The sample. If it failed, it has an `error`.
+
+        Raises:
+            ValueError: There is no engine, nothing was observed since the last turn, or the branch was changed during
+                the call.
+        """
         engine, request = _engine(self), self._tree.request_turn(self._branch, self._next(), options)
         if isinstance(request, Sample):
             return request
@@ -797,9 +813,9 @@ class Episode:
                 raise ValueError("observation: got a message after token ids, expected a turn or more ids")
             remaining = iter(pictures)
             observations = [extract_images(message, remaining) for message in messages]
-            rest = tuple(remaining)  # the text of the messages has their placeholders
-            if rest and observations:
-                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *rest))
+            left_over = tuple(remaining)  # the text of the messages has their placeholders
+            if left_over and observations:
+                observations[-1] = replace(observations[-1], images=(*observations[-1].images, *left_over))
         elif not isinstance(observation, str):
             raise ValueError(f"observation: got {type(observation).__name__}, expected text: the prompt is not a chat")
         elif renderer is None:
@@ -924,7 +940,7 @@ class Episode:
             parse: See `Episode`.
 
         Raises:
-            ValueError: The format or the chat template is another one.
+            ValueError: The format or the chat template differs.
         """
         episode = cls.__new__(cls)
         episode.engine, episode._next_cache = engine, None
@@ -1008,7 +1024,11 @@ class Recorder:
     """The `info` that all records share."""
 
     def records(self, outcome: Callable[[Branch], float | None]) -> list[Experience]:
-        """Create a record for each branch that is not part of another. A shared token is trained in the first one."""
+        """Create a record for each branch that is not part of another. A shared token is trained in the first one.
+
+        Args:
+            outcome: Returns the reward of a branch, without the rewards of its turns.
+        """
         branches = recorded_branches(self.tree.branches)
         trained: set[int] = set()
         records = []
@@ -1107,10 +1127,13 @@ class Recorder:
                 turn = turns[turn_index[span.number]]
                 segment |= {"turn": turn_index[span.number], "trained": span.number in trained_here}
                 segment["finish_reason"] = turn.finish_reason if span.number == turn.key else "abort"
-                others = {name: value for name, value in turn.sampling.items() if common.get(name) != value}
-                more: dict[str, Any] = {"sampling": others or None, "stop_reason": turn.stop_reason}
-                more["reward"] = self.tree.turn_rewards.get(span.number)
-                segment |= {name: value for name, value in more.items() if value is not None}
+                differing = {name: option for name, option in turn.sampling.items() if common.get(name) != option}
+                optional: dict[str, Any] = {
+                    "sampling": differing or None,
+                    "stop_reason": turn.stop_reason,
+                    "reward": self.tree.turn_rewards.get(span.number),
+                }
+                segment |= {name: entry for name, entry in optional.items() if entry is not None}
             if stop > start or span.kind == "model":
                 segments.append(segment)
         return segments
@@ -1133,8 +1156,8 @@ class Recorder:
         actions = [i for i, trains in enumerate(mask) if trains]
         by_token = [0.0] * len(mask)
         if actions:
-            later = sum(score for key, score in scores.items() if key not in own_keys)
-            by_token[actions[-1]] += later + (0.0 if outcome is None else outcome)
+            after_fork = sum(score for key, score in scores.items() if key not in own_keys)
+            by_token[actions[-1]] += after_fork + (0.0 if outcome is None else outcome)
             stop = 0
             for span in response:
                 stop += len(span.ids)
@@ -1196,12 +1219,12 @@ def _experts(response: Sequence[Span]) -> Any:
         return None
     tensors = {span.number: torch.as_tensor(span.experts) for span in with_experts}
     first = tensors[with_experts[0].number]
-    kind = torch.int16 if first.dtype == torch.uint8 else first.dtype
+    dtype = torch.int16 if first.dtype == torch.uint8 else first.dtype
     return torch.cat(
         [
-            tensors[span.number].to(kind)
+            tensors[span.number].to(dtype)
             if span.number in tensors
-            else torch.full((len(span.ids), *first.shape[1:]), -1, dtype=kind)
+            else torch.full((len(span.ids), *first.shape[1:]), -1, dtype=dtype)
             for span in response
         ]
     )

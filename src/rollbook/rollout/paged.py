@@ -64,14 +64,22 @@ class UnsupportedModelError(RollbookError):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether device memory ran out. In a capture, CUDA raises another error after that one."""
+    """Return whether device memory ran out. In a capture, CUDA raises another error after that one.
+
+    Args:
+        error: The error; its causes are also checked.
+    """
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def unsupported_reason(runner: ModelRunner) -> str | None:
-    """Return why a model cannot be decoded over a paged cache, or `None` if nothing is known to prevent it."""
+    """Return why a model cannot be decoded over a paged cache, or `None` if nothing is known to prevent it.
+
+    Args:
+        runner: Calls the model.
+    """
     model = runner.base
     name = type(model).__name__
     config = text_config(model)
@@ -119,10 +127,16 @@ class PagePool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Take free pages: all of them, or none if there are too few.
+        """Take free pages.
+
+        Args:
+            count: Number of pages.
+
+        Returns:
+            The pages.
 
         Raises:
-            ValueError: There are too few.
+            ValueError: There are too few; none are taken.
         """
         if count > self.available:
             raise ValueError(f"count: got {count}, expected at most {self.available}, the number of free pages")
@@ -132,12 +146,20 @@ class PagePool:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a user to pages."""
+        """Add a user to pages.
+
+        Args:
+            pages: Pages in use.
+        """
         for page in pages:
             self._users[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove a user from pages."""
+        """Remove a user from pages. Pages without users are free.
+
+        Args:
+            pages: Pages in use.
+        """
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
@@ -145,7 +167,14 @@ class PagePool:
 
 
 def pages_for(tokens: int) -> int:
-    """Return the number of pages needed for `tokens` tokens."""
+    """Return the number of pages for a number of tokens.
+
+    Args:
+        tokens: Number of tokens.
+
+    >>> pages_for(65)
+    2
+    """
     return -(-tokens // PAGE_SIZE)
 
 
@@ -224,7 +253,7 @@ class PackedAttention:
             return self._varlen_attention(query, key, value, scale, window)
         outputs = []
         for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
-            q, k, v = (part[:, :, start:stop] for part in (query, key, value))
+            q, k, v = (states[:, :, start:stop] for states in (query, key, value))
             mask = None
             if window is not None and window < stop - start:
                 ones = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query.device)
@@ -238,12 +267,12 @@ class PackedAttention:
         from torch.nn.attention.varlen import varlen_attn
 
         groups = query.shape[1] // key.shape[1]
-        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if groups > 1:  # a small copy: a prompt runs once for all its samples
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         window_size = (-1 if window is None else window - 1, 0)
-        cu_seqlens, most = self.cu_seqlens, self.max_length
-        output: Any = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, most, most, scale=scale, window_size=window_size)
+        bounds, length = self.cu_seqlens, self.max_length
+        output: Any = varlen_attn(q, k, v, bounds, bounds, length, length, scale=scale, window_size=window_size)
         return output.unsqueeze(0)  # type: ignore[no-any-return]
 
 
@@ -319,7 +348,7 @@ def _dense_attention(
 
 
 _pass_lock = threading.Lock()
-"""Held during a forward pass. transformers calls `_attend` without saying for which pass, so one runs at a time."""
+"""Held during a forward pass. transformers calls `_attend` without the pass as an argument, so one runs at a time."""
 _attention: PackedAttention | DecodeAttention | None = None
 """Attention of the running forward pass."""
 _windows: set[int] = set()
@@ -688,7 +717,7 @@ class PagedDecoder:
             pages: Pages of each row.
 
         Returns:
-            Logits of the next tokens [rows, V], and their positions.
+            [rows, V] Logits of the next tokens, and their positions.
         """
         logits: list[torch.Tensor] = []
         next_positions: list[int] = []
@@ -712,7 +741,7 @@ class PagedDecoder:
         return torch.cat(logits), next_positions
 
     def _prefill_packed(self, rows: Sequence[DecodingRow], pages: Sequence[list[int]]) -> torch.Tensor:
-        """Run rows packed in one forward pass; return the logits of their next tokens [rows, V]."""
+        """Run rows packed in one forward pass; return the logits of their next tokens, [rows, V]."""
         runner, device = self.runner, self.runner.device
         lengths = [_length(row) for row in rows]
         ids = torch.tensor([[token for row in rows for token in (*row.prepared.ids, *row.ids)]], device=device)
@@ -759,7 +788,12 @@ class PagedDecoder:
         return logits, next_position
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the pages `sources` to `targets`, in all layers."""
+        """Copy pages, in all layers.
+
+        Args:
+            sources: Pages to copy.
+            targets: Pages to write.
+        """
         storage = self.cache.storage
         paged = storage.view(*storage.shape[:2], self.cache.pages, PAGE_SIZE, *storage.shape[3:])
         source, target = (torch.tensor(pages, device=storage.device) for pages in (sources, targets))
@@ -768,11 +802,19 @@ class PagedDecoder:
     # --- decode steps -----------------------------------------------------------------------------------------------
 
     def batch_size(self, count: int) -> int:
-        """Return the smallest batch size with a graph that has room for `count` rows."""
+        """Return the smallest batch size with a graph that holds a number of rows.
+
+        Args:
+            count: Number of rows.
+        """
         return next((size for size in GRAPH_ROWS if count <= size < self.max_rows), self.max_rows)
 
     def make_state(self, vocabulary: int) -> None:
-        """Allocate the device buffers, if that was not done."""
+        """Allocate the device buffers, if that was not done.
+
+        Args:
+            vocabulary: Number of logits.
+        """
         if self._state is None:
             positions = self.runner.max_positions or self.cache.pages * PAGE_SIZE
             pages = min(pages_for(positions + STEPS_PER_SYNC), self.cache.pages)
@@ -786,7 +828,11 @@ class PagedDecoder:
         return self._state
 
     def stop_set(self, tokens: frozenset[int]) -> int:
-        """Return the row of a set of stop tokens in `StepState.stops`, where it is added if needed."""
+        """Return the row of a set of stop tokens in `StepState.stops`, where it is added if needed.
+
+        Args:
+            tokens: The stop tokens.
+        """
         number = self.stop_sets.get(tokens)
         if number is not None:
             return number
@@ -801,14 +847,23 @@ class PagedDecoder:
         return number
 
     def widen_forbidden(self, columns: int) -> None:
-        """Make room for `columns` forbidden tokens per row."""
+        """Enlarge the buffer of forbidden tokens, if needed.
+
+        Args:
+            columns: Number of forbidden tokens per row.
+        """
         state = self.state
         if state.forbidden.shape[2] < columns:
             state.forbidden = torch.zeros((2, state.rows, columns), dtype=torch.int64, device=state.device)
             self._drop_graphs()
 
     def run_steps(self, variant: Variant, count: int) -> None:
-        """Run `count` steps on the state that is on the device."""
+        """Run steps on the state that is on the device.
+
+        Args:
+            variant: Variant of the step; its graph must have been captured.
+            count: Number of steps.
+        """
         if not self.capture:
             for _ in range(count):
                 self._step(variant)
@@ -819,6 +874,9 @@ class PagedDecoder:
 
     def capture_step(self, variant: Variant) -> None:
         """Capture the graph of a variant, if there is none. This overwrites the state on the device.
+
+        Args:
+            variant: Variant of the step.
 
         Raises:
             UnsupportedModelError: The step of this model cannot be captured.
@@ -897,12 +955,12 @@ def _prompt_key(row: DecodingRow) -> int:
 
 
 def _write_index(pages: Sequence[list[int]], lengths: Sequence[int]) -> torch.Tensor:
-    """Return the indices [tokens] of sequences in the cache, given the pages of each sequence."""
-    parts = [
+    """Return the indices of sequences in the cache, [tokens], by the pages of each sequence."""
+    indices = [
         (np.array(sequence_pages)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)[:length]
         for sequence_pages, length in zip(pages, lengths, strict=True)
     ]
-    return torch.from_numpy(np.concatenate(parts))
+    return torch.from_numpy(np.concatenate(indices))
 
 
 # --- the rows of a call ---------------------------------------------------------------------------------------------
@@ -945,6 +1003,12 @@ class PagedBatch:
         """Remove the rows that can join now from the front of a queue, and return them in groups.
 
         The rows of a group have one prompt, which runs once. If they do not fit in an empty batch, as many as fit join.
+
+        Args:
+            waiting: Rows that wait; those that join are removed.
+
+        Returns:
+            The groups, for `admit`.
         """
         if self.live and self.free_rows < max(1, self.decoder.max_rows // REFILL_SHARE):
             return []
@@ -1063,9 +1127,9 @@ class PagedBatch:
         finished: list[FinishedRow] = []
         remaining: list[LiveRow] = []
         for live, row_ids, row_logprobs in zip(self.live, ids, logprobs, strict=True):
-            before = len(live.row.ids)
+            length = len(live.row.ids)
             end = _take_tokens(live.row, row_ids, row_logprobs, version)
-            stats.tokens += len(live.row.ids) - before
+            stats.tokens += len(live.row.ids) - length
             if end is None:
                 remaining.append(live)
             else:

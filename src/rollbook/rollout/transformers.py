@@ -64,7 +64,7 @@ from rollbook.rollout.paged import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_TOKENS = ("input_ids", "attention_mask")
+_TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +122,9 @@ class PromptPreparer:
             prompt: The prompt.
             sampling: Its `max_prompt_tokens` and `prompt_overflow` apply.
 
+        Returns:
+            The token ids and the media.
+
         Raises:
             ValueError: The prompt is empty or too long, its media and placeholders do not match, or it needs a
                 tokenizer, a chat template or a processor that is missing.
@@ -140,29 +143,29 @@ class PromptPreparer:
         length = len(prepared.ids)
         if not length:
             raise ValueError("prompt: got no tokens, expected at least one")
-        most = None if sampling is None else sampling.max_prompt_tokens
-        if sampling is None or most is None or length <= most:
+        limit = None if sampling is None else sampling.max_prompt_tokens
+        if sampling is None or limit is None or length <= limit:
             return prepared
         if prepared.media is not None:
             raise ValueError(
-                f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens); a prompt with media is not "
-                "truncated"
+                f"prompt: got {length} tokens, expected at most {limit} (max_prompt_tokens); a prompt with media is "
+                "not truncated"
             )
         if sampling.prompt_overflow == "error":
-            raise ValueError(f"prompt: got {length} tokens, expected at most {most} (max_prompt_tokens)")
-        ids = prepared.ids[-most:] if sampling.prompt_overflow == "left" else prepared.ids[:most]
+            raise ValueError(f"prompt: got {length} tokens, expected at most {limit} (max_prompt_tokens)")
+        ids = prepared.ids[-limit:] if sampling.prompt_overflow == "left" else prepared.ids[:limit]
         return PreparedPrompt(ids=ids, text=self._decoded(ids), truncated_from=length)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
     def _templated(self, prompt: Prompt, messages: list[dict[str, Any]]) -> str:
-        maker = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-        if maker is None:
+        renderer = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+        if renderer is None:
             raise ValueError("prompt.messages: got a chat, expected token ids: there is no tokenizer")
-        if not getattr(maker, "chat_template", None):
+        if not getattr(renderer, "chat_template", None):
             raise ValueError("prompt.messages: got a chat, expected text or token ids: the tokenizer has no template")
         tools = None if prompt.tools is None else [dict(tool) for tool in prompt.tools]
-        text = maker.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        text = renderer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         return str(text)
 
     def _tokenized(self, text: str, images: list[Any], videos: list[Any], special: bool) -> PreparedPrompt:
@@ -184,13 +187,13 @@ class PromptPreparer:
         if videos and getattr(self.processor, "video_processor", None) is None:
             raise ValueError(f"prompt.videos: got {len(videos)}, expected none: the processor takes no videos")
         for medium, count in (("image", len(images)), ("video", len(videos))):
-            marks = [
+            markers = [
                 getattr(self.processor, name, None) for name in (f"{medium}_token", f"boi_{medium}_token", "boi_token")
             ]
-            written = [text.count(mark) for mark in marks if isinstance(mark, str) and mark in text]
-            if written and written[0] != count:
+            counts = [text.count(marker) for marker in markers if isinstance(marker, str) and marker in text]
+            if counts and counts[0] != count:
                 raise ValueError(
-                    f"prompt.{medium}s: got {count}, expected {written[0]}, one for each {medium} in the prompt's text"
+                    f"prompt.{medium}s: got {count}, expected {counts[0]}, one for each {medium} in the prompt's text"
                 )
         media: dict[str, Any] = {}
         if images:
@@ -207,7 +210,7 @@ class PromptPreparer:
     def _media(
         self, features: Mapping[str, Any], ids: Sequence[int], images: int = 0, videos: int = 0
     ) -> dict[str, torch.Tensor]:
-        media = {name: value for name, value in features.items() if name not in _TOKENS and value is not None}
+        media = {name: value for name, value in features.items() if name not in _TOKEN_INPUTS and value is not None}
         for name, value in media.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"media[{name!r}]: got {type(value).__name__}, expected a tensor")
@@ -280,10 +283,20 @@ def _processed_media(prompt: Prompt) -> Mapping[str, Any] | None:
 
 
 def split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
-    """Move images and videos out of the messages; return the messages, the images and the videos in order."""
-    beside = {"image": iter(prompt.images), "video": iter(prompt.videos)}
-    inside: dict[str, list[Any]] = {"image": [], "video": []}
-    bare = {"image": 0, "video": 0}
+    """Move images and videos out of the messages.
+
+    Args:
+        prompt: A chat.
+
+    Returns:
+        The messages, the images and the videos, in order.
+
+    Raises:
+        ValueError: The media do not match the parts of the messages.
+    """
+    separate = {"image": iter(prompt.images), "video": iter(prompt.videos)}
+    media: dict[str, list[Any]] = {"image": [], "video": []}
+    empty_parts = {"image": 0, "video": 0}
 
     def extract(part: Any) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -292,15 +305,16 @@ def split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[A
             return part
         key = source_key(part)
         if key is None:
-            bare[medium] += 1
-            image = next(beside[medium], None)
-            if image is None:
+            empty_parts[medium] += 1
+            content = next(separate[medium], None)
+            if content is None:
                 raise ValueError(
-                    f"prompt.{medium}s: got {bare[medium] - 1}, expected one for each {medium} part of the messages"
+                    f"prompt.{medium}s: got {empty_parts[medium] - 1}, expected one for each {medium} part of the "
+                    "messages"
                 )
         else:
-            image = part[key]
-        inside[medium].append(image)
+            content = part[key]
+        media[medium].append(content)
         return {"type": medium}
 
     messages = []
@@ -309,23 +323,23 @@ def split_media(prompt: Prompt) -> tuple[list[dict[str, Any]], list[Any], list[A
         if isinstance(content, (list, tuple)):
             message = {**message, "content": [extract(part) for part in content]}
         messages.append(dict(message))
-    for medium, rest in beside.items():
-        left = list(rest)
-        if left and inside[medium]:
+    for medium, remaining in separate.items():
+        left_over = list(remaining)
+        if left_over and media[medium]:
             raise ValueError(
-                f"prompt.{medium}s: got {bare[medium] + len(left)}, expected {bare[medium]}, one for each empty "
-                f"{medium} part of the messages"
+                f"prompt.{medium}s: got {empty_parts[medium] + len(left_over)}, expected {empty_parts[medium]}, one "
+                f"for each empty {medium} part of the messages"
             )
-        inside[medium] += left  # the text of the messages has their placeholders
-    return messages, inside["image"], inside["video"]
+        media[medium] += left_over  # the text of the messages has their placeholders
+    return messages, media["image"], media["video"]
 
 
 _IDLE_SECONDS = 0.01
 _MEMORY_SHARE = 8
 """`release_memory` keeps what takes less than 1 / _MEMORY_SHARE of the device's memory, to save capturing again."""
-_TURN = 32
+_STEPS_PER_TURN = 32
 """Number of tokens after which another call can use the model."""
-_WINDOW = 4
+_PREPARED_BATCHES = 4
 """Number of batches whose prompts are prepared and sorted by length before the first is run."""
 
 
@@ -334,7 +348,7 @@ def _warn_slow(reason: str) -> None:
 
 
 class _FairLock:
-    """A lock for `with` that serves threads in turn: who releases it and asks again waits for those that waited."""
+    """A lock for `with` that serves threads in turn: a thread that takes it again waits for those that waited."""
 
     def __init__(self) -> None:
         self._lock, self._next = threading.Lock(), threading.Lock()
@@ -437,14 +451,14 @@ class TransformersEngine(BaseEngine):
         """Description of the model and tokenizer, with the current adapters and template."""
         import transformers
 
-        named = str(getattr(self.config, "_name_or_path", "") or "")
+        path = str(getattr(self.config, "_name_or_path", "") or "")
         adapters = getattr(self.model, "active_adapters", None) if hasattr(self.model, "peft_config") else None
         names = adapters() if callable(adapters) else adapters
         template = template_fingerprint(self.processor)
         return RunInfo(
             engine="transformers",
             engine_version=transformers.__version__,
-            model=named or type(self.runner.base).__name__,
+            model=path or type(self.runner.base).__name__,
             tokenizer=self._tokenizer_fingerprint,
             chat_template=template if template is not None else template_fingerprint(self.tokenizer),
             adapter=",".join(names) if names else None,
@@ -497,7 +511,7 @@ class TransformersEngine(BaseEngine):
             except Exception as error:  # fails the samples of this prompt alone
                 for k in range(len(request.eids)):
                     yield request.position + k, request.failed(k, error, run_id)
-            if i == len(requests) or len(rows) >= _WINDOW * self.max_batch_rows:
+            if i == len(requests) or len(rows) >= _PREPARED_BATCHES * self.max_batch_rows:
                 decoder = self._paged_decoder()
                 if decoder is not None and rows:
                     rows = yield from self._decode_paged(rows, decoder, cancel)
@@ -640,9 +654,9 @@ class TransformersEngine(BaseEngine):
             finished: list[FinishedRow] = []
             failure: Exception | None = None
             try:
-                # Other calls can use the model after `_TURN` tokens, or when a row is finished.
+                # Other calls can use the model after `_STEPS_PER_TURN` tokens, or when a row is finished.
                 with self._model_lock, scoring(self.model), _attention(batch):
-                    for _ in range(_TURN):
+                    for _ in range(_STEPS_PER_TURN):
                         finished = batch.step(self.version)
                         if finished or cancel.requested:
                             break
@@ -652,16 +666,16 @@ class TransformersEngine(BaseEngine):
                 for row, reason, stop in finished:
                     yield row.index, self._sample(row, reason, stop)
                 continue
-            left = batch.unfinished()
+            unfinished = batch.unfinished()
             del batch
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if len(left) == 1:
-                yield left[0].index, self._sample(left[0], "error", failure)
+            if len(unfinished) == 1:
+                yield unfinished[0].index, self._sample(unfinished[0], "error", failure)
             else:
                 self.runner.stats.splits += 1
-                half = len(left) // 2
-                waiting.extendleft((left[half:], left[:half]))
+                half = len(unfinished) // 2
+                waiting.extendleft((unfinished[half:], unfinished[:half]))
             return
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -670,18 +684,18 @@ class TransformersEngine(BaseEngine):
         self, request: Request, stops: dict[tuple[str, ...], StopTexts], run_id: str, prepare: bool
     ) -> list[DecodingRow]:
         """Check the options of a request and return its rows."""
-        sampling, before = request.sampling, request.started
-        if prepare or before is not None:
+        sampling, started = request.sampling, request.started
+        if prepare or started is not None:
             prepared = self._prepared(request)
         else:  # cancelled: the samples are returned as they are, and prepared when they are continued
             prepared = PreparedPrompt(ids=tuple(request.prompt.token_ids or ()))
         kind: LogprobsKind | None = (
             "raw" if sampling.logprobs is not None and sampling.temperature < MIN_TEMPERATURE else sampling.logprobs
         )
-        if before is not None and before.response_ids:
-            before_kind = before.logprobs_kind if before.logprobs is not None else None
-            if before_kind != kind:
-                raise ValueError(f"logprobs: got {kind!r}, expected {before_kind!r}, which the sample has so far")
+        if started is not None and started.response_ids:
+            started_kind = started.logprobs_kind if started.logprobs is not None else None
+            if started_kind != kind:
+                raise ValueError(f"logprobs: got {kind!r}, expected {started_kind!r}, which the sample has so far")
         if sampling.extra:
             raise ValueError(
                 f"extra: got {sorted(sampling.extra)}, expected none: this engine has no options of its own"
@@ -698,10 +712,10 @@ class TransformersEngine(BaseEngine):
             texts = stops.setdefault(tuple(sampling.stop), StopTexts(sampling.stop, decode))
         # The end of the model's positions ends a response as `max_tokens` does.
         positions = self.runner.max_positions
-        room = sys.maxsize if positions is None else positions - len(prepared.ids)
-        if before is not None and len(before.response_ids) >= room:
-            raise ValueError(f"sample {before.eid}: fills the {positions} positions of the model")
-        limit = min(request.done + request.budget, room)
+        max_length = sys.maxsize if positions is None else positions - len(prepared.ids)
+        if started is not None and len(started.response_ids) >= max_length:
+            raise ValueError(f"sample {started.eid}: fills the {positions} positions of the model")
+        limit = min(request.done + request.budget, max_length)
         suppress = tuple(sorted({*sampling.suppress, *self.runner.suppressed}))
         rows = []
         for k in range(len(request.eids)):
@@ -716,37 +730,37 @@ class TransformersEngine(BaseEngine):
                 versions=[],
                 logprobs_kind=kind,
                 limit=limit,
-                pauses=limit < room and request.pauses,
+                pauses=limit < max_length and request.pauses,
                 longest=len(prepared.ids) + limit,
                 suppress=suppress,
                 ends=frozenset() if sampling.ignore_eos else self.ends,
                 stop_ids=frozenset(sampling.stop_token_ids),
                 texts=texts,
             )
-            if before is not None:
-                row.ids += before.response_ids
-                row.logprobs += before.logprobs or ()
-                row.versions += before.versions or ()
+            if started is not None:
+                row.ids += started.response_ids
+                row.logprobs += started.logprobs or ()
+                row.versions += started.versions or ()
             rows.append(row)
         return rows
 
     def _prepared(self, request: Request) -> PreparedPrompt:
         """Prepare the prompt of a request; a continued sample keeps its tokens and media."""
-        prompt, sampling, before = request.prompt, request.sampling, request.started
-        has_ids = before is not None and before.prompt_ids
-        if before is not None and has_ids and (before.media is not None or not has_media(prompt)):
-            prepared = PreparedPrompt(ids=tuple(before.prompt_ids), media=before.media, text=before.prompt_text)
+        prompt, sampling, started = request.prompt, request.sampling, request.started
+        has_ids = started is not None and started.prompt_ids
+        if started is not None and has_ids and (started.media is not None or not has_media(prompt)):
+            prepared = PreparedPrompt(ids=tuple(started.prompt_ids), media=started.media, text=started.prompt_text)
         else:
             prepared = self.preparer.prepare(prompt, sampling)
-            if before is not None and has_ids and prepared.ids != tuple(before.prompt_ids):
-                raise ValueError(f"prompt: got {len(prepared.ids)} tokens, other than those of sample {before.eid}")
+            if started is not None and has_ids and prepared.ids != tuple(started.prompt_ids):
+                raise ValueError(f"prompt: got {len(prepared.ids)} tokens, other than those of sample {started.eid}")
         vocabulary = self.runner.vocabulary
         if max(prepared.ids) >= vocabulary:
             i, token = next((i, token) for i, token in enumerate(prepared.ids) if token >= vocabulary)
             raise ValueError(f"prompt[{i}]: got token {token}, expected one below {vocabulary}")
         if not prepared.media and not self._placeholders.isdisjoint(prepared.ids):
-            bare = sum(token in self._placeholders for token in prepared.ids)
-            raise ValueError(f"prompt: got {bare} media placeholders and no media, expected both or neither")
+            count = sum(token in self._placeholders for token in prepared.ids)
+            raise ValueError(f"prompt: got {count} media placeholders and no media, expected both or neither")
         if self.runner.max_positions is not None and len(prepared.ids) >= self.runner.max_positions:
             raise ValueError(
                 f"prompt: got {len(prepared.ids)} tokens, expected fewer than {self.runner.max_positions}, the model's "
@@ -757,15 +771,15 @@ class TransformersEngine(BaseEngine):
     # --- samples ------------------------------------------------------------------------------------------------------
 
     def _sample(self, row: DecodingRow, reason: FinishReason, stop: str | int | Exception | None = None) -> Sample:
-        request, before, prepared = row.request, row.request.started, row.prepared
+        request, started, prepared = row.request, row.request.started, row.prepared
         text = None
         if self.tokenizer is not None:
             decode = partial(self.tokenizer.decode, skip_special_tokens=True)
             text = decode(row.ids)
             if reason == "stop" and not request.sampling.include_stop:
                 if isinstance(stop, str):
-                    cut = find_stop_start(stop, row.ids, decode)
-                    text = text if cut < 0 else text[:cut]  # a stop text of special tokens is not in it
+                    stop_start = find_stop_start(stop, row.ids, decode)
+                    text = text if stop_start < 0 else text[:stop_start]  # special tokens are not in the text
                 else:
                     text = decode(row.ids[:-1])
         fields: dict[str, Any] = {
@@ -778,8 +792,8 @@ class TransformersEngine(BaseEngine):
             "prompt_text": prepared.text,
             "media": prepared.media,
             "sampling": {**request.options(row.k), "suppress": list(row.suppress)},
-            "metrics": dict(before.metrics) if before is not None else {},
-            "info": dict(before.info) if before is not None else {},
+            "metrics": dict(started.metrics) if started is not None else {},
+            "info": dict(started.info) if started is not None else {},
         }
         if prepared.truncated_from is not None:
             fields["info"]["prompt_truncated_from"] = prepared.truncated_from
@@ -791,7 +805,7 @@ class TransformersEngine(BaseEngine):
             finish_reason=reason,
             stop_reason=stop,
             run_id=row.run_id,
-            group_size=before.group_size if before is not None else request.sampling.n,
+            group_size=started.group_size if started is not None else request.sampling.n,
             **fields,
         )
 
@@ -850,3 +864,6 @@ def _end_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> frozenset[i
         ids = getattr(holder, "eos_token_id", None)
         end_ids.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
     return frozenset(token for token in end_ids if token >= 0)
+
+
+__all__ = ["PreparedPrompt", "PromptPreparer", "TransformersEngine"]

@@ -71,9 +71,16 @@ class Turn:
         return self.pieces[-1].number
 
     def joined(self, name: Literal["logprobs", "versions"]) -> list[Any] | None:
-        """Return the log-probs or versions of the turn, if it has them."""
-        parts = [getattr(piece, name) for piece in self.pieces]
-        return None if None in parts else [entry for values in parts for entry in values]
+        """Return the log-probs or versions of all tokens of the turn.
+
+        Args:
+            name: The column.
+
+        Returns:
+            [n] One entry per token; `None` if the engine returned none.
+        """
+        columns = [getattr(piece, name) for piece in self.pieces]
+        return None if None in columns else [entry for column in columns for entry in column]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +92,34 @@ class PendingObservation:
     images: tuple[Any, ...] = ()
 
 
-def extract_images(message: Mapping[str, Any], beside: Iterator[Any]) -> PendingObservation:
-    """Move the images out of a message. Parts without an image take the next of `beside`."""
+def extract_images(message: Mapping[str, Any], separate_images: Iterator[Any]) -> PendingObservation:
+    """Move the images out of a message.
+
+    Args:
+        message: The message.
+        separate_images: Images of the parts that have none of their own, in order.
+
+    Returns:
+        The message without images, and the images.
+
+    Raises:
+        ValueError: There are fewer images than parts that need one.
+    """
     images: list[Any] = []
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
         return PendingObservation(message=dict(message))
-    bare = []
+    parts = []
     for part in content:
         if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
             key = source_key(part)
-            image = part[key] if key is not None else next(beside, None)
+            image = part[key] if key is not None else next(separate_images, None)
             if image is None:
                 raise ValueError("images: got fewer images than the messages have image parts")
             images.append(image)
             part = {"type": "image"}
-        bare.append(part)
-    return PendingObservation(message={**message, "content": bare}, images=tuple(images))
+        parts.append(part)
+    return PendingObservation(message={**message, "content": parts}, images=tuple(images))
 
 
 @dataclass(kw_only=True)
@@ -158,14 +176,22 @@ class Branch:
         return last if last is not None and last.finish_reason == "abort" else None
 
     def copy(self, number: int) -> Branch:
-        """Return a branch with the same history; spans and turns are shared, lists are copied."""
+        """Return a branch with the same history; spans and turns are shared, lists are copied.
+
+        Args:
+            number: Number of the new branch.
+        """
         lists = ("spans", "turns", "messages", "pending", "errors", "images", "media")
         copies: dict[str, Any] = {name: list(getattr(self, name)) for name in lists}
         return replace(self, number=number, parent=self.number, reward=None, info=dict(self.info), **copies)
 
 
 def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
-    """Return the branches that become records: those that no other continues, or that have a reward."""
+    """Return the branches that become records: those that no other continues, or that have a reward.
+
+    Args:
+        branches: All branches of an episode.
+    """
     paths = [branch.numbers for branch in branches]
     recorded = []
     for i, (branch, path) in enumerate(zip(branches, paths, strict=True)):
@@ -180,6 +206,10 @@ def recorded_branches(branches: Sequence[Branch]) -> list[Branch]:
 def branch_eid(eid: EID, number: int) -> EID:
     """Return the id of a branch: the id of the run, with the number of the branch added to its step.
 
+    Args:
+        eid: Id of the run.
+        number: Number of the branch.
+
     >>> branch_eid(EID(batch=0, task=7, run=2, suffix="a"), 0).uid, branch_eid(EID(0, 7, 2, 0, "a"), 3).rid
     ('0/7/2/0/a', '0/7/2')
     """
@@ -190,7 +220,11 @@ def branch_eid(eid: EID, number: int) -> EID:
 
 
 def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
-    """Return the conversation, including pending observations."""
+    """Return the conversation, including pending observations.
+
+    Args:
+        branch: The branch.
+    """
     return [
         *branch.messages,
         *(observation.message for observation in branch.pending if observation.message is not None),
@@ -198,13 +232,21 @@ def full_conversation(branch: Branch) -> list[Mapping[str, Any]]:
 
 
 def sampled_text(turns: Iterable[Turn]) -> str | None:
-    """Return the texts of the turns, one per line; `None` without a tokenizer."""
+    """Return the texts of the turns, one per line; `None` without a tokenizer.
+
+    Args:
+        turns: The turns.
+    """
     texts = [turn.text for turn in turns]
     return None if None in texts else "\n".join(text for text in texts if text is not None)
 
 
 def collect_drifts(turns: Iterable[Turn]) -> Drifts:
-    """Return the comparisons before these turns, each once."""
+    """Return the comparisons before these turns, each once.
+
+    Args:
+        turns: Turns of one or more branches.
+    """
     by_span = {turn.pieces[0].number: turn.drift for turn in turns if turn.drift is not None}
     return Drifts(by_span[number] for number in sorted(by_span))
 
@@ -214,6 +256,17 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
 
     Entries per token of messages that follow other tokens are left out: their position is not known until the
     conversation is rendered. The model derives them from the placeholder ids.
+
+    Args:
+        media: Tensors of the processor, by name.
+        branch: The branch that the observation is appended to.
+        observation: The observation.
+
+    Returns:
+        The tensors. Those per token are [1, n] for the first n tokens of the branch.
+
+    Raises:
+        ValueError: A tensor per token does not match the token ids of the observation.
     """
     import torch
 
@@ -236,7 +289,11 @@ def place_media(media: Mapping[str, Any], branch: Branch, observation: Sequence[
 
 
 def drop_token_types(media: Mapping[str, Any]) -> dict[str, Any]:
-    """Return media without entries per token."""
+    """Return media without entries per token.
+
+    Args:
+        media: Tensors of the processor, by name.
+    """
     from rollbook.batch.media import BY_TOKEN
 
     return {key: value for key, value in media.items() if key not in BY_TOKEN}
@@ -244,26 +301,30 @@ def drop_token_types(media: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- serialization --------------------------------------------------------------------------------------------------
 
-_AS_THEY_ARE = ("number", "parent", "continued_as", "unchecked", "failed", "full", "reward", "engine_media")
+_PLAIN_FIELDS = ("number", "parent", "continued_as", "unchecked", "failed", "full", "reward", "engine_media")
 _LISTS = ("errors", "images", "media", "messages")
 
 
 def branches_to_dict(branches: Sequence[Branch]) -> dict[str, Any]:
-    """Convert branches to plain values, with each span and turn once."""
+    """Convert branches to plain values, with each span and turn once.
+
+    Args:
+        branches: All branches of an episode.
+    """
     spans = {span.number: span for branch in branches for span in branch.spans}
     # By identity: a turn may be unfinished in one branch and finished in another with the same tokens.
     turns = list({id(turn): turn for branch in branches for turn in branch.turns}.values())
-    places = {id(turn): i for i, turn in enumerate(turns)}
+    turn_indices = {id(turn): i for i, turn in enumerate(turns)}
     return {
         "spans": [_span_to_dict(span) for _, span in sorted(spans.items())],
         "turns": [_turn_to_dict(turn) for turn in turns],
         "branches": [
             {
-                **{name: getattr(branch, name) for name in _AS_THEY_ARE},
+                **{name: getattr(branch, name) for name in _PLAIN_FIELDS},
                 **{name: list(getattr(branch, name)) for name in _LISTS},
                 "info": dict(branch.info),
                 "spans": list(branch.numbers),
-                "turns": [places[id(turn)] for turn in branch.turns],
+                "turns": [turn_indices[id(turn)] for turn in branch.turns],
                 "pending": [
                     {
                         **vars(pending),
@@ -290,6 +351,9 @@ def _turn_to_dict(turn: Turn) -> dict[str, Any]:
 
 def branches_from_dict(state: Mapping[str, Any]) -> list[Branch]:
     """Restore branches from `branches_to_dict`.
+
+    Args:
+        state: The plain values.
 
     >>> span = Span(number=0, kind="prompt", ids=(1, 2))
     >>> branches_from_dict(branches_to_dict([Branch(number=0, spans=[span])])) == [Branch(number=0, spans=[span])]
@@ -363,11 +427,26 @@ class Tree:
         return self.renderer is not None and self.renderer.chat
 
     def record_eid(self, branch: Branch) -> EID:
-        """Return the id of a branch's record."""
+        """Return the id of a branch's record.
+
+        Args:
+            branch: The branch.
+        """
         return branch_eid(self.eid, branch.number)
 
     def tail(self, branch: Branch, generation: bool) -> list[int]:
-        """Render the pending observations to the tokens that follow those so far."""
+        """Render the pending observations.
+
+        Args:
+            branch: The branch.
+            generation: Whether to add the beginning of the next turn.
+
+        Returns:
+            [n] The tokens that follow those of the branch.
+
+        Raises:
+            ValueError: The template cannot render the observations there.
+        """
         # Observations of ids contain their placeholders already.
         rendered = [observation for observation in branch.pending if observation.ids is None]
         return self._tail(branch, generation, [image for observation in rendered for image in observation.images])
@@ -388,7 +467,14 @@ class Tree:
         return rendered + raw
 
     def next(self, branch: Branch) -> NextTokens:
-        """Return the tokens before the next turn."""
+        """Return the tokens before the next turn, and compare them with a new rendering.
+
+        Args:
+            branch: The branch.
+
+        Raises:
+            ValueError: The pending observations cannot be rendered.
+        """
         renderer, conversation = self.renderer, full_conversation(branch)
         try:
             tokens = branch.ids + self.tail(branch, True)
@@ -396,22 +482,23 @@ class Tree:
             if renderer is None or not branch.turns or self.policies["forked"] != "fork":
                 raise
             # Messages that cannot be rendered after a turn may be rendered with the whole conversation.
-            anew = renderer.prompt(conversation, True, branch.images)
-            return anew, Drift(outcome="forked", what="text", kept=len(branch.ids), rendered=len(anew), policy="fork")
+            tokens = renderer.prompt(conversation, True, branch.images)
+            drift = Drift(outcome="forked", what="text", kept=len(branch.ids), rendered=len(tokens), policy="fork")
+            return tokens, drift
         if not branch.turns or not branch.pending:
             return tokens, None
         reason = branch.unchecked or (_OPAQUE if _has_raw_ids(branch) else "")
         if renderer is None or reason:
             return tokens, Drift(outcome="unchecked", what=reason or "there is no tokenizer")
         try:
-            earlier, later = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
+            previous, current = renderer.text(branch.messages[:-1], True), renderer.text(conversation, True)
         except Exception as error:  # templates raise any exception
             return tokens, Drift(outcome="unchecked", what=f"{type(error).__name__}: {error}")
         # Compared with the rendering before this turn, so that earlier differences are not reported again; and without
         # images on both sides, since a processor expands placeholders in the same way everywhere.
-        pictured = any(observation.images for observation in branch.pending)
-        tail = self._tail(branch, True, ()) if pictured else tokens[len(branch.ids) :]
-        start, rendered = renderer.endings(earlier, later)
+        has_images = any(observation.images for observation in branch.pending)
+        tail = self._tail(branch, True, ()) if has_images else tokens[len(branch.ids) :]
+        start, rendered = renderer.endings(previous, current)
         drift = compare_tokens([*start, *branch.turns[-1].ids, *tail], rendered, renderer.decode)
         policy = self.policies.get(drift.outcome, "keep")
         if policy == "fork":
@@ -421,15 +508,25 @@ class Tree:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def request_turn(self, branch: Branch, following: NextTokens, options: Mapping[str, Any]) -> TurnRequest | Sample:
-        """Return the request for the next turn. If the context is full, return a sample without tokens instead."""
+        """Return the request for the next turn.
+
+        Args:
+            branch: The branch.
+            following: Result of `next`.
+            options: Changes of the sampling options.
+
+        Returns:
+            The request; if the context is full, a sample without tokens instead.
+
+        Raises:
+            ValueError: Nothing was observed since the last turn, or an option is invalid.
+        """
         unfinished = branch.open
         if unfinished is None and branch.turns and not branch.pending:
             raise ValueError(f"act: the last turn ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
-        options_before = {} if unfinished is None else unfinished.sampling
-        options_before = {
-            name: value for name, value in options_before.items() if name in Sampling.__dataclass_fields__
-        }
-        settings = check_single(Sampling.of(options_before or self.sampling, **options))
+        recorded = {} if unfinished is None else unfinished.sampling
+        recorded = {name: option for name, option in recorded.items() if name in Sampling.__dataclass_fields__}
+        settings = check_single(Sampling.of(recorded or self.sampling, **options))
         tokens, done = following[0], () if unfinished is None else unfinished.ids
         prompt = self.prompt.replace(
             text=None,
@@ -440,11 +537,11 @@ class Tree:
             eid=self.record_eid(branch),
         )
         if self.context_limit is not None:
-            free_tokens = self.context_limit - len(prompt.token_ids or ())
-            if free_tokens <= len(done):
-                return self._no_room(branch, prompt, settings)
-            max_tokens = min(settings.max_tokens, free_tokens)
-            settings = replace(settings, max_tokens=max_tokens, min_tokens=min(settings.min_tokens, max_tokens))
+            tokens_left = self.context_limit - len(prompt.token_ids or ())
+            if tokens_left <= len(done):
+                return self._end_at_limit(branch, prompt, settings)
+            limit = min(settings.max_tokens, tokens_left)
+            settings = replace(settings, max_tokens=limit, min_tokens=min(settings.min_tokens, limit))
         if unfinished is not None:
             return TurnRequest(self._unfinished(branch, unfinished, prompt), settings, branch.state, following)
         if settings.seed is not None:
@@ -452,7 +549,8 @@ class Tree:
             settings = replace(settings, seed=derive_seed(settings.seed, len(branch.turns)))
         return TurnRequest(prompt, settings, branch.state, following)
 
-    def _no_room(self, branch: Branch, prompt: Prompt, settings: Sampling) -> Sample:
+    def _end_at_limit(self, branch: Branch, prompt: Prompt, settings: Sampling) -> Sample:
+        """End the conversation at the context limit, and return a sample without tokens."""
         if branch.open is not None:
             branch.turns[-1] = replace(branch.open, finish_reason="length")
         branch.full, branch.failed = True, None
@@ -485,29 +583,41 @@ class Tree:
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def append(self, branch: Branch, sample: Sample, following: NextTokens | None = None) -> Branch:
-        """Append a turn, and return its branch: this one or a fork. `following` is the result of `next`."""
+        """Append a turn.
+
+        Args:
+            branch: The branch.
+            sample: The turn.
+            following: Result of `next`; computed by default.
+
+        Returns:
+            The branch of the turn: this one or a fork.
+
+        Raises:
+            ValueError: The turn does not match the branch, which is then unchanged.
+        """
         if sample.failed:
             branch.failed = sample.error
             branch.errors.append({"turn": len(branch.turns), "error": sample.error})
             return branch
-        if branch.open is not None and self._go_on(branch, branch.open, sample):
+        if branch.open is not None and self._continue_turn(branch, branch.open, sample):
             return branch
-        given_ids, own_ids = list(sample.prompt_ids), branch.ids
+        prompt_ids, branch_ids = list(sample.prompt_ids), branch.ids
         ended = bool(branch.turns) and not branch.pending
-        if ended and given_ids in ([], own_ids):
+        if ended and prompt_ids in ([], branch_ids):
             raise ValueError(f"sample: got a turn after one that ended ({branch.turns[-1].finish_reason}), {_OBSERVE}")
         tokens, drift = following or self.next(branch)
-        if given_ids and given_ids != tokens:
+        if prompt_ids and prompt_ids != tokens:
             # The engine was given other tokens. If they differ only after the last turn, they replace the pending
             # observations; if they differ before, the turn belongs to another branch.
             drift = None
-            if given_ids[: len(own_ids)] != own_ids:
+            if prompt_ids[: len(branch_ids)] != branch_ids:
                 decode = _spell_ids if self.renderer is None else self.renderer.decode
-                drift = replace(compare_tokens(tokens, given_ids, decode, by="engine"), policy="fork")
+                drift = replace(compare_tokens(tokens, prompt_ids, decode, by="engine"), policy="fork")
             elif branch.turns:
                 drift = Drift(outcome="clean", by="engine")
             branch.media = [drop_token_types(media) for media in branch.media]
-            tokens = given_ids
+            tokens = prompt_ids
         unchecked = "an engine was given tokens that were not observed" if ended else ""
         return self._append(branch, sample, tokens, drift, unchecked)
 
@@ -517,11 +627,11 @@ class Tree:
         if drift is not None and drift.policy == "fork":
             branch = self._fork(branch)
         branch.unchecked = unchecked
-        earlier = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
+        observation = self._span("observation" if branch.spans else "prompt", tokens[len(branch.ids) :])
         branch.messages = [*full_conversation(branch), {}]  # the message of the turn follows
         branch.pending = []
         branch.turns.append(Turn(pieces=(piece,), text=None, message=None, finish_reason="abort", drift=drift))
-        branch.spans += [earlier] if earlier.ids or earlier.kind == "prompt" else []
+        branch.spans += [observation] if observation.ids or observation.kind == "prompt" else []
         branch.spans.append(piece)
         self._finish(branch, branch.turns[-1], sample)
         return branch
@@ -531,21 +641,21 @@ class Tree:
         fork = branch.copy(len(self.branches))
         fork.spans, fork.reward = [], branch.reward
         fork.media = [drop_token_types(media) for media in fork.media]  # its tokens are at other positions
-        now = len(branch.turns)
-        fork.errors = [error for error in branch.errors if error["turn"] == now]
-        branch.errors = [error for error in branch.errors if error["turn"] != now]
+        next_turn = len(branch.turns)
+        fork.errors = [error for error in branch.errors if error["turn"] == next_turn]
+        branch.errors = [error for error in branch.errors if error["turn"] != next_turn]
         branch.pending, branch.continued_as, branch.reward, branch.failed = [], fork.number, None, None
         self.branches.append(fork)
         return fork
 
-    def _go_on(self, branch: Branch, turn: Turn, sample: Sample) -> bool:
-        """Append the rest of an unfinished turn; return whether the sample is that."""
-        done, own_ids = turn.ids, branch.ids
-        ids, given_ids = tuple(sample.response_ids), list(sample.prompt_ids)
-        complete = ids[: len(done)] == done and given_ids in ([], own_ids[: len(own_ids) - len(done)])
-        if not complete and given_ids not in ([], own_ids):
+    def _continue_turn(self, branch: Branch, turn: Turn, sample: Sample) -> bool:
+        """Append the rest of an unfinished turn; return whether the sample continues it."""
+        done, branch_ids = turn.ids, branch.ids
+        ids, prompt_ids = tuple(sample.response_ids), list(sample.prompt_ids)
+        is_complete = ids[: len(done)] == done and prompt_ids in ([], branch_ids[: len(branch_ids) - len(done)])
+        if not is_complete and prompt_ids not in ([], branch_ids):
             return False
-        piece = self._piece(branch, sample, len(done) if complete else 0)
+        piece = self._piece(branch, sample, len(done) if is_complete else 0)
         if piece.ids:
             branch.spans.append(piece)
             turn = replace(turn, pieces=(*turn.pieces, piece))
@@ -553,12 +663,12 @@ class Tree:
         return True
 
     def _finish(self, branch: Branch, turn: Turn, sample: Sample) -> None:
-        """Replace the last turn, which is the beginning of this one, and its message."""
+        """Set the last turn, and its message."""
         text, ids, message = sample.text, turn.ids, sample.message
-        exact = None
+        content = None
         if self.renderer is not None:
             text = self.renderer.content(branch.messages[:-1], ids, sample.finish_reason in ("stop", "tool_calls"))
-            exact = text if self.chat else self.renderer.decode(ids)
+            content = text if self.chat else self.renderer.decode(ids)
         if self.parse is not None and text is not None and sample.finish_reason != "abort":
             try:
                 message = self.parse(text)
@@ -568,12 +678,12 @@ class Tree:
                 problem = f"parse: {type(error).__name__}: {error}"
                 branch.errors.append({"turn": len(branch.turns) - 1, "error": problem})
                 message = None
-        spoken = dict(message) if message is not None else {"role": "assistant", "content": exact or ""}
-        branch.messages[-1] = spoken
+        turn_message = dict(message) if message is not None else {"role": "assistant", "content": content or ""}
+        branch.messages[-1] = turn_message
         branch.turns[-1] = replace(
             turn,
             text=text,
-            message=spoken,
+            message=turn_message,
             finish_reason=sample.finish_reason,
             sampling=dict(sample.sampling) or turn.sampling,
             logprobs_kind=sample.logprobs_kind,
@@ -632,7 +742,16 @@ class Tree:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any], tokenizer: Tokenizer | None, parse: Parse | None) -> Tree:
-        """Restore a tree from `to_dict`. The tokenizer must have the same chat template."""
+        """Restore a tree from `to_dict`.
+
+        Args:
+            state: The plain values.
+            tokenizer: Tokenizer or processor with the same chat template.
+            parse: See `Episode`.
+
+        Raises:
+            ValueError: The format or the chat template differs.
+        """
         if state.get("format") != FORMAT:
             raise ValueError(f"format: got {state.get('format')!r}, expected {FORMAT}")
         prompt = Prompt(**state["prompt"])
@@ -659,7 +778,19 @@ def _template(renderer: Renderer | None) -> str | None:
 
 
 def make_renderer(tokenizer: Tokenizer | None, prompt: Prompt, options: Mapping[str, Any] | None) -> Renderer | None:
-    """Return the renderer of a prompt; `None` for token ids without a tokenizer."""
+    """Return the renderer of a prompt.
+
+    Args:
+        tokenizer: Tokenizer or processor.
+        prompt: The prompt.
+        options: Options of the chat template.
+
+    Returns:
+        The renderer; `None` for token ids without a tokenizer.
+
+    Raises:
+        ValueError: The tokenizer, or its chat template, is missing.
+    """
     if tokenizer is None:
         if prompt.token_ids is None:
             raise ValueError("tokenizer: missing, required for a prompt that is not token ids")
@@ -668,9 +799,19 @@ def make_renderer(tokenizer: Tokenizer | None, prompt: Prompt, options: Mapping[
 
 
 def check_single(settings: Sampling) -> Sampling:
-    """Check that options are for a single sample."""
+    """Check that options are for a single sample.
+
+    Args:
+        settings: The options.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: `n` is not 1.
+    """
     if settings.n != 1:
-        raise ValueError(f"sampling.n: got {settings.n}, expected 1; see Episode.group and Episode.branch for several")
+        raise ValueError(f"sampling.n: got {settings.n}, expected 1; for several samples see Episode.group and branch")
     return settings
 
 

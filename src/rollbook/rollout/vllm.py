@@ -119,23 +119,48 @@ class Replica(JobEngine, ABC):
 
     @abstractmethod
     async def load_checkpoint(self, folder: str) -> None:
-        """Load the weights of a folder."""
+        """Load the weights of a folder.
+
+        Args:
+            folder: Path of a checkpoint.
+        """
 
     @abstractmethod
     async def label(self, version: int) -> None:
-        """Label the tokens that are sampled from now on with a version."""
+        """Label the tokens that are sampled from now on with a version.
+
+        Args:
+            version: Version of the policy.
+        """
 
     @abstractmethod
     async def load_adapter(self, name: str, number: int, folder: str, version: int) -> None:
-        """Load a LoRA adapter, which requests use from now on, with this version."""
+        """Load a LoRA adapter, which requests use from now on.
+
+        Args:
+            name: Name of the adapter in vLLM.
+            number: Number of the adapter in vLLM.
+            folder: Path of the adapter.
+            version: Version of the policy.
+        """
 
     @abstractmethod
     async def remove_adapter(self, name: str, number: int) -> None:
-        """Remove a LoRA adapter."""
+        """Remove a LoRA adapter.
+
+        Args:
+            name: Name of the adapter in vLLM.
+            number: Number of the adapter in vLLM.
+        """
 
     @abstractmethod
     async def transfer_step(self, step: str, info: TransferInfo = None) -> None:
-        """Do one step of vLLM's weight transfer: `init`, `start`, `update` or `finish`."""
+        """Do one step of vLLM's weight transfer.
+
+        Args:
+            step: `init`, `start`, `update` or `finish`.
+            info: Arguments of the step.
+        """
 
     @abstractmethod
     async def world_size(self) -> int:
@@ -151,7 +176,11 @@ class Replica(JobEngine, ABC):
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a request. It returns what it has sampled."""
+        """End a request, which then returns the tokens that were sampled.
+
+        Args:
+            request_id: Id of the request in vLLM.
+        """
 
     async def _until_cancelled(
         self, exchange: Coroutine[Any, Any, None], job: PromptJob, ks: list[int], request_id: str
@@ -284,7 +313,13 @@ class ServerReplica(OpenAIEngine, Replica):
         self.version, self._token_api.has_labels = version, True
 
     async def follow(self, adapter: str | None, version: int, while_updated: bool) -> None:
-        """Sample with the adapter, or the labeled weights, that another process has sent."""
+        """Sample with weights that another process has sent.
+
+        Args:
+            adapter: Name of the adapter; `None` for labeled weights.
+            version: Version of the policy.
+            while_updated: Whether that process may update the weights while responses are in flight.
+        """
         self.adapter, self.version, self.updated_by_other_process = adapter, version, while_updated
         self._token_api.has_labels = adapter is None
 
@@ -767,6 +802,13 @@ class VllmEngine(BaseEngine):
         """Send the weights of `source`, or its LoRA adapters, to all replicas. See the class.
 
         If that fails, some replicas may have a part of the weights, so the engine is closed.
+
+        Args:
+            source: An `Actor`, or a transformers model.
+            version: Number of the policy.
+
+        Raises:
+            WeightSyncError: A replica did not take the weights.
         """
         check_int("version", version, 0)
         model = get_module(source)
@@ -786,7 +828,11 @@ class VllmEngine(BaseEngine):
                 raise
 
     def served_weights(self) -> dict[str, Any]:
-        """See `BaseEngine.served_weights`."""
+        """Describe the weights that this engine has sent to servers, for `follow_weights` in another process.
+
+        Raises:
+            WeightSyncError: vLLM runs in this process.
+        """
         replicas = [replica for replica in self._replicas if isinstance(replica, ServerReplica)]
         if not replicas:
             return super().served_weights()
@@ -797,7 +843,15 @@ class VllmEngine(BaseEngine):
         }
 
     def follow_weights(self, served: Mapping[str, Any], *, while_updated: bool = False) -> None:
-        """See `BaseEngine.follow_weights`."""
+        """Sample from weights that an engine of another process has sent to the same servers.
+
+        Args:
+            served: Result of `served_weights` of that engine.
+            while_updated: Whether servers may be updated while responses are in flight.
+
+        Raises:
+            WeightSyncError: A server of this engine is not among those servers, or vLLM runs in this process.
+        """
         replicas = [replica for replica in self._replicas if isinstance(replica, ServerReplica)]
         if not replicas:
             super().follow_weights(served)
@@ -981,13 +1035,13 @@ class _TransferClient:
 
 
 def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> None:
-    """Write a model for vLLM. Adapters are left out.
+    """Write a model for vLLM, without adapters.
 
     On the CPU, tied embeddings become two tensors: vLLM's CPU build (0.32) does not update a tied output head.
 
     Args:
         source: An `Actor`, or a transformers model.
-        folder: Where to write it.
+        folder: Folder to write.
     """
     model = get_module(source)
     with hide_progress_bars():
@@ -1016,7 +1070,7 @@ def require_vllm() -> None:
     """Check that vLLM is installed.
 
     Raises:
-        ImportError: It is not.
+        ImportError: vLLM is not installed.
     """
     try:
         import vllm  # noqa: F401
