@@ -155,8 +155,8 @@ class Batch:
                 fields["action_mask"] = Rows(mask, read.response_lengths.tolist())
         else:
             tokens, responses = fields["spans"] = _spans(read.lengths, read.response_lengths, side)
-            fill = check_int("pad_token_id", pad_token_id)
-            fields["tokens"] = tokens.pad(flat.pop("tokens"), fill, dtype=torch.int64)
+            pad_token_id = check_int("pad_token_id", pad_token_id)
+            fields["tokens"] = tokens.pad(flat.pop("tokens"), pad_token_id, dtype=torch.int64)
             fields["attention_mask"] = tokens.mask(torch.int64, target)
             for name, column in flat.items():
                 fields[name] = responses.pad(column, FIELDS[name].pad if name in FIELDS else 0)

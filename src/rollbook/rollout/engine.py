@@ -58,7 +58,7 @@ def get_module(source: WeightSource) -> Any:
     Args:
         source: An `Actor`, whose module is returned, or a module.
     """
-    return source.model if hasattr(source, "token_stats") else source
+    return getattr(source, "model", source) if hasattr(source, "token_stats") else source
 
 
 class Cancel:
