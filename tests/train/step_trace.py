@@ -25,15 +25,12 @@ from tests.train.preset_steps import build_trainer, reproducible
 
 PACKAGE = str(Path(rollbook.__file__).parent) + "/"
 
-MAX_FILES, MAX_FUNCTIONS, MAX_FRAMES, MAX_LAYOUTS = 60, 600, 14, 3
+MAX_FILES, MAX_FUNCTIONS, MAX_FRAMES, MAX_LAYOUTS = 58, 600, 14, 3
 """Targets of one step. There is one layout (padding or packing) per model pass: policy, reference, update."""
 
 MODEL_PASSES = ("token_stats",)
 """Functions that run a model over a batch, by name; decoding is not among them."""
-LAYOUTS = {
-    "batch/batch.py": ("from_records", "pack", "pad"),
-    "compat/lightrft/models.py": ("laid_out", "end_to_end"),
-}
+LAYOUTS = {"batch/batch.py": ("from_records", "pack", "pad")}
 """Functions that pad or pack a batch, by file."""
 
 

@@ -7,7 +7,7 @@ deviation of exactly 0, and deviates from its mean by exactly 0, regardless of r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot
@@ -213,25 +213,6 @@ def block_sums(blocks: Floats) -> Floats:
 _FIRST_COLUMN = np.zeros(1, dtype=np.intp)
 
 
-def block_means(blocks: Floats) -> tuple[Floats, Floats]:
-    """Sort the rewards of each group and compute its mean, exactly the reward if all are equal.
-
-    Args:
-        blocks: [groups, n] finite rewards.
-
-    Returns:
-        [groups, n] the rewards in ascending order, and [groups] the means.
-    """
-    ascending = blocks.copy()
-    ascending.sort(axis=1)
-    low = ascending[:, 0]
-    starts = np.arange(0, ascending.size, ascending.shape[1])
-    means = np.add.reduceat(ascending.reshape(-1), starts)
-    means /= blocks.shape[1]
-    np.copyto(means, low, where=low == ascending[:, -1])
-    return ascending, means
-
-
 class Grouped:
     """Rewards by group, over the rows of all processes.
 
@@ -368,7 +349,9 @@ class Grouped:
     def mean(self) -> Floats:
         """[groups] Mean reward; exact for equal rewards; 0 without any."""
         if self.block:
-            return block_means(self.values.reshape(-1, self.block))[1]
+            ascending = np.sort(self.values.reshape(-1, self.block), axis=1)
+            means = np.add.reduceat(ascending.reshape(-1), np.arange(0, ascending.size, self.block)) / self.block
+            return np.where(ascending[:, 0] == ascending[:, -1], ascending[:, 0], means)
         low, high = self.reward_range
         return np.where(low == high, low, self._sums(self.run_values) / np.maximum(self.count, 1))
 
@@ -460,22 +443,18 @@ class Grouped:
             # Rewards so large that their differences overflow, or overflow in float32.
             return base if finite.all() else base.plus({"not finite": rows_where(~finite)})
 
-        return spread_to_tokens(torch.from_numpy(local_scores).to(self.device), mask, build_report)
-
-
-def spread_to_tokens(scores: torch.Tensor, mask: PerToken | None, report: Report | Callable[[], Report]) -> Advantages:
-    """Spread the score of each row [B] over its tokens that count."""
-    if mask is None:
-        return Advantages(scores.clone(), None, scores, None, report)
-    layout = Layout.from_tokens(mask)
-    if layout.rows != len(scores):
-        raise ValueError(f"mask: got {layout.rows} rows, expected {len(scores)}, one for each reward")
-    on_device = scores.to(layout.mask.device)
-    if layout.packed and layout.mask.device.type == "cpu":
-        tokens = spread_scores(on_device, layout.mask, layout.offsets)
-    else:
-        tokens = layout.masked(layout.spread(on_device))
-    return Advantages(layout.restore(tokens), None, scores, mask, report)
+        row_scores = torch.from_numpy(local_scores).to(self.device)
+        if mask is None:
+            return Advantages(row_scores.clone(), None, row_scores, None, build_report)
+        layout = Layout.from_tokens(mask)
+        if layout.rows != len(row_scores):
+            raise ValueError(f"mask: got {layout.rows} rows, expected {len(row_scores)}, one for each reward")
+        on_device = row_scores.to(layout.mask.device)
+        if layout.packed and layout.mask.device.type == "cpu":
+            tokens = spread_scores(on_device, layout.mask, layout.offsets)
+        else:
+            tokens = layout.masked(layout.spread(on_device))
+        return Advantages(layout.restore(tokens), None, row_scores, mask, build_report)
 
 
 def last_steps(steps: Sequence[int], run: NDArray[np.int64], count: int) -> NDArray[np.int64]:
