@@ -22,6 +22,8 @@ from rollbook.core.media import MAGIC_BYTES, data_url, load_image, load_picture,
 from rollbook.core.sampling import Prompt
 from rollbook.core.vocabulary import Tokenizer
 
+__all__ = ["Drift", "Drifts", "Renderer", "compare_tokens"]
+
 Outcome = Literal["clean", "realigned", "forked", "unchecked"]
 """How a new rendering of the conversation differs from the tokens so far.
 
@@ -577,6 +579,3 @@ def _check_url(name: str, url: str, allow_urls: bool) -> str:
     if allow_urls:
         raise ValueError(f"{name}: got {url[:80]!r}, expected a data:, http:// or https:// URL")
     raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")
-
-
-__all__ = ["Drift", "Drifts", "Outcome", "Renderer", "chat_messages", "compare_tokens", "image_url", "video_url"]

@@ -42,6 +42,8 @@ from rollbook.rollout.server import (
 )
 from rollbook.rollout.sglang import SglangApi
 
+__all__ = ["OpenAIEngine"]
+
 T = TypeVar("T")
 SERVER_APIS: dict[str, ServerApi] = {
     api.name: api for api in (ServerApi(), VllmApi(), TransformersServeApi(), SglangApi(), LlamaCppApi())
@@ -1058,6 +1060,3 @@ async def _run_guarded(job: PromptJob, ks: list[int], work: Callable[[], Awaitab
         await work()  # created in the task: a coroutine that is canceled before it starts would never be awaited
     except (ServerError, ValueError) as error:
         job.fail(error, ks)
-
-
-__all__ = ["OpenAIEngine"]
