@@ -579,6 +579,3 @@ def _check_url(name: str, url: str, allow_urls: bool) -> str:
     if allow_urls:
         raise ValueError(f"{name}: got {url[:80]!r}, expected a data:, http:// or https:// URL")
     raise ValueError(f"{name}: got a URL that the server would fetch, expected the image, or allow_urls=True")
-
-
-__all__ = ["Drift", "Drifts", "Outcome", "Renderer", "chat_messages", "compare_tokens", "image_url", "video_url"]

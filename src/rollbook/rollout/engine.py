@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rollbook.core.experience import Experience
     from rollbook.models.protocols import Policy
 
+__all__ = ["BaseEngine", "Cancel", "Engine", "Line", "Request", "ScriptedEngine", "WeightSyncError"]
+
 Message: TypeAlias = "Mapping[str, Any]"
 Ids: TypeAlias = "Sequence[int] | np.ndarray | torch.Tensor"
 PromptLike: TypeAlias = "str | Ids | Message | Sequence[Message] | Prompt | Sample"
@@ -865,6 +867,3 @@ def _as_line(response: Any) -> Line:
     if isinstance(response, str):
         return Line(text=response)
     return Line(ids=token_ids("response", response))
-
-
-__all__ = ["BaseEngine", "Cancel", "Engine", "Line", "Request", "ScriptedEngine", "WeightSyncError", "derive_seed"]

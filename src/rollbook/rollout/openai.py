@@ -1060,6 +1060,3 @@ async def _run_guarded(job: PromptJob, ks: list[int], work: Callable[[], Awaitab
         await work()  # created in the task: a coroutine that is canceled before it starts would never be awaited
     except (ServerError, ValueError) as error:
         job.fail(error, ks)
-
-
-__all__ = ["OpenAIEngine"]

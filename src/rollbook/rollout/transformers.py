@@ -64,6 +64,8 @@ from rollbook.rollout.paged import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+__all__ = ["PreparedPrompt", "PromptPreparer", "TransformersEngine"]
+
 _TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -864,6 +866,3 @@ def _end_ids(model: PreTrainedModel, tokenizer: Tokenizer | None) -> frozenset[i
         ids = getattr(holder, "eos_token_id", None)
         end_ids.update(token for token in (ids if isinstance(ids, (list, tuple)) else [ids]) if isinstance(token, int))
     return frozenset(token for token in end_ids if token >= 0)
-
-
-__all__ = ["PreparedPrompt", "PromptPreparer", "TransformersEngine"]
