@@ -5,12 +5,13 @@
 
 Each run is `rollbook train letters` with a seed: in a single process, and with two rollout workers, asynchronously,
 with a staleness of at most 2. In a third arm the process of the trainer is killed in the middle of the asynchronous
-run, and the same command is given again. A further run has words of 4 to 8 letters, to compare prompts of different
-lengths. All runs are evaluated on held-out prompts. Runs are kept in `--runs`; a second call continues after the last
-finished run.
+run, and the same command is given again; the page says where these runs continued. A further run has words of 4 to 8
+letters, to compare prompts of different lengths. All runs are evaluated on held-out prompts. Runs are kept in
+`--runs`; a second call continues after the last finished run.
 
 `--controls` adds workers in the modes `sync` and `one_step_off`, which separate the effect of staleness from that of
-the workers. Writes `results/async_letters.md`, and ends with 1 if the 95% intervals of the two arms do not overlap.
+the workers, and asynchronous ones with `algorithm.correction`. Writes `results/async_letters.md`, and ends with 1 if
+the 95% intervals of the two arms do not overlap.
 
 The intervals of three seeds are wide, and overlap also for clearly different arms. The page therefore also has the
 difference between arms paired by seed: runs of one seed begin with the same weights and prompts.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -42,6 +44,7 @@ MIXED_ROWS = Path(__file__).with_name("mixed_letters.py")
 SINGLE, ASYNC, MIXED = "single process", "2 workers, asynchronous", "2 workers, words of 4 to 8 letters"
 SYNC, ONE_STEP_OFF = "2 workers, synchronous", "2 workers, one step off"
 KILLED = "2 workers, asynchronous, killed and resumed"
+CORRECTED = "2 workers, asynchronous, sequence correction"
 ARMS = {
     SINGLE: [],
     ASYNC: WORKERS,
@@ -49,9 +52,10 @@ ARMS = {
     SYNC: ["rollout.mode=sync", "rollout.workers=2"],
     ONE_STEP_OFF: ["rollout.mode=one_step_off", "rollout.workers=2"],
     KILLED: [*WORKERS, "checkpoint.interval=10"],
+    CORRECTED: [*WORKERS, "algorithm.correction={level: sequence}"],
 }
 COMPARED = (SINGLE, ASYNC)
-CONTROLS = (SYNC, ONE_STEP_OFF)
+CONTROLS = (SYNC, ONE_STEP_OFF, CORRECTED)
 
 _STALENESS = """
 WITH tokens AS (SELECT uid, unnest(policy_versions) AS version FROM training)
@@ -91,16 +95,17 @@ def train(arm: str, seed: int, steps: int | None, folder: Path) -> dict[str, Any
             return results
     shutil.rmtree(out, ignore_errors=True)
     print(f"{arm}, seed {seed}", file=sys.stderr, flush=True)
-    if arm == KILLED:
-        kill_in_the_middle(words, out)
+    killed_after = kill_in_the_middle(words, out) if arm == KILLED else None
     usage = run_command(words, out.with_suffix(".log"))
     results = {"command": words, "arm": arm, "seed": seed, **usage, **read_run(out, arm)}
+    if killed_after is not None:
+        results |= {"killed_after": killed_after, **read_resume(out)}
     kept.write_text(json.dumps(results))
     return results
 
 
-def kill_in_the_middle(words: list[str], out: Path) -> None:
-    """Run a command, and kill its process after half of its steps."""
+def kill_in_the_middle(words: list[str], out: Path) -> int:
+    """Run a command, and kill its process after half of its steps; return the number of steps it had done."""
     with out.with_suffix(".killed.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=subprocess.STDOUT)
     metrics = out / "metrics.jsonl"
@@ -110,6 +115,17 @@ def kill_in_the_middle(words: list[str], out: Path) -> None:
     process.kill()
     if process.wait() != -signal.SIGKILL:
         raise SystemExit(f"{out}: the run ended before it was killed")
+    return metrics.read_text().count("update/seconds")
+
+
+def read_resume(out: Path) -> dict[str, Any]:
+    """Return the step after which a run that was killed continued, and what `rollbook check` finds."""
+    found = re.search(r"continuing after step (\d+)", out.with_suffix(".log").read_text())
+    if found is None:
+        raise SystemExit(f"{out}: the run was not resumed")
+    with rollbook.open(out / "book", mode="r") as book:
+        report = book.check()
+    return {"resumed_after": int(found[1]), "check": "nothing wrong" if report.ok else str(report)}
 
 
 def read_run(out: Path, arm: str) -> dict[str, Any]:
@@ -165,7 +181,9 @@ def report(runs: list[dict[str, Any]], steps: int) -> tuple[bool, str]:
         wall = statistics.median(run["wall"] for run in by_arm[arm])
         cells += [f"{mean:.3f} ({low:.3f} to {high:.3f})", change, f"{seconds:.2f}", f"{wall:.0f}"]
         text.append(f"| {arm} | {' | '.join(cells)} |")
-    return overlap, "\n".join([*text, *describe_staleness(by_arm), *describe_waiting(by_arm)]) + "\n"
+    return overlap, "\n".join(
+        [*text, *describe_resumes(by_arm[KILLED]), *describe_staleness(by_arm), *describe_waiting(by_arm)]
+    ) + "\n"
 
 
 def paired_change(by_arm: dict[str, list[dict[str, Any]]], arm: str) -> tuple[float, float, float]:
@@ -189,6 +207,19 @@ def describe_verdict(by_arm: dict[str, list[dict[str, Any]]], overlap: bool) -> 
             text + "after as many steps, asynchronous training is WORSE, although the intervals of the means overlap."
         )
     return text + ("no difference is shown." if low <= 0 else "asynchronous training is better.")
+
+
+def describe_resumes(runs: list[dict[str, Any]]) -> list[str]:
+    """Return a paragraph about the runs that were killed and resumed."""
+    parts = [
+        f"seed {run['seed']}: killed after step {run['killed_after']}, continued after step {run['resumed_after']}, "
+        f"{run['dropped'].get('rewound', 0):,} records rewound, `rollbook check`: {run['check']}"
+        for run in runs
+    ]
+    text = (
+        "Killed and resumed runs continue after their last checkpoint. Records generated later are dropped as rewound."
+    )
+    return ["", f"{text} {'; '.join(parts)}."]
 
 
 def describe_staleness(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -243,7 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="2 to 5 of them")
     parser.add_argument("--steps", type=int, help="of every run; by default that of the recipe")
-    parser.add_argument("--controls", action="store_true", help="also workers in the modes sync and one_step_off")
+    parser.add_argument("--controls", action="store_true", help="also workers in other modes, and with correction")
     parser.add_argument("--runs", type=Path, default=peers.default_scratch() / "trial-async", help="keeps the runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()

@@ -657,6 +657,27 @@ def lost_node(setting: Setting, *, with_trainer: bool, postgres: bool = False) -
             setting.machines.fill()
 
 
+def lost_book_node(setting: Setting) -> None:
+    """The node of the book's actor, which serves a database, fails: another node serves it."""
+    machines = setting.machines
+    with setting.trial("rollout.claim_seconds=2", steps=10, seconds=0.05, postgres=True) as trial:
+        trial.start()
+        trial.wait_for_step(2)
+        [book] = machines.wait_for(BOOK)
+        for _ in range(20):
+            if book.node is not machines.cluster.head_node:
+                break
+            os.kill(book.pid, signal.SIGKILL)  # Ray restarts it on any node
+            [book] = machines.wait_for(BOOK, other_than=[book.pid])
+        assert book.node is not machines.cluster.head_node
+        machines.remove(book.node)
+        try:
+            trial.finish()
+            trial.check()
+        finally:
+            machines.fill()
+
+
 FILLER = """
 import sys, time, ray, numpy as np
 
@@ -795,6 +816,7 @@ TRIALS: dict[str, Callable[[Setting], None]] = {
     "node of a worker lost": partial(lost_node, with_trainer=False),
     "node of the trainer lost": partial(lost_node, with_trainer=True),
     "node of the trainer lost, PostgreSQL": partial(lost_node, with_trainer=True, postgres=True),
+    "node of the book lost, PostgreSQL": lost_book_node,
     "object store full": full_store,
     "slow disk": slow_disk,
     "Ctrl-C and SIGTERM": interrupted,
