@@ -335,6 +335,8 @@ def wait_and_close(folder: Path) -> None:
     time.sleep(0.2)  # the watch is in the store now
     distributed.close()
     threads = [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads += [name for name in names if name == "pt_gloo_runloop"]
     (folder / f"closed-{distributed.rank}.json").write_text(json.dumps({"shares": shares, "threads": threads}))
 
 

@@ -190,6 +190,8 @@ class Distributed:
             self._error_watch.join()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+            # Without references, the groups end their threads. One that frees a tensor later aborts the process, too.
+            del self.group, self.control_group, self.writer_group, self.mesh
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
