@@ -557,6 +557,13 @@ class Book:
 
         Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and
         entries of `info` and `metrics` as `info.NAME`. `book.where(...).scan(columns)` returns Arrow batches.
+
+        Args:
+            conditions: (column, operator, value) of each condition.
+            equal: Values of columns that must be equal; a list: one of them.
+
+        Returns:
+            The records, which are read lazily.
         """
         return Selection(self, parse_conditions(conditions, equal))
 

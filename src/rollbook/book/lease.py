@@ -890,7 +890,15 @@ class Forecast(NamedTuple):
 
 
 def forecast(book: Book, request: LeaseRequest) -> Forecast:
-    """Estimate without a lock when a lease can succeed."""
+    """Estimate without a lock when a lease can succeed.
+
+    Args:
+        book: The book.
+        request: The lease that waits.
+
+    Returns:
+        When a lease may succeed, and what it waits for.
+    """
     with book.ledger.read() as tx:
         consumer = get_consumer(tx, request.consumer)
         number = consumer.id

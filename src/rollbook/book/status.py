@@ -166,6 +166,9 @@ def read_status(book: Book, seconds: float = 10.0, leases: int = 20) -> BookStat
         seconds: Rates are averages over the last N seconds, or over the last `MAX_EVENTS` events if these span less.
         leases: How many leases to list for each consumer.
 
+    Returns:
+        Counts, queues, leases, rates and rollouts in progress.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.0, 1.0)])
