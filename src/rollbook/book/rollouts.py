@@ -384,9 +384,9 @@ def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Rol
         "SELECT number, worker, state, factor FROM claims WHERE state = ? OR expires <= ? ORDER BY number LIMIT ?",
         (RETURNED, tx.now, count),
     )
-    fresh = range(next_group, max(min(limit, next_group + count - len(free)), next_group))
+    new_groups = range(next_group, max(min(limit, next_group + count - len(free)), next_group))
     factors = {number: min(factor * (1 + (state == CLAIMED)), _MAX_FACTOR) for number, _, state, factor in free}
-    factors |= dict.fromkeys(fresh, 1)
+    factors |= dict.fromkeys(new_groups, 1)
     if not factors:
         return []
     version = queue.announced_version(tx) or 0
@@ -402,7 +402,7 @@ def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Rol
         "excluded.version, claimed = excluded.claimed, expires = excluded.expires, "
         "factor = excluded.factor, state = excluded.state",
     )
-    tx.run("UPDATE rollouts SET next = ?, fence = ? WHERE id = 0", (fresh.stop, claims[-1].fence))
+    tx.run("UPDATE rollouts SET next = ?, fence = ? WHERE id = 0", (new_groups.stop, claims[-1].fence))
     expired = [(number, holder) for number, holder, state, _ in free if state == CLAIMED]
     queue.record_events(
         tx,
@@ -737,14 +737,14 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
         # A worker may be reading the weights before these.
         retained_ids = [name] if pointer is None else [name, pointer["id"]]
         if folder is None:
-            part = 0
+            block = 0
             for file_name, data in files.items():
                 for chunk in _split(data):
                     tx.run(
                         "INSERT INTO weights (id, part, name, data) VALUES (?, ?, ?, ?)",
-                        (name, part, _check_file_name(file_name), chunk),
+                        (name, block, _check_file_name(file_name), chunk),
                     )
-                    part += 1
+                    block += 1
             tx.run(f"DELETE FROM weights WHERE NOT (id {tx.in_texts})", (tx.array(retained_ids),))
         tx.run(
             "INSERT INTO meta (key, value) VALUES ('weights', ?) "

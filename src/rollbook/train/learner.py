@@ -25,7 +25,7 @@ from rollbook.algorithms.losses import entropy_loss, value_loss
 from rollbook.batch import Batch
 from rollbook.batch.batch import Tokens
 from rollbook.batch.columns import RESPONSE_COLUMNS
-from rollbook.batch.device import to
+from rollbook.batch.device import move_to_device
 from rollbook.batch.plan import Denominators, MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.errors import RollbookError
@@ -570,7 +570,7 @@ class Learner:
             return None
         reference = without_adapters(self.reference)
         with scoring(reference):
-            return to(reference.token_stats(batch).logprobs, self.actor.device)
+            return move_to_device(reference.token_stats(batch).logprobs, self.actor.device)
 
     def _count_failure(self, step: int, epoch: int, number: int) -> None:
         self.failures += 1
