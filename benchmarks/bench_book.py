@@ -444,11 +444,11 @@ def grow(book: Book, count: int) -> None:
     from rollbook.book.queue import Event, enter_rows, new_row, record_events, recount_all
 
     with book.ledger.write() as tx:
-        have, last = tx.one("SELECT COUNT(*), MAX(seq) FROM records")
+        have, last = tx.first("SELECT COUNT(*), MAX(seq) FROM records")
         listening = all_consumers(tx)
         columns = [row[1] for row in tx.all("PRAGMA table_info(records)")]
         pattern = dict(
-            zip(columns, tx.one(f"SELECT {', '.join(columns)} FROM records WHERE seq = ?", (last,)), strict=True)
+            zip(columns, tx.first(f"SELECT {', '.join(columns)} FROM records WHERE seq = ?", (last,)), strict=True)
         )
         marks = ", ".join("?" * len(columns))
         for start in range(have, count, 10_000):
@@ -467,7 +467,7 @@ def grow(book: Book, count: int) -> None:
                     "reward": (i * 7919 % 997) / 997,
                 }
                 rows.append(tuple(made.values()))
-            tx.many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
+            tx.run_many(f"INSERT INTO records ({', '.join(columns)}) VALUES ({marks})", rows)
             record_events(tx, [Event("admitted", row[0]) for row in rows])
             reward = columns.index("reward")
             for consumer in listening:

@@ -18,7 +18,7 @@ import torch
 
 from rollbook import EID, CustomField, Experience, Experiences
 from rollbook.algorithms.inputs import read_inputs
-from rollbook.batch.device import pin_memory, to
+from rollbook.batch.device import move_to_device, pin_memory
 from rollbook.batch.plan import plan
 from rollbook.compat.lightrft.batch import ExperienceBatch, from_experiences
 from rollbook.compat.lightrft.maker import Experience as BatchOfTheMaker
@@ -281,13 +281,13 @@ def test_moving_forgets_nothing() -> None:
 def test_to() -> None:
     Pair = namedtuple("Pair", "a b")
     one = torch.ones(1)
-    moved = to([one, None, {"a": (one, "b", 3)}, Pair(one, 1), Rows(torch.ones(3), [1, 2])], "meta")
+    moved = move_to_device([one, None, {"a": (one, "b", 3)}, Pair(one, 1), Rows(torch.ones(3), [1, 2])], "meta")
     assert moved[0].is_meta and moved[1] is None
     assert moved[2]["a"][0].is_meta and moved[2]["a"][1:] == ("b", 3)
     assert type(moved[3]) is Pair and moved[3].a.is_meta and moved[3].b == 1
     assert isinstance(moved[4], Rows) and moved[4].values.is_meta and [row.is_meta for row in moved[4]] == [True] * 2
-    assert to(None, "meta") is None
-    assert to("text", "meta") == "text"
+    assert move_to_device(None, "meta") is None
+    assert move_to_device("text", "meta") == "text"
     assert one.device.type == "cpu", "what was given stays where it is"
 
 

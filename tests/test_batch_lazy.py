@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rollbook.batch.device import to
+from rollbook.batch.device import move_to_device
 from rollbook.compat.lightrft.batch import BufferItem, BufferItemVL, ExperienceBatch, ExperienceVL
 from rollbook.compat.lightrft.replay_buffer import (
     NaiveReplayBuffer,
@@ -94,7 +94,7 @@ def test_to_moves_whatever_can_move() -> None:
         def to(self, device: Any) -> Encoding:
             return Encoding({key: value.to(device) for key, value in self.items()})
 
-    moved = to(
+    moved = move_to_device(
         {"a": Encoding(x=torch.ones(1)), "b": OrderedDict(y=torch.ones(1)), "c": [item(3, 2)], "d": "text"}, "meta"
     )
     assert moved["a"]["x"].is_meta and moved["b"]["y"].is_meta and moved["c"][0].sequences.is_meta

@@ -62,7 +62,7 @@ def check(book: Book) -> None:
             "SELECT consumer, state, reason, SUM(n), SUM(weight) FROM tallies WHERE consumer > 0 GROUP BY 1, 2, 3 "
             "HAVING SUM(n) <> 0"
         )
-        admitted = tx.one(
+        admitted = tx.first(
             "SELECT COUNT(*) FROM records WHERE evaluation = 0 "
             "AND (removed_reason IS NULL OR removed_reason <> 'rewound')"
         )[0]

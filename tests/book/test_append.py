@@ -497,7 +497,7 @@ def check_partial_reads(book: Book) -> None:
     book.append(rows[:64])
     book.append(rows[64:])
     with book.ledger.read() as tx:
-        share = float(tx.one("SELECT AVG(bytes) FROM records")[0])
+        share = float(tx.first("SELECT AVG(bytes) FROM records")[0])
 
     def read_bytes(count: int) -> float:
         """What was read since the last time: times the size of so many records, without frame headers."""

@@ -165,7 +165,7 @@ def test_an_illness_of_a_shared_book_is_found_and_mended(postgres_url: str) -> N
         assert book.counts().adds_up
         assert book.history(uid(1))[-1].reason == "damaged"
         with book.ledger.read() as tx:
-            assert tx.one(f"SELECT reward FROM {report.backup}.records WHERE uid = ?", (uid(0),)) == (2.0,)
+            assert tx.first(f"SELECT reward FROM {report.backup}.records WHERE uid = ?", (uid(0),)) == (2.0,)
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_damaged_bytes_cost_their_records_and_no_others(tmp_path: Path) -> None:
         book.append(records(3))
         book.append(records(3, 10))
         with book.ledger.read() as tx:
-            (start,) = tx.one("SELECT start FROM records WHERE uid = ?", (uid(10),))
+            (start,) = tx.first("SELECT start FROM records WHERE uid = ?", (uid(10),))
     [segment] = segments(folder)
     flip(segment, start + 300)
     with rollbook.open(folder, "r") as book:
@@ -224,7 +224,7 @@ def test_a_lost_medium_takes_its_records_along(tmp_path: Path) -> None:
     with rollbook.open(folder) as book:
         book.append([record(suffix="a", info={"png": bytes(3000)}), record(suffix="b")])
         with book.ledger.read() as tx:
-            (start,) = tx.one("SELECT start FROM media")
+            (start,) = tx.first("SELECT start FROM media")
     flip(segments(folder)[0], start + 100)
     with rollbook.open(folder, "r") as book:
         assert [(f.kind, f.subject) for f in book.check().findings] == [("medium", "//0/0/a")]

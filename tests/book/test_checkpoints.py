@@ -114,7 +114,7 @@ def sound(book: Book) -> None:
                 "WHERE queue.consumer = ? AND queue.uses > 0",
                 (id_,),
             )
-            ready = tx.one("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (id_,))[0]
+            ready = tx.first("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (id_,))[0]
         assert {row[:3] for row in counted} == {row[:3] for row in kept}
         assert {row[:2]: row[3] for row in counted} == {row[:2]: pytest.approx(row[3], abs=1e-9) for row in kept}
         assert dict(uses) == {uid: len(steps) for uid, steps in trained_steps(book, name).items()}
@@ -196,15 +196,15 @@ def test_only_so_many_are_kept(book: Book) -> None:
         forget_checkpoint(book, "step-4")
     forget_checkpoint(book, "step-3")
     with book.ledger.read() as tx:
-        assert tx.one("SELECT (SELECT COUNT(*) FROM queue_before) + (SELECT COUNT(*) FROM groups_before)") == (0,)
+        assert tx.first("SELECT (SELECT COUNT(*) FROM queue_before) + (SELECT COUNT(*) FROM groups_before)") == (0,)
 
 
 def test_nothing_is_kept_without_a_checkpoint(book: Book) -> None:
     book.append(some(range(4)))
     sequence(book, "group", 2, 1)
     with book.ledger.read() as tx:
-        assert tx.one("SELECT COUNT(*) FROM queue_before") == (0,)
-        assert tx.one("SELECT COUNT(*) FROM groups_before") == (0,)
+        assert tx.first("SELECT COUNT(*) FROM queue_before") == (0,)
+        assert tx.first("SELECT COUNT(*) FROM groups_before") == (0,)
 
 
 @pytest.mark.parametrize(("name", "options"), [("", {}), ("x" * 201, {}), (7, {}), ("x", {"keep": 0})])
@@ -373,8 +373,8 @@ def test_living_leases_end_and_their_holders_are_told(book: Book) -> None:
         done = book.rewind("saved")
         sound(book)
         with book.ledger.read() as tx:
-            assert tx.one("SELECT samples, inserts FROM consumers") == (0, 6)
-            assert tx.one("SELECT COUNT(*) FROM queue WHERE state <> 'waiting' OR lease IS NOT NULL") == (0,)
+            assert tx.first("SELECT samples, inserts FROM consumers") == (0, 6)
+            assert tx.first("SELECT COUNT(*) FROM queue WHERE state <> 'waiting' OR lease IS NOT NULL") == (0,)
     assert done.leases == 0
     for lease in (held, later):
         with pytest.raises(LeaseLostError, match="it is voided"):
@@ -406,7 +406,7 @@ def test_an_older_checkpoint_still_knows_what_was_leased(book: Book) -> None:
     assert book.rewind("new").leases == 1
     assert book.rewind("old").acks == 1
     with book.ledger.read() as tx:
-        assert tx.one("SELECT samples FROM consumers") == (0,)
+        assert tx.first("SELECT samples FROM consumers") == (0,)
     sound(book)
 
 
@@ -481,7 +481,7 @@ def test_limiters_count_from_the_checkpoint() -> None:
         book.append(some(range(4, 8)))
         book.rewind("saved", later="drop")
         with book.ledger.read() as tx:
-            assert tx.one("SELECT inserts, samples FROM consumers") == (8, 0)
+            assert tx.first("SELECT inserts, samples FROM consumers") == (8, 0)
         with pytest.raises(BookError, match="held back"):
             book.append(some(range(8, 9)), timeout=0.0)
 
@@ -530,7 +530,7 @@ def test_later_checkpoints_are_forgotten_and_the_event_says_so(book: Book) -> No
     assert [p.name for p in book.checkpoints()] == ["step-0", "step-1"]
     assert seen(book) == states[1]
     with book.ledger.read() as tx:
-        told = json.loads(tx.one("SELECT detail FROM events WHERE kind = 'rewound'")[0])
+        told = json.loads(tx.first("SELECT detail FROM events WHERE kind = 'rewound'")[0])
     assert told["forgotten"] == ["step-2", "step-3"]
     book.lease(1).ack()
     book.rewind("step-0")
@@ -572,7 +572,7 @@ def test_later_records_wait(book: Book) -> None:
     sound(book)
     assert book.lease(9, by="group").uids == [r.eid.uid for r in some(range(1, 4))]
     with book.ledger.read() as tx:
-        assert tx.one("SELECT inserts FROM consumers") == (8,)
+        assert tx.first("SELECT inserts FROM consumers") == (8,)
 
 
 def test_later_records_are_dropped_and_may_come_again_with_other_content(book: Book) -> None:
@@ -694,7 +694,7 @@ def test_deletion_is_never_undone(book: Book) -> None:
     with pytest.raises(ConflictError, match="deleted"):
         book.append(record(2, 0).replace(tokens=[5, 5, 5]))
     with book.ledger.read() as tx:
-        assert tx.one("SELECT inserts FROM consumers") == (3,)
+        assert tx.first("SELECT inserts FROM consumers") == (3,)
 
 
 def test_compaction_keeps_what_a_checkpoint_needs(url: str) -> None:

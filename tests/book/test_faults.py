@@ -111,8 +111,8 @@ def test_a_full_disk_under_the_ledger(tmp_path: Path) -> None:
     with rollbook.open(folder) as book:
         assert isinstance(book.ledger, SQLiteLedger)
         with book.ledger.read() as tx:
-            pages = tx.one("PRAGMA page_count")[0]
-            tx.one(f"PRAGMA max_page_count = {pages + 2}")
+            pages = tx.first("PRAGMA page_count")[0]
+            tx.first(f"PRAGMA max_page_count = {pages + 2}")
         with pytest.raises(OSError, match=LEDGER) as caught:
             for task in range(1000):
                 put(book, Piece("b", task, 8), log)
@@ -124,7 +124,7 @@ def test_a_full_disk_under_the_ledger(tmp_path: Path) -> None:
         assert book.counts().adds_up
         # What frees space, or asks for little, still works; with space again, all does.
         with book.ledger.read() as tx:
-            tx.one("PRAGMA max_page_count = 1000000")
+            tx.first("PRAGMA max_page_count = 1000000")
         put(book, failed[0], log)
     assert check(str(folder), log) == []
 
@@ -353,7 +353,7 @@ def test_a_flipped_medium_names_its_segment(tmp_path: Path) -> None:
     folder = tmp_path / "book"
     filled(folder)
     with rollbook.open(folder) as book, book.ledger.read() as tx:
-        name, start, size = tx.one("SELECT segment, start, size FROM media")
+        name, start, size = tx.first("SELECT segment, start, size FROM media")
     data = bytearray((folder / "segments" / name).read_bytes())
     data[start + size // 2] ^= 4
     (folder / "segments" / name).write_bytes(bytes(data))

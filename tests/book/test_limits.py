@@ -190,7 +190,7 @@ def test_records_given_up_hold_nothing_back(how: str, uses: int) -> None:
             counts = book.counts()
             assert counts.adds_up and sum(counts.dropped.values()) == 4 * (turn + 1)
             with book.ledger.read() as tx:
-                assert tx.one("SELECT inserts, samples FROM consumers") == (0, 0)
+                assert tx.first("SELECT inserts, samples FROM consumers") == (0, 0)
 
 
 def test_a_record_that_returns_counts_again() -> None:
@@ -203,7 +203,7 @@ def test_a_record_that_returns_counts_again() -> None:
         book.drop(records)
         book.revise(records[0], reward=1.0, author="ana", retrain=True)
         with book.ledger.read() as tx:
-            assert tx.one("SELECT inserts, samples FROM consumers") == (1, 1)
+            assert tx.first("SELECT inserts, samples FROM consumers") == (1, 1)
 
 
 def test_groups_are_handed_out_whole_within_the_ratio() -> None:

@@ -184,7 +184,7 @@ def test_the_ledger_is_synced_at_every_commit(tmp_path: Path) -> None:
         assert isinstance(book.ledger, SQLiteLedger)
         names = ("journal_mode", "synchronous", "fullfsync", "mmap_size")
         with book.ledger.read() as tx:
-            return {name: tx.one(f"PRAGMA {name}")[0] for name in names}
+            return {name: tx.first(f"PRAGMA {name}")[0] for name in names}
 
     with rollbook.open(tmp_path / "book") as book:
         assert asked(book)["journal_mode"] == "wal"

@@ -334,7 +334,7 @@ def test_many_records_are_removed_in_pieces_and_repeating_finishes(
                 raise OSError("the disk is full")
             with write(**options) as tx:
                 yield tx
-                sizes.append(tx.one("SELECT COUNT(*) FROM events WHERE kind IN ('deleted', 'redacted')")[0])
+                sizes.append(tx.first("SELECT COUNT(*) FROM events WHERE kind IN ('deleted', 'redacted')")[0])
 
         with pytest.raises(KeyError, match="unknown"):
             remove([*rows, "unknown"])

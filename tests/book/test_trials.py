@@ -118,7 +118,7 @@ def without_segment(book: Book) -> None:
 
 def with_flipped_byte(book: Book) -> None:
     with book.ledger.read() as tx:
-        name, start, size = tx.one("SELECT segment, start, size FROM records WHERE seq = 3")
+        name, start, size = tx.first("SELECT segment, start, size FROM records WHERE seq = 3")
     path = Path(book.url, "segments", name)
     data = bytearray(path.read_bytes())
     data[start + size // 2] ^= 1

@@ -101,7 +101,7 @@ def test_consumer_groups_are_created_listed_and_removed(
         book.compact()
         with book.ledger.read() as tx:
             for table in ("queue", "groups", "queue_before", "groups_before", "tallies"):
-                assert tx.one(f"SELECT MAX(consumer) FROM {table}")[0] in (1, None), table
+                assert tx.first(f"SELECT MAX(consumer) FROM {table}")[0] in (1, None), table
         check(book)
         book.rewind(saved)
         assert len(book.lease(9, consumer="replay", create=True)) == 5, "a new group under the name of the old one"

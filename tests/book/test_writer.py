@@ -15,7 +15,7 @@ from tests.book.records import check, numbers, record, records, take
 
 def frames(book: rollbook.Book) -> int:
     with book.ledger.read() as tx:
-        return int(tx.one("SELECT COUNT(*) FROM (SELECT DISTINCT segment, start FROM records) AS places")[0])
+        return int(tx.first("SELECT COUNT(*) FROM (SELECT DISTINCT segment, start FROM records) AS places")[0])
 
 
 def test_small_appends_are_gathered(url: str) -> None:

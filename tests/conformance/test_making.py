@@ -168,7 +168,7 @@ def test_equal_rewards_stay_finite_in_the_running_norm() -> None:
 def test_each_sample_has_its_prompts_label_and_reference() -> None:
     case = CASES["text_only_prompts_refs_misaligned"]
     given = case["inputs"]
-    config = MakerConfig.of({name: given[name] for name in ("n_samples_per_prompt", "micro_rollout_batch_size")})
+    config = MakerConfig.from_args({name: given[name] for name in ("n_samples_per_prompt", "micro_rollout_batch_size")})
     engine = ScriptedEngine(["x"], tokenizer=tiny.bytes_())
     made = NaiveExperienceMaker(None, None, None, None, tiny.bytes_(), 16, None, config=config, engine=engine)
     found = made.generate_samples(given["prompts"], all_labels=given["labels"], all_references=given["references"])

@@ -205,7 +205,7 @@ def test_the_check_of_the_ray_trials_finds_changed_and_lost_records(
         book.revise({changed.eid.uid: {"reward": 123.0}}, author="test")
     assert violations() == [f"{changed.eid.uid}: its content is not what was appended"]
     with closing(sqlite3.connect(book_folder / "ledger.sqlite")) as database, database:
-        database.execute("UPDATE records SET gone = 'deleted' WHERE uid = ?", (lost.eid.uid,))
+        database.execute("UPDATE records SET removed_reason = 'deleted' WHERE uid = ?", (lost.eid.uid,))
     assert f"{lost.eid.uid}: its append returned, and it is not in the book" in violations()
     with closing(sqlite3.connect(book_folder / "ledger.sqlite")) as database, database:
         database.execute("DELETE FROM records WHERE gid = ?", (lost.eid.tid,))

@@ -406,7 +406,7 @@ def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_pa
     with rollbook.open("memory:", tokenizer=bytes_()) as book:
         book.append([one.to_experience() for one in samples])
         with book.ledger.read() as tx:
-            assert tx.one("SELECT count(*) FROM media") == (3,)  # two pictures and the pixels of both, for eight runs
+            assert tx.first("SELECT count(*) FROM media") == (3,)  # two pictures and the pixels of both, for eight runs
         reader = Reader(book)
         for found in reader.trajectories([one.eid.uid for one in samples]):
             assert [one.token for one in found.pictures] == [0, 1] and found.notes == []

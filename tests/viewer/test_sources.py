@@ -176,7 +176,7 @@ def test_damaged_records_are_named_and_the_others_are_measured(tmp_path: Path) -
         for task in range(4):
             book.append(group(1, task, entropy=[1.0, 2.0, 3.0]))
         with book.ledger.read() as tx:
-            segment, start, size = tx.one("SELECT segment, start, size FROM records WHERE seq = 3")
+            segment, start, size = tx.first("SELECT segment, start, size FROM records WHERE seq = 3")
     path = next(path for path in (tmp_path / "book").rglob("*") if path.is_file() and segment in path.name)
     data = bytearray(path.read_bytes())
     data[start + 8 : start + size] = bytes(size - 8)

@@ -98,7 +98,18 @@ def count_denominators(mask: PerToken) -> Denominators:
 def reduce(
     layout: Layout, tokens: torch.Tensor, mode: str, norm: float | None = None, denominators: Denominators | None = None
 ) -> torch.Tensor:
-    """Compute `aggregate` of a plain tensor of `layout.shape`."""
+    """Compute `aggregate` of a plain tensor of `layout.shape`.
+
+    Args:
+        layout: Layout of the tokens.
+        tokens: [of `layout.shape`] Losses of the tokens.
+        mode: Aggregation; see `aggregate`.
+        norm: Constant of the mode `seq-mean-token-sum-norm`.
+        denominators: Denominators of the global batch, if this is a micro-batch of it.
+
+    Returns:
+        The aggregated loss, a scalar with the gradient of `tokens`.
+    """
     check_choice("mode", mode, MODES)
     if denominators is not None and not isinstance(denominators, Denominators):
         raise ValueError(
@@ -206,7 +217,7 @@ class PolicyTensors:
         return self.log_ratio.clamp(-bound, bound)
 
     def row_log_ratio(self, bound: float) -> torch.Tensor:
-        """[of `shape`] Compute the mean log-ratio of each row, clamped to ±`bound`, without gradient."""
+        """Compute the mean log-ratio of each row, clamped to ±`bound`, without gradient. Shape: `shape`."""
         check_float("log_ratio_clamp", bound, 0)
         layout = self.layout
         return layout.spread(layout.row_means(self.log_ratio.detach()).clamp(-bound, bound))

@@ -365,7 +365,7 @@ def _is_flat(versions: PerToken | PerRow | int) -> bool:
 
 
 def _staleness(layout: Layout, versions: PerToken | PerRow | int, current: int) -> torch.Tensor:
-    """[of `layout.shape`] float64: compute the age of each token in versions; 0 where the mask is False."""
+    """Compute the age of each token in versions; 0 where the mask is False. Shape: `layout.shape` float64."""
     if isinstance(current, bool) or not isinstance(current, Integral):
         raise ValueError(f"current: got {current!r}, expected the number of a version")
     if _is_scalar(versions):

@@ -430,7 +430,16 @@ def clip_filter_weights(
 
 
 def group_weights(constant: NDArray[np.bool_], clip: float, lam: float) -> Floats:
-    """[G] Compute the weight of each group; see `clip_filter_like_weight_func`."""
+    """Compute the weight of each group; see `clip_filter_like_weight_func`.
+
+    Args:
+        constant: [G] Whether all rewards of a group are equal.
+        clip: Largest weight of the other groups.
+        lam: Weight of constant groups.
+
+    Returns:
+        [G] The weights.
+    """
     check_float("clip", clip, 0)
     check_float("lam", lam)
     useful = len(constant) - int(np.count_nonzero(constant))
@@ -487,7 +496,7 @@ def high_entropy_mask(
 
 
 def _mark_highest(layout: Layout, keys: torch.Tensor, ratio: float) -> torch.Tensor:
-    """[of `shape`] Mark the share `ratio` of the tokens of each row that have the highest keys."""
+    """Mark the share `ratio` of the tokens of each row that have the highest keys. Shape: `shape`."""
     if layout.mask.device.type == "cpu" and keys.dtype in NUMPY:
         return _mark_on_host(layout, keys, ratio)
     # In float64, as Python multiplies: 100 * 0.29 is slightly less than 29 in both.

@@ -132,7 +132,14 @@ def denominator(deviation: float, eps: float, eps_in: str) -> float:
 
 
 def as_rewards(name: str, rewards: PerRow) -> Floats:
-    """[B] Convert rewards to float64; a missing one (`None`) becomes NaN.
+    """Convert rewards to float64; a missing one (`None`) becomes NaN.
+
+    Args:
+        name: Name of the argument, for errors.
+        rewards: [B] The rewards.
+
+    Returns:
+        [B] The rewards, on the host.
 
     >>> as_rewards("rewards", [1, None, 0.5]).tolist()
     [1.0, nan, 0.5]
@@ -158,7 +165,7 @@ def as_rewards(name: str, rewards: PerRow) -> Floats:
 
 
 def as_ids(name: str, ids: Ids, rows: int) -> Any:
-    """[B] Convert ids to a list or an integer array, and check that there is one for each row."""
+    """Convert ids to a list or an integer array, and check that there is one for each row. Shape: [B]."""
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
     if isinstance(ids, (str, bytes, Set, Mapping)) or not hasattr(ids, "__iter__"):
@@ -170,7 +177,7 @@ def as_ids(name: str, ids: Ids, rows: int) -> Any:
 
 
 def number_ids(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], list[Hashable]]:
-    """[B] Number ids from 0 in order of first appearance; also return the distinct ids in that order."""
+    """Number ids from 0 in order of first appearance; also return the distinct ids in that order. Shape: [B]."""
     if isinstance(ids, np.ndarray):
         if (ids[:-1] <= ids[1:]).all():  # already sorted
             starts = np.ones(len(ids), dtype=np.bool_)
@@ -187,7 +194,7 @@ def number_ids(name: str, ids: Iterable[Hashable]) -> tuple[NDArray[np.int64], l
 
 
 def _range_by_index(values: Floats, index: NDArray[np.int64], count: int) -> tuple[Floats, Floats]:
-    """[count] Return the smallest and largest value of each index; infinite if it has none."""
+    """Return the smallest and largest value of each index; infinite if it has none. Shape: [count]."""
     low, high = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(low, index, values)
     np.maximum.at(high, index, values)
@@ -195,7 +202,7 @@ def _range_by_index(values: Floats, index: NDArray[np.int64], count: int) -> tup
 
 
 def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats:
-    """[count] Sum the values of each index in ascending order, so that the order of rows has no effect."""
+    """Sum the values of each index in ascending order, so that the order of rows has no effect. Shape: [count]."""
     order = np.lexsort((values, index))
     sums = np.zeros(count)
     if len(order):
@@ -206,7 +213,7 @@ def segment_sums(values: Floats, index: NDArray[np.int64], count: int) -> Floats
 
 
 def block_sums(blocks: Floats) -> Floats:
-    """[groups, 1] Sum each row of a matrix in the order of its columns, as `segment_sums` does."""
+    """Sum each row of a matrix in the order of its columns, as `segment_sums` does. Shape: [groups, 1]."""
     return np.add.reduceat(blocks, _FIRST_COLUMN, axis=1)
 
 
@@ -279,7 +286,11 @@ class Grouped:
         return self.values if self.row_is_run else self.over_runs(self.values)
 
     def over_runs(self, per_row: Floats) -> Floats:
-        """[runs] Compute the mean over a run's rows that have a reward; exact for equal numbers; NaN without any."""
+        """Compute the mean over a run's rows that have a reward; exact for equal numbers; NaN without any.
+
+        Returns:
+            [runs] One number per run.
+        """
         run, valid_values = self.run[self.valid], per_row[self.valid]
         count = np.bincount(run, minlength=len(self.run_group))
         with np.errstate(invalid="ignore"):
@@ -313,7 +324,7 @@ class Grouped:
         return order, starts, groups[starts]
 
     def _sums(self, per_run: Floats) -> Floats:
-        """[groups] Sum over the runs with a reward, in the order of their rewards."""
+        """Sum over the runs with a reward, in the order of their rewards. Shape: [groups]."""
         order, starts, groups = self._in_order
         sums = np.zeros(len(self.group_ids))
         if len(order):
@@ -356,7 +367,11 @@ class Grouped:
         return np.where(low == high, low, self._sums(self.run_values) / np.maximum(self.count, 1))
 
     def std(self, kind: str = "sample") -> Floats:
-        """[groups] Compute the deviation, with n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone."""
+        """Compute the deviation, with n - 1 (`sample`) or n (`population`); exactly 0 if constant or alone.
+
+        Returns:
+            [groups] One number per group.
+        """
         check_choice("std", kind, STD)
         if kind not in self._std:
             squares = (self.values - self.per_row(self.mean)) ** 2
@@ -378,25 +393,25 @@ class Grouped:
         return float(values.std(ddof=int(kind == "sample")))
 
     def per_row(self, per_group: NDArray[Any]) -> NDArray[Any]:
-        """[all rows] Return the entry of each row's group."""
+        """Return the entry of each row's group. Shape: [all rows]."""
         if self.block:
             return per_group.repeat(self.block)
         return per_group[self.index]
 
     def centered(self) -> Floats:
-        """[all rows] Subtract the group's mean from each reward; 0 where a reward is missing."""
+        """Subtract the group's mean from each reward; 0 where a reward is missing. Shape: [all rows]."""
         return self.zero_missing(self.values - self.per_row(self.mean))
 
     def divide(self, centered: Floats, divisor: Floats | float) -> Floats:
-        """[all rows] Divide deviations; exactly 0 stays 0, even with a divisor of 0."""
+        """Divide deviations; exactly 0 stays 0, even with a divisor of 0. Shape: [all rows]."""
         return np.where(centered == 0, 0.0, centered / np.where(np.asarray(divisor) > 0, divisor, 1.0))
 
     def zero_missing(self, scores: Floats) -> Floats:
-        """[all rows] Set scores to 0 where a reward is missing, and turn -0.0 into 0.0."""
+        """Set scores to 0 where a reward is missing, and turn -0.0 into 0.0. Shape: [all rows]."""
         return (scores if self.block else np.where(self.valid, scores, 0.0)) + 0.0
 
     def fill_singletons(self, scores: Floats, singleton: str) -> Floats:
-        """[all rows] Set the scores of singleton groups to 0 (`zero`) or to their reward (`raw`)."""
+        """Set the scores of singleton groups to 0 (`zero`) or to their reward (`raw`). Shape: [all rows]."""
         check_choice("singleton", singleton, SINGLETON)
         if self.block > 1:
             return scores
@@ -458,7 +473,7 @@ class Grouped:
 
 
 def last_steps(steps: Sequence[int], run: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """[runs] Return the row of the largest step of each run."""
+    """Return the row of the largest step of each run. Shape: [runs]."""
     order = np.lexsort((np.arange(len(steps)), np.asarray(steps), run))
     last = np.zeros(count, dtype=np.int64)
     last[run[order]] = order  # larger steps overwrite smaller ones

@@ -269,7 +269,7 @@ class RecordIds(Sequence[str]):
 
 
 def _codes(column: pa.Array) -> tuple[NDArray[np.int64], int]:
-    """[N] Number the texts; also return the number of the empty text, or -1 if there is none."""
+    """Number the texts; also return the number of the empty text, or -1 if there is none. Shape: [N]."""
     coded = column.dictionary_encode()
     codes: NDArray[Any] = coded.indices.to_numpy(zero_copy_only=False)
     return codes.astype(np.int64), coded.dictionary.index("").as_py()

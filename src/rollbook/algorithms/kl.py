@@ -524,7 +524,7 @@ def _read_rewards(layout: Layout, rewards: PerToken | PerRow, by_row: bool) -> t
 
 
 def _place_on_last_action(layout: Layout, rows: torch.Tensor) -> torch.Tensor:
-    """[of `shape`] Place the number of each row on its last token that counts."""
+    """Place the number of each row on its last token that counts. Shape: `shape`."""
     filled, _, last = TokenPositions(layout.mask, layout.lengths).ends()
     return rows.new_zeros(layout.mask.numel()).index_put((last,), rows[filled]).reshape(layout.shape)
 
@@ -557,14 +557,23 @@ class FixedKL:
         self.value = check_float("coef", coef, 0)
 
     def update(self, kl: float | torch.Tensor, n_steps: int) -> None:
-        """Do nothing: the coefficient is fixed."""
+        """Do nothing: the coefficient is fixed.
+
+        Args:
+            kl: Measured KL divergence; ignored.
+            n_steps: Number of samples; ignored.
+        """
 
     def state_dict(self) -> dict[str, float]:
         """Return the state."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state."""
+        """Restore a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self.value = check_float("value", check_state(state, ("value",))["value"], 0)
 
 
@@ -619,7 +628,11 @@ class AdaptiveKL:
         return {"value": self.value, "target": self.target, "horizon": self.horizon, "clip": self.clip}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state."""
+        """Restore a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         state = check_state(state, ("value", "target", "horizon", "clip"))
         value = check_float("value", state["value"], 0)
         others = [_positive(name, state[name]) for name in ("target", "horizon", "clip")]

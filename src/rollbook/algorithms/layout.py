@@ -172,11 +172,15 @@ class Layout:
         return self.masked(as_floats(self.tensor(name, argument)))
 
     def masked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[of `shape`] Replace entries where the mask is False by 0; no gradient flows there."""
+        """Replace entries where the mask is False by 0; no gradient flows there. Shape: `shape`."""
         return torch.where(self.mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
 
     def tensor(self, name: str, argument: PerToken) -> torch.Tensor:
-        """[of `shape`] Convert an argument to a tensor of its own type, without masking; arguments as of `take`."""
+        """Convert an argument to a tensor of its own type, without masking; arguments as of `take`.
+
+        Returns:
+            The tensor, of `shape`.
+        """
         if argument is None:
             raise ValueError(f"{name}: got None, expected {self._expected()}")
         if isinstance(argument, Rows):
@@ -216,7 +220,7 @@ class Layout:
         return as_column(tensor, self.offsets) if self.column else Rows(tensor, self.lengths)
 
     def row_sums(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B] Sum over the tokens of each row that count; 0 for a row that has none."""
+        """Sum over the tokens of each row that count; 0 for a row that has none. Shape: [B]."""
         # In float64: packed entries are added one by one, and thousands of float32 additions would drift.
         counted = self.masked(tensor).to(torch.float64)
         if self.lengths is None:
@@ -226,11 +230,11 @@ class Layout:
         return torch.segment_reduce(counted, "sum", lengths=self.row_lengths, unsafe=True, initial=0).to(tensor.dtype)
 
     def row_means(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B] Mean over the tokens of each row that count; 0 for a row that has none."""
+        """Compute the mean over the tokens of each row that count; 0 for a row that has none. Shape: [B]."""
         return self.row_sums(tensor) / self.counts.clamp(min=1)
 
     def spread(self, per_row: torch.Tensor) -> torch.Tensor:
-        """[of `shape`] Repeat the number of each row [B] on all of its slots."""
+        """Repeat the number of each row [B] on all of its slots. Shape: `shape`."""
         if self.lengths is None:
             return per_row[:, None].expand(self.shape)
         if per_row.device.type == "cpu" and not per_row.requires_grad and per_row.dtype in NUMPY:
@@ -382,7 +386,15 @@ def is_per_row(layout: Layout, name: str, value: PerToken | PerRow) -> bool:
 
 
 def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
-    """[B] Convert numbers of rows to float32 or float64.
+    """Convert numbers of rows to float32 or float64.
+
+    Args:
+        layout: Layout of the tokens.
+        name: Name of the argument, for errors.
+        value: [B] The numbers.
+
+    Returns:
+        [B] The numbers.
 
     >>> row_numbers(Layout.from_tokens(torch.ones(2, 3)), "rewards", [1, 0])
     tensor([1., 0.])
@@ -394,7 +406,15 @@ def row_numbers(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
 
 
 def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
-    """[B] Convert flags of rows to bool, and check that they are 0 or 1.
+    """Convert flags of rows to bool, and check that they are 0 or 1.
+
+    Args:
+        layout: Layout of the tokens.
+        name: Name of the argument, for errors.
+        value: [B] The flags.
+
+    Returns:
+        [B] The flags.
 
     >>> row_flags(Layout.from_tokens(torch.ones(2, 3)), "chosen", [1, 0])
     tensor([ True, False])
@@ -409,7 +429,15 @@ def row_flags(layout: Layout, name: str, value: PerRow) -> torch.Tensor:
 
 
 def on_tokens(layout: Layout, name: str, value: PerToken | PerRow) -> torch.Tensor:
-    """[of `layout.shape`] Read numbers of tokens, or repeat numbers of rows on their tokens.
+    """Read numbers of tokens, or repeat numbers of rows on their tokens.
+
+    Args:
+        layout: Layout of the tokens.
+        name: Name of the argument, for errors.
+        value: Numbers of tokens, or [B].
+
+    Returns:
+        [of `layout.shape`] The numbers; 0 where the mask is False.
 
     >>> on_tokens(Layout.from_tokens(torch.tensor([[1, 1, 0], [1, 0, 0]])), "advantages", [0.5, -1.0])
     tensor([[ 0.5000,  0.5000,  0.0000],

@@ -249,7 +249,11 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
         return decorate
 
     def unregister(self, name: str) -> None:
-        """Remove a function, under its name and all aliases."""
+        """Remove a function, under its name and all aliases.
+
+        Args:
+            name: Its name, or an alias.
+        """
         entry = self[name]
         for key in (entry.name, *entry.aliases):
             del self._entries[key]

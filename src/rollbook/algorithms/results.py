@@ -54,16 +54,37 @@ class Report:
     ids: Sequence[Hashable] | None = None
 
     def count(self, reason: str) -> int:
-        """Count the rows of a reason; 0 for an unknown reason."""
+        """Count the rows of a reason; 0 for an unknown reason.
+
+        Args:
+            reason: The reason.
+
+        Returns:
+            The number of rows.
+        """
         return len(self.reasons.get(reason, ()))
 
     def which(self, reason: str) -> list[Hashable]:
-        """Return the rows of a reason: their ids if known, else their numbers."""
+        """Return the rows of a reason: their ids if known, else their numbers.
+
+        Args:
+            reason: The reason.
+
+        Returns:
+            Ids or numbers of the rows.
+        """
         rows = self.reasons.get(reason, ())
         return [self.ids[i] for i in rows] if self.ids is not None else list(rows)
 
     def to_metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return all counts and metrics as one dict, with a prefix that keeps reports apart in a log."""
+        """Return all counts and metrics as one dict, with a prefix that keeps reports apart in a log.
+
+        Args:
+            prefix: Prefix of the names.
+
+        Returns:
+            The numbers by name.
+        """
         start = f"{prefix}/" if prefix else ""
         counts = {f"{start}{reason.replace(' ', '_')}": len(rows) for reason, rows in self.reasons.items()}
         return {f"{start}rows": self.rows, **counts, **{start + name: value for name, value in self.metrics.items()}}
@@ -71,11 +92,26 @@ class Report:
     def plus(
         self, reasons: Mapping[str, Sequence[int]] | None = None, metrics: Mapping[str, float] | None = None
     ) -> Report:
-        """Return the report with additional reasons and metrics, which override existing ones."""
+        """Return the report with additional reasons and metrics, which override existing ones.
+
+        Args:
+            reasons: Rows by reason.
+            metrics: Numbers by name.
+
+        Returns:
+            A new report.
+        """
         return Report(self.rows, {**self.reasons, **(reasons or {})}, {**self.metrics, **(metrics or {})}, self.ids)
 
     def with_ids(self, ids: Sequence[Hashable]) -> Report:
-        """Return the report with ids of its rows."""
+        """Return the report with ids of its rows.
+
+        Args:
+            ids: [B] Id of each row.
+
+        Returns:
+            A new report.
+        """
         if len(ids) != self.rows:
             raise ValueError(f"ids: got {len(ids)}, expected {self.rows}, one for each row")
         return Report(self.rows, self.reasons, self.metrics, ids)
@@ -152,7 +188,14 @@ class Advantages:
         return self._returns
 
     def with_report(self, report: Report) -> Advantages:
-        """Return the same advantages with another report."""
+        """Return the same advantages with another report.
+
+        Args:
+            report: The other report.
+
+        Returns:
+            The advantages.
+        """
         return Advantages(self.advantages, self._returns, self.scores, self.mask, report)
 
     def __repr__(self) -> str:

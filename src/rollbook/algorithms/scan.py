@@ -142,7 +142,10 @@ def return_scan(
 def scan_mask(
     mask: torch.Tensor, lengths: list[int] | None, observations: str, response: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[of `mask`] bool: mark the active tokens: those that the recursion reads.
+    """Mark the active tokens: those that the recursion reads.
+
+    Returns:
+        bool, in the layout of `mask`.
 
     >>> mask = torch.tensor([[False, True, False, True, False]])
     >>> scan_mask(mask, None, "through").tolist()
@@ -188,7 +191,15 @@ class TokenPositions:
 
 
 def spread_scores(scores: torch.Tensor, mask: torch.Tensor, offsets: Ints) -> torch.Tensor:
-    """[total] Spread the score of each row [B] over its packed tokens that count, on the CPU; 0 on the others.
+    """Spread the score of each row over its packed tokens that count, on the CPU.
+
+    Args:
+        scores: [B] The scores.
+        mask: [total] bool: which tokens count.
+        offsets: [B + 1] Start of each row, and the end.
+
+    Returns:
+        [total] The scores; 0 on the other tokens.
 
     >>> spread_scores(torch.tensor([2.0, 3.0]), torch.tensor([True, False, True]), np.array([0, 2, 3]))
     tensor([2., 0., 3.])
@@ -308,14 +319,14 @@ def _flat(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _offsets(mask: torch.Tensor, lengths: list[int] | None) -> Ints:
-    """[B + 1] Start of each row in the flat tensor, and the end."""
+    """Return the start of each row in the flat tensor, and the end. Shape: [B + 1]."""
     if lengths is not None:
         return compute_offsets(lengths)
     return np.arange(mask.shape[0] + 1, dtype=np.int64) * mask.shape[1]
 
 
 def _offsets_on(tensor: torch.Tensor, lengths: list[int] | None) -> torch.Tensor | None:
-    """[B + 1] Copy the offsets to a CUDA device, without synchronizing."""
+    """Copy the offsets to a CUDA device, without synchronizing. Shape: [B + 1]."""
     return None if lengths is None else torch.from_numpy(compute_offsets(lengths)).to(tensor.device, non_blocking=True)
 
 
@@ -380,7 +391,7 @@ class _Steps:
 
     @_ignore_warnings
     def sums(self, entries: Floats, decay: float) -> Floats:
-        """[tokens] Compute `S_i = entries_i + decay S_j`, with j the next token of the row."""
+        """Compute `S_i = entries_i + decay S_j`, with j the next token of the row. Shape: [tokens]."""
         sums = np.empty(len(entries))
         sums[self._positions] = entries
         begin = self._begin

@@ -79,7 +79,7 @@ def overlong_penalty(
 
 
 def _compute_overlong_penalty(lengths: Floats, max_length: int, buffer: int, factor: float, bounded: bool) -> Floats:
-    """[B] Compute `overlong_penalty` in float64."""
+    """Compute `overlong_penalty` in float64. Shape: [B]."""
     check_float("max_length", max_length, 1)
     check_float("buffer", buffer, 1, max_length, expected=f"a number of tokens from 1 to max_length, {max_length}")
     check_float("factor", factor, 0, expected="a number >= 0, the largest penalty")
@@ -111,7 +111,7 @@ def length_penalty(lengths: PerRow, *, target: int, per_token: float = 0.001, ma
 
 
 def _compute_length_penalty(lengths: Floats, target: int, per_token: float, max_penalty: float) -> Floats:
-    """[B] Compute `length_penalty` in float64."""
+    """Compute `length_penalty` in float64. Shape: [B]."""
     check_float("target", target, 0)
     check_float("per_token", per_token, 0)
     check_float("max_penalty", max_penalty, 0)
@@ -194,7 +194,7 @@ def repetition_penalty(
 
 
 def _compute_repetition_penalty(layout: Layout, tokens: PerToken, n: int, max_penalty: float) -> Floats:
-    """[B] Compute `repetition_penalty` in float64."""
+    """Compute `repetition_penalty` in float64. Shape: [B]."""
     n = check_int("n", n, 1)
     check_float("max_penalty", max_penalty, 0)
     ids = layout.tensor("tokens", tokens)
@@ -215,7 +215,11 @@ def _compute_repetition_penalty(layout: Layout, tokens: PerToken, n: int, max_pe
 
 
 def _window_hashes(tokens: NDArray[np.int64], n: int) -> NDArray[np.uint64]:
-    """[N - n + 1] Hash each window of n tokens, by doubling windows until two overlapping ones cover n tokens."""
+    """Hash each window of n tokens, by doubling windows until two overlapping ones cover n tokens.
+
+    Returns:
+        [N - n + 1].
+    """
     hashes, width = _mix_bits(tokens.view(np.uint64)), 1
     while width < n and len(tokens) >= n:
         step = min(width, n - width)
@@ -234,7 +238,7 @@ def _mix_bits(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _unmasked_windows(counts: NDArray[np.bool_], n: int) -> NDArray[np.bool_]:
-    """[N - n + 1] Mark the windows of n slots that all count."""
+    """Mark the windows of n slots that all count. Shape: [N - n + 1]."""
     counts_before = np.concatenate([[0], np.cumsum(counts)])
     return np.equal(counts_before[n:] - counts_before[:-n], n) if len(counts) >= n else np.zeros(0, dtype=np.bool_)
 
@@ -288,7 +292,7 @@ def _compute_rank_penalty(
     penalty: float,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Floats:
-    """[B] Compute `rank_penalty` in float64."""
+    """Compute `rank_penalty` in float64. Shape: [B]."""
     check_float("penalty", penalty, 0, 1)
     grouped = Grouped(rewards, groups, runs, process_group)
     likely = as_rewards("logprobs", logprobs)
@@ -309,7 +313,11 @@ def _compute_rank_penalty(
 
 
 def _group_ranks(values: Floats, grouped: Grouped) -> Floats:
-    """[runs] Rank runs with a reward within their group, from 0; equal values share the mean of their ranks."""
+    """Rank runs with a reward within their group, from 0; equal values share the mean of their ranks.
+
+    Returns:
+        [runs] One number per run.
+    """
     has_reward = np.flatnonzero(grouped.run_valid)
     order = has_reward[np.lexsort((values[has_reward], grouped.run_group[has_reward]))]
     group, value, position = grouped.run_group[order], values[order], np.arange(len(order))
@@ -324,7 +332,7 @@ def _group_ranks(values: Floats, grouped: Grouped) -> Floats:
 
 
 def _check_lengths(lengths: PerRow) -> Floats:
-    """[B] Convert lengths to float64, and check that they are nonnegative integers."""
+    """Convert lengths to float64, and check that they are nonnegative integers. Shape: [B]."""
     numbers = as_rewards("lengths", lengths)
     invalid = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf) & (np.floor(numbers) == numbers)))
     if len(invalid):
@@ -339,7 +347,7 @@ def _check_row_count(name: str, values: Floats, rewards: Floats) -> None:
 
 
 def _as_tensor_like(argument: PerRow, values: Floats) -> torch.Tensor:
-    """[B] Convert numbers to a tensor on the device of `argument`: float64 if that is, else float32."""
+    """Convert numbers to a tensor on the device of `argument`: float64 if that is, else float32. Shape: [B]."""
     if not isinstance(argument, torch.Tensor):
         return torch.from_numpy(values).to(torch.float32)
     dtype = torch.float64 if argument.dtype == torch.float64 else torch.float32
@@ -879,7 +887,12 @@ class RunningNorm:
         return self.std if self.std > self.floor else 1.0
 
     def update(self, rewards: PerRow, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
-        """Update the statistics with the rewards [B] of one rollout, of every process."""
+        """Update the statistics with the rewards of one rollout, of every process.
+
+        Args:
+            rewards: [B] Rewards of this process.
+            process_group: The processes.
+        """
         values = as_rewards("rewards", rewards)
         local = np.sort(values[np.isfinite(values)])  # sorted, so that the order of rewards has no effect
         moments = (0, 0.0, 0.0, 0.0, 0.0)
@@ -890,7 +903,15 @@ class RunningNorm:
             self._state = _merge_moments(self._state, state)
 
     def apply(self, rewards: PerRow, ids: Sequence[Hashable] | None = None) -> ShapingResult:
-        """Scale rewards [B] by the statistics so far."""
+        """Scale rewards by the statistics so far.
+
+        Args:
+            rewards: [B] Rewards.
+            ids: [B] Ids of the rows, for the report.
+
+        Returns:
+            The scaled rewards [B], and the report.
+        """
         unscaled = as_rewards("rewards", rewards)
         shaped = (unscaled - (self.mean if self.minus_mean else 0.0)) / self.scale
         return _build_result(rewards, unscaled, shaped, {}, ids, {"running_mean": self.mean, "running_std": self.std})
@@ -913,7 +934,11 @@ class RunningNorm:
         return dict(zip(_STATE, self._state, strict=True))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a state."""
+        """Restore a state.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         check_state(state, _STATE)
         count = check_float("state: count", state["count"], 0, 2**63, "an integer >= 0")
         if not count.is_integer():

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rollbook.batch.columns import RESPONSE_COLUMNS, Lengths, read_columns
-from rollbook.batch.device import Device, copy_columns, pin_memory, to
+from rollbook.batch.device import Device, copy_columns, move_to_device, pin_memory
 from rollbook.batch.media import GRIDS, TYPES, get_model_config, media_inputs, rope_positions
 from rollbook.core.checks import check_int
 from rollbook.core.experiences import Experiences, as_experiences
@@ -167,10 +167,10 @@ class Batch:
             if name not in _FIELDS:
                 extra[name] = fields.pop(name)
         if read.by_record:
-            extra |= to(read.by_record, target)
+            extra |= move_to_device(read.by_record, target)
         if read.media:
-            fields["media"] = to(read.media, target)
-        reward = None if read.reward is None else to(read.reward, target)
+            fields["media"] = move_to_device(read.media, target)
+        reward = None if read.reward is None else move_to_device(read.reward, target)
         return cls(**fields, eids=read.eids, reward=reward, extra=extra)
 
     # --- properties ---------------------------------------------------------------------------------------------------
@@ -345,14 +345,14 @@ class Batch:
         return [self._slice(start, stop) for start, stop in bounds]
 
     def _slice(self, start: int, stop: int) -> Batch:
-        def cut(column: Tokens | list[Any] | None) -> Any:
+        def slice_rows(column: Tokens | list[Any] | None) -> Any:
             if not isinstance(column, Rows):
                 return None if column is None else column[start:stop]
             offsets = column.offsets
             return Rows(column.values[int(offsets[start]) : int(offsets[stop])], column.lengths[start:stop])
 
-        changes = {name: cut(getattr(self, name)) for name in _FIELDS if name not in ("extra", "media", "spans")}
-        changes["extra"] = {name: cut(column) for name, column in self.extra.items()}
+        changes = {name: slice_rows(getattr(self, name)) for name in _FIELDS if name not in ("extra", "media", "spans")}
+        changes["extra"] = {name: slice_rows(column) for name, column in self.extra.items()}
         changes["media"] = {name: parts[start:stop] for name, parts in self.media.items()}
         if self.spans is not None:
             cuts = [Spans(s.lengths[start:stop], s.starts[start:stop], s.width) for s in self.spans]
@@ -365,7 +365,7 @@ class Batch:
         """Copy the batch to a device; a batch on that device is returned as it is."""
         if self.device == torch.device(device):
             return self
-        return self._change(lambda value: to(value, device))
+        return self._change(lambda value: move_to_device(value, device))
 
     def pin_memory(self) -> Batch:
         """Copy the batch to page-locked memory, from which a device copies without blocking."""

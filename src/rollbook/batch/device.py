@@ -1,6 +1,6 @@
 """Transfer of tensors to a device or into pinned memory.
 
-- `to`, `pin_memory`: move tensors in nested containers.
+- `move_to_device`, `pin_memory`: move tensors in nested containers.
 - `Movable`: base class of batches with these as methods.
 - `copy_columns`: copy the columns of a batch to a device in one transfer.
 
@@ -16,13 +16,13 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollbook.core.freeform import Json, same
+from rollbook.core.freeform import same
 from rollbook.core.ragged import Ragged
 from rollbook.core.rows import Column, Rows, concatenated
 
@@ -32,7 +32,7 @@ _Move: TypeAlias = Callable[[Any], Any]
 Device: TypeAlias = torch.device | str | int
 
 
-def to(tensor: T, device: Device) -> T:
+def move_to_device(tensor: T, device: Device) -> T:
     """Copy tensors to a device.
 
     Args:
@@ -42,7 +42,7 @@ def to(tensor: T, device: Device) -> T:
     Returns:
         The same structure on the device.
 
-    >>> to([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
+    >>> move_to_device([torch.ones(1), None, {"a": (torch.ones(2), "b")}], "meta")[2]["a"][0].device
     device(type='meta')
     """
     moved: T = _map_tensors(tensor, *_device_moves(device))
@@ -91,31 +91,31 @@ def _warn_unpinned() -> None:
     warnings.warn("pin_memory: there is no accelerator, so memory is not pinned", stacklevel=4)
 
 
-def _map_tensors(value: Json, move: _Move, move_other: _Move) -> Json:
+def _map_tensors(tree: Any, move: _Move, move_other: _Move) -> Any:
     """Apply `move` to each tensor in nested containers, and `move_other` to other objects that can move."""
-    if type(value) is dict:  # first, since `isinstance(value, torch.Tensor)` is slow for other types
+    if type(tree) is dict:  # first, since `isinstance(tree, torch.Tensor)` is slow for other types
         return {
-            key: move(item) if type(item) is torch.Tensor else _map_tensors(item, move, move_other)
-            for key, item in value.items()
+            key: move(entry) if type(entry) is torch.Tensor else _map_tensors(entry, move, move_other)
+            for key, entry in tree.items()
         }
-    if isinstance(value, torch.Tensor):
-        return move(value)
-    if value is None or isinstance(value, (str, bytes, int, float)):
-        return value
-    if isinstance(value, Rows):
-        return value.apply(move)
-    if isinstance(value, dict):
-        moved = copy.copy(value)
-        for key, item in value.items():
-            moved[key] = _map_tensors(item, move, move_other)
+    if isinstance(tree, torch.Tensor):
+        return move(tree)
+    if tree is None or isinstance(tree, (str, bytes, int, float)):
+        return tree
+    if isinstance(tree, Rows):
+        return tree.apply(move)
+    if isinstance(tree, dict):
+        moved = copy.copy(tree)
+        for key, entry in tree.items():
+            moved[key] = _map_tensors(entry, move, move_other)
         return moved
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, move, move_other) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(item, move, move_other) for item in value)
-    if isinstance(value, Movable) or callable(getattr(value, "to", None)):
-        return move_other(value)
-    return value
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_map_tensors(entry, move, move_other) for entry in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map_tensors(entry, move, move_other) for entry in tree)
+    if isinstance(tree, Movable) or callable(getattr(tree, "to", None)):
+        return move_other(tree)
+    return tree
 
 
 @dataclass(eq=False)
@@ -149,6 +149,27 @@ class Movable:
     __hash__ = None  # type: ignore[assignment]
 
 
+class _StagedColumn(NamedTuple):
+    """A column that is copied within the buffer of one transfer."""
+
+    position: int
+    """Position among the columns of the call."""
+    column: Column
+    lengths: NDArray[np.int64]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the buffer."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the column's part of the buffer."""
+        return buffer[self.start : self.stop].view(self.dtype).reshape(self.shape)
+
+
 def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: torch.device) -> list[torch.Tensor]:
     """Copy columns to a device. Columns on the host are copied in one transfer.
 
@@ -164,7 +185,7 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
     [[0, 1, 2], [1.0, 1.0]]
     """
     copies: list[Any] = []
-    staged: list[tuple[int, Column, NDArray[np.int64], torch.dtype, tuple[int, ...], int]] = []
+    staged: list[_StagedColumn] = []
     size = 0
     for column, lengths in columns:
         if isinstance(column, torch.Tensor) and (
@@ -176,18 +197,15 @@ def copy_columns(columns: Sequence[tuple[Column, NDArray[np.int64]]], device: to
         dtype = column.dtype if not isinstance(column, Ragged) else getattr(torch, column.dtype)
         trailing = tuple(column.shape[1:]) if isinstance(column, torch.Tensor) else column.trailing
         shape = (int(lengths.sum()), *trailing)
-        staged.append((len(copies), column, lengths, dtype, shape, size))
-        size += -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64  # aligned, for views of other dtypes
+        staged.append(_StagedColumn(len(copies), column, lengths, dtype, shape, size))
+        size = -(-staged[-1].stop // 64) * 64  # aligned, for views of other dtypes
         copies.append(None)
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    parts = []
-    for index, column, lengths, dtype, shape, start in staged:
-        stop = start + int(np.prod(shape)) * dtype.itemsize
-        concatenated(column, lengths, out=buffer[start:stop].view(dtype).reshape(shape))
-        parts.append((index, start, stop, dtype, shape))
+    for entry in staged:
+        concatenated(entry.column, entry.lengths, out=entry.view(buffer))
     on_device = buffer.to(device, non_blocking=True)
-    for index, start, stop, dtype, shape in parts:
-        copies[index] = on_device[start:stop].view(dtype).reshape(shape)
+    for entry in staged:
+        copies[entry.position] = entry.view(on_device)
     return copies
 
 

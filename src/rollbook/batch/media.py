@@ -174,33 +174,33 @@ def _record_types(
 
 def _rows(parts: list[Any]) -> int:
     """Count the rows of a kind of media in all records."""
-    return sum(1 if part.dim() == 0 else len(part) for part in parts if part is not None)
+    return sum(1 if tensor.dim() == 0 else len(tensor) for tensor in parts if tensor is not None)
 
 
 def _join(name: str, parts: list[Any]) -> torch.Tensor:
     """Concatenate the rows of all records."""
     if name in GRIDS:
-        parts = [part.unsqueeze(0) if part is not None and part.dim() == 1 else part for part in parts]
-    present = [part for part in parts if part is not None]
+        parts = [tensor.unsqueeze(0) if tensor is not None and tensor.dim() == 1 else tensor for tensor in parts]
+    present = [tensor for tensor in parts if tensor is not None]
     expected = present[0]
-    for i, part in enumerate(parts):
-        if part is not None and (part.shape[1:] != expected.shape[1:] or part.dtype != expected.dtype):
+    for i, tensor in enumerate(parts):
+        if tensor is not None and (tensor.shape[1:] != expected.shape[1:] or tensor.dtype != expected.dtype):
             raise ValueError(
-                f"media[{name!r}][{i}]: got {list(part.shape)} of {part.dtype}, expected (rows, "
+                f"media[{name!r}][{i}]: got {list(tensor.shape)} of {tensor.dtype}, expected (rows, "
                 f"{', '.join(map(str, expected.shape[1:]))}) of {expected.dtype}, as other records have"
             )
     return torch.cat(present)
 
 
 def _lay_out_by_token(batch: Batch, name: str, parts: list[Any], config: ModelConfig | None) -> torch.Tensor:
-    expected = next(part for part in parts if part is not None)
+    expected = next(tensor for tensor in parts if tensor is not None)
     matrix: torch.Tensor = expected.new_zeros(batch.input_shape)
     media_ids = torch.tensor([*placeholders(config).values()], device=batch.device)
-    for i, ((row, start, length), ids, part) in enumerate(
+    for i, ((row, start, length), ids, tensor) in enumerate(
         zip(batch.row_bounds(), batch.token_rows(), parts, strict=True)
     ):
-        if part is not None:
-            entries = part.reshape(-1)
+        if tensor is not None:
+            entries = tensor.reshape(-1)
             if len(entries) > length:
                 raise ValueError(f"media[{name!r}][{i}]: got {len(entries)} entries, expected at most {length} tokens")
             if len(entries) < length and name != TYPES and torch.isin(ids[len(entries) :], media_ids).any():
@@ -225,9 +225,11 @@ def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Mod
     for i, ((row, start, length), ids) in enumerate(zip(batch.row_bounds(), batch.token_rows(), strict=True)):
         media: dict[str, torch.Tensor] = {}
         for name, parts in batch.media.items():
-            part = parts[i]
-            if part is not None:
-                media[name] = part.unsqueeze(0) if name in GRIDS and part.dim() == 1 else part
+            row_positions = parts[i]
+            if row_positions is not None:
+                media[name] = (
+                    row_positions.unsqueeze(0) if name in GRIDS and row_positions.dim() == 1 else row_positions
+                )
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
         positions[1:, row, start : start + length] = sample_positions(ids, media, get_rope_index, config, i)
     return positions

@@ -172,9 +172,9 @@ def plan(
     columns += [] if labels is None else [labels[0]]
     kinds = _kinds(columns)
     # The size of all samples together, padded to the longest; packed it is less.
-    room = count * max(int(tokens.max(initial=0)), 1)
+    total_size = count * max(int(tokens.max(initial=0)), 1)
     limits = Limits(
-        None if token_cap is None else min(token_cap, max(room, 1)),
+        None if token_cap is None else min(token_cap, max(total_size, 1)),
         None if image_cap is None else min(image_cap, max(int(image_counts.sum()), 1)),
         layout == "padded",
     )
@@ -867,10 +867,10 @@ def _as_key(key: Json) -> Hashable:
     if type(key) is str or type(key) is int:
         return key
     if isinstance(key, tuple):
-        parts = [(part, _as_key(part)) for part in key]
-        if all(part is plain for part, plain in parts):
+        parts = [(entry, _as_key(entry)) for entry in key]
+        if all(entry is plain for entry, plain in parts):
             return key
-        return None if any(plain is None for part, plain in parts if part is not None) else tuple(p for _, p in parts)
+        return None if any(plain is None for entry, plain in parts if entry is not None) else tuple(p for _, p in parts)
     if hasattr(key, "ndim") and hasattr(key, "item"):
         if key.ndim:
             return None
@@ -1095,7 +1095,7 @@ def _share_steps(request: Request, phases: list[_Phase], steps: int) -> None:
         # One that could fill another step, if there is one.
         def worth(phase: _Phase) -> tuple[bool, float]:
             pools = ((len(p.alone) + len(p.rest), (phase.steps + 1) * len(p.ranks)) for p in phase.pools)
-            return all(there >= enough for there, enough in pools), phase.cost / phase.steps
+            return all(available >= enough for available, enough in pools), phase.cost / phase.steps
 
         max(phases, key=worth).steps += 1
 
@@ -1103,8 +1103,8 @@ def _share_steps(request: Request, phases: list[_Phase], steps: int) -> None:
 def _check_enough(request: Request, phase: _Phase, pool: _Pool, count: int) -> None:
     """Raise if a micro-batch would stay empty, or counts would differ, and that is not allowed."""
     ids = np.sort(np.concatenate((pool.alone, pool.rest)))
-    where = "" if phase.label is None else f" of modality {phase.label!r}"
-    where += f" on rank {pool.ranks[0]}" if len(pool.ranks) < request.ranks else ""
+    location = "" if phase.label is None else f" of modality {phase.label!r}"
+    location += f" on rank {pool.ranks[0]}" if len(pool.ranks) < request.ranks else ""
     slots = f"{count} micro-batches ({phase.steps} on each of {len(pool.ranks)} ranks)"
     first = int(request.samples(int(ids[0]))[0]) if len(ids) else None
     if len(ids) < count and not request.may_be_empty:
@@ -1112,22 +1112,24 @@ def _check_enough(request: Request, phase: _Phase, pool: _Pool, count: int) -> N
         listed = ", ".join(request.describe(atom) for atom in ids[:4].tolist()) + (", ..." if len(ids) > 4 else "")
         raise PlanError(
             name,
-            f"{len(ids)} {request.noun}{where} ({listed or 'none'}) cannot fill {slots}; "
+            f"{len(ids)} {request.noun}{location} ({listed or 'none'}) cannot fill {slots}; "
             "empty='allow' leaves some empty, with weight 0",
             first,
         )
     if request.equal_counts:
         first_size = len(phase.pools[0].rest)  # without caps none is alone
         if len(ids) != first_size:
-            raise PlanError("equal_counts", f"{len(ids)} samples{where}, but {first_size} on rank 0", first)
+            raise PlanError("equal_counts", f"{len(ids)} samples{location}, but {first_size} on rank 0", first)
     if request.equal_counts and len(ids):
-        odd = ids[request.atoms.count[ids] != request.atoms.count[ids[0]]]
-        if len(odd):
-            sizes = request.atoms.count[[odd[0], ids[0]]].tolist()
-            both = f"{request.describe(int(odd[0]))} has {sizes[0]} samples, {request.describe(int(ids[0]))} {sizes[1]}"
-            raise PlanError("equal_counts", f"{both}: not all alike", int(request.samples(int(odd[0]))[0]))
+        uneven = ids[request.atoms.count[ids] != request.atoms.count[ids[0]]]
+        if len(uneven):
+            sizes = request.atoms.count[[uneven[0], ids[0]]].tolist()
+            both = (
+                f"{request.describe(int(uneven[0]))} has {sizes[0]} samples, {request.describe(int(ids[0]))} {sizes[1]}"
+            )
+            raise PlanError("equal_counts", f"{both}: not all alike", int(request.samples(int(uneven[0]))[0]))
         if len(ids) % count:
-            raise PlanError("equal_counts", f"{len(ids)} {request.noun}{where} are no multiple of {slots}", first)
+            raise PlanError("equal_counts", f"{len(ids)} {request.noun}{location} are no multiple of {slots}", first)
 
 
 def _arrange(request: Request, bins: Bins, ranks: list[int], totals: list[float], grid: list[Bins]) -> None:
@@ -1390,22 +1392,22 @@ def _best_fit(atoms: Atoms, ids: Ints, limits: Limits, by_share: bool = False) -
         while at < len(among) and images_left[among[at][1]] < images:
             at += 1
         if at < len(among):
-            room, chosen = among[at]
-            del open_[bisect_left(open_, (room, chosen))]
+            free, chosen = among[at]
+            del open_[bisect_left(open_, (free, chosen))]
             if images_left[chosen] >= fewest_images:
-                del open_to_images[bisect_left(open_to_images, (room, chosen))]
+                del open_to_images[bisect_left(open_to_images, (free, chosen))]
         else:
-            room, chosen = everything, len(bins)
+            free, chosen = everything, len(bins)
             if limits.token_cap is not None:
-                room = limits.token_cap // max(longest, 1) if limits.padded else limits.token_cap
+                free = limits.token_cap // max(longest, 1) if limits.padded else limits.token_cap
             bins.append([])
             images_left.append(limits.image_cap or 0)
         bins[chosen].append(atom)
         images_left[chosen] -= images
-        if room - size >= smallest:
-            insort(open_, (room - size, chosen))
+        if free - size >= smallest:
+            insort(open_, (free - size, chosen))
             if images_left[chosen] >= fewest_images:
-                insort(open_to_images, (room - size, chosen))
+                insort(open_to_images, (free - size, chosen))
     return bins
 
 
@@ -1419,31 +1421,31 @@ def _complete(atoms: Atoms, ids: Ints, cap: int) -> Bins:
     bins: Bins = []
     while left:
         taken: list[int] = []
-        room, at = cap, len(left)
-        while (at := bisect_right(sizes, room, 0, at) - 1) >= 0:
+        free, at = cap, len(left)
+        while (at := bisect_right(sizes, free, 0, at) - 1) >= 0:
             taken.append(at)
-            room -= sizes[at]
-        if room and len(taken) > 1:
+            free -= sizes[at]
+        if free and len(taken) > 1:
             last = taken.pop()
-            room += sizes[last]
-            taken += _best_pair(sizes, room, last, taken)
+            free += sizes[last]
+            taken += _best_pair(sizes, free, last, taken)
         bins.append([left[at] for at in taken])
         for at in sorted(taken, reverse=True):
             del left[at], sizes[at]
     return bins
 
 
-def _best_pair(sizes: list[int], room: int, last: int, taken: list[int]) -> list[int]:
-    """Return the positions of a pair that fills `room` best, or `[last]` if that is as good; tries some pairs."""
+def _best_pair(sizes: list[int], free: int, last: int, taken: list[int]) -> list[int]:
+    """Return the positions of a pair that fills `free` best, or `[last]` if that is as good; tries some pairs."""
     best, pair = sizes[last], [last]
     # The larger of a better pair is more than half of the last one.
-    low, high = bisect_right(sizes, best // 2), bisect_right(sizes, room)
+    low, high = bisect_right(sizes, best // 2), bisect_right(sizes, free)
     for larger in range(high - 1, low - 1, -max((high - low) // _PAIRS_TRIED, 1)):
         # An atom that was skipped did not fit beside those taken after it, so its partner is not one of them.
-        smaller = bisect_right(sizes, room - sizes[larger], 0, larger) - 1
+        smaller = bisect_right(sizes, free - sizes[larger], 0, larger) - 1
         if smaller >= 0 and larger not in taken and sizes[larger] + sizes[smaller] > best:
             best, pair = sizes[larger] + sizes[smaller], [larger, smaller]
-            if best == room:
+            if best == free:
                 break
     return pair
 
@@ -1479,11 +1481,11 @@ def _lightest_first(atoms: Atoms, ids: Ints, count: int, limits: Limits) -> Bins
             heapq.heapreplace(heap, (total + cost, members + 1, chosen))
         return bins
     tokens, images = atoms.tokens.tolist(), atoms.images.tolist()
-    room = [limits.token_cap if limits.token_cap is not None else sum(tokens)] * count
+    free_tokens = [limits.token_cap if limits.token_cap is not None else sum(tokens)] * count
     images_left = [limits.image_cap if limits.image_cap is not None else sum(images)] * count
     for atom, cost in columns:
         full = []
-        while heap and (room[heap[0][2]] < tokens[atom] or images_left[heap[0][2]] < images[atom]):
+        while heap and (free_tokens[heap[0][2]] < tokens[atom] or images_left[heap[0][2]] < images[atom]):
             full.append(heapq.heappop(heap))
             if len(full) > _MAX_TRIES:
                 return None
@@ -1491,7 +1493,7 @@ def _lightest_first(atoms: Atoms, ids: Ints, count: int, limits: Limits) -> Bins
             return None
         total, members, chosen = heap[0]
         bins[chosen].append(atom)
-        room[chosen] -= tokens[atom]
+        free_tokens[chosen] -= tokens[atom]
         images_left[chosen] -= images[atom]
         heapq.heapreplace(heap, (total + cost, members + 1, chosen))
         for entry in full:
@@ -1529,8 +1531,8 @@ def _split(atoms: Atoms, bins: Bins, count: int, limits: Limits) -> Bins:
                 heapq.heappush(heap, (-limits.cost(atoms, half), number, half))
             else:
                 done.append(half)
-    cut = [members for _, _, members in sorted(heap)] + done
-    return cut + [[] for _ in range(count - len(cut))]
+    parts = [members for _, _, members in sorted(heap)] + done
+    return parts + [[] for _ in range(count - len(parts))]
 
 
 def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins:
@@ -1555,21 +1557,21 @@ def _level(atoms: Atoms, bins: Bins, limits: Limits, moves: bool = True) -> Bins
         if cap is not None
     ]
     columns = np.unique(np.linspace(0, width - 1, min(width, 256)).astype(np.int64))
-    most = max(_PAIRS_AT_ONCE // len(columns) ** 2, 1)
+    max_pairs = max(_PAIRS_AT_ONCE // len(columns) ** 2, 1)
     skipped = shift = 0
     for _ in range(_SWEEPS):
         above = int((total > goal).sum())
-        pairs = min(above - skipped, (count - shift - skipped) // 2, most)
+        pairs = min(above - skipped, (count - shift - skipped) // 2, max_pairs)
         if pairs < 1:
             break
         ranked = np.argsort(-total, kind="stable")
         high, low = ranked[skipped : skipped + pairs], ranked[::-1][shift : shift + pairs]  # no bin is in two pairs
         gap = total[high] - total[low]
-        ours, theirs = slots[np.ix_(high, columns)], slots[np.ix_(low, columns)]
-        less = cost[ours][:, :, None] - cost[theirs][:, None, :]
+        from_costly, from_cheap = slots[np.ix_(high, columns)], slots[np.ix_(low, columns)]
+        less = cost[from_costly][:, :, None] - cost[from_cheap][:, None, :]
         off = np.abs(less - gap[:, None, None] / 2)
         for amount, sums, cap in capped:
-            change = amount[ours][:, :, None] - amount[theirs][:, None, :]
+            change = amount[from_costly][:, :, None] - amount[from_cheap][:, None, :]
             off[(change > (cap - sums[low])[:, None, None]) | (-change > (cap - sums[high])[:, None, None])] = np.inf
         best = off.reshape(pairs, -1).argmin(axis=1)
         mine, other = columns[best // len(columns)], columns[best % len(columns)]
@@ -1600,12 +1602,12 @@ def _cut_row(atoms: Atoms, ids: Ints, limits: Limits, ceiling: float = np.inf) -
     bins: Bins = []
     at = 0
     while at < len(order):
-        room = samples[-1]
+        max_samples = samples[-1]
         if limits.token_cap is not None:
-            room = min(room, limits.token_cap // max(longest[at], 1))
-        if peak[at] > 0 and ceiling < room * peak[at]:
-            room = int(ceiling // peak[at])
-        end = bisect_right(samples, samples[at] + room) - 1
+            max_samples = min(max_samples, limits.token_cap // max(longest[at], 1))
+        if peak[at] > 0 and ceiling < max_samples * peak[at]:
+            max_samples = int(ceiling // peak[at])
+        end = bisect_right(samples, samples[at] + max_samples) - 1
         if limits.image_cap is not None:
             end = min(end, bisect_right(images, images[at] + limits.image_cap) - 1)
         end = max(end, at + 1)

@@ -339,7 +339,9 @@ def _classify(tx: Transaction, pending: PendingAppend) -> tuple[list[int], int, 
                     f"{uid}: got it for {_purpose(pending.evaluation)}, it is there for {_purpose(evaluation)}"
                 )
             same = full_hash is not None and bytes(full_hash) == pending.hashes.full[i]
-            if same or tx.one("SELECT 1 FROM revisions WHERE seq = ? AND full_hash = ?", (seq, pending.hashes.full[i])):
+            if same or tx.first(
+                "SELECT 1 FROM revisions WHERE seq = ? AND full_hash = ?", (seq, pending.hashes.full[i])
+            ):
                 known_count += 1
             elif removed_reason is not None:
                 # The same sample: it stays removed, and late fields are ignored.
@@ -357,7 +359,7 @@ def _purpose(evaluation: bool) -> str:
 
 def check_tokenizer(tx: Transaction, book: Book) -> None:
     """Raise `BookError` if the book's records were made with another tokenizer than it was opened with."""
-    row = tx.one("SELECT value FROM meta WHERE key = 'tokenizer'")
+    row = tx.first("SELECT value FROM meta WHERE key = 'tokenizer'")
     if row is not None and row[0] != book.tokenizer:
         raise BookError(f"tokenizer: got {book.tokenizer!r}, the book's records were made with {row[0]!r}")
 
@@ -473,7 +475,7 @@ class AppendTransaction:
         if frame is None:
             return False
         key = (self.pending.uids[0], frame.segment, frame.offset)
-        return tx.one("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", key) is not None
+        return tx.first("SELECT 1 FROM records WHERE uid = ? AND segment = ? AND start = ?", key) is not None
 
     def commit(self, tx: Transaction) -> None:
         """Write the records' rows, in a transaction of the ledger.
@@ -501,7 +503,7 @@ class AppendTransaction:
         # If bytes in the open segment must be removed, seal it, so that the next compaction can rewrite it. Stores in
         # PostgreSQL and fsspec have no open segments.
         segment = stored.frame.segment
-        if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
+        if book.ledger.dialect == "sqlite" and tx.first("SELECT 1 FROM purges WHERE segment = ?", (segment,)):
             book.store.seal()
         consumers = [] if pending.evaluation else parse_consumers(consumer_rows)
         # Appends that depend on the number of records, or change a limited number, run one after another.
@@ -513,7 +515,7 @@ class AppendTransaction:
                     raise _ConcurrentAppendError
         if same_uids:
             renamed = [(f"{uid}~{seq}", seq) for seq, uid, _ in sorted(same_uids)]
-            tx.many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
+            tx.run_many("UPDATE records SET uid = ? WHERE seq = ?", renamed)
         insert_records(tx, pending, stored, first_seq)
         stale: set[int] = set()
         inbox = []
@@ -605,7 +607,7 @@ def _can_lease_more(tx: Transaction, consumer: Consumer) -> bool:
     if queue.count_rows(tx, consumer, queue.LEASED, queue.COOLING)[0]:
         return True
     if consumer.grouped:
-        return bool(tx.one("SELECT 1 FROM groups WHERE consumer = ? AND ready = 1 LIMIT 1", (consumer.id,)))
+        return bool(tx.first("SELECT 1 FROM groups WHERE consumer = ? AND ready = 1 LIMIT 1", (consumer.id,)))
     return queue.count_rows(tx, consumer, queue.WAITING)[0] > 0
 
 
@@ -704,11 +706,11 @@ def append_tombstones(book: Book, eids: Sequence[Any], reason: str, group_size: 
             return 0
         pending = pending.take(new_indices)
         new_uids = set(pending.uids)
-        tx.many(
+        tx.run_many(
             "UPDATE records SET uid = ? WHERE seq = ?",
             [(f"{uid}~{seq}", seq) for seq, uid, free in same_uids if free and uid in new_uids],
         )
-        first_seq = tx.one(*tx.next_number("records", len(new_indices)))[0]
+        first_seq = tx.first(*tx.next_number("records", len(new_indices)))[0]
         insert_records(tx, pending, None, first_seq, reason)
         for consumer in all_consumers(tx):
             queue.enter_rows(
@@ -1029,7 +1031,7 @@ def encode_vocabulary(book: Book) -> str | None:
     if book.state.pending_tokenizer is None:
         return None
     with book.ledger.read() as tx:
-        if tx.one("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
+        if tx.first("SELECT 1 FROM meta WHERE key = 'vocabulary'"):
             book.state.pending_tokenizer = None
             return None
     try:
@@ -1062,7 +1064,7 @@ def read_vocabulary(book: Book) -> Vocabulary | None:
     from rollbook.core.vocabulary import Vocabulary
 
     with book.ledger.read() as tx:
-        row = tx.one("SELECT value FROM meta WHERE key = 'vocabulary'")
+        row = tx.first("SELECT value FROM meta WHERE key = 'vocabulary'")
     if row is None:
         return None
     try:

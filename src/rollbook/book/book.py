@@ -542,12 +542,12 @@ class Book:
 
     def __contains__(self, uid: RecordId) -> bool:
         with self.ledger.read() as tx:
-            return bool(tx.one("SELECT 1 FROM records WHERE uid = ?", (get_uid(uid),)))
+            return bool(tx.first("SELECT 1 FROM records WHERE uid = ?", (get_uid(uid),)))
 
     def __len__(self) -> int:
         """Return how many records were admitted, for training and evaluation, including failed runs."""
         with self.ledger.read() as tx:
-            return int(tx.one("SELECT CAST(COALESCE(SUM(n), 0) AS BIGINT) FROM tallies WHERE consumer = 0")[0])
+            return int(tx.first("SELECT CAST(COALESCE(SUM(n), 0) AS BIGINT) FROM tallies WHERE consumer = 0")[0])
 
     def __bool__(self) -> bool:
         return True
@@ -557,6 +557,13 @@ class Book:
 
         Columns are those of the ledger (`rollbook.book.read.LEDGER_COLUMNS`), texts and numbers of a record, and
         entries of `info` and `metrics` as `info.NAME`. `book.where(...).scan(columns)` returns Arrow batches.
+
+        Args:
+            conditions: (column, operator, value) of each condition.
+            equal: Values of columns that must be equal; a list: one of them.
+
+        Returns:
+            The records, which are read lazily.
         """
         return Selection(self, parse_conditions(conditions, equal))
 
@@ -961,7 +968,7 @@ def open_postgres(
             raise MissingBookError(f"{address}: there is no book here")
         prepare_tables(ledger, create=mode != "r", address=address, meta={"data": data or ""})
         with ledger.read() as tx:
-            stored_data = tx.one("SELECT value FROM meta WHERE key = 'data'")[0]
+            stored_data = tx.first("SELECT value FROM meta WHERE key = 'data'")[0]
         if stored_data != (data or ""):
             raise BookError(
                 f"{address}: its data lies in {redacted(stored_data) or 'the database'}; got data={data!r}, expected "

@@ -311,7 +311,7 @@ def media_problems(book: Book, deep: bool, report: Report | None = None) -> Iter
             if problem is None:
                 continue
             with book.ledger.read() as tx:  # Compaction may have moved it.
-                now = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
+                now = tx.first("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
             problem = None if now is None else _check_medium(book, key, Place(*now), deep)
             if problem is not None:
                 yield key, problem
@@ -398,7 +398,7 @@ def check_layout(book: Book, report: Report) -> None:
         for index in (sql.split()[2] for sql in INDICES):
             if index not in indices:
                 report.add("ledger", "the index is missing", index)
-        row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
+        row = tx.first("SELECT value FROM meta WHERE key = 'layout'")
         if row is None or str(row[0]) != str(LAYOUT):
             report.add("layout", f"layout {row and row[0]!r}, expected {LAYOUT}", "meta")
         if dialect == "sqlite":
@@ -606,7 +606,7 @@ def wrong_groups(tx: Transaction, consumer: Consumer) -> list[tuple[str, str]]:
         (gid, "the ledger has no such group" if ready is None else f"ready {ready} with {had} runs, there are {runs}")
         for gid, ready, had, runs in rows
     ]
-    ready = tx.one("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (consumer.id,))[0]
+    ready = tx.first("SELECT COUNT(*) FROM groups WHERE consumer = ? AND ready = 1", (consumer.id,))[0]
     counted = consumer.state.get("ready", (0, 0.0))[0]
     if counted != ready:
         wrong.append(("", f"counted {counted} groups that are ready, there are {ready}"))
@@ -672,7 +672,7 @@ def _check_events(book: Book, report: Report) -> None:
         without_event = "NOT EXISTS (SELECT 1 FROM events WHERE events.seq = records.seq AND events.kind IN {})"
         for (uid,) in tx.all(f"SELECT uid FROM records WHERE {without_event.format(_FIRST_EVENTS)} LIMIT {MAX_LISTED}"):
             report.add("event", "it has no event of its append", uid)
-        rewound = tx.one("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
+        rewound = tx.first("SELECT COALESCE(MAX(id), 0) FROM events WHERE kind = 'rewound'")[0]
         if book.ledger.dialect == "sqlite":
             for (event,) in tx.all(
                 f"SELECT id FROM events WHERE detail IS NOT NULL AND NOT json_valid({_STRICT_JSON}) LIMIT {MAX_LISTED}"

@@ -126,7 +126,7 @@ def find_checkpoint(tx: Transaction, name: str) -> Point:
     if not isinstance(name, str):
         raise ValueError(f"checkpoint: got {name!r}, expected its name, as book.checkpoint gave it")
     check_text("checkpoint", name)
-    row = tx.one("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
+    row = tx.first("SELECT name, event, seq, made, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         names = [repr(checkpoint) for (checkpoint,) in tx.all("SELECT name FROM checkpoints ORDER BY event")]
         raise KeyError(f"checkpoint: got {name!r}, the book has {', '.join(names) or 'none'}")
@@ -171,7 +171,7 @@ def make_checkpoint(book: Book, name: str | None, keep: int | None, token: str |
 
 def _find_by_token(tx: Transaction, token: str) -> str | None:
     """Return the name of the checkpoint that the call with this token created."""
-    row = tx.one(
+    row = tx.first(
         "SELECT checkpoints.name FROM checkpoints JOIN events ON events.id = checkpoints.event WHERE events.detail = ?",
         (json.dumps({"token": token}),),
     )
@@ -180,10 +180,10 @@ def _find_by_token(tx: Transaction, token: str) -> str | None:
 
 def _exists(tx: Transaction, name: str, state: str) -> bool:
     """Return whether an identical checkpoint exists; a different one of this name is an error."""
-    row = tx.one("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
+    row = tx.first("SELECT event, state FROM checkpoints WHERE name = ?", (name,))
     if row is None:
         return False
-    last = tx.one("SELECT MAX(id) FROM events")[0]
+    last = tx.first("SELECT MAX(id) FROM events")[0]
     if row != (last, state):
         raise ConflictError(
             f"checkpoint: got {name!r}, which is the name of another point, {last - row[0]} events ago; expected a new "
@@ -194,15 +194,15 @@ def _exists(tx: Transaction, name: str, state: str) -> bool:
 
 def _insert_checkpoint(tx: Transaction, name: str | None, state: str, token: str) -> str:
     """Insert a checkpoint; `token` identifies the call, to find a checkpoint whose commit was not confirmed."""
-    last = tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]
+    last = tx.first("SELECT COALESCE(MAX(id), 0) FROM events")[0]
     while name is None:
         last += 1
         name = f"checkpoint-{last}"
-        if tx.one("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
+        if tx.first("SELECT 1 FROM checkpoints WHERE name = ?", (name,)):
             name = None
     queue.record_events(tx, [queue.Event("checkpoint", reason=name, detail={"token": token})])
     # Each checkpoint has its own event, and all later events have larger numbers.
-    event, seq = tx.one("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
+    event, seq = tx.first("SELECT (SELECT MAX(id) FROM events), (SELECT COALESCE(MAX(seq), 0) FROM records)")
     tx.run(
         "INSERT INTO checkpoints (name, event, seq, made, state) VALUES (?, ?, ?, ?, ?)",
         (name, event, seq, tx.now, state),
@@ -285,13 +285,13 @@ def undo_work(tx: Transaction, book: Book, point: Point, later: str) -> RewindRe
     queue.set_announced_version(tx, point.state["policy_version"])
     acks = _void_acks(tx, point)
     leases = void_leases(tx, point.name)
-    later_count = tx.one("SELECT COUNT(*) FROM records WHERE seq > ? AND removed_reason IS NULL", (point.seq,))[0]
+    later_count = tx.first("SELECT COUNT(*) FROM records WHERE seq > ? AND removed_reason IS NULL", (point.seq,))[0]
     if later == "drop":
         _mark_rewound(tx, point.seq)
     states = {consumer_state["id"]: consumer_state for consumer_state in point.state["consumers"]}
     revised = _list_revised(tx, point)
     # Records that are appended again get larger numbers, but the ranks of their former numbers.
-    last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
+    last = tx.first("SELECT COALESCE(MAX(seq), 0) FROM records")[0] if later == "drop" else point.seq
     for consumer in all_consumers(tx):
         if consumer.id in states:
             _restore_consumer(tx, book, consumer, states[consumer.id], point, revised, last)
@@ -398,7 +398,7 @@ def _restore_consumer(
     gids.update(dict.fromkeys(free_leased(tx, consumer)))
     mine = (point.event, consumer.id)
     source = "FROM queue_before WHERE checkpoint = ? AND consumer = ? AND state"
-    leased = tx.one(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
+    leased = tx.first(f"SELECT COUNT(*) {source} = 'leased'", mine)[0]
     # The undo log keeps rows that were leased, since they wait now; the others are as they were.
     tx.run(f"DELETE {source} <> 'leased'", mine)
     consumer.inserts, consumer.samples, consumer.floor = was["inserts"], was["samples"] - leased, was["floor"]

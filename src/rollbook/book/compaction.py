@@ -55,10 +55,10 @@ def _finished_rule(tx: Transaction, condition: str) -> str | None:
     `condition` is about a consumer's row (`mine`). Records that a checkpoint may need again are left out. Without a
     consumer the result is `None`.
     """
-    first = tx.one("SELECT MIN(id) FROM consumers")[0]
+    first = tx.first("SELECT MIN(id) FROM consumers")[0]
     if first is None:
         return None
-    checkpoint = tx.one("SELECT MIN(event) FROM checkpoints")[0]
+    checkpoint = tx.first("SELECT MIN(event) FROM checkpoints")[0]
     return (
         "FROM queue JOIN records ON records.seq = queue.seq "
         f"WHERE queue.consumer = {int(first)} AND records.segment IS NOT NULL "
@@ -95,7 +95,7 @@ def purge_records(book: Book) -> int:
         evicted = (
             [] if rule is None else [row[0] for row in tx.all(f"SELECT queue.seq {rule} AND queue.state = 'dropped'")]
         )
-        unused = tx.one(f"SELECT 1 FROM media WHERE {_UNUSED_MEDIUM}")
+        unused = tx.first(f"SELECT 1 FROM media WHERE {_UNUSED_MEDIUM}")
     count = 0
     for marks, chunk in chunks(removed):
         with book.ledger.write() as tx:
@@ -120,7 +120,7 @@ def _detach_bytes(tx: Transaction, reasons: Sequence[tuple[int, str]]) -> int:
     for marks, chunk in chunks([seq for seq, _ in reasons]):
         tx.run(MARK_ORPHANS.format(f"SELECT DISTINCT segment, 0 FROM records WHERE seq IN ({marks})"), chunk)
         tx.run(f"DELETE FROM media_uses WHERE seq IN ({marks})", chunk)
-    tx.many(
+    tx.run_many(
         "UPDATE records SET removed_reason = COALESCE(removed_reason, ?), segment = NULL, start = NULL, "
         "size = NULL, slot = NULL, bytes = 0 WHERE seq = ?",
         [(reason, seq) for seq, reason in reasons],
@@ -215,9 +215,9 @@ def find_stale_copies(book: Book) -> None:
     Such copies are left by revisions, by appends that crashed, and by appends of a record that was stored meanwhile.
     """
     with book.ledger.read() as tx:
-        row = tx.one("SELECT value FROM meta WHERE key = 'forgotten'")
+        row = tx.first("SELECT value FROM meta WHERE key = 'forgotten'")
         since = int(row[0]) if row is not None else 0
-        last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0])
+        last = int(tx.first("SELECT COALESCE(MAX(id), 0) FROM events")[0])
         seqs = tx.all("SELECT DISTINCT seq FROM events WHERE id > ? AND kind IN ('deleted', 'redacted')", (since,))
         listed = {row[0] for row in tx.all("SELECT segment FROM purges")}
     if last == since:
@@ -234,7 +234,7 @@ def find_stale_copies(book: Book) -> None:
             if segment not in listed and _holds_stale_copy(book, segment, size, names):
                 segments.append(segment)
     with book.ledger.write() as tx:
-        tx.many(
+        tx.run_many(
             "INSERT INTO purges (segment, since) VALUES (?, ?) ON CONFLICT DO NOTHING", [(s, tx.now) for s in segments]
         )
         tx.run(
@@ -257,7 +257,7 @@ def _holds_stale_copy(book: Book, segment: str, size: int, names: set[str]) -> b
             if bytes(head[:8]) == media.MAGIC:
                 length = media.blob_size(head)
                 with book.ledger.read() as tx:
-                    if tx.one("SELECT 1 FROM media WHERE hash = ?", (bytes(head[24:56]).hex(),)) is None:
+                    if tx.first("SELECT 1 FROM media WHERE hash = ?", (bytes(head[24:56]).hex(),)) is None:
                         return True
             else:
                 frame = read_header(head)
@@ -594,12 +594,14 @@ def _repoint(
             return False  # Another compaction removed it as an orphan; the originals are still there.
         counts_before = [_count_references(tx, table, copy_segment) for table in ("records", "media")]
         # A record that was revised or purged meanwhile has another place, and its row does not change.
-        tx.many(
+        tx.run_many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? "
             "WHERE seq = ? AND segment = ? AND start = ? AND slot = ?",
             records,
         )
-        tx.many("UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ? AND segment = ? AND start = ?", media)
+        tx.run_many(
+            "UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ? AND segment = ? AND start = ?", media
+        )
         moved = [
             _count_references(tx, table, copy_segment) - n
             for table, n in zip(("records", "media"), counts_before, strict=True)
@@ -617,7 +619,7 @@ def _repoint(
 
 
 def _count_references(tx: Transaction, table: str, segment: str) -> int:
-    return int(tx.one(f"SELECT COUNT(*) FROM {table} WHERE segment = ?", (segment,))[0])
+    return int(tx.first(f"SELECT COUNT(*) FROM {table} WHERE segment = ?", (segment,))[0])
 
 
 # --- removing -------------------------------------------------------------------------------------------------------
@@ -625,7 +627,7 @@ def _count_references(tx: Transaction, table: str, segment: str) -> int:
 
 def _is_referenced(tx: Transaction, segment: str) -> bool:
     return any(
-        tx.one(f"SELECT 1 FROM {table} WHERE segment = ? LIMIT 1", (segment,)) is not None
+        tx.first(f"SELECT 1 FROM {table} WHERE segment = ? LIMIT 1", (segment,)) is not None
         for table in ("records", "media")
     )
 
@@ -671,11 +673,11 @@ def _sweep_orphans(book: Book, grace: float) -> int:
     unmarked = [name for name in marked if name in used or name in absent]
     if new or absent or unmarked:
         with book.ledger.write() as tx:
-            tx.many(
+            tx.run_many(
                 "INSERT INTO orphans (segment, seen) VALUES (?, ?) ON CONFLICT DO NOTHING", [(n, tx.now) for n in new]
             )
-            tx.many("DELETE FROM orphans WHERE segment = ? AND seen = ?", [(n, marked[n]) for n in unmarked])
-            tx.many("DELETE FROM purges WHERE segment = ?", [(name,) for name in absent])
+            tx.run_many("DELETE FROM orphans WHERE segment = ? AND seen = ?", [(n, marked[n]) for n in unmarked])
+            tx.run_many("DELETE FROM purges WHERE segment = ?", [(name,) for name in absent])
     return _remove_segments(book, removable)
 
 
@@ -748,7 +750,7 @@ def _auto_merge(book: Book) -> None:
                 break
             names.append(name)
         with book.ledger.write() as tx:
-            row = tx.one("SELECT value FROM meta WHERE key = 'tending'")
+            row = tx.first("SELECT value FROM meta WHERE key = 'tending'")
             names = [name for name in names if _is_referenced(tx, name)]
             if len(names) < MERGE_SEGMENTS or (row is not None and float(row[0]) > tx.now):
                 return

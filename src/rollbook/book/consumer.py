@@ -586,8 +586,8 @@ def create_consumer(tx: Transaction, name: str, settings: ConsumerConfig) -> Con
 
 def _last_number(tx: Transaction) -> int:
     """Return the largest number that a consumer has or had; events keep the numbers of removed ones."""
-    last = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
-    row = tx.one("SELECT value FROM meta WHERE key = 'last_consumer'")
+    last = int(tx.first("SELECT COALESCE(MAX(id), 0) FROM consumers")[0])
+    row = tx.first("SELECT value FROM meta WHERE key = 'last_consumer'")
     return last if row is None else max(last, _parse_number("last_consumer", row[0]))
 
 
@@ -634,7 +634,7 @@ def remove_consumer(book: Book, name: str) -> None:
             tx.run(f"DELETE FROM {table} WHERE {column} = ?", (consumer.id,))
         tx.run("DELETE FROM meta WHERE key = 'last_consumer'")
         notes = [("last_consumer", str(last)), (f"{_REMOVED_KEY}{consumer.id}", name)]
-        tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
+        tx.run_many("INSERT INTO meta (key, value) VALUES (?, ?)", notes)
     delete_removed_consumers(book.ledger)
 
 

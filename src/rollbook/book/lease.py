@@ -345,7 +345,7 @@ class Lease:
 
         def committed(tx: Transaction, _: int) -> bool:
             sql = f"SELECT 1 FROM queue WHERE lease = ? AND seq {tx.in_ints}"
-            return tx.one(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
+            return tx.first(sql, (self._claim.id, tx.array(list(chosen.values())))) is None
 
         return write_once(self._book.ledger, transact, committed)
 
@@ -365,7 +365,7 @@ class Lease:
         acknowledged = self._acknowledged(tx, seqs, step)
         # A record that was deleted while it was leased could not be acknowledged.
         others = tx.array([seq for seq in seqs if seq not in acknowledged])
-        if tx.one(f"SELECT 1 FROM records WHERE removed_reason IS NULL AND seq {tx.in_ints}", (others,)):
+        if tx.first(f"SELECT 1 FROM records WHERE removed_reason IS NULL AND seq {tx.in_ints}", (others,)):
             return 0
         return len(acknowledged)
 
@@ -707,7 +707,7 @@ def try_claim(book: Book, request: LeaseRequest, last: bool, timeout: float | No
         claim = outcome[1]
         if claim is None or not claim.id:
             return True
-        return tx.one("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, request.holder)) is not None
+        return tx.first("SELECT 1 FROM leases WHERE id = ? AND holder = ?", (claim.id, request.holder)) is not None
 
     done = False
     claim = None
@@ -890,7 +890,15 @@ class Forecast(NamedTuple):
 
 
 def forecast(book: Book, request: LeaseRequest) -> Forecast:
-    """Estimate without a lock when a lease can succeed."""
+    """Estimate without a lock when a lease can succeed.
+
+    Args:
+        book: The book.
+        request: The lease that waits.
+
+    Returns:
+        When a lease may succeed, and what it waits for.
+    """
     with book.ledger.read() as tx:
         consumer = get_consumer(tx, request.consumer)
         number = consumer.id
@@ -1242,7 +1250,7 @@ def add_to_balance(book: Book, name: str, changes: Sequence[float]) -> None:
 
 
 def _read_balance(tx: Transaction, name: str, parts: int) -> list[float]:
-    row = tx.one("SELECT value FROM meta WHERE key = ?", (f"mix:{name}",))
+    row = tx.first("SELECT value FROM meta WHERE key = ?", (f"mix:{name}",))
     balance: list[float] = json.loads(row[0]) if row is not None else []
     return balance if len(balance) == parts else [0.0] * parts
 

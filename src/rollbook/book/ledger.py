@@ -144,7 +144,7 @@ class Transaction(Protocol):
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run one statement and return how many rows it changed."""
 
-    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """Run one statement for each row of values."""
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
@@ -157,7 +157,7 @@ class Transaction(Protocol):
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Return every row of the answer."""
 
-    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+    def first(self, sql: str, values: Sequence[Any] = ()) -> Any:
         """Return the first row of the answer, or `None`."""
 
     def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
@@ -360,7 +360,7 @@ class _SQLiteTransaction:
     def count(self, sql: str, values: Sequence[Any] = ()) -> int:
         return self.connection.execute(sql, values).rowcount
 
-    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         self.connection.executemany(sql, rows)
 
     def insert(self, table: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], conflict: str = "") -> None:
@@ -384,7 +384,7 @@ class _SQLiteTransaction:
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self.connection.execute(sql, values).fetchall()
 
-    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+    def first(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self.connection.execute(sql, values).fetchone()
 
     def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:
@@ -505,7 +505,7 @@ class SQLiteLedger:
     >>> ledger = SQLiteLedger(None)
     >>> with ledger.write() as tx:
     ...     tx.run("CREATE TABLE t (x INTEGER)")
-    ...     tx.many("INSERT INTO t VALUES (?)", [(1,), (2,)])
+    ...     tx.run_many("INSERT INTO t VALUES (?)", [(1,), (2,)])
     >>> with ledger.read() as tx:
     ...     tx.all("SELECT x FROM t ORDER BY x")
     [(1,), (2,)]
@@ -753,7 +753,7 @@ class SQLiteLedger:
     def bounds(self) -> tuple[int, int]:
         """Return the last record's and the last event's number."""
         with self.read() as tx:
-            seq, event = tx.one("SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events)")
+            seq, event = tx.first("SELECT (SELECT MAX(seq) FROM records), (SELECT MAX(id) FROM events)")
         return seq or 0, event or 0
 
     def clear_log(self) -> None:
@@ -1149,7 +1149,7 @@ def _read_layout(tx: Transaction, dialect: str) -> int | None:
         if names & set(TABLES):
             raise NotABookError(f"tables {sorted(names & set(TABLES))} without `meta`: not a book's ledger")
         return None
-    row = tx.one("SELECT value FROM meta WHERE key = 'layout'")
+    row = tx.first("SELECT value FROM meta WHERE key = 'layout'")
     if row is None or not str(row[0]).isdigit():
         raise NotABookError(f"meta: got layout {row and row[0]!r}, expected a number")
     return int(row[0])
@@ -1175,4 +1175,4 @@ def _create_tables(tx: Transaction, dialect: str, meta: dict[str, str]) -> None:
         "made": repr(tx.now),
         **meta,
     }
-    tx.many("INSERT INTO meta (key, value) VALUES (?, ?)", list(everything.items()))
+    tx.run_many("INSERT INTO meta (key, value) VALUES (?, ?)", list(everything.items()))

@@ -144,7 +144,7 @@ class PostgresTransaction:
         self.pipeline.sync()
         return cursor.rowcount
 
-    def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
+    def run_many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         self.flush()
         self.connection.cursor().executemany(_to_percent(sql), list(rows))
 
@@ -160,7 +160,7 @@ class PostgresTransaction:
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         return self._send(sql, values).fetchall()
 
-    def one(self, sql: str, values: Sequence[Any] = ()) -> Any:
+    def first(self, sql: str, values: Sequence[Any] = ()) -> Any:
         return self._send(sql, values).fetchone()
 
     def query_many(self, *queries: tuple[str, Sequence[Any]]) -> list[list[Any]]:

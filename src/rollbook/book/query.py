@@ -930,7 +930,7 @@ class RecordsTable:
         self.book = book
         self.condition = RECORD_TABLES["experiences"]
         with book.ledger.read() as tx:
-            self.last = tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0]
+            self.last = tx.first("SELECT COALESCE(MAX(seq), 0) FROM records")[0]
             noted = tx.all("SELECT name, type FROM columns ORDER BY name, type")
         types = {
             "seq": pa.int64(),

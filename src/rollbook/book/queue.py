@@ -90,7 +90,7 @@ def save_undo(tx: Transaction, table: str, consumer: int, key: str, values: Sequ
 
 def merge_undo(tx: Transaction, checkpoint: int) -> None:
     """Move the undo log of a checkpoint that is deleted to the checkpoint before it, which may need it."""
-    older = tx.one("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
+    older = tx.first("SELECT event, seq FROM checkpoints WHERE event < ? ORDER BY event DESC LIMIT 1", (checkpoint,))
     for table, listed in _UNDO_LISTED.items():
         if older is not None:
             tx.run(
@@ -256,7 +256,7 @@ def begin_groups(tx: Transaction, consumer: Consumer) -> None:
     `build_groups` creates the groups of existing rows. Groups of later rows are created with the rows.
     """
     consumer.grouped = True
-    (last,) = tx.one("SELECT MAX(seq) FROM queue WHERE consumer = ?", (consumer.id,))
+    (last,) = tx.first("SELECT MAX(seq) FROM queue WHERE consumer = ?", (consumer.id,))
     if last is not None:
         consumer.state["ungrouped"], consumer.state["ungrouped_last"] = 1, last
 
@@ -451,13 +451,13 @@ def save_lineage(tx: Transaction, lineage: Lineage) -> None:
 
 
 def _last_seq(tx: Transaction) -> int:
-    return int(tx.one("SELECT COALESCE(MAX(seq), 0) FROM records")[0])
+    return int(tx.first("SELECT COALESCE(MAX(seq), 0) FROM records")[0])
 
 
 def _close_lineage(tx: Transaction, lineage: Lineage) -> None:
     """Add to `late` the records since `seen` whose versions only an abandoned lineage has announced so far."""
     low, top, last = lineage.announced or 0, lineage.top, _last_seq(tx)
-    if top is not None and tx.one(
+    if top is not None and tx.first(
         "SELECT 1 FROM records WHERE seq > ? AND version_max > ? AND version_max <= ? LIMIT 1", (lineage.seen, low, top)
     ):
         lineage.late.append([low, top, lineage.seen, last])
@@ -602,7 +602,7 @@ def recount_all(tx: Transaction) -> None:
 def count_rows(tx: Transaction, consumer: Consumer, *states: str) -> tuple[int, float]:
     """Return how many rows are in any of these states, and their total weight."""
     marks = ",".join("?" * len(states))
-    row = tx.one(
+    row = tx.first(
         f"SELECT COALESCE(SUM(n), 0), COALESCE(SUM(weight), 0) FROM tallies WHERE consumer = ? AND state IN ({marks})",
         (consumer.id, *states),
     )
@@ -851,7 +851,7 @@ def version_floor(announced: int | None, max_staleness: int | None) -> int | Non
 
 def announced_version(tx: Transaction) -> int | None:
     """Return the policy version that was announced last."""
-    row = tx.one("SELECT value FROM meta WHERE key = 'policy_version'")
+    row = tx.first("SELECT value FROM meta WHERE key = 'policy_version'")
     return None if row is None else int(row[0])
 
 
@@ -903,13 +903,13 @@ def add_to_quarantine(tx: Transaction, seqs: Sequence[int], first: int | None = 
         first: Id of the first quarantine event in effect, if there is none yet; by default the next event.
     """
     if first is None:
-        first = tx.one("SELECT COALESCE(MAX(id), 0) + 1 FROM events")[0]
+        first = tx.first("SELECT COALESCE(MAX(id), 0) + 1 FROM events")[0]
     tx.run("INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT DO NOTHING", (_QUARANTINE_KEY, str(first)))
     record_events(tx, [Event(QUARANTINED, seq) for seq in seqs])
 
 
 def _first_quarantine_event(tx: Transaction) -> int | None:
-    row = tx.one("SELECT value FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
+    row = tx.first("SELECT value FROM meta WHERE key = ?", (_QUARANTINE_KEY,))
     return None if row is None else int(row[0])
 
 
@@ -970,7 +970,7 @@ CHUNK = 1000
 
 def backfill_consumer(tx: Transaction, consumer: int) -> None:
     """Add all training records of the book to the inbox of a new consumer, within an exclusive transaction."""
-    last, count = tx.one("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
+    last, count = tx.first("SELECT MAX(seq), COUNT(*) FROM records WHERE evaluation = 0")
     if count:
         tx.insert("inbox", INBOX_COLUMNS, [(consumer, 1, last, count, None)])
 
@@ -1010,7 +1010,7 @@ def configure_consumer(
 
 def inbox_size(tx: Transaction, consumer: int) -> int:
     """Count the records in a consumer's inbox."""
-    return int(tx.one("SELECT COALESCE(SUM(count), 0) FROM inbox WHERE consumer = ?", (consumer,))[0])
+    return int(tx.first("SELECT COALESCE(SUM(count), 0) FROM inbox WHERE consumer = ?", (consumer,))[0])
 
 
 def drain_inbox(tx: Transaction, book: Book, consumer: Consumer, limit: int = CHUNK) -> bool:

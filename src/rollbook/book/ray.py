@@ -256,7 +256,7 @@ def _nack(
         count = _restore_lease(book, request, claim, chosen, is_last)._nack(chosen, reason, drop=drop)
     except LeaseLostError:
         with book.ledger.read() as tx:
-            row = tx.one("SELECT state FROM leases WHERE id = ?", (claim.id,))
+            row = tx.first("SELECT state FROM leases WHERE id = ?", (claim.id,))
         if not repeated or row is None or row[0] != "nacked":
             raise
         count = 0

@@ -192,7 +192,7 @@ def check_present(book: Book, seqs: Sequence[int], locations: Mapping[int, Locat
             raise BookError(f"record number {seq}: not in the book")
         if locations[seq][1] is None:
             with book.ledger.read() as tx:
-                (uid,) = tx.one("SELECT uid FROM records WHERE seq = ?", (seq,))
+                (uid,) = tx.first("SELECT uid FROM records WHERE seq = ?", (seq,))
             raise BookError(f"{uid}: data was removed ({locations[seq][5] or 'never stored'})")
         present.append(locations[seq])
     return present
@@ -790,7 +790,7 @@ class Selection:
         if not self._record_conditions:
             sql, values = build_ledger_condition(self._conditions)
             with self._book.ledger.read() as tx:
-                return int(tx.one(f"SELECT COUNT(*) FROM records WHERE {sql}", values)[0])
+                return int(tx.first(f"SELECT COUNT(*) FROM records WHERE {sql}", values)[0])
         return sum(len(piece) for piece in self._pieces())
 
     def uids(self) -> list[str]:

@@ -573,7 +573,7 @@ def recover_rows(book: Book, backup: str, report: Report) -> LostRows:
             description = lost.tables.get(table, f"{gaps} ranges and {wrong} single rows could not be read")
             report.add_repair("lost", description, f"table {table}")
     with book.ledger.write() as tx:
-        if lost.any("meta") and tx.one(f"SELECT 1 FROM events WHERE kind = '{queue.QUARANTINED}' LIMIT 1"):
+        if lost.any("meta") and tx.first(f"SELECT 1 FROM events WHERE kind = '{queue.QUARANTINED}' LIMIT 1"):
             queue.add_to_quarantine(tx, [], first=0)
     return lost
 
@@ -593,7 +593,7 @@ def _recover_pages(book: Book, path: str, lost: LostRows, report: Report) -> Non
         for table, rows in batches.items():
             _recover_page(book, table, rows, report)
         with book.ledger.write() as tx:
-            tx.many("INSERT OR IGNORE INTO numbers VALUES (?, ?)", read_page_numbers(file))
+            tx.run_many("INSERT OR IGNORE INTO numbers VALUES (?, ?)", read_page_numbers(file))
 
 
 def _recover_page(book: Book, table: str, rows: Sequence[Sequence[Any]], report: Report) -> None:
@@ -649,7 +649,7 @@ def recover_parts(
                         "AND intact.start = media.start)",
                         (part.hash, *location),
                     )
-                tx.many(
+                tx.run_many(
                     "INSERT INTO found VALUES (?, ?, ?, ?, ?, 1) ON CONFLICT (uid) DO UPDATE SET segment = "
                     "excluded.segment, start = excluded.start, size = excluded.size, slot = excluded.slot, n = n + 1",
                     [(uid, *location, slot) for slot, uid in enumerate(part.uids)],
@@ -688,7 +688,7 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
     tx.run("DELETE FROM found WHERE uid IN (SELECT substr(uid, 1, length(uid) - length('~' || seq)) FROM records "
            "WHERE removed_reason = 'rewound' AND uid LIKE '%~' || seq)")  # fmt: skip
     missing = "SELECT 1 FROM {} WHERE seq IS NOT NULL AND seq NOT IN (SELECT seq FROM records) LIMIT 1"
-    if not lost.any("records") and not any(tx.one(missing.format(table)) for table in ("events", "queue")):
+    if not lost.any("records") and not any(tx.first(missing.format(table)) for table in ("events", "queue")):
         # No row is missing: these are bytes of appends that failed.
         for (uid,) in tx.all("SELECT uid FROM found ORDER BY uid"):
             report.add_repair(
@@ -697,7 +697,7 @@ def _leave_out(tx: Transaction, lost: LostRows, complete: bool, report: Report) 
         tx.run("DELETE FROM found")
     if complete:
         return
-    unknown = tx.one(
+    unknown = tx.first(
         "SELECT COUNT(DISTINCT seq) FROM events WHERE kind IN ('deleted', 'redacted') AND seq NOT IN "
         "(SELECT seq FROM records) AND seq NOT IN (SELECT seq FROM numbers JOIN found ON found.uid = numbers.uid)"
     )[0]
@@ -714,7 +714,7 @@ def _append_found(book: Book, report: Report) -> None:
     """Insert rows of `records` for recovered records, as new records. Rows of consumers are added later."""
     with book.ledger.read() as tx:
         base = 1 + max(
-            tx.one(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
+            tx.first(f"SELECT COALESCE(MAX(seq), 0) FROM {table}")[0]
             for table in ("records", "events", "queue", "revisions", "media_uses", "checkpoints", "numbers")
         )
     while True:
@@ -748,7 +748,7 @@ def _append_found(book: Book, report: Report) -> None:
                     more = f"; {n} versions were there, the last one stands" if n > 1 else ""
                     report.add_repair(RECOVERED, f"{history}{more}", uid)
                 with book.ledger.write() as tx:
-                    tx.many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in rows])
+                    tx.run_many("INSERT INTO recovered VALUES (?)", [(uid,) for _, uid, _ in rows])
                     unknown = [
                         seq
                         for seq, (_, uid, _), evaluation in zip(seqs, rows, purposes, strict=True)
@@ -756,7 +756,7 @@ def _append_found(book: Book, report: Report) -> None:
                     ]
                     queue.add_to_quarantine(tx, unknown)
             with book.ledger.write() as tx:
-                tx.many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in rows])
+                tx.run_many("DELETE FROM found WHERE uid = ?", [(uid,) for _, uid, _ in rows])
 
 
 def _former_numbers(book: Book, uids: Sequence[str]) -> dict[str, int]:
@@ -839,7 +839,7 @@ def _insert_records(
     ]
     share = -(-place.length // len(rows))
     with book.ledger.write() as tx:
-        tx.many(
+        tx.run_many(
             f"INSERT INTO records ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
             [
                 (
@@ -849,11 +849,11 @@ def _insert_records(
                 for i, (slot, _, _) in enumerate(rows)
             ],
         )
-        tx.many(
+        tx.run_many(
             "INSERT OR IGNORE INTO media_uses (hash, seq) VALUES (?, ?)",
             [(key, seq) for seq, keys in zip(seqs, uses, strict=True) for key in keys],
         )
-        tx.many(
+        tx.run_many(
             "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
             sorted(index_columns.column_types(records)),
         )
@@ -1056,7 +1056,7 @@ def _repair_consumers(book: Book, report: Report) -> bool:
     """Reset unreadable settings of consumers and create missing consumers; return whether none was missing."""
     with book.ledger.write() as tx:
         for number, reason in parse_each_consumer(tx)[1].items():
-            settings, state, name = tx.one("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
+            settings, state, name = tx.first("SELECT settings, state, name FROM consumers WHERE id = ?", (number,))
             try:
                 parse_settings(settings)
             except ValueError:
@@ -1085,7 +1085,7 @@ def _repair_consumers(book: Book, report: Report) -> bool:
             consumer = create_consumer(tx, name, ConsumerConfig())
             tx.run("UPDATE consumers SET id = ? WHERE id = ?", (number, consumer.id))
             report.add_repair("consumer", f"number {number} had no row: it has the settings of a new one now", name)
-        return not missing and tx.one("SELECT 1 FROM consumers LIMIT 1") is not None
+        return not missing and tx.first("SELECT 1 FROM consumers LIMIT 1") is not None
 
 
 def _repair_records(book: Book, report: Report) -> None:
@@ -1102,7 +1102,9 @@ def _repair_records(book: Book, report: Report) -> None:
         elif problem.kind == "uses":
             with book.ledger.write() as tx:
                 tx.run("DELETE FROM media_uses WHERE seq = ?", (problem.seq,))
-                tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.fix])
+                tx.run_many(
+                    "INSERT INTO media_uses (hash, seq) VALUES (?, ?)", [(key, problem.seq) for key in problem.fix]
+                )
             report.add_repair("uses", problem.description, problem.uid)
         else:
             damaged.append((problem.seq, problem.uid, problem.description))

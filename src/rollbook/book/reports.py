@@ -110,7 +110,7 @@ def read_history(book: Book, uid: str) -> list[Entry]:
     """Implement `Book.history`."""
     queue.drain_inboxes(book, bounded=True)
     with book.ledger.read() as tx:
-        row = tx.one("SELECT seq FROM records WHERE uid = ?", (uid,))
+        row = tx.first("SELECT seq FROM records WHERE uid = ?", (uid,))
         if row is None:
             raise KeyError(f"uid: got {uid!r}, which is not in the book")
         rows = tx.all(

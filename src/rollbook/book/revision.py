@@ -295,14 +295,14 @@ def rewrite_records(
             if kind == "redacted":
                 mark_for_purge(tx, rewritten_seqs)
                 _clear_quoted_values(tx, seqs)
-            if book.ledger.dialect == "sqlite" and tx.one("SELECT 1 FROM purges WHERE segment = ?", (place.segment,)):
+            if book.ledger.dialect == "sqlite" and tx.first("SELECT 1 FROM purges WHERE segment = ?", (place.segment,)):
                 book.store.seal()  # See `AppendTransaction.__call__`.
             _update_records(tx, rewrites, index_rows, place)
             _add_revisions(tx, rewrites, stored_hashes, author, reason)
             uses = extracted.uses or [()] * len(rewrites)
             _update_media(tx, rewrites, uses, dict(zip(blobs, media_places, strict=True)))
             _record_changes(tx, rewrites, kind, author, reason)
-            tx.many(
+            tx.run_many(
                 "INSERT INTO columns (name, type) VALUES (?, ?) ON CONFLICT DO NOTHING",
                 sorted(index_columns.column_types(records)),
             )
@@ -349,7 +349,7 @@ def _update_records(
     share = -(-place.length // len(rewrites))
     columns = (*index_columns.IndexColumns._fields, "revision", "segment", "start", "size", "slot", "bytes")
     location = (place.segment, place.offset, place.length)
-    tx.many(
+    tx.run_many(
         f"UPDATE records SET {', '.join(f'{name} = ?' for name in columns)} WHERE seq = ?",
         [
             (*index_rows[slot], rewrite.revision, *location, slot, share, rewrite.seq)
@@ -361,7 +361,7 @@ def _update_records(
 def _add_revisions(
     tx: Transaction, rewrites: Sequence[_Rewrite], hashes: Sequence[bytes], author: str, reason: str | None
 ) -> None:
-    tx.many(
+    tx.run_many(
         "INSERT INTO revisions (seq, n, time, author, reason, fields, full_hash) VALUES (?, ?, ?, ?, ?, ?, ?)",
         [
             (rewrite.seq, rewrite.revision, tx.now, author, reason, ",".join(rewrite.fields), content)
@@ -374,13 +374,13 @@ def _update_media(
     tx: Transaction, rewrites: Sequence[_Rewrite], uses: Sequence[Sequence[str]], places: Mapping[str, Place]
 ) -> None:
     """Write which media the rewritten records use, by hash, and where new media are."""
-    tx.many("DELETE FROM media_uses WHERE seq = ?", [(rewrite.seq,) for rewrite in rewrites])
+    tx.run_many("DELETE FROM media_uses WHERE seq = ?", [(rewrite.seq,) for rewrite in rewrites])
     rows = [(key, rewrite.seq) for rewrite, keys in zip(rewrites, uses, strict=True) for key in keys]
-    tx.many(
+    tx.run_many(
         "INSERT INTO media (hash, segment, start, size) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
         [(key, places[key].segment, places[key].offset, places[key].length) for key, _ in rows],
     )
-    tx.many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", rows)
+    tx.run_many("INSERT INTO media_uses (hash, seq) VALUES (?, ?)", rows)
 
 
 def _record_changes(tx: Transaction, rewrites: Sequence[_Rewrite], kind: str, author: str, reason: str | None) -> None:
@@ -514,8 +514,8 @@ def _store_hashes(book: Book, seqs: Sequence[int], stored_hashes: Sequence[bytes
     """Store the hashes of records that added nothing, so that the next append recognizes them at once."""
     with book.ledger.write() as tx:
         for seq, content in zip(seqs, stored_hashes, strict=True):
-            if tx.one("SELECT 1 FROM revisions WHERE seq = ? AND full_hash = ?", (seq, content)) is None:
-                n = tx.one("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
+            if tx.first("SELECT 1 FROM revisions WHERE seq = ? AND full_hash = ?", (seq, content)) is None:
+                n = tx.first("SELECT COALESCE(MIN(n), 0) FROM revisions WHERE seq = ? AND n <= 0", (seq,))[0] - 1
                 tx.run(
                     "INSERT INTO revisions (seq, n, time, author, reason, fields, full_hash) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -192,7 +192,7 @@ def suspend_rollouts(book: Book, settings: Mapping[str, Any]) -> None:
 
 def _restart_rollouts(tx: Transaction, status: str, settings: Mapping[str, Any], next: int | None = None) -> None:
     """Void all claims and store a new state, with the number of the first group that was not started if it is known."""
-    row = tx.one("SELECT next, fence FROM rollouts WHERE id = 0")
+    row = tx.first("SELECT next, fence FROM rollouts WHERE id = 0")
     last_next, fence = row or (0, 0)
     _void_claims(tx, "trainer started")
     tx.run("DELETE FROM rollouts")
@@ -263,7 +263,7 @@ def read_rollouts(book: Book) -> RolloutState | None:
     RolloutState(status='open', next=3, limit=3, returned=[1], in_flight=[], settings={'lr': 1})
     """
     with book.ledger.read() as tx:
-        row = tx.one("SELECT status, next, highest, settings FROM rollouts WHERE id = 0")
+        row = tx.first("SELECT status, next, highest, settings FROM rollouts WHERE id = 0")
         if row is None:
             return None
         claims = tx.all("SELECT state, number, fence, version, worker, claimed, expires FROM claims ORDER BY number")
@@ -291,7 +291,7 @@ def count_open_groups(book: Book, consumer: str = "train") -> int:
     refresh_consumer(book, consumer)
     with book.ledger.read() as tx:
         group = get_consumer(tx, consumer)
-        (count,) = tx.one(
+        (count,) = tx.first(
             "SELECT COUNT(DISTINCT gid) FROM queue WHERE consumer = ? AND state IN ('waiting', 'cooling', 'leased')",
             (group.id,),
         )
@@ -376,7 +376,7 @@ def _may_claim(book: Book) -> bool:
 
 
 def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[RolloutClaim]:
-    row = tx.one(f"SELECT status, next, highest, fence FROM rollouts WHERE id = 0{tx.for_update}")
+    row = tx.first(f"SELECT status, next, highest, fence FROM rollouts WHERE id = 0{tx.for_update}")
     if row is None or row[0] != OPEN:
         return []
     _, next_group, limit, fence = row
@@ -384,9 +384,9 @@ def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Rol
         "SELECT number, worker, state, factor FROM claims WHERE state = ? OR expires <= ? ORDER BY number LIMIT ?",
         (RETURNED, tx.now, count),
     )
-    fresh = range(next_group, max(min(limit, next_group + count - len(free)), next_group))
+    new_groups = range(next_group, max(min(limit, next_group + count - len(free)), next_group))
     factors = {number: min(factor * (1 + (state == CLAIMED)), _MAX_FACTOR) for number, _, state, factor in free}
-    factors |= dict.fromkeys(fresh, 1)
+    factors |= dict.fromkeys(new_groups, 1)
     if not factors:
         return []
     version = queue.announced_version(tx) or 0
@@ -402,7 +402,7 @@ def _claim(tx: Transaction, worker: str, count: int, seconds: float) -> list[Rol
         "excluded.version, claimed = excluded.claimed, expires = excluded.expires, "
         "factor = excluded.factor, state = excluded.state",
     )
-    tx.run("UPDATE rollouts SET next = ?, fence = ? WHERE id = 0", (fresh.stop, claims[-1].fence))
+    tx.run("UPDATE rollouts SET next = ?, fence = ? WHERE id = 0", (new_groups.stop, claims[-1].fence))
     expired = [(number, holder) for number, holder, state, _ in free if state == CLAIMED]
     queue.record_events(
         tx,
@@ -423,7 +423,7 @@ def _describe(claim: RolloutClaim) -> dict[str, Any]:
 
 
 def _has_claims(tx: Transaction, claims: Sequence[RolloutClaim]) -> bool:
-    return not claims or tx.one("SELECT 1 FROM claims WHERE fence = ?", (claims[-1].fence,)) is not None
+    return not claims or tx.first("SELECT 1 FROM claims WHERE fence = ?", (claims[-1].fence,)) is not None
 
 
 def _find_current(tx: Transaction, claims: Sequence[RolloutClaim]) -> list[RolloutClaim]:
@@ -554,7 +554,7 @@ def append_rollouts(
         return False
     # An earlier call may have taken effect, of which the answer was lost.
     with book.ledger.read() as tx:
-        return tx.one("SELECT 1 FROM events WHERE kind = 'generated' AND lease = ?", (claim.fence,)) is not None
+        return tx.first("SELECT 1 FROM events WHERE kind = 'generated' AND lease = ?", (claim.fence,)) is not None
 
 
 @served(repeat=True)
@@ -737,14 +737,14 @@ def publish_weights(book: Book, version: int, files: Mapping[str, bytes], metada
         # A worker may be reading the weights before these.
         retained_ids = [name] if pointer is None else [name, pointer["id"]]
         if folder is None:
-            part = 0
+            block = 0
             for file_name, data in files.items():
                 for chunk in _split(data):
                     tx.run(
                         "INSERT INTO weights (id, part, name, data) VALUES (?, ?, ?, ?)",
-                        (name, part, _check_file_name(file_name), chunk),
+                        (name, block, _check_file_name(file_name), chunk),
                     )
-                    part += 1
+                    block += 1
             tx.run(f"DELETE FROM weights WHERE NOT (id {tx.in_texts})", (tx.array(retained_ids),))
         tx.run(
             "INSERT INTO meta (key, value) VALUES ('weights', ?) "
@@ -773,7 +773,7 @@ def _weights_folder(book: Book) -> Path | None:
 
 
 def _read_pointer(tx: Transaction) -> dict[str, Any] | None:
-    row = tx.one("SELECT value FROM meta WHERE key = 'weights'")
+    row = tx.first("SELECT value FROM meta WHERE key = 'weights'")
     return None if row is None else parse_object(row[0], "meta: weights")
 
 

@@ -97,16 +97,38 @@ class Sampler(Protocol):
         Args:
             item: The record or group.
             state: The sampler's state, which may change.
+
+        Returns:
+            The rank; the lowest is leased first.
         """
 
     def weight(self, item: Item) -> float:
-        """Return the item's relative probability; 1 for samplers that are not random."""
+        """Return the item's relative probability; 1 for samplers that are not random.
+
+        Args:
+            item: The item.
+
+        Returns:
+            The relative probability.
+        """
 
     def record_lease(self, rank: float, state: State) -> None:
-        """Update the state after an item of this rank was leased."""
+        """Update the state after an item of this rank was leased.
+
+        Args:
+            rank: Rank of the leased item.
+            state: State of the sampler, which is changed.
+        """
 
     def reuse(self, item: Item) -> tuple[bool, float]:
-        """Return whether an item may be used again after `item.uses` uses, and its cooldown in seconds."""
+        """Return whether an item may be used again after `item.uses` uses, and its cooldown in seconds.
+
+        Args:
+            item: The item.
+
+        Returns:
+            Whether it may be used again, and the cooldown.
+        """
 
 
 class _Ordered:

@@ -166,6 +166,9 @@ def read_status(book: Book, seconds: float = 10.0, leases: int = 20) -> BookStat
         seconds: Rates are averages over the last N seconds, or over the last `MAX_EVENTS` events if these span less.
         leases: How many leases to list for each consumer.
 
+    Returns:
+        Counts, queues, leases, rates and rollouts in progress.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3], reward=reward) for reward in (0.0, 1.0)])
@@ -218,9 +221,9 @@ def _read_tallies(tx: Transaction) -> defaultdict[int, Counter[tuple[str, str]]]
 def _read_events(tx: Transaction, seconds: float) -> _RecentEvents:
     """Count the events of the last seconds, from the newest ones backward."""
     # Events have no index on the time, but a later one has a higher id, apart from concurrent transactions.
-    earlier = int(tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0]) - MAX_EVENTS
+    earlier = int(tx.first("SELECT COALESCE(MAX(id), 0) FROM events")[0]) - MAX_EVENTS
     if earlier > 0:
-        (oldest,) = tx.one("SELECT time FROM events WHERE id > ? ORDER BY id LIMIT 1", (earlier,))
+        (oldest,) = tx.first("SELECT time FROM events WHERE id > ? ORDER BY id LIMIT 1", (earlier,))
         seconds = min(max(tx.now - oldest, 0.001), seconds)
     rows = tx.all(
         "SELECT kind, consumer, CASE kind WHEN 'generated' THEN detail END, COUNT(*) FROM events "
@@ -275,7 +278,7 @@ def _read_consumer(
         dropped=dropped,
         evaluation=tallies[0]["evaluation", ""],
     )
-    (active,) = tx.one("SELECT COUNT(*) FROM leases WHERE consumer = ? AND state = 'active'", (consumer.id,))
+    (active,) = tx.first("SELECT COUNT(*) FROM leases WHERE consumer = ? AND state = 'active'", (consumer.id,))
     rates = {kind: count / events.seconds for kind, count in sorted(events.by_consumer[consumer.id].items())}
     if by_state[queue.WAITING] + inbox > MAX_WAITING:
         groups = int(consumer.state.get("ready", (0, 0.0))[0]) if consumer.grouped else None
@@ -305,7 +308,7 @@ def _read_queue(tx: Transaction, consumer: Consumer, announced: int | None) -> t
 def _read_version_range(tx: Transaction, consumer: Consumer, announced: int | None) -> Staleness | None:
     """Return the least and greatest staleness of a long queue, without its inbox, by an index."""
     oldest, newest = (
-        tx.one(
+        tx.first(
             "SELECT version FROM queue WHERE consumer = ? AND state = 'waiting' AND version IS NOT NULL "
             f"ORDER BY version {order} LIMIT 1",
             (consumer.id,),
@@ -318,7 +321,7 @@ def _read_version_range(tx: Transaction, consumer: Consumer, announced: int | No
 
 
 def _read_rollouts(tx: Transaction, rate: float) -> RolloutStatus | None:
-    row = tx.one("SELECT status, next, highest FROM rollouts WHERE id = 0")
+    row = tx.first("SELECT status, next, highest FROM rollouts WHERE id = 0")
     if row is None:
         return None
     claims = tx.all("SELECT state, claimed, expires, worker FROM claims ORDER BY claimed, number")

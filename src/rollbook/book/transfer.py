@@ -294,9 +294,9 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
             if copy.ledger.dialect == "postgresql":
                 # The copied numbers did not come from the sequences, which have to continue after them.
                 number = "(SELECT COALESCE(MAX(id), 0) + 1 FROM events)"
-                out.one(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
+                out.first(f"SELECT setval(pg_get_serial_sequence('events', 'id'), {number}, false)")
                 for table, key in (("records", "seq"), ("leases", "id")):
-                    out.one(
+                    out.first(
                         f"SELECT setval('{table}_numbers', (SELECT COALESCE(MAX({key}), 0) + 1 FROM {table}), false)"
                     )
         delete_removed_consumers(copy.ledger)
@@ -314,13 +314,13 @@ def _fill_copy(book: Book, copy: Book, name: str | None) -> None:
         else:
             queue.recount_all(out)
             _void_leases_at(out, point)
-            last = out.one("SELECT MAX(id) FROM events")[0]
+            last = out.first("SELECT MAX(id) FROM events")[0]
             lineage = queue.read_lineage(out)
             undo_work(out, copy, point, "drop")
             # The copy has no events from after the checkpoint.
             queue.save_lineage(out, lineage.clipped(point.seq))
             out.run("DELETE FROM events WHERE id > ? AND kind IN ('voided', 'rewound', 'forgotten')", (last,))
-        detail = json.loads(out.one("SELECT value FROM meta WHERE key = 'from'")[0])
+        detail = json.loads(out.first("SELECT value FROM meta WHERE key = 'from'")[0])
         queue.record_events(out, [queue.Event("copied", reason=name, detail=detail)])
         hit_failpoint("end of snapshot")
 
@@ -378,7 +378,7 @@ def _copy_table(tx: Transaction, out: Transaction, table: str, point: Point | No
         )
         if not rows:
             return
-        out.many(f"INSERT INTO {table} ({listed}) VALUES ({marks})", rows)
+        out.run_many(f"INSERT INTO {table} ({listed}) VALUES ({marks})", rows)
         last = tuple(rows[-1][i] for i in at)
 
 
@@ -387,7 +387,7 @@ def _copy_meta(tx: Transaction, out: Transaction, point: Point | None) -> None:
     values = dict(tx.all("SELECT key, value FROM meta"))
     meta = {
         "book": values["book"],
-        "event": tx.one("SELECT COALESCE(MAX(id), 0) FROM events")[0] if point is None else point.event,
+        "event": tx.first("SELECT COALESCE(MAX(id), 0) FROM events")[0] if point is None else point.event,
         "checkpoint": None if point is None else point.name,
         "from": json.loads(values["from"]) if "from" in values else None,
     }
@@ -475,7 +475,7 @@ def _follow_move(source: Ledger, copy: Book, place: Place, seqs: Sequence[int]) 
     if any(Place(*now[seq][:3]) == place for seq in seqs):
         raise CorruptBookError(f"segment {place.segment} is missing, but the ledger refers to it; see `rollbook check`")
     with copy.ledger.write() as out:
-        out.many(
+        out.run_many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ? WHERE seq = ?",
             [(*now[seq][:4], seq) for seq in seqs],
         )
@@ -498,7 +498,7 @@ def _put_frames(copy: Book, batch: Sequence[tuple[list[tuple[int, int]], Any]]) 
     places = copy.store.put([frame for _, frame in batch])
     with copy.ledger.write() as out:
         _check_stored(copy, places)
-        out.many(
+        out.run_many(
             "UPDATE records SET segment = ?, start = ?, size = ?, slot = ?, bytes = ? WHERE seq = ?",
             [
                 (place.segment, place.offset, place.length, slot, -(-place.length // len(members)), seq)
@@ -540,7 +540,7 @@ def _read_medium(book: Book, source: Ledger, key: str, place: Place) -> memoryvi
         return book.store.get(place)
     except MissingSegmentError:
         with source.read() as tx:
-            row = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
+            row = tx.first("SELECT segment, start, size FROM media WHERE hash = ?", (key,))
         if row is None:
             raise _SourceChangedError from None
         if Place(*row) == place:
@@ -556,7 +556,7 @@ def _put_media(copy: Book, batch: Sequence[tuple[str, Any]]) -> None:
     places = copy.store.put([data for _, data in batch])
     with copy.ledger.write() as out:
         _check_stored(copy, places)
-        out.many(
+        out.run_many(
             "UPDATE media SET segment = ?, start = ?, size = ? WHERE hash = ?",
             [(p.segment, p.offset, p.length, key) for (key, _), p in zip(batch, places, strict=True)],
         )

@@ -183,7 +183,7 @@ def _summarize_ledger(ledger: Ledger) -> dict[str, Any]:
 
     try:
         with ledger.read() as tx:
-            layout = tx.one("SELECT value FROM meta WHERE key = 'layout'")
+            layout = tx.first("SELECT value FROM meta WHERE key = 'layout'")
             if layout is not None and layout[0] != str(LAYOUT):
                 raise ValueError(f"the book has layout {layout[0]}, this version reads {LAYOUT}")
             meta = dict(tx.all("SELECT key, value FROM meta WHERE key IN ('policy_version', 'made') LIMIT 2"))
@@ -235,7 +235,7 @@ def _last_step_and_reward(tx: Transaction, evaluation: int) -> tuple[int | None,
     rows = tx.all(f"SELECT batch, version_min FROM records WHERE {present} ORDER BY seq DESC LIMIT 1")
     if not rows:
         return None, None
-    mean = tx.one(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {present}", (rows[0][0],))[0]
+    mean = tx.first(f"SELECT AVG(reward) FROM records WHERE batch = ? AND {present}", (rows[0][0],))[0]
     return record_step(*rows[0]), mean
 
 

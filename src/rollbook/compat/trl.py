@@ -81,6 +81,9 @@ def to_trl(
         per_token_advantages: Return `advantages` [B, R], which TRL's loss also takes, instead of [B].
         num_items_in_batch: The tokens of the loss on all processes; by default the actions of this batch.
 
+    Returns:
+        Tensors by the names of TRL, padded: prompts [B, P] on the left, completions [B, R] on the right.
+
     Raises:
         ValueError: Without `per_token_advantages`, the actions of a row have different advantages; or only some rows
             have a field.

@@ -87,6 +87,9 @@ def to_verl(
         get_rope_index: This method of a vision-language model. `position_ids` are then [B, 4, P + R], the positions of
             the text first, as verl has them for such models.
 
+    Returns:
+        A `DataProto`, or a `TensorDict` with `tensordict_only`.
+
     Raises:
         ValueError: Only some rows have a field or a reward (verl would read 0), or a row is longer than P or R.
 

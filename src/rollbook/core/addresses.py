@@ -34,6 +34,9 @@ def is_secret_name(name: str, strict: bool = False) -> bool:
         name: The name.
         strict: Whether names such as `token` and `key` count, as in headers and URLs.
 
+    Returns:
+        Whether the value must be hidden.
+
     >>> [is_secret_name(name) for name in ("X-Api-Key", "api_key_env", "token")], is_secret_name("token", strict=True)
     ([True, False, False], True)
     """

@@ -843,7 +843,7 @@ def _fail(fits: NDArray[np.bool_], message: str, values: pa.Array | None = None)
 
 
 def token_lengths(columns: Columns, count: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """[N] Return the number of tokens of each record, and whether it has tokens."""
+    """Return the number of tokens of each record, and whether it has tokens. Shape: [N]."""
     tokens, other = columns.get("tokens"), columns.get("tokens__other")
     lengths = tokens.lengths.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.int64)
     present = tokens.present.copy() if isinstance(tokens, Ragged) else np.zeros(count, dtype=np.bool_)
@@ -875,14 +875,14 @@ def kinds(column: pa.Array) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArr
 
 
 def truncated(columns: Columns, count: int) -> NDArray[np.bool_]:
-    """[N] Return which records have a truncated prompt."""
+    """Return which records have a truncated prompt. Shape: [N]."""
     if "truncate_status" not in columns:
         return np.zeros(count, dtype=np.bool_)
     return np.asarray(pc.fill_null(pc.equal(columns["truncate_status"], "prompt_truncated"), False))
 
 
 def has(columns: Columns, name: str, count: int) -> NDArray[np.bool_]:
-    """[N] Return which records have a value in a tensor field."""
+    """Return which records have a value in a tensor field. Shape: [N]."""
     column, other = columns.get(name), columns.get(f"{name}__other")
     present = column.present if isinstance(column, Ragged) else np.zeros(count, dtype=np.bool_)
     return present if other is None else present | np.asarray(other.is_valid())

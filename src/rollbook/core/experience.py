@@ -1,7 +1,7 @@
 """`Experience`, the record; `CustomField`; conversion and validation of field values; splitting of preference pairs.
 
 Invariant: a constructed record fits the field table: slot j of every response-axis field describes token
-`prompt_length + j`, its kind is stored, and no other record shares its dicts and lists.
+`prompt_length + j`, its `experience_type` is stored, and no other record shares its dicts and lists.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from rollbook.core.fields import BATCH_NAMES, DTYPES, EXPERIENCE_TYPES, FIELDS, 
 from rollbook.core.freeform import same
 from rollbook.core.ids import EID
 from rollbook.core.ragged import promote
+
+__all__ = ["CustomField", "Experience"]
 
 FieldValue: TypeAlias = Any
 """A value for a field, of any type until `convert` has checked it."""
@@ -96,16 +98,16 @@ class CustomField:
         """Read what `to_dict` returned. The type is looked up in a fixed table, never on the torch module."""
         if not isinstance(data, Mapping) or set(data) != {"source_field", "destination_field", "data_type"}:
             raise ValueError(f"CustomField: got {data!r}, expected source_field, destination_field and data_type")
-        kind = data["data_type"]
-        if isinstance(kind, str):
-            kind = TORCH_DTYPES.get(kind.removeprefix("torch."), kind)
-        return cls(data["source_field"], data["destination_field"], kind)
+        dtype = data["data_type"]
+        if isinstance(dtype, str):
+            dtype = TORCH_DTYPES.get(dtype.removeprefix("torch."), dtype)
+        return cls(data["source_field"], data["destination_field"], dtype)
 
 
-def _check_dtype(field: Field, tensor: torch.Tensor, where: str = "") -> None:
+def _check_dtype(field: Field, tensor: torch.Tensor, prefix: str = "") -> None:
     if tensor.is_complex() or (field.accepts == "integer" and tensor.dtype not in _INTEGER_DTYPES):
         expected = "integers" if field.accepts == "integer" else "real numbers"
-        raise ValueError(f"{where}{field.name}: got a tensor of {dtype_name(tensor)}, expected {expected}")
+        raise ValueError(f"{prefix}{field.name}: got a tensor of {dtype_name(tensor)}, expected {expected}")
 
 
 def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
@@ -139,16 +141,16 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
             # Lists of 0-d tensors, or of numpy scalars of different types, as loops over tokens build them.
             array = np.asarray([entry.item() if isinstance(entry, torch.Tensor) else entry for entry in value])
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name}: got {shown(value)}, expected numbers: {error}") from None
+        raise ValueError(f"{name}: got {describe_value(value)}, expected numbers: {error}") from None
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)
     if array.dtype.kind not in ("iu" if field.accepts == "integer" else "biuf"):
         expected = "integers" if field.accepts == "integer" else "real numbers"
         if array.dtype.kind in "OUSM" and isinstance(value, (list, tuple)):
             wrong = next((i for i, entry in enumerate(value) if not isinstance(entry, (int, float))), 0)
-            raise ValueError(f"{name}[{wrong}]: got {shown(value[wrong])}, expected {expected}")
+            raise ValueError(f"{name}[{wrong}]: got {describe_value(value[wrong])}, expected {expected}")
         if array.dtype.kind in "OUSM":
-            raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
+            raise ValueError(f"{name}: got {describe_value(value)}, expected {expected}")
         raise ValueError(f"{name}: got values of {array.dtype}, expected {expected}")
     # numpy has no bfloat16: convert to float32 first, which represents it exactly.
     target = np.dtype("float32" if field.dtype == "bfloat16" else field.dtype)
@@ -171,8 +173,8 @@ def as_tensor(field: Field, value: FieldValue) -> torch.Tensor:
 _ATOMS = frozenset((float, int, bool, str, type(None)))
 
 
-def own(value: FieldValue, tensors: bool = False) -> Any:
-    """Copy the containers and arrays in a value and, with `tensors`, also the tensors."""
+def copy_containers(value: FieldValue, tensors: bool = False) -> Any:
+    """Copy a value with its containers and arrays and, with `tensors`, also its tensors."""
     if type(value) in _ATOMS:  # first, since `isinstance(x, torch.Tensor)` is slow for other types
         return value
     if tensors and isinstance(value, torch.Tensor):
@@ -180,27 +182,27 @@ def own(value: FieldValue, tensors: bool = False) -> Any:
     if isinstance(value, dict):
         mapping = {} if type(value) is dict else copy.copy(value)
         for key, entry in value.items():
-            mapping[key] = own(entry, tensors)
+            mapping[key] = copy_containers(entry, tensors)
         return mapping
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind(map(own, value, repeat(tensors)))
+    container_type = type(value)
+    if container_type is list or container_type is tuple:
+        return container_type(map(copy_containers, value, repeat(tensors)))
     if isinstance(value, list):
         entries = copy.copy(value)
-        entries[:] = map(own, value, repeat(tensors))
+        entries[:] = map(copy_containers, value, repeat(tensors))
         return entries
     if isinstance(value, (np.ndarray, set, bytearray)):
         return value.copy()
     return value
 
 
-def shown(value: FieldValue) -> str:
+def describe_value(value: FieldValue) -> str:
     """Describe a value for an error message: its type and a short repr."""
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
-EMPTY: dict[str, Any] = {"json": dict, "custom_fields": list}
-"""Default values by kind."""
+DEFAULT_FACTORIES: dict[str, Any] = {"json": dict, "custom_fields": list}
+"""Functions that make the default values, by kind of field."""
 
 
 def convert(field: Field, value: FieldValue) -> Any:
@@ -220,7 +222,7 @@ def convert(field: Field, value: FieldValue) -> Any:
     if value is None:
         if kind == "eid":
             return EID()
-        return EMPTY[kind]() if field.always or kind == "custom_fields" else None
+        return DEFAULT_FACTORIES[kind]() if field.always or kind == "custom_fields" else None
     if kind == "tensor":
         if field.broadcast and isinstance(value, (int, np.integer)) and not isinstance(value, bool):
             if not -(2**31) <= value < 2**31:
@@ -231,7 +233,7 @@ def convert(field: Field, value: FieldValue) -> Any:
         return as_tensor(field, value)
     if kind == "text":
         if not isinstance(value, str):
-            raise ValueError(f"{name}: got {shown(value)}, expected a str")
+            raise ValueError(f"{name}: got {describe_value(value)}, expected a str")
         return value
     if kind == "number":
         return value if type(value) is float else _number(name, value)
@@ -241,7 +243,7 @@ def convert(field: Field, value: FieldValue) -> Any:
         except (TypeError, ValueError, RuntimeError):
             number = None
         if number is None or isinstance(value, bool):
-            raise ValueError(f"{name}: got {shown(value)}, expected an int")
+            raise ValueError(f"{name}: got {describe_value(value)}, expected an int")
         if name == "group_size" and number < 1:
             raise ValueError(f"{name}: got {number}, expected at least 1")
         return number
@@ -252,14 +254,14 @@ def convert(field: Field, value: FieldValue) -> Any:
         return _media(name, value)
     if kind == "custom_fields":
         if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-            raise ValueError(f"{name}: got {shown(value)}, expected a list of CustomField")
+            raise ValueError(f"{name}: got {describe_value(value)}, expected a list of CustomField")
         return [entry if isinstance(entry, CustomField) else CustomField.from_dict(entry) for entry in value]
     if field.holds == "dict" and not isinstance(value, Mapping):
-        raise ValueError(f"{name}: got {shown(value)}, expected a dict")
+        raise ValueError(f"{name}: got {describe_value(value)}, expected a dict")
     if field.holds == "list" and not isinstance(value, (list, tuple)):
-        raise ValueError(f"{name}: got {shown(value)}, expected a list")
+        raise ValueError(f"{name}: got {describe_value(value)}, expected a list")
     try:
-        return own(value if isinstance(value, dict) or not isinstance(value, Mapping) else dict(value))
+        return copy_containers(value if isinstance(value, dict) or not isinstance(value, Mapping) else dict(value))
     except RecursionError:
         raise ValueError(f"{name}: nested too deeply, or contains itself") from None
 
@@ -286,9 +288,9 @@ def _is_stored_form(field: Field, values: list[Any]) -> bool:
     if not types <= _STORED_TYPES[field.kind]:
         return False
     if field.kind in ("media", "custom_fields"):
-        kind = torch.Tensor if field.kind == "media" else CustomField
+        entry_type = torch.Tensor if field.kind == "media" else CustomField
         entries = (entry for value in values if value for entry in (value.values() if field.kind == "media" else value))
-        return all(isinstance(entry, kind) for entry in entries)
+        return all(isinstance(entry, entry_type) for entry in entries)
     return True
 
 
@@ -337,7 +339,7 @@ def _number(name: str, value: FieldValue) -> float:
     if not isinstance(value, (int, float, np.integer, np.floating, np.bool_)):
         if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
             return float(value.item())
-        raise ValueError(f"{name}: got {shown(value)}, expected a number")
+        raise ValueError(f"{name}: got {describe_value(value)}, expected a number")
     try:
         return float(value)
     except OverflowError:
@@ -356,7 +358,7 @@ def as_eid(value: FieldValue) -> EID:
             )
         return EID(**value)
     hint = " (EID.parse reads a uid)" if isinstance(value, str) else ""
-    raise ValueError(f"eid: got {shown(value)}, expected an EID or a dict of its parts{hint}")
+    raise ValueError(f"eid: got {describe_value(value)}, expected an EID or a dict of its parts{hint}")
 
 
 def _holds_arrays(value: FieldValue) -> bool:
@@ -613,8 +615,8 @@ class Experience:
             "type": self.experience_type,
             "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length,
-            "info": own(self.info),
-            "metrics": own(self.metrics),
+            "info": copy_containers(self.info),
+            "metrics": copy_containers(self.metrics),
         }
         if self.chosen is not None and self.rejected is not None and self.experience_type == "dpo":
             parts["chosen_length"], parts["rejected_length"] = len(self.chosen), len(self.rejected)
@@ -626,7 +628,7 @@ class Experience:
             if field.kind == "number":
                 parts[name] = float(entry)
             elif field.kind in ("text", "integer", "json"):
-                parts[name] = own(entry)
+                parts[name] = copy_containers(entry)
         return parts
 
     def replace(self, **changes: FieldValue) -> Experience:
@@ -658,7 +660,7 @@ class Experience:
         new = self.replace()
         for name in FIELDS:
             if name in new.__dict__ and name != "eid":
-                new.__dict__[name] = own(new.__dict__[name], tensors=True)
+                new.__dict__[name] = copy_containers(new.__dict__[name], tensors=True)
         return new
 
     def __copy__(self) -> Experience:
@@ -718,7 +720,7 @@ Experience.unknown = MappingProxyType({})
 
 
 def _build(record: Experience, arguments: Mapping[str, Any]) -> None:
-    """Convert the arguments and infer the kind, the prompt length and the mask if they are not given."""
+    """Convert the arguments and infer `experience_type`, the prompt length and the mask if they are not given."""
     state = record.__dict__
     for name, field in FIELDS.items():
         converted = convert(field, arguments.get(name))
@@ -729,16 +731,16 @@ def _build(record: Experience, arguments: Mapping[str, Any]) -> None:
     if "experience_type" not in state:
         pair = record.chosen is not None and record.rejected is not None
         state["experience_type"] = "multi_turn" if record.action_mask is not None else "dpo" if pair else "single_turn"
-    kind = state["experience_type"]
-    if kind == "dpo":
+    experience_type = state["experience_type"]
+    if experience_type == "dpo":
         state["prompt_length"] = len(record.tokens) if record.tokens.dim() else 0
     state.setdefault("prompt_length", 1)
-    cut = record.truncate_status == "prompt_truncated"
-    if cut and record.logprobs is not None and kind != "dpo":
+    is_truncated = record.truncate_status == "prompt_truncated"
+    if is_truncated and record.logprobs is not None and experience_type != "dpo":
         width = len(record.logprobs) if record.logprobs.dim() else 0
-        if kind == "single_turn" or record.action_mask is None:
+        if experience_type == "single_turn" or record.action_mask is None:
             state["action_mask"] = torch.zeros(width, dtype=torch.bool, device=record.logprobs.device)
-    elif kind == "single_turn" and record.action_mask is None and record.tokens.dim() == 1:
+    elif experience_type == "single_turn" and record.action_mask is None and record.tokens.dim() == 1:
         width = max(len(record.tokens) - record.prompt_length, 0)
         state["action_mask"] = torch.ones(width, dtype=torch.bool, device=record.tokens.device)
 
@@ -757,62 +759,64 @@ def implied_mask(record: Experience) -> bool:
     return bool((~mask if record.truncate_status == "prompt_truncated" else mask).all())
 
 
-def validate(record: Experience, where: str = "") -> None:
-    """Raise `ValueError` if a record does not fit the field table. `where` is the prefix of the message."""
-    kind, length, prompt = record.experience_type, 0, record.prompt_length
+def validate(record: Experience, prefix: str = "") -> None:
+    """Raise `ValueError` if a record does not fit the field table. `prefix` is the prefix of the message."""
+    experience_type, length, prompt = record.experience_type, 0, record.prompt_length
     if record.tokens is None:
-        raise ValueError(f"{where}tokens: got None, expected token ids")
+        raise ValueError(f"{prefix}tokens: got None, expected token ids")
     if not isinstance(prompt, int):
-        raise ValueError(f"{where}prompt_length: got {prompt!r}, expected an int")
+        raise ValueError(f"{prefix}prompt_length: got {prompt!r}, expected an int")
     if record.group_size is not None and record.group_size < 1:
-        raise ValueError(f"{where}group_size: got {record.group_size}, expected at least 1")
-    if kind not in EXPERIENCE_TYPES:
-        raise ValueError(f"{where}experience_type: got {kind!r}, expected one of {', '.join(EXPERIENCE_TYPES)}")
+        raise ValueError(f"{prefix}group_size: got {record.group_size}, expected at least 1")
+    if experience_type not in EXPERIENCE_TYPES:
+        raise ValueError(
+            f"{prefix}experience_type: got {experience_type!r}, expected one of {', '.join(EXPERIENCE_TYPES)}"
+        )
     for field in fields.TENSOR_FIELDS[None]:
         tensor = getattr(record, field.name)
         if tensor is None or field.name in record.malformed_fields or (field.broadcast and isinstance(tensor, int)):
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{where}{field.name}: got {type(tensor).__name__}, expected a tensor")
-        _check_dtype(field, tensor, where)
+            raise ValueError(f"{prefix}{field.name}: got {type(tensor).__name__}, expected a tensor")
+        _check_dtype(field, tensor, prefix)
         if tensor.dim() != 1 + field.trailing:
             raise ValueError(
-                f"{where}{field.name}: got shape {list(tensor.shape)}, expected {1 + field.trailing} dimension(s)"
+                f"{prefix}{field.name}: got shape {list(tensor.shape)}, expected {1 + field.trailing} dimension(s)"
             )
     length = len(record.tokens)
-    if not length and kind == "single_turn" and record.truncate_status != "prompt_truncated":
-        raise ValueError(f"{where}tokens: got no tokens, expected a prompt and a response")
+    if not length and experience_type == "single_turn" and record.truncate_status != "prompt_truncated":
+        raise ValueError(f"{prefix}tokens: got no tokens, expected a prompt and a response")
     if (record.chosen is None) != (record.rejected is None):
         missing = "chosen" if record.chosen is None else "rejected"
-        raise ValueError(f"{where}{missing}: got None, expected tokens, since the other answer of the pair is given")
-    if kind == "dpo" and record.chosen is None:
-        raise ValueError(f"{where}chosen: got None, expected tokens in a dpo record")
-    cut = record.truncate_status == "prompt_truncated" and kind != "dpo"
-    if kind == "single_turn" and not (prompt > 0 and (cut or prompt < length)):
+        raise ValueError(f"{prefix}{missing}: got None, expected tokens, since the other answer of the pair is given")
+    if experience_type == "dpo" and record.chosen is None:
+        raise ValueError(f"{prefix}chosen: got None, expected tokens in a dpo record")
+    is_truncated = record.truncate_status == "prompt_truncated" and experience_type != "dpo"
+    if experience_type == "single_turn" and not (prompt > 0 and (is_truncated or prompt < length)):
         raise ValueError(
-            f"{where}prompt_length: got {prompt}, expected 0 < prompt_length < {length}, the number of tokens"
+            f"{prefix}prompt_length: got {prompt}, expected 0 < prompt_length < {length}, the number of tokens"
         )
-    if not prompt >= 0 or (prompt > length and not cut):
-        raise ValueError(f"{where}prompt_length: got {prompt}, expected 0 to {length}, the number of tokens")
-    expected, why = length - prompt, f"{length} tokens - prompt_length {prompt}"
-    if cut:
+    if not prompt >= 0 or (prompt > length and not is_truncated):
+        raise ValueError(f"{prefix}prompt_length: got {prompt}, expected 0 to {length}, the number of tokens")
+    expected, explanation = length - prompt, f"{length} tokens - prompt_length {prompt}"
+    if is_truncated:
         if record.logprobs is None:
-            raise ValueError(f"{where}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
-        expected, why = len(record.logprobs), "as logprobs, the prompt being truncated"
+            raise ValueError(f"{prefix}logprobs: got None, expected them with truncate_status 'prompt_truncated'")
+        expected, explanation = len(record.logprobs), "the number of logprobs, because the prompt is truncated"
         mask = record.action_mask
         malformed = "action_mask" in record.malformed_fields
         if mask is not None and not malformed and not mask.is_meta and bool((mask != 0).any()):
             raise ValueError(
-                f"{where}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
+                f"{prefix}action_mask: got True, expected all False with truncate_status 'prompt_truncated'"
             )
     for field in fields.TENSOR_FIELDS[None]:
         tensor = getattr(record, field.name)
         if not isinstance(tensor, torch.Tensor) or field.name in record.malformed_fields:
             continue
         if field.axis == "response" and len(tensor) != expected:
-            raise ValueError(f"{where}{field.name}: got {len(tensor)} entries, expected {expected} ({why})")
+            raise ValueError(f"{prefix}{field.name}: got {len(tensor)} entries, expected {expected} ({explanation})")
         if field.axis == "sequence" and len(tensor) != length:
-            raise ValueError(f"{where}{field.name}: got {len(tensor)} entries, expected {length}, one for each token")
+            raise ValueError(f"{prefix}{field.name}: got {len(tensor)} entries, expected {length}, one for each token")
 
 
 def row_from_values(
@@ -834,8 +838,8 @@ def row_from_values(
 def find_malformed_fields(row: Experience) -> frozenset[str]:
     """Return the tensor fields whose shape the field table does not allow."""
     expected = len(row.tokens) - row.prompt_length
-    cut = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
-    if cut and row.logprobs is not None:
+    is_truncated = row.truncate_status == "prompt_truncated" and row.experience_type != "dpo"
+    if is_truncated and row.logprobs is not None:
         expected = len(row.logprobs) if row.logprobs.dim() else -1
     malformed = set()
     for field in fields.TENSOR_FIELDS[None]:
@@ -844,19 +848,21 @@ def find_malformed_fields(row: Experience) -> frozenset[str]:
             continue
         lengths = {"response": expected, "sequence": len(row.tokens)}
         fits = tensor.dim() == 1 + field.trailing and len(tensor) == lengths.get(field.axis, len(tensor))
-        if not fits or (field.name == "action_mask" and cut and not tensor.is_meta and bool((tensor != 0).any())):
+        if not fits or (
+            field.name == "action_mask" and is_truncated and not tensor.is_meta and bool((tensor != 0).any())
+        ):
             malformed.add(field.name)
     return frozenset(malformed)
 
 
-def restore(values: Mapping[str, Any], where: str) -> Experience:
+def restore(values: Mapping[str, Any], prefix: str) -> Experience:
     """Build a record from a payload of another framework, which validates less.
 
     Response-axis values of an invalid shape are kept and named in `malformed_fields`; reading them into a batch raises.
 
     Args:
         values: The fields by name.
-        where: Prefix of error messages.
+        prefix: Prefix of error messages.
 
     Returns:
         The record.
@@ -873,7 +879,7 @@ def restore(values: Mapping[str, Any], where: str) -> Experience:
             row.__dict__["malformed_fields"] = malformed
         validate(row)
     except (ValueError, TypeError) as error:
-        raise WireError(f"{where}: {error}") from None
+        raise WireError(f"{prefix}: {error}") from None
     return row
 
 
@@ -893,7 +899,7 @@ def _derive() -> None:
     for name in FIELDS.keys() - Experience.__dataclass_fields__.keys():
         if hasattr(Experience, name):
             raise ValueError(f"field {name!r}: Experience has an attribute of that name")
-    _always[:] = [(f.name, EMPTY[f.kind]) for f in FIELDS.values() if f.always or f.kind == "custom_fields"]
+    _always[:] = [(f.name, DEFAULT_FACTORIES[f.kind]) for f in FIELDS.values() if f.always or f.kind == "custom_fields"]
     for name in Experience.__dataclass_fields__.keys() - FIELDS.keys():
         delattr(Experience, name)
     for name in FIELDS:
@@ -972,15 +978,15 @@ def split_preference_pairs(records: Iterable[Experience]) -> list[Experience]:
             del common["truncate_status"]  # which would require log-probs
         if isinstance(pair.policy_versions, int):
             common["policy_versions"] = pair.policy_versions
-        for which in ("chosen", "rejected"):
-            answer, messages = getattr(pair, which), getattr(pair, f"{which}_messages")
-            for name, tokens in (("tokens", pair.tokens), (which, answer)):
+        for answer_name in ("chosen", "rejected"):
+            answer, messages = getattr(pair, answer_name), getattr(pair, f"{answer_name}_messages")
+            for name, tokens in (("tokens", pair.tokens), (answer_name, answer)):
                 if len(tokens) == 0:
                     raise ValueError(f"record {i} ({pair.eid}): {name}: got no tokens, expected at least one")
-            kind = getattr(torch, result_dtype("tokens", {dtype_name(pair.tokens), dtype_name(answer)}))
+            dtype = getattr(torch, result_dtype("tokens", {dtype_name(pair.tokens), dtype_name(answer)}))
             arguments = {
                 **common,
-                "tokens": torch.cat([pair.tokens.to(kind), answer.to(pair.tokens.device, kind)]),
+                "tokens": torch.cat([pair.tokens.to(dtype), answer.to(pair.tokens.device, dtype)]),
                 "prompt_length": len(pair.tokens),
                 "messages": messages,
                 "parent": pair.eid.uid,

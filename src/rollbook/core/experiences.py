@@ -539,7 +539,14 @@ def _html_caption(count: int, noun: str) -> str:
 
 
 def as_experiences(rows: Iterable[Experience]) -> Experiences:
-    """Return records as columns; `Experiences` are returned as they are."""
+    """Return records as columns; `Experiences` are returned as they are.
+
+    Args:
+        rows: Records, or `Experiences`.
+
+    Returns:
+        The records as columns.
+    """
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
 

@@ -232,7 +232,11 @@ _observers: list[Callable[[], None]] = []
 
 
 def observe(callback: Callable[[], None]) -> None:
-    """Call `callback()` whenever the table changes."""
+    """Call `callback()` whenever the table changes.
+
+    Args:
+        callback: A function without arguments.
+    """
     _observers.append(callback)
 
 
@@ -269,7 +273,11 @@ def declare(field: Field) -> None:
 
 
 def withdraw(name: str) -> None:
-    """Remove a declared field from the table. Its columns become unknown columns, which are preserved."""
+    """Remove a declared field from the table. Its columns become unknown columns, which are preserved.
+
+    Args:
+        name: Name of the field.
+    """
     if name not in FIELDS:
         raise ValueError(f"field {name!r} does not exist")
     del FIELDS[name]

@@ -383,7 +383,11 @@ def _resolve(name: str, image: Medium) -> Any:
 
 
 def _pixels(name: str, image: Medium) -> NDArray[np.uint8]:
-    """[H, W] or [H, W, C] Convert an array or a tensor, with channels first or last, of bytes or floats in [0, 1]."""
+    """Convert an array or a tensor, with channels first or last, of bytes or floats in [0, 1].
+
+    Returns:
+        [H, W] or [H, W, C].
+    """
     if hasattr(image, "detach"):  # a tensor, possibly of a type that numpy does not have
         image = image.detach().cpu()
         image = image.float() if image.is_floating_point() else image

@@ -343,7 +343,11 @@ class Spans:
         return out
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, width] Return the index of the value of each slot, and whether it has one; cached for all fields."""
+        """Return the index of the value of each slot, and whether it has one; cached for all fields.
+
+        Returns:
+            [B, width].
+        """
         if device not in self._gather_indices:
             starts, lengths, offsets = torch.from_numpy(np.stack([self.starts, self.lengths, self.offsets[:-1]])).to(
                 device

@@ -307,7 +307,7 @@ class Vocabulary:
         return decode_utf8_with_ends(data, ends)
 
     def _get_flags(self, ids: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """[L] Return the flags of ids [L]; 0 for those out of range."""
+        """Return the flags of ids [L]; 0 for those out of range. Shape: [L]."""
         flags = np.zeros(len(ids), dtype=np.uint8)
         inside = (ids >= 0) & (ids < len(self))
         flags[inside] = self._flags[ids[inside]]
@@ -337,7 +337,7 @@ def decode_utf8_with_ends(data: bytes, ends: NDArray[np.int64]) -> tuple[str, ND
 
 
 def _character_starts(data: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """[N] Return the bytes at which a character of `data.decode("utf-8", "replace")` starts.
+    """Mark the bytes at which a character of `data.decode("utf-8", "replace")` starts. Shape: [N].
 
     An invalid sequence is replaced as Unicode recommends: each maximal prefix of a valid sequence is one U+FFFD.
     """

@@ -145,7 +145,7 @@ class _Flatbuffer:
         return start + 4, count
 
     def pairs(self, table: int, index: int) -> NDArray[np.int64]:
-        """[count, 2] Return a vector of structs of two 64-bit numbers."""
+        """Return a vector of structs of two 64-bit numbers. Shape: [count, 2]."""
         start, count = self.vector(table, index, 16)
         return np.frombuffer(self.data[start : start + 16 * count], dtype=np.int64).reshape(-1, 2)
 
@@ -484,7 +484,7 @@ class Template:
     places: dict[str, tuple[int, int, int]]
 
     def numbers(self, heads: NDArray[np.uint8], name: str) -> NDArray[np.int64]:
-        """[F, count, 1 or 2] Return the numbers of one kind in heads [F, bytes] of this layout."""
+        """Return the numbers of one kind in heads [F, bytes] of this layout. Shape: [F, count, 1 or 2]."""
         start, count, width = self.places[name]
         raw = np.ascontiguousarray(heads[:, start : start + 8 * width * count])
         return raw.view(np.int64).reshape(len(heads), count, width)
@@ -752,7 +752,7 @@ class RowLayout:
         return self.columns.get(name)
 
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """[N] Return the number of prompt tokens of each record."""
+        """Return the number of prompt tokens of each record. Shape: [N]."""
         return np.array(self.columns["prompt_length"].values, dtype=np.int64)
 
     @property

@@ -79,6 +79,15 @@ class Side:
 def parse_steps(text: str) -> tuple[int, int]:
     """Parse `7` or `3-9` to the first and last step.
 
+    Args:
+        text: A step, or a range.
+
+    Returns:
+        The first and the last step.
+
+    Raises:
+        ValueError: The text is not a step or a range.
+
     >>> parse_steps("3-9"), parse_steps("7")
     ((3, 9), (7, 7))
     """
@@ -103,6 +112,10 @@ def compare(
         texts: Number of responses per side for phrase counts (0: no phrases).
         limit: Maximum number of phrases and prompts.
         solved: Minimum reward of a solved sample; by default the run's (see `solved_reward`).
+
+    Returns:
+        The comparison in JSON types: sides (`a`, `b`), `metrics`, `shares`, `parts`, `logged` numbers, `prompts`,
+        `phrases` and the number of `texts`.
     """
     comparison: dict[str, Any] = {"a": _describe_side(a), "b": _describe_side(b)}
     comparison["metrics"] = {name: _compare_metric(a, b, column) for name, column in METRICS.items()}
@@ -258,6 +271,12 @@ def _count_groups(side: Side, solved: float | None) -> dict[str, int]:
 def count_phrases(text: str) -> Counter[str]:
     """Count the phrases of one to four words in a text; phrases do not cross sentence ends.
 
+    Args:
+        text: The text.
+
+    Returns:
+        The number of occurrences of each phrase, in lower case.
+
     >>> count_phrases("Wait, wait. No")["wait"], "wait no" in count_phrases("Wait, wait. No")
     (2, False)
     """
@@ -388,7 +407,17 @@ def _sample_responses(side: Side, count: int) -> list[_Response]:
 def read_responses(
     source: Source, uids: Sequence[str], chunk_size: int = 64, special: bool = True
 ) -> Iterable[tuple[str, str]]:
-    """Yield the text of each response; without `special`, special tokens end sentences. Loads a few at a time."""
+    """Read the texts of responses, a few trajectories at a time.
+
+    Args:
+        source: Source of the samples.
+        uids: Ids of the samples.
+        chunk_size: Number of trajectories that are loaded at once.
+        special: Whether special tokens are part of the text. Otherwise they end sentences.
+
+    Yields:
+        The id and the text of each response.
+    """
     for start in range(0, len(uids), chunk_size):
         for trajectory in source.trajectories(uids[start : start + chunk_size]):
             if trajectory.tokenized == "ids":

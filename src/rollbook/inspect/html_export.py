@@ -232,6 +232,9 @@ def export_html(
         theme: "auto" (the reader's system), "light" or "dark".
         workers: Child processes for redaction.
 
+    Returns:
+        The file, and what is in it.
+
     Raises:
         ValueError: For bad arguments, no samples, too many samples, or a file above `max_mb`.
     """
@@ -286,7 +289,17 @@ def export_html(
 
 
 def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, **options: Any) -> ExportResult:
-    """Write `export_html` to `path` atomically."""
+    """Write `export_html` to `path` atomically.
+
+    Args:
+        path: The file.
+        source: Source of the samples.
+        answers: Answers about it.
+        options: Other arguments of `export_html`.
+
+    Returns:
+        What was exported.
+    """
     check_regular(path)
     exported = export_html(source, answers, **options)
     folder = os.path.dirname(os.path.abspath(os.fspath(path)))
@@ -304,6 +317,13 @@ def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, *
 
 def as_iframe(content: bytes, *, height: int = 640) -> str:
     """Return an exported file as an iframe for a notebook's `_repr_html_`; it can run its script and nothing else.
+
+    Args:
+        content: Content of the exported file.
+        height: Height of the frame, in pixels.
+
+    Returns:
+        HTML of the frame.
 
     >>> as_iframe(b'<p class="x">', height=200)  # doctest: +ELLIPSIS
     '<iframe sandbox="allow-scripts" srcdoc="&lt;p class=&quot;x&quot;&gt;" ... height="200"></iframe>'

@@ -123,7 +123,7 @@ class Reader:
 
     def _blob(self, name: str) -> bytes | None:
         with self.book.ledger.read() as tx:
-            row = tx.one("SELECT segment, start, size FROM media WHERE hash = ?", (name,))
+            row = tx.first("SELECT segment, start, size FROM media WHERE hash = ?", (name,))
         if row is None:
             return None
         try:

@@ -681,6 +681,9 @@ def asgi_app(
         trusted_hosts: Host names that browsers use ("viewer.example", "viewer.example:8443"); others are rejected.
         tokenizer: Tokenizer for records without text, as for `open_source`.
         annotate: Allow stars and notes.
+
+    Returns:
+        The application.
     """
     if token is not None:
         check_token(token)

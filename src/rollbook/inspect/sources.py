@@ -428,7 +428,7 @@ class Follower:
                 if self._remaining_seqs is not None:
                     self._version_history.read_records(tx)
             if not self._seq:  # also after a rewind, which may undo all training
-                trained = tx.one("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
+                trained = tx.first("SELECT SUM(n) FROM tallies WHERE consumer = ? AND state = 'trained'", (consumer,))
                 self._has_trained = bool(trained and trained[0])
             if self._remaining_seqs is not None:
                 seqs, self._remaining_seqs = self._remaining_seqs[:LEDGER_ROWS], self._remaining_seqs[LEDGER_ROWS:]
@@ -775,7 +775,7 @@ class BookSource:
         """See `Source`."""
         try:
             with self.book.ledger.read() as tx:
-                row = tx.one("SELECT time FROM events ORDER BY id DESC LIMIT 1")
+                row = tx.first("SELECT time FROM events ORDER BY id DESC LIMIT 1")
         except BookError:  # the watcher reports the reason
             return None
         return None if row is None else float(row[0])

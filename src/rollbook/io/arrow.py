@@ -223,7 +223,14 @@ class UnionSchema:
         self.types: dict[str, pa.DataType] = {}
 
     def fit(self, records: Experiences) -> tuple[dict[str, pa.Array], pa.Schema]:
-        """Add a batch; return its arrays and the schema that fits it and all earlier ones."""
+        """Add a batch; return its arrays and the schema that fits it and all earlier ones.
+
+        Args:
+            records: The batch.
+
+        Returns:
+            The arrays by column, and the schema.
+        """
         parts = dict(records.columns)
         for name in [name for name in parts if name in FIELDS and isinstance(parts[name], Ragged)]:
             column = parts[name]
@@ -264,7 +271,16 @@ class UnionSchema:
         return pa.schema(list(ordered.items()))
 
     def table(self, arrays: dict[str, pa.Array], schema: pa.Schema, count: int) -> pa.Table:
-        """Return the arrays as a table of this schema."""
+        """Return the arrays as a table of this schema.
+
+        Args:
+            arrays: What `fit` returned for a batch.
+            schema: A schema that `fit` returned then or later.
+            count: Number of records of the batch.
+
+        Returns:
+            The table.
+        """
         full = {}
         for name, kind in zip(schema.names, schema.types, strict=True):
             array = arrays.get(name)

@@ -153,6 +153,12 @@ def _tag_tensor(entry: Mapping[str, Any]) -> dict[str, Any]:
 def encode_line(row: Experience) -> bytes:
     """Encode one record as a line, without the newline.
 
+    Args:
+        row: The record.
+
+    Returns:
+        JSON in UTF-8.
+
     >>> from rollbook import Experience
     >>> encode_line(Experience(eid={"batch": 1, "suffix": "a"}, tokens=[1, 2, 3], reward=float("nan"))).decode()
     '{"rollbook":1,"eid":{"batch":1,"task":"","run":0,"step":0,"suffix":"a"},"tokens":[1,2,3],"prompt_length":1,\
@@ -216,7 +222,18 @@ def _name_nonfinite(values: list[Any]) -> list[Any]:
 
 
 def decode_line(text: bytes | None, max_row_bytes: int) -> Experience:
-    """Decode one line; raise `WireError` if it is not a record."""
+    """Decode one line.
+
+    Args:
+        text: The line; `None` if it is over the limit.
+        max_row_bytes: Limit of the bytes of a line.
+
+    Returns:
+        The record.
+
+    Raises:
+        WireError: The line is not a record, or is over the limit.
+    """
     from rollbook.core.experience import Experience, restore
 
     line = parse_object(text, max_row_bytes)

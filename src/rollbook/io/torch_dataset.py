@@ -119,7 +119,11 @@ class ExperienceDataset(IterableDataset[Any]):
         return int(self._shared_position[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch, which starts at its beginning unless it is the current one."""
+        """Set the next epoch, which starts at its beginning unless it is the current one.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         if check_int("epoch", epoch) != self.epoch:
             self._start_epoch(epoch, 0)
 
@@ -150,7 +154,11 @@ class ExperienceDataset(IterableDataset[Any]):
         return self._resumed_position or (int(self._shared_position[0]), int(self._shared_position[1]), 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position, with the same source and settings."""
+        """Restore a position, with the same source and settings.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         position = ("epoch", "start", "taken", "worker", "workers")
         for name in (*position, *self._settings):
             if name not in state:
@@ -172,6 +180,12 @@ class ExperienceDataset(IterableDataset[Any]):
         """Iterate `loader`, a `DataLoader` of this dataset, and keep the position of the dataset up to date.
 
         The workers of a loader have copies of the dataset and prefetch. This counts the units that were yielded.
+
+        Args:
+            loader: The loader.
+
+        Yields:
+            The batches of the loader.
         """
         if loader.dataset is not self or loader.batch_size is not None or not getattr(loader, "in_order", True):
             raise ValueError(

@@ -142,7 +142,14 @@ class Decoder:
         self._vocabulary = self._find_vocabulary()
 
     def decode(self, ids: list[int]) -> str:
-        """Decode `ids` with the tokenizer, special tokens included."""
+        """Decode `ids` with the tokenizer, special tokens included.
+
+        Args:
+            ids: The token ids.
+
+        Returns:
+            The text.
+        """
         while True:
             try:
                 return _valid_text(self.tokenizer.decode(ids, **self._options[0]))
@@ -152,19 +159,40 @@ class Decoder:
                 del self._options[0]  # the tokenizer does not have this option
 
     def is_special(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return which of `ids` [L] are special tokens."""
+        """Mark special tokens.
+
+        Args:
+            ids: [L] The token ids.
+
+        Returns:
+            [L] bool: which ids are special tokens.
+        """
         if self._vocabulary is not None:
             return self._vocabulary.is_special(ids)
         return np.isin(np.asarray(ids, dtype=np.int64), np.array(sorted(self.special_ids), dtype=np.int64))
 
     def text(self, ids: Ids) -> str:
-        """Return the text of `ids` [L], special tokens included."""
+        """Decode ids of an array, special tokens included.
+
+        Args:
+            ids: [L] The token ids.
+
+        Returns:
+            The text.
+        """
         if self._vocabulary is None:
             return self.decode([int(i) for i in ids])
         return self._vocabulary.decode_with_ends(ids)[0]
 
     def decode_with_ends(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
-        """Return the text of `ids` [L], special tokens included, and where each token ends in it [L]."""
+        """Decode ids, special tokens included, with the positions of tokens.
+
+        Args:
+            ids: [L] The token ids.
+
+        Returns:
+            The text, and [L] the index in it at which each token ends.
+        """
         if self._vocabulary is not None:
             return self._vocabulary.decode_with_ends(ids)
         token_ids = [int(i) for i in ids]
@@ -459,7 +487,17 @@ class ImageEncoder:
         self._by_content: OrderedDict[Any, EncodedImage] = OrderedDict()
 
     def encode(self, image: Medium) -> EncodedImage:
-        """Encode an image; raise `ValueError` if it is not an image or cannot be read."""
+        """Encode an image.
+
+        Args:
+            image: The image, in any form.
+
+        Returns:
+            The encoded image.
+
+        Raises:
+            ValueError: It is not an image, or cannot be read.
+        """
         raw = read_encoded("image", image)
         image = None if raw is not None else load_picture("image", image)
         key: Any = hashlib.sha256(raw).digest() if raw is not None else _content_key(image)
@@ -513,6 +551,9 @@ def flatten_images(images: Medium) -> list[Any]:
     Args:
         images: `None`, one image, or nested lists of images.
 
+    Returns:
+        The images, in order.
+
     >>> flatten_images(["a", [None, ["b"]]]), flatten_images(None), flatten_images("c")
     (['a', None, 'b'], [], ['c'])
     """
@@ -533,6 +574,9 @@ def message_images(messages: Iterable[Any] | None) -> list[Mapping[str, Any]]:
     Args:
         messages: Chat messages.
 
+    Returns:
+        The parts, in order.
+
     >>> content = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is this?"}]
     >>> message_images([{"role": "user", "content": content}])
     [{'type': 'image', 'path': 'a.png'}]
@@ -551,6 +595,9 @@ def is_remote(image: Medium) -> bool:
 
     Args:
         image: An image in any form.
+
+    Returns:
+        Whether the image is a URL.
 
     >>> is_remote("https://host/a.png"), is_remote("a.png")
     (True, False)
@@ -596,6 +643,9 @@ def image_stem(prefix: str, step: int) -> str:
         prefix: Prefix of the files.
         step: Training step.
 
+    Returns:
+        The start of the names.
+
     >>> image_stem("trajectories", 3), image_stem("eval", 3)
     ('step3', 'eval_step3')
     """
@@ -618,11 +668,29 @@ class TrajectoryFiles:
         self._remove_stale_partials()
 
     def path(self, prefix: str, step: int) -> Path:
-        """Return the path of the JSON of a save."""
+        """Return the path of the JSON of a save.
+
+        Args:
+            prefix: Prefix of the files.
+            step: Training step.
+
+        Returns:
+            The path.
+        """
         return self.folder / f"{prefix}_step_{step}.json"
 
     def write(self, prefix: str, step: int, records: Sequence[bytes], images: Mapping[str, EncodedImage]) -> Path:
-        """Write a save: a JSON array with one record per line, and images by file name. Replaces an earlier save."""
+        """Write a save: a JSON array with one record per line, and images by file name. Replaces an earlier save.
+
+        Args:
+            prefix: Prefix of the files.
+            step: Training step.
+            records: JSON of each record.
+            images: Encoded images by file name.
+
+        Returns:
+            The path of the JSON.
+        """
         target = self.path(prefix, step)
         moves: list[tuple[Path, Path]] = []
         try:
@@ -717,7 +785,14 @@ class BackgroundWriter:
         weakref.finalize(self, _stop, self._jobs, self._thread)  # also when the program ends
 
     def submit(self, job: Job) -> bool:
-        """Queue a job, which must not raise, without waiting; return `False` if the queue is full."""
+        """Queue a job, which must not raise, without waiting; return `False` if the queue is full.
+
+        Args:
+            job: A function without arguments.
+
+        Returns:
+            Whether the job was queued.
+        """
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -991,6 +1066,9 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     Args:
         tensor: A tensor on any device.
 
+    Returns:
+        The array, in memory of the host.
+
     >>> to_numpy(torch.ones(1, dtype=torch.bfloat16))
     array([1.], dtype=float32)
     """
@@ -1022,37 +1100,95 @@ class TrajectorySource(ABC):
 
     @abstractmethod
     def read(self, i: int, name: str) -> NDArray[Any] | None:
-        """Return a per-token field of sample i, by its name in a record, or `kl`, on the host and without padding."""
+        """Return a per-token field of sample i, by its name in a record, or `kl`, on the host and without padding.
+
+        Args:
+            i: Number of the sample.
+            name: Name of the field, or `kl`.
+
+        Returns:
+            [R] The numbers, or `None`.
+        """
 
     @abstractmethod
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
-        """Return functions that read further [R] arrays of sample i, by their names in a record."""
+        """Return functions that read further [R] arrays of sample i, by their names in a record.
+
+        Args:
+            i: Number of the sample.
+
+        Returns:
+            The functions by name.
+        """
 
     @abstractmethod
     def info(self, i: int) -> Mapping[Any, Any] | None:
-        """Return the `info` of sample i."""
+        """Return the `info` of sample i.
+
+        Args:
+            i: Number of the sample.
+
+        Returns:
+            The `info`, or `None`.
+        """
 
     @abstractmethod
     def entry(self, i: int, name: str) -> Any:
-        """Return the `eid`, `labels`, `references` or `raw_images` of sample i."""
+        """Return the `eid`, `labels`, `references` or `raw_images` of sample i.
+
+        Args:
+            i: Number of the sample.
+            name: Name of the entry.
+
+        Returns:
+            The entry, or `None`.
+        """
 
     @abstractmethod
     def padded(self, i: int) -> NDArray[np.int64] | None:
-        """Return the [S] token ids of sample i with their padding, or `None` if there is none."""
+        """Return the token ids of a sample with their padding.
+
+        Args:
+            i: Number of the sample.
+
+        Returns:
+            [S] The ids, or `None` if there is no padding.
+        """
 
     @abstractmethod
     def slots(self, i: int) -> int:
-        """Return R: the number of response tokens of sample i, sampled or not."""
+        """Return the number of response tokens of a sample, sampled or not.
+
+        Args:
+            i: Number of the sample.
+
+        Returns:
+            R.
+        """
 
     def tokens(self, i: int) -> NDArray[np.int64]:
-        """Return the [L] token ids of sample i."""
+        """Return the token ids of a sample.
+
+        Args:
+            i: Number of the sample.
+
+        Returns:
+            [L] The ids.
+        """
         ids = self.read(i, "tokens")
         if ids is None:
             raise ValueError("tokens: got None, expected token ids")
         return ids.astype(np.int64)
 
     def fill(self, i: int, trajectory: Trajectory, safe: JsonSafe, encoder: ImageEncoder) -> None:
-        """Add everything but the per-token arrays of sample i."""
+        """Add everything but the per-token arrays of sample i.
+
+        Args:
+            i: Number of the sample.
+            trajectory: The trajectory, which is changed.
+            safe: Converts values to JSON types.
+            encoder: Encodes images.
+        """
         batch_info = self.info(i)
         info = batch_info or {}
         trajectory.label = safe.convert(self.entry(i, "labels"), "label")
@@ -1559,6 +1695,9 @@ def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
     Args:
         trajectory: The sample.
         decoder: Decoder of its tokenizer.
+
+    Returns:
+        The tokens, and their text.
     """
     ids = trajectory.tokens[trajectory.prompt :][trajectory.mask]
     special = decoder.is_special(ids)
@@ -1575,6 +1714,9 @@ def measure_response(trajectory: Trajectory, response: Response) -> ResponseStat
     Args:
         trajectory: The sample.
         response: Its response, from `extract_response`.
+
+    Returns:
+        Repetition, reflection phrases, entropy and length of the response.
     """
     entropy = trajectory.arrays.get("action_entropy")
     finite = None if entropy is None else entropy[response.sampled]
@@ -1592,6 +1734,9 @@ def sample_std(log_probs: NDArray[Any]) -> float:
 
     Args:
         log_probs: [n] The numbers.
+
+    Returns:
+        The standard deviation.
 
     >>> sample_std(np.array([1.0, 3.0])), sample_std(np.array([1.0]))
     (1.4142135623730951, 0.0)
@@ -1617,7 +1762,16 @@ class TrajectoryEncoder:
         self._token_json = _TokenJson()
 
     def encode(self, trajectory: Trajectory, step: int, paths: list[str | None]) -> tuple[bytes, ResponseStats]:
-        """Return the JSON of a trajectory, with `paths` of its images, and its statistics."""
+        """Return the JSON of a trajectory, with `paths` of its images, and its statistics.
+
+        Args:
+            trajectory: The trajectory.
+            step: Training step.
+            paths: Paths of its images; `None` for an image that was not written.
+
+        Returns:
+            The JSON, and the statistics.
+        """
         text, ends = self.decoder.decode_with_ends(trajectory.tokens)
         response = extract_response(trajectory, self.decoder)
         stats = measure_response(trajectory, response)

@@ -82,11 +82,15 @@ class Slots:
         return cls(index - 1, tokens.flatten()[index].long(), slot_index, (count, slots), None)
 
     def pick(self, predictions: torch.Tensor) -> torch.Tensor:
-        """[N, ...] Select the output at the token before each slot, of [B, S, ...] or [1, tokens, ...]."""
+        """Select the output at the token before each slot, of [B, S, ...] or [1, tokens, ...]. Shape: [N, ...]."""
         return predictions.flatten(0, 1).index_select(0, self.index)
 
     def put(self, entries: torch.Tensor) -> Any:
-        """[B, R] or `Rows`: place entries [N] on the slots that have a prediction, 0 on the others; gradients flow."""
+        """Place entries [N] on the slots that have a prediction, 0 on the others; gradients flow.
+
+        Returns:
+            [B, R] or `Rows`.
+        """
         flat = entries.new_zeros(int(np.prod(self.shape))).index_copy(0, self.slot_index, entries)
         return flat.view(self.shape) if self.lengths is None else Rows(flat, self.lengths)
 
@@ -354,7 +358,11 @@ def _logit_transforms(model: nn.Module) -> Iterator[tuple[float, float | None]]:
 
 
 def probe_ids(model: nn.Module, device: torch.device, count: int = _PROBE) -> torch.Tensor:
-    """[1, count] Choose ids of ordinary tokens, spread over the vocabulary, without special tokens and placeholders."""
+    """Choose ids of ordinary tokens, spread over the vocabulary, without special tokens and placeholders.
+
+    Returns:
+        [1, count].
+    """
     configs = [model.config, text_config(model)]
     special: set[Any] = set()
     for config in configs:

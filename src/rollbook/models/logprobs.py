@@ -448,7 +448,17 @@ class OutputLayer:
     def from_tensors(
         hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
     ) -> OutputLayer:
-        """Build the layer, after checking the tensors against hidden states [..., D]."""
+        """Build the layer, after checking the tensors against hidden states [..., D].
+
+        Args:
+            hidden: [..., D] Hidden states.
+            weight: [V, D] Weight.
+            bias: [V] Bias, if there is one.
+            softcap: Soft cap of the logits, if there is one.
+
+        Returns:
+            The layer.
+        """
         for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             if tensor is not None:
                 check_floats(name, tensor)
@@ -470,7 +480,17 @@ class OutputLayer:
         return OutputLayer(weight, bias, softcap, dtype, factor_dtype if accumulates else dtype)
 
     def product(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, add: bool = False) -> torch.Tensor:
-        """Write left @ right to `out`, or add it to `out`. Products are accumulated in the dtype of `out`."""
+        """Write left @ right to `out`, or add it to `out`. Products are accumulated in the dtype of `out`.
+
+        Args:
+            left: [n, m] The left factor.
+            right: [m, k] The right factor.
+            out: [n, k] The result.
+            add: Whether to add to `out`.
+
+        Returns:
+            `out`.
+        """
         if left.dtype == out.dtype:
             return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
         if add:
@@ -480,9 +500,16 @@ class OutputLayer:
     def tiles(
         self, hidden: torch.Tensor, shape: tuple[int, int] | None = None
     ) -> Iterator[tuple[slice, int, torch.Tensor]]:
-        """Iterate over tiles of the logits. Yields the tokens, the start in the vocabulary, and the logits.
+        """Iterate over tiles of the logits.
 
         The outer loop is over the vocabulary, the inner loop over tokens. The memory of a tile is reused for the next.
+
+        Args:
+            hidden: [N, D] Hidden states.
+            shape: Tokens and entries of the vocabulary in a tile; `None`: by the device.
+
+        Yields:
+            The tokens, the start in the vocabulary, and the logits.
         """
         height, width = shape or (_TILE_CUDA if hidden.is_cuda else _TILE_CPU)
         size = min(height, len(hidden)) * min(width, len(self.weight))
@@ -502,7 +529,17 @@ class OutputLayer:
     def gradients(
         self, hidden: torch.Tensor, targets: Targets, state: BackwardState, needed: tuple[bool, ...]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Compute the gradients by hidden states, weight and bias; `None` for those that are not `needed`."""
+        """Compute the gradients by hidden states, weight and bias; `None` for those that are not `needed`.
+
+        Args:
+            hidden: [N, D] Hidden states.
+            targets: Labels and scales of the tokens.
+            state: What the forward pass saved, and the incoming gradients.
+            needed: Which of the three gradients are computed.
+
+        Returns:
+            The gradients; `None` for those that are not needed.
+        """
         options: dict[str, Any] = {"device": hidden.device, "dtype": self.dtype}
         by_hidden = torch.zeros(hidden.shape, **options) if needed[0] else None
         by_weight = torch.empty_like(self.weight) if needed[1] else None

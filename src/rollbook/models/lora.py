@@ -35,7 +35,15 @@ def _peft() -> Any:
 
 
 def attach(model: nn.Module, lora: LoraConfig | Mapping[str, Any]) -> nn.Module:
-    """Add fresh adapters to a model, and freeze all other weights; `lora` is a `peft.LoraConfig` or its options."""
+    """Add fresh adapters to a model, and freeze all other weights.
+
+    Args:
+        model: A model of transformers.
+        lora: A `peft.LoraConfig`, or its options.
+
+    Returns:
+        The model with adapters.
+    """
     peft = _peft()
     if has_adapters(model):
         raise ValueError("lora: got a model with adapters, expected one without")
@@ -109,7 +117,16 @@ class Reference:
         self.actor = actor
 
     def token_stats(self, batch: Batch, *, entropy: bool = False, temperature: float | None = None) -> TokenStats:
-        """Compute log-probs without adapters; see `Actor.token_stats`."""
+        """Compute log-probs without adapters; see `Actor.token_stats`.
+
+        Args:
+            batch: Batch with the fields of a forward pass.
+            entropy: Whether to compute entropies.
+            temperature: Sampling temperature; `None`: the actor's.
+
+        Returns:
+            [B, R] or `Rows`: log-probs and entropies.
+        """
         with self._base():
             return self.actor.token_stats(batch, entropy=entropy, temperature=temperature)
 
@@ -176,7 +193,14 @@ class Reference:
         return self
 
     def train(self, mode: bool = True) -> Reference:
-        """Do nothing: it is not trained."""
+        """Do nothing: it is not trained.
+
+        Args:
+            mode: Ignored.
+
+        Returns:
+            The reference.
+        """
         return self
 
     def to(self, *_: Device | torch.dtype, **__: Device | torch.dtype | bool | None) -> Reference:

@@ -25,7 +25,11 @@ class Trainable(Protocol):
         """The weights by name; those with `requires_grad` are trained."""
 
     def train(self, mode: bool = True) -> Any:
-        """Switch between training and evaluation."""
+        """Switch between training and evaluation.
+
+        Args:
+            mode: Whether to train.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors that a checkpoint has to hold, by name."""
@@ -46,7 +50,15 @@ class LogprobModel(Protocol):
         """Whether packed batches cost no more than their records alone."""
 
     def token_stats(self, batch: Batch, *, entropy: bool = False) -> TokenStats:
-        """Compute log-probs, and optionally entropies, [B, R] or `Rows`, of every response slot, with gradients."""
+        """Compute log-probs, and optionally entropies, of every response slot, with gradients.
+
+        Args:
+            batch: Batch with the fields of a forward pass.
+            entropy: Whether to compute entropies.
+
+        Returns:
+            [B, R] or `Rows`: log-probs and entropies.
+        """
 
 
 @runtime_checkable
@@ -88,7 +100,14 @@ class ValueModel(Trainable, Protocol):
         """Whether packed batches cost no more than their records alone."""
 
     def token_values(self, batch: Batch) -> Tokens:
-        """Compute the value of every response slot, [B, R] or `Rows`, with gradients."""
+        """Compute the value of every response slot, with gradients.
+
+        Args:
+            batch: Batch with the fields of a forward pass.
+
+        Returns:
+            [B, R] or `Rows`: the values.
+        """
 
 
 def check_model(name: str, model: object, protocol: type) -> None:

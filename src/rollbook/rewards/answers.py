@@ -234,6 +234,12 @@ def as_references(reference: Reference) -> list[str]:
 def normalize_text(text: str) -> str:
     """Normalize a text for comparison: single spaces, case folded, no final period.
 
+    Args:
+        text: The text.
+
+    Returns:
+        The normalized text.
+
     >>> normalize_text("  The  Answer. ")
     'the answer'
     """
@@ -247,6 +253,9 @@ def exact_match(response: str, reference: Reference, *, strict: bool = False) ->
         response: The response. Its answer is the marked one (`extract_final_answer`), else the whole text.
         reference: The accepted answer, or a list of them.
         strict: Compare the whole response, character by character.
+
+    Returns:
+        1 or 0.
 
     Raises:
         ValueError: The reference is missing.
@@ -280,6 +289,9 @@ def numeric_match(
         reference: The accepted number, or a list of them.
         tolerance: Tolerance, relative to references above 1.
         percent: Whether a percent sign is a `hundredth`, is `ignored`, or `either` of them may match.
+
+    Returns:
+        1 or 0.
 
     Raises:
         ValueError: The reference is not a number.
@@ -322,6 +334,9 @@ def boxed_match(response: str, reference: Reference, *, tolerance: float = 1e-6)
         reference: The accepted answer, or a list of them.
         tolerance: Tolerance of numbers, relative to references above 1.
 
+    Returns:
+        1 or 0.
+
     >>> boxed_match(r"so \boxed{x + 1}", "x+1"), boxed_match(r"\boxed{72}", "#### 72"), boxed_match("72", "72")
     (1.0, 1.0, 0.0)
     """
@@ -349,6 +364,9 @@ def think_boxed_format(response: str, *, opened: bool = False) -> float:
         response: The response.
         opened: Whether the prompt ends with `<think>`, as in some chat templates.
 
+    Returns:
+        1 or 0.
+
     >>> think_boxed_format(r"<think>x</think> \boxed{2}"), think_boxed_format(r"\boxed{2} <think>x</think>")
     (1.0, 0.0)
     >>> think_boxed_format(r"x</think> \boxed{2}"), think_boxed_format(r"x</think> \boxed{2}", opened=True)
@@ -370,6 +388,9 @@ def think_answer_format(response: str, *, opened: bool = False) -> float:
     Args:
         response: The response.
         opened: Whether the prompt ends with `<think>`.
+
+    Returns:
+        1 or 0.
 
     >>> think_answer_format("<think>hm</think>\\n<answer>5</answer>"), think_answer_format("<answer>5</answer>")
     (1.0, 0.0)
@@ -427,6 +448,9 @@ def math_match(response: str, reference: Reference, *, time_limit: float = 10.0,
         reference: The accepted answer, with or without a box or dollar signs, or a list of them.
         time_limit: Seconds after which a comparison is stopped and the answer counts as wrong.
         precision: Number of decimals that must agree.
+
+    Returns:
+        1 or 0.
 
     Raises:
         ValueError: The reference cannot be read.
@@ -597,6 +621,9 @@ def json_match(response: str, reference: Reference) -> float:
         response: JSON, or a text whose last fenced block is JSON.
         reference: A value, or its JSON text. A text that is not JSON is a string.
 
+    Returns:
+        1 or 0.
+
     Raises:
         ValueError: The reference is missing, or is not a JSON value.
 
@@ -689,7 +716,7 @@ def length(
     max_penalty: float = 1.0,
     unit: Unit = "tokens",
 ) -> list[float]:
-    """[B] Compute penalties for lengths above a target (`rollbook.algorithms.shaping.length_penalty`).
+    """Compute penalties for lengths above a target (`rollbook.algorithms.shaping.length_penalty`).
 
     Args:
         responses: [B] The responses.
@@ -698,6 +725,9 @@ def length(
         per_unit: Penalty per unit above the target.
         max_penalty: Largest penalty.
         unit: Unit of length.
+
+    Returns:
+        [B] The penalties, 0 or negative.
 
     >>> length(["a b c", "a"], [[], []], target=1, per_unit=0.25, unit="words")
     [-0.5, 0.0]
@@ -718,7 +748,7 @@ def repetition(
     max_penalty: float = 1.0,
     unit: Unit = "tokens",
 ) -> list[float]:
-    """[B] Compute penalties for repeated n-grams (`rollbook.algorithms.shaping.repetition_penalty`).
+    """Compute penalties for repeated n-grams (`rollbook.algorithms.shaping.repetition_penalty`).
 
     Args:
         responses: [B] The responses.
@@ -726,6 +756,9 @@ def repetition(
         n: Length of the n-grams.
         max_penalty: Largest penalty.
         unit: Unit of the n-grams.
+
+    Returns:
+        [B] The penalties, 0 or negative.
 
     >>> repetition(["a b a b a", "a b c d"], [[], []], n=2, unit="words")
     [-0.5, 0.0]

@@ -432,6 +432,9 @@ def batched(function: F) -> F:
     Args:
         function: The function.
 
+    Returns:
+        The same function.
+
     >>> @batched
     ... def shortest(response):
     ...     minimum = min(map(len, response))
@@ -494,9 +497,21 @@ class Parameters(NamedTuple):
 
 
 def match_parameters(function: Callable[..., Any], name: str, lists: bool | None) -> Parameters:
-    """Match the parameters of a function to fields of a sample; an unknown one is a `ValueError`.
+    """Match the parameters of a function to fields of a sample.
 
     In a function of lists with `**`, as TRL's are, another parameter is a column of the data: the field `info.NAME`.
+
+    Args:
+        function: The reward function.
+        name: Its name, for errors.
+        lists: Whether it takes lists, one entry per sample; `None`: if a parameter has a plural
+            name, or it is `batched`.
+
+    Returns:
+        The field of each parameter.
+
+    Raises:
+        ValueError: A parameter has no name, or one that is unknown.
     """
     inner, bound = unwrap_partial(function)
     try:
@@ -750,7 +765,14 @@ class FunctionReward(Reward):
         return self._scores(inputs, chunks, run_in_threads(sent, self.workers, None))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples without blocking the event loop; an async function runs in that loop."""
+        """Score samples without blocking the event loop; an async function runs in that loop.
+
+        Args:
+            inputs: The samples, in any form that `as_inputs` takes.
+
+        Returns:
+            Rewards, metrics and errors of the samples.
+        """
         if not self._async:
             return await asyncio.to_thread(self, inputs)
         inputs = as_inputs(inputs)

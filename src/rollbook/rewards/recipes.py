@@ -172,7 +172,14 @@ class CombinedReward(Reward):
         return self._sum(len(inputs), score_all([(reward, inputs) for reward in self.rewards.values()]))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples by all components concurrently, without blocking the event loop."""
+        """Score samples by all components concurrently, without blocking the event loop.
+
+        Args:
+            inputs: The samples, in any form that `as_inputs` takes.
+
+        Returns:
+            Rewards, metrics and errors of the samples.
+        """
         inputs = as_inputs(inputs)
         return self._sum(len(inputs), await score_all_async([(reward, inputs) for reward in self.rewards.values()]))
 
@@ -316,7 +323,14 @@ class Recipe(Reward):
         return self._combine(inputs, plan, score_all(self._jobs(inputs, plan)))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples by all components concurrently, without blocking the event loop."""
+        """Score samples by all components concurrently, without blocking the event loop.
+
+        Args:
+            inputs: The samples, in any form that `as_inputs` takes.
+
+        Returns:
+            Rewards, metrics and errors of the samples.
+        """
         inputs = as_inputs(inputs)
         plan = self._plan(inputs)
         return self._combine(inputs, plan, await score_all_async(self._jobs(inputs, plan)))

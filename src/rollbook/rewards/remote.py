@@ -203,7 +203,14 @@ class RemoteReward(Reward):
         return run_sync(lambda: self.score_async(inputs))
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples without blocking the event loop."""
+        """Score samples without blocking the event loop.
+
+        Args:
+            inputs: The samples, in any form that `as_inputs` takes.
+
+        Returns:
+            Rewards, metrics and errors of the samples.
+        """
         httpx = _httpx()
         inputs = as_inputs(inputs)
         encoder = ImageEncoder(self._image_format)

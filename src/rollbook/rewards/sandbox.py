@@ -372,6 +372,12 @@ def extract_program(text: str) -> str:
 
     Only the last 1,048,576 characters count.
 
+    Args:
+        text: The response.
+
+    Returns:
+        The program.
+
     >>> extract_program("Here:\n```python\nprint(1)\n```\nDone.")
     'print(1)\n'
     """

@@ -355,7 +355,14 @@ class Reward(Protocol):
         ...
 
     async def score_async(self, inputs: Sequence[Any]) -> RewardResult:
-        """Score samples without blocking the event loop."""
+        """Score samples without blocking the event loop.
+
+        Args:
+            inputs: The samples, in any form that `as_inputs` takes.
+
+        Returns:
+            Rewards, metrics and errors of the samples.
+        """
         return await asyncio.to_thread(self, inputs)
 
     def source(self) -> str | None:

@@ -178,6 +178,9 @@ class Renderer:
         Args:
             messages: The conversation.
             generation: Whether to add the beginning of the next turn.
+
+        Returns:
+            The text.
         """
         if not self.chat:
             return "".join(message["content"] for message in messages)
@@ -210,6 +213,9 @@ class Renderer:
         Args:
             ids: The token ids.
             special: Whether the text has special tokens.
+
+        Returns:
+            The text.
         """
         return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
@@ -229,7 +235,7 @@ class Renderer:
         return self.encode(self.text(messages, generation), images)
 
     def endings(self, previous: str, current: str) -> tuple[list[int], list[int]]:
-        """Tokenize the ends of two texts, from the last special token of their common prefix on.
+        """Tokenize two texts from the last special token of their common prefix on.
 
         Tokenizers split a text at special tokens first, so the tokens before it are equal.
 
@@ -252,6 +258,9 @@ class Renderer:
             context: Messages before the turn.
             ids: Sampled ids of the turn.
             ended: Whether the model ended the turn; otherwise it has no end tokens.
+
+        Returns:
+            The text.
         """
         text = self.decode(ids)
         if not ended or not ids:

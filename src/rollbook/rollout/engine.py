@@ -139,6 +139,9 @@ class Request:
 
         Args:
             k: Index of the sample within the request.
+
+        Returns:
+            The options by name.
         """
         options = {**self.sampling.to_dict(), "seed": self.seeds[k], "asked_seed": self.sampling.seed}
         if self.started is None:
@@ -200,6 +203,10 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling | list[Sampling], /) -> list[Sample]:
         """Sample `sampling.n` responses per prompt; episodes pass a list of options, one for each prompt.
+
+        Args:
+            prompts: Prompts, or unfinished samples to continue.
+            sampling: Sampling options, for all prompts or for each.
 
         Returns:
             The samples, in the order of the prompts. A failure becomes a sample with an `error`, not an exception.

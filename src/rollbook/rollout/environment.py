@@ -196,6 +196,9 @@ class EnvironmentConfig:
         Args:
             engine: The engine.
 
+        Returns:
+            The tokenizer.
+
         Raises:
             ValueError: All of them are missing.
         """

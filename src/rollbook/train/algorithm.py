@@ -242,7 +242,14 @@ class AlgorithmConfig:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
     def sampling(self, **options: Any) -> Sampling:
-        """Return sampling options with `n=group_size`, and `options`."""
+        """Return sampling options with `n=group_size`, and `options`.
+
+        Args:
+            options: Other sampling options.
+
+        Returns:
+            The sampling options.
+        """
         from rollbook.core.sampling import Sampling
 
         return Sampling(**{"n": self.group_size, **options})

@@ -55,6 +55,9 @@ def build_actor(config: Config, device: torch.device) -> Actor:
         config: The configuration of the run.
         device: Device of the weights.
 
+    Returns:
+        The policy.
+
     Raises:
         ConfigError: The model, its tokenizer or its adapters cannot be loaded.
 
@@ -235,6 +238,9 @@ def build_models(config: Config, actor: Actor, device: torch.device) -> Models:
         config: The configuration of the run.
         actor: The policy with its initial weights, which the reference and the critic copy.
         device: Device of the weights.
+
+    Returns:
+        The policy, and the reference, teacher and critic that the algorithm reads.
 
     Raises:
         ConfigError: A model cannot be loaded, or its vocabulary is smaller than that of the policy.
@@ -585,6 +591,9 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
         config: The configuration of the run.
         actor: The policy.
 
+    Returns:
+        The engine.
+
     Raises:
         ConfigError: The engine does not take `engine.options`.
     """
@@ -679,6 +688,9 @@ def build_trainer(
         book: The book of the run; on ranks other than 0 opened for reading, or `None`.
         distributed: The ranks of a distributed run.
 
+    Returns:
+        The trainer.
+
     Raises:
         ConfigError: The book of expert records cannot be opened.
     """
@@ -735,6 +747,9 @@ def build_rollouts(config: Config, prompts: Prompts) -> RolloutConfig:
     Args:
         config: The configuration of the run.
         prompts: The training prompts.
+
+    Returns:
+        The settings.
     """
     return RolloutConfig(
         mode=config.rollout.mode,
@@ -757,6 +772,9 @@ def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: 
         book: The book of the run.
         settings: What the trainer stored in the book.
         name: Name of the worker; `None`: host and process.
+
+    Returns:
+        The worker.
 
     Raises:
         ConfigError: Prompts or version of Rollbook are not those of the trainer, or a part cannot be built.
@@ -797,6 +815,9 @@ def end_with_run(optimizer: OptimizerConfig, steps: int) -> OptimizerConfig:
     Args:
         optimizer: Settings of the optimizer.
         steps: Number of steps of the run; 0 leaves the settings unchanged.
+
+    Returns:
+        The settings, with an end if the schedule needs one.
 
     >>> end_with_run(OptimizerConfig(schedule="linear"), 50).steps
     50

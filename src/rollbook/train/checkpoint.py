@@ -74,6 +74,12 @@ class CorruptCheckpointError(RollbookError, ValueError):
 def checkpoint_name(step: int) -> str:
     """Return the name of the checkpoint of a step, in the folder and in the book.
 
+    Args:
+        step: Number of the step.
+
+    Returns:
+        The name.
+
     >>> checkpoint_name(40)
     'step-000040'
     """
@@ -164,6 +170,12 @@ class Checkpoint:
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints in the folder of a run, oldest first.
 
+    Args:
+        folder: The folder of the run.
+
+    Returns:
+        The checkpoints.
+
     >>> list_checkpoints(Path("no such folder"))
     []
     """
@@ -192,6 +204,9 @@ def save(
         critic: The critic, if there is one.
         state: Content of `state.pt`, in addition to random states.
         trainer_state: Content of `trainer.json`, in addition to the step.
+
+    Returns:
+        The checkpoint.
     """
     partial = begin(folder, step)
     with hide_progress_bars():
@@ -376,7 +391,15 @@ def read_weights(model: Actor | Critic, folder: Path) -> dict[str, torch.Tensor]
 
 
 def prune(folder: Path, keep: int | None) -> list[Checkpoint]:
-    """Remove all checkpoints but the newest `keep` and that of step 0, and return those removed."""
+    """Remove all checkpoints but the newest `keep` and that of step 0.
+
+    Args:
+        folder: The folder of the run.
+        keep: Number of checkpoints to keep; `None`: all.
+
+    Returns:
+        The removed checkpoints.
+    """
     if keep is None:
         return []
     check_int("keep", keep, 1)

@@ -238,12 +238,19 @@ class Distributed:
             self._run_handler(name, share)
 
     def release(self, result: Any = None) -> None:
-        """End `follow` on the other ranks, which return `result`."""
+        """End `follow` on the other ranks, which return `result`.
+
+        Args:
+            result: What `follow` returns.
+        """
         self._measure(0.0)
         self._scatter([(_RELEASE, result)] * self.size)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Tell the other ranks about an exception of this one, which ends them, and raise it.
+
+        Args:
+            error: The exception.
 
         Raises:
             RankError: Another rank failed first, and this one could not communicate with it.
@@ -328,7 +335,11 @@ class Distributed:
         self._wait_seconds += time.perf_counter() - start_time
 
     def add_plan(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Count how long ranks will wait for each other in an update, by the costs of its micro-batches."""
+        """Count how long ranks will wait for each other in an update, by the costs of its micro-batches.
+
+        Args:
+            micro_batches: The micro-batches of all ranks.
+        """
         costs = np.zeros((self.size, max((micro.step for micro in micro_batches), default=-1) + 1))
         for micro in micro_batches:
             costs[micro.rank, micro.step] = micro.cost
@@ -347,7 +358,14 @@ class Distributed:
         return {name: float(1 - entry.busy / entry.total) for name, entry in times.items() if entry.total}
 
     def split(self, prompts: Sequence[Any]) -> list[Sequence[Any]]:
-        """Split prompts into one part for each rank, in order."""
+        """Split prompts into one part for each rank, in order.
+
+        Args:
+            prompts: The prompts.
+
+        Returns:
+            The prompts of each rank.
+        """
         bounds = [len(prompts) * rank // self.size for rank in range(self.size + 1)]
         return [prompts[begin:end] for begin, end in itertools.pairwise(bounds)]
 
@@ -432,7 +450,14 @@ class Distributed:
             target.copy_(source)
 
     def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Gather the complete weights of a model in the host memory of rank 0; empty on other ranks. Called by all."""
+        """Gather the complete weights of a model in the host memory of rank 0; empty on other ranks. Called by all.
+
+        Args:
+            model: The model.
+
+        Returns:
+            The weights by name.
+        """
         state: dict[str, torch.Tensor] = {}
         for name, weight in model.state_dict().items():
             tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -444,7 +469,11 @@ class Distributed:
 
     @contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Gather the complete weights of a sharded model on every rank within the context, called by all."""
+        """Gather the complete weights of a sharded model on every rank within the context, called by all.
+
+        Args:
+            model: The model.
+        """
         modules = _sharded_modules(model) if self.strategy == "fsdp" else []
         saved_hooks = []
         for module in modules:

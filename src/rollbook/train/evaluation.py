@@ -340,6 +340,9 @@ def compare_evaluations(before: Evaluation, after: Evaluation, confidence: float
         after: Another one of the same prompts.
         confidence: Confidence level; `None`: that of `before`.
 
+    Returns:
+        The increase, and the limits of its interval.
+
     Raises:
         ValueError: The prompts or the code of the reward differ.
 
@@ -508,6 +511,9 @@ def avg_at_k(outcomes: Outcomes) -> float:
     Args:
         outcomes: [prompts][samples] Which samples succeeded.
 
+    Returns:
+        The rate, 0 to 1.
+
     >>> avg_at_k([[True, False], [True, True]])
     0.75
     """
@@ -529,6 +535,9 @@ def avg_at_k_interval(outcomes: Outcomes, confidence: float = 0.95) -> Interval:
     Args:
         outcomes: [prompts][samples] Which samples succeeded.
         confidence: Confidence level.
+
+    Returns:
+        The mean, and the limits of the interval.
 
     >>> print(avg_at_k_interval([[True, False]] * 100 + [[True, True]] * 100))
     0.750 (0.705 to 0.791)
@@ -560,6 +569,9 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
         values: [prompts] The numbers; those that are not finite are ignored.
         confidence: Confidence level.
 
+    Returns:
+        The mean, and the limits of the interval.
+
     >>> print(mean_interval([1.0, 2.0, 3.0]))
     2.000 (-0.484 to 4.484)
     """
@@ -587,6 +599,9 @@ def paired_difference(before: Outcomes, after: Outcomes, confidence: float = 0.9
         before: [prompts][samples] Which samples succeeded.
         after: The same prompts, in the same order.
         confidence: Confidence level.
+
+    Returns:
+        The increase, and the limits of its interval.
 
     Raises:
         ValueError: The numbers of prompts differ.
@@ -620,7 +635,7 @@ def _correlation(first: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _success_rates(outcomes: Outcomes) -> list[float]:
-    """[prompts] Compute the success rate of each prompt."""
+    """Compute the success rate of each prompt. Shape: [prompts]."""
     if not len(outcomes):
         raise ValueError("outcomes: got no prompt, expected at least one")
     for i, runs in enumerate(outcomes):
@@ -643,6 +658,9 @@ def pass_at_k(outcomes: Outcomes, k: int) -> float:
         outcomes: [prompts][samples] Which samples succeeded.
         k: Number of samples of which at least one must succeed.
 
+    Returns:
+        The estimate, 0 to 1.
+
     Raises:
         ValueError: A prompt has fewer than k samples.
 
@@ -662,6 +680,9 @@ def powers_of_two(k: int) -> list[int]:
     Args:
         k: The last number.
 
+    Returns:
+        The numbers, in rising order.
+
     >>> powers_of_two(8), powers_of_two(6)
     ([1, 2, 4, 8], [1, 2, 4, 6])
     """
@@ -680,6 +701,9 @@ def maj_at_k(answers: Sequence[Sequence[Hashable | None]], outcomes: Outcomes, k
         answers: [prompts][samples] The answers, or `None`.
         outcomes: [prompts][samples] Which samples succeeded.
         k: Number of samples that vote; `None`: all samples of a prompt.
+
+    Returns:
+        The probability.
 
     Raises:
         ValueError: The lengths differ, or a prompt has fewer than k samples.
@@ -771,6 +795,9 @@ def student_quantile(confidence: float, df: int) -> float:
     Args:
         confidence: The probability.
         df: Degrees of freedom.
+
+    Returns:
+        The quantile.
 
     >>> round(student_quantile(0.95, 9), 4), round(student_quantile(0.95, 10**6), 4)
     (2.2622, 1.96)

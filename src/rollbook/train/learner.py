@@ -25,7 +25,7 @@ from rollbook.algorithms.losses import entropy_loss, value_loss
 from rollbook.batch import Batch
 from rollbook.batch.batch import Tokens
 from rollbook.batch.columns import RESPONSE_COLUMNS
-from rollbook.batch.device import to
+from rollbook.batch.device import move_to_device
 from rollbook.batch.plan import Denominators, MicroBatch, plan
 from rollbook.core.checks import check_bool, check_choice, check_int
 from rollbook.core.errors import RollbookError
@@ -409,7 +409,16 @@ class Learner:
         return UpdateResult(totals, placements, updates, skipped)
 
     def minibatches(self, rows: TrainRows, step: int, epoch: int = 0) -> list[list[int]]:
-        """Return the rows of each update of a pass: a function of the seed, the step and the pass."""
+        """Split the rows of a pass into minibatches, by the seed, the step and the pass.
+
+        Args:
+            rows: Rows of the step.
+            step: Number of the step.
+            epoch: Number of the pass.
+
+        Returns:
+            The rows of each update.
+        """
         units: dict[Any, list[int]] = {}
         names: Sequence[Any] = range(len(rows))
         if rows.pairs is not None:
@@ -426,7 +435,15 @@ class Learner:
         return [sorted(itertools.chain(*order[begin:end])) for begin, end in itertools.pairwise(cuts)]
 
     def plan_micro_batches(self, rows: TrainRows, minibatch: Sequence[int]) -> Sequence[MicroBatch]:
-        """Return the micro-batches of an update, rank by rank; their indices are places in `minibatch`."""
+        """Plan the micro-batches of an update.
+
+        Args:
+            rows: Rows of the step.
+            minibatch: Rows of the update.
+
+        Returns:
+            The micro-batches, rank by rank; their indices are positions in `minibatch`.
+        """
         lengths = rows.records.token_lengths()[list(minibatch)]
         counts = rows.loss_tokens[list(minibatch)]
         options: dict[str, Any] = {}
@@ -553,7 +570,7 @@ class Learner:
             return None
         reference = without_adapters(self.reference)
         with scoring(reference):
-            return to(reference.token_stats(batch).logprobs, self.actor.device)
+            return move_to_device(reference.token_stats(batch).logprobs, self.actor.device)
 
     def _count_failure(self, step: int, epoch: int, number: int) -> None:
         self.failures += 1
@@ -578,6 +595,9 @@ class Learner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.
+
+        Args:
+            state: The state.
 
         Raises:
             ValueError: The state belongs to a learner with a critic and this one has none, or the reverse.

@@ -106,7 +106,14 @@ class OptimizerConfig:
         return cls(**options)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step; the first step is 1."""
+        """Return the learning rate of a step; the first step is 1.
+
+        Args:
+            step: Number of the step.
+
+        Returns:
+            The learning rate.
+        """
         if self.warmup_steps and step < self.warmup_steps:
             return self.lr * step / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
@@ -250,6 +257,9 @@ class Optimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.
+
+        Args:
+            state: The state.
 
         Raises:
             ValueError: The state belongs to other weights or to another precision.

@@ -69,7 +69,18 @@ class Models:
     teacher: Any = None
 
     def require(self, name: str, column: str) -> Any:
-        """Return the model `name`, which computes `column`, or raise `ValueError` if there is none."""
+        """Return a model.
+
+        Args:
+            name: Its field.
+            column: What it computes, for the error.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: There is no such model.
+        """
         model = getattr(self, name)
         if model is None:
             raise ValueError(f"{name}: missing, required to compute {column!r}")
@@ -146,6 +157,9 @@ def score(
         prompts: The prompts of the records. A record names image files as text, which rewards never open; with the
             prompts, rewards are given the images themselves.
         metrics: Collects timings.
+
+    Returns:
+        The records with rewards.
 
     >>> from rollbook.rollout import ScriptedEngine
     >>> records = generate(ScriptedEngine({"1+1=": [[4, 2], [5, 2]]}), [Prompt(text="1+1=")], Sampling(n=2))
@@ -330,6 +344,9 @@ def annotate(
         metrics: Collects timings.
         process_group: The ranks over which the models are sharded, each of which annotates its own records. All of
             them run every pass that one of them needs.
+
+    Returns:
+        The records with the added columns.
     """
     metrics = StepMetrics() if metrics is None else metrics
     if not len(records) and process_group is None:
@@ -491,7 +508,7 @@ def _row_scores(
     options: Mapping[str, Any],
     process_group: ProcessGroup,
 ) -> torch.Tensor:
-    """[B] Return the scores of an estimator over rows, NaN where the reward is missing."""
+    """Return the scores of an estimator over rows, NaN where the reward is missing. Shape: [B]."""
     groups = group_inputs(inputs, records, required=entry.inputs.get("runs", False), process_group=process_group)
     group_of_row = groups["groups"]
     if process_group is SINGLE_PROCESS and len(group_of_row) > 1 and len(np.unique(group_of_row)) == len(rewards):

@@ -750,7 +750,14 @@ class Prompts:
     # --- access -------------------------------------------------------------------------------------------------------
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """[len] Return the order of the rows in an epoch, which depends on seed and epoch only."""
+        """Return the order of the rows in an epoch, which depends on seed and epoch only.
+
+        Args:
+            epoch: Number of the epoch.
+
+        Returns:
+            [len] Positions in the data.
+        """
         if self._order is None or self._order[0] != epoch:
             count = len(self)
             places = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
@@ -796,7 +803,14 @@ class Prompts:
         return _prompt(row, step + 1, f"{row.number}.{position // len(self)}" if row.number in seen else row.number)
 
     def every(self, batch: int | str = "eval") -> list[Prompt]:
-        """Return all rows in the order of the data, with ids of this batch. The cursor does not move."""
+        """Return all rows in the order of the data, with ids of this batch. The cursor does not move.
+
+        Args:
+            batch: Batch of the ids.
+
+        Returns:
+            The prompts.
+        """
         return [_prompt(row, batch, row.number) for row in self._rows]
 
     def _at(self, position: int) -> int:
@@ -902,7 +916,14 @@ class Prompts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; other rows, or another order, are refused: prompts would be skipped or come twice."""
+        """Restore the cursor. With other rows, or another order, prompts would be skipped or come twice.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: The state belongs to other rows, or to another order.
+        """
         current = self.state_dict()
         mismatched = sorted(state.keys() ^ current.keys())
         if mismatched:

@@ -291,17 +291,17 @@ class Run:
         if config_path.is_file():
             if not self.config.resume:
                 raise ConfigError("resume", f"got false, and {folder} has a run, expected overwrite or another folder")
-            before = load_config(config_path)
+            previous = load_config(config_path)
             checkpoint.remove_partial(folder)
             has_checkpoints = bool(checkpoint.list_checkpoints(folder))
-            changed = any(not change.changeable for change in compare_configs(before, self.config))
+            changed = any(not change.changeable for change in compare_configs(previous, self.config))
             if changed and not has_checkpoints and self._never_trained():
                 # The first attempt failed before it trained, so that its settings may still change.
                 if "://" not in self._own_book:
                     shutil.rmtree(self._own_book, ignore_errors=True)
             else:
-                self._check_same_settings(before)
-            if compare_configs(before, self.config):
+                self._check_same_settings(previous)
+            if compare_configs(previous, self.config):
                 self._keep_config()
             return has_checkpoints
         self._keep_config()
@@ -348,8 +348,8 @@ class Run:
         hit_failpoint("config written")
         os.replace(new, self.folder / CONFIG_FILE)
 
-    def _check_same_settings(self, before: Config) -> None:
-        fixed = [change for change in compare_configs(before, self.config) if not change.changeable]
+    def _check_same_settings(self, previous: Config) -> None:
+        fixed = [change for change in compare_configs(previous, self.config) if not change.changeable]
         if fixed:
             listed = "; ".join(map(str, fixed[:6])) + (f"; and {len(fixed) - 6} more" if len(fixed) > 6 else "")
             raise ConfigError(
@@ -558,8 +558,8 @@ class Run:
         """Store the fingerprints of the rewards' code, and warn if a run is resumed with other code."""
         sources = {key: None if reward is None else reward.source() for key, reward in rewards.items()}
         path = self.folder / SOURCES_FILE
-        before = json.loads(path.read_text()) if resumed and path.is_file() else sources
-        changed = [key for key, source in sources.items() if before.get(key) != source]
+        recorded = json.loads(path.read_text()) if resumed and path.is_file() else sources
+        changed = [key for key, source in sources.items() if recorded.get(key) != source]
         if changed:
             warn_user(
                 f"{changed[0]}: the code of the reward was edited since the run began. Rewards before and after are "
@@ -753,9 +753,10 @@ def _format_headline(
 ) -> str:
     size = sum(weight.numel() for weight in actor.parameters())
     trainable = sum(weight.numel() for weight in actor.parameters() if weight.requires_grad)
-    part = "" if trainable == size else f", {_format_count(trainable)} of them trained"
+    trainable_note = "" if trainable == size else f", {_format_count(trainable)} of them trained"
     model = (
-        f"{type(actor.model).__name__}, {_format_count(size)} parameters{part}, {config.model.precision} on {device}"
+        f"{type(actor.model).__name__}, {_format_count(size)} parameters{trainable_note}, "
+        f"{config.model.precision} on {device}"
     )
     rows = f"{len(prompts):,} to train on" + ("" if held_out is None else f", {len(held_out):,} held out")
     algorithm = config.algorithm

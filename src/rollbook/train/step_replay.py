@@ -664,7 +664,14 @@ def clone_tensors(value: Any) -> Any:
 
 
 def weight_difference(new: State, old: State) -> torch.Tensor:
-    """[W] Subtract old weights from new ones, as one vector.
+    """Subtract old weights from new ones.
+
+    Args:
+        new: Weights by name.
+        old: Weights by the same names.
+
+    Returns:
+        [W] All differences, as one vector.
 
     >>> weight_difference({"a": torch.ones(2)}, {"a": torch.zeros(2)})
     tensor([1., 1.], dtype=torch.float64)

@@ -223,7 +223,7 @@ class _Encoder:
         )
 
     def _ids(self, name: str, prompt: Prompt, prepared: PreparedPrompt, answer: Answer) -> list[int]:
-        """[n] Encode an answer, with the end token. The chat template renders messages with more than text."""
+        """Encode an answer, with the end token. The chat template renders messages with more than text. Shape: [n]."""
         text = answer if isinstance(answer, str) else self._render(name, prompt, prepared.text or "", answer)
         # Some tokenizers add a space before the first word of a text, which is wrong after a prompt.
         encoded = Renderer(self.tokenizer, chat=False).encode_after(prepared.text or "", text)
@@ -349,6 +349,9 @@ def warm_up(
         precision: As in `Learner`; so is `token_budget`.
         token_budget: Maximum number of tokens in one pass.
         on_step: Called with the step, its loss, and the success rate if it was measured.
+
+    Returns:
+        The number of steps, the last loss and the last success rate.
 
     Raises:
         ValueError: There is a target but no reward.

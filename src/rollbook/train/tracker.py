@@ -75,7 +75,12 @@ class BookTracker:
         self.book = book
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics with `book.log`."""
+        """Log metrics with `book.log`.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers by name.
+        """
         self.book.log(step, metrics)
 
     def close(self) -> None:
@@ -130,7 +135,12 @@ class JsonlTracker:
             os.replace(new_path, self.path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and flush a line."""
+        """Write and flush a line.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers by name.
+        """
         entry = {"step": check_int("step", step), "time": round(time.time(), 3), "metrics": encode_metrics(metrics)}
         self._file.write(json.dumps(entry, allow_nan=False) + "\n")
         self._file.flush()
@@ -199,7 +209,12 @@ class TensorBoardTracker:
         self._writer = writer(os.fspath(folder), purge_step=purge)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a scalar for each metric."""
+        """Add a scalar for each metric.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers by name.
+        """
         for name, value in encode_metrics(metrics).items():
             self._writer.add_scalar(name.replace("@", "_"), float(value), check_int("step", step))
         self._writer.flush()
@@ -245,7 +260,12 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step; W&B merges those that are logged later for the same step."""
+        """Log metrics of a step; W&B merges those that are logged later for the same step.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers by name.
+        """
         numbers = {
             name: float(value) if isinstance(value, str) else value for name, value in encode_metrics(metrics).items()
         }
@@ -276,7 +296,14 @@ class Column(NamedTuple):
     names: tuple[str, ...]
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the first of its metrics that was logged."""
+        """Return the first of its metrics that was logged.
+
+        Args:
+            metrics: Numbers by name.
+
+        Returns:
+            The number, or `None`.
+        """
         return next((metrics[name] for name in self.names if name in metrics), None)
 
 
@@ -358,7 +385,12 @@ class Display:
         self._printed_time = self._start_time
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the row of a step, or the line of an evaluation."""
+        """Print the row of a step, or the line of an evaluation.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers by name.
+        """
         if metrics and all(name.partition("/")[0].startswith("eval") for name in metrics):
             self.note(f"step {step}: {format_evaluation(metrics)}")
             return
@@ -470,6 +502,9 @@ def format_clock_time(seconds: float) -> str:
     Args:
         seconds: The duration.
 
+    Returns:
+        Text such as `1:02:03`.
+
     >>> format_clock_time(41.2), format_clock_time(312), format_clock_time(3 * 3600 + 250)
     ('41', '5:12', '3:04:10')
     """
@@ -488,6 +523,9 @@ def format_evaluation(metrics: Mapping[str, float]) -> str:
 
     Args:
         metrics: What `Evaluation.metrics` returns.
+
+    Returns:
+        The line.
 
     >>> format_evaluation({"eval/avg@4": 0.5, "eval/avg@4/low": 0.44, "eval/avg@4/high": 0.56, "eval/pass@4": 0.75,
     ...                  "eval/reward": 0.625, "eval/prompts": 200.0})
@@ -533,6 +571,9 @@ def build_trackers(
         steps: Number of steps of the run.
         after: The step from which a run is resumed.
         config: Configuration of the run.
+
+    Returns:
+        The trackers.
 
     Raises:
         ValueError: A name is unknown, or something it needs is missing.

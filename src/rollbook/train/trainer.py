@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from rollbook.train.prompts import Prompts
     from rollbook.train.tracker import Tracker
 
+__all__ = ["OutOfDataError", "StepReport", "Trainer"]
+
 
 def rollout_metrics(records: Experiences) -> dict[str, float]:
     """Compute counts and means over a rollout: `rollout/...` and `reward/...`, with a mean for each part of the reward.
@@ -577,8 +579,8 @@ class Trainer:
                     "their groups are incomplete, or a limit of the book holds them back"
                 )
             places = {"leased": counts.leased, "trained": counts.trained}
-            places |= {f"dropped ({why})": count for why, count in counts.dropped.items()}
-            listed = [f"{count} {place}" for place, count in places.items() if count]
+            places |= {f"dropped ({drop_reason})": count for drop_reason, count in counts.dropped.items()}
+            listed = [f"{count} {queue_state}" for queue_state, count in places.items() if count]
             reason += f"; {', '.join(listed)}" if listed else ""
         elif not appended:
             reason = (

@@ -181,7 +181,7 @@ def pack_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
             size = 0
         parts[-1][name] = tensor.detach().to("cpu").contiguous()
         size += tensor.nbytes
-    return {f"weights-{i}.safetensors": save(part) for i, part in enumerate(parts)}
+    return {f"weights-{i}.safetensors": save(tensors) for i, tensors in enumerate(parts)}
 
 
 def unpack_weights(files: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -232,7 +232,11 @@ def opmd(
 
 
 def _log_mean_exp(grouped: Grouped, tau: float) -> Floats:
-    """[groups] Compute tau * log mean exp((r - mean) / tau), the baseline minus the mean; 0 for equal rewards."""
+    """Compute tau * log mean exp((r - mean) / tau), the baseline minus the mean; 0 for equal rewards.
+
+    Returns:
+        [groups] One number per group.
+    """
     valid, index = grouped.run_valid, grouped.run_group
     exponents = (grouped.run_values[valid] - grouped.mean[index[valid]]) / tau
     top = np.full(len(grouped.group_ids), -np.inf)
@@ -365,7 +369,11 @@ def rec(
 
 
 def _surplus_negatives(grouped: Grouped, scores: Floats, ids: list[Any], seed: int) -> Any:
-    """[all rows] Mark the negatives that a group has more of than positives, drawn by a hash of seed and id."""
+    """Mark the negatives that a group has more of than positives, drawn by a hash of seed and id.
+
+    Returns:
+        [all rows] One entry per row.
+    """
     dropped = np.zeros(len(scores), dtype=bool)
     draw = [hashlib.blake2b(f"{seed}/{name!r}".encode(), digest_size=8).digest() for name in ids]
     negatives: dict[int, list[int]] = {}
@@ -560,7 +568,7 @@ class _Episodes:
             seen[key] = i
 
     def in_order(self) -> NDArray[np.int64]:
-        """[all rows] Return row numbers, ordered by run and step."""
+        """Return row numbers, ordered by run and step. Shape: [all rows]."""
         return np.lexsort((np.array(self.steps, dtype=np.int64), self.run))
 
 

@@ -53,7 +53,7 @@ def _any(mask):
 
 @_jit
 def spans(active, offsets):
-    """[B] Return the first and the last active slot of each row, and the number of active slots."""
+    """Return the first and the last active slot of each row, and the number of active slots. Shape: [B]."""
     rows = len(offsets) - 1
     first, last, count = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):
@@ -78,7 +78,7 @@ def spans(active, offsets):
 
 @_jit
 def count_rewards(rewards, active, offsets):
-    """[B] Count active tokens, their rewards that are not finite, and nonzero rewards on other tokens."""
+    """Count active tokens, their rewards that are not finite, and nonzero rewards on other tokens. Shape: [B]."""
     rows = len(offsets) - 1
     counts, nonfinite, off_mask = np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
     for row in range(rows):

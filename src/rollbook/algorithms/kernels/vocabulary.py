@@ -127,7 +127,7 @@ def check_positive(name: str, number: float, dtype: torch.dtype) -> float:
 
 
 def flatten_logits(logits: torch.Tensor) -> torch.Tensor:
-    """[O, I, V] Merge all dimensions but the last into two; a view, if strides allow one."""
+    """Merge all dimensions but the last into two; a view, if strides allow one. Shape: [O, I, V]."""
     *lead, vocabulary = logits.shape
     for shape in ((1, prod(lead)), (prod(lead[:-1]), prod(lead[-1:]))):
         try:

@@ -701,7 +701,7 @@ def rec(
 
 
 def _in_range(ratio: torch.Tensor, advantages: torch.Tensor, clip_mode: str, bounds: dict[str, float]) -> torch.Tensor:
-    """[of `shape`] bool: mark the tokens that REC trains on."""
+    """Mark the tokens that REC trains on. Shape: `shape` bool."""
     if clip_mode == "none":
         return torch.ones_like(ratio, dtype=torch.bool)
     above, below = ratio >= 1 - bounds["clip_low"], ratio <= 1 + bounds["clip_high"]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.batch.device import Movable
-from rollbook.core.experience import own
+from rollbook.core.experience import copy_containers
 from rollbook.core.freeform import same
 from rollbook.core.rows import NUMPY, Rows, memory, unbind_copy
 
@@ -148,16 +148,20 @@ def _collate(rows: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
         keys = dict.fromkeys(key for row in rows for key in row)
     for key in keys:
         column = [row.get(key, _MISSING) for row in rows]
-        here = (*path, key)
+        entry_path = (*path, key)
         missing = frozenset(i for i, v in enumerate(column) if v is _MISSING) if ragged else frozenset()
         if missing:
-            origin.missing[here] = missing
+            origin.missing[entry_path] = missing
         present = [value for value in column if value is not _MISSING] if missing else column
         if set(map(type, present)) == {dict}:
-            result[key] = _collate([{} if value is _MISSING else value for value in column], here, origin, kinds)
+            result[key] = _collate([{} if value is _MISSING else value for value in column], entry_path, origin, kinds)
             continue
-        stacked = None if missing else _stack(column, here, origin, kinds)
-        result[key] = [None if v is _MISSING else own(v, tensors=True) for v in column] if stacked is None else stacked
+        stacked = None if missing else _stack(column, entry_path, origin, kinds)
+        result[key] = (
+            [None if v is _MISSING else copy_containers(v, tensors=True) for v in column]
+            if stacked is None
+            else stacked
+        )
     return result
 
 
@@ -186,7 +190,7 @@ def _stack(column: list[Any], path: Path, origin: InfoOrigin, kinds: list[Any]) 
     if stacked[0].numel() == 1:
         shown = stacked.reshape(-1).tolist()
         if types != {type(shown[0])} or not (shown == column or same(shown, column)):
-            origin.originals[path] = shown, own(column, tensors=True)
+            origin.originals[path] = shown, copy_containers(column, tensors=True)
     return stacked
 
 
@@ -283,9 +287,9 @@ def row_kinds(kinds: dict[Path, Kind] | None, origin: InfoOrigin, row: int) -> d
 def _split(info: dict[Any, Any], count: int, path: Path, origin: InfoOrigin, kinds: dict[Path, Kind]) -> list[Any]:
     rows: list[dict[Any, Any]] = [{} for _ in range(count)]
     for key, value in info.items():
-        here = (*path, key)
-        entries = _entries(value, count, here, origin, kinds)
-        missing = origin.missing.get(here, ())
+        entry_path = (*path, key)
+        entries = _entries(value, count, entry_path, origin, kinds)
+        missing = origin.missing.get(entry_path, ())
         for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
             # A row that lacked the key may have been assigned a value since.
             empty = entry is None or (isinstance(entry, dict) and not entry)
@@ -302,8 +306,8 @@ def _entries(value: Any, count: int, path: Path, origin: InfoOrigin, kinds: dict
     if isinstance(value, torch.Tensor):
         return _tensor_entries(value, count, path, origin, kinds)
     if isinstance(value, list) and len(value) == count:
-        return [own(item, tensors=True) for item in value]
-    return [own(value, tensors=True) for _ in range(count)]
+        return [copy_containers(item, tensors=True) for item in value]
+    return [copy_containers(value, tensors=True) for _ in range(count)]
 
 
 def check_info(info: Any, count: int, path: Path = ()) -> None:
@@ -326,9 +330,9 @@ def _tensor_entries(
     if count and value[0].numel() != 1:
         return unbind_copy(value)
     shown = value.reshape(-1).tolist()
-    before, originals = origin.originals.get(path, (None, None))
-    if originals is not None and same(before, shown):
-        return [own(item, tensors=True) for item in originals]
+    recorded, originals = origin.originals.get(path, (None, None))
+    if originals is not None and same(recorded, shown):
+        return [copy_containers(item, tensors=True) for item in originals]
     if tail or (shown and _DEFAULTS.get(type(shown[0])) != value.dtype):
         kinds[path] = value.dtype, tail
     return shown
@@ -569,7 +573,7 @@ class Origin:
 
     def describe(self, batch: ExperienceBatch) -> None:
         """Bind the entries to the current values of the batch."""
-        names = {key.partition(".")[0] for part in (self.absent, self.dtypes, self.media_rows) for key in part}
+        names = {key.partition(".")[0] for paths in (self.absent, self.dtypes, self.media_rows) for key in paths}
         if self.info.missing or self.info.originals or self.info.kinds:
             names.add("info")
         self.described = {name: getattr(batch, name) for name in names}
@@ -579,9 +583,9 @@ class Origin:
         for name in [name for name, value in self.described.items() if getattr(batch, name) is not value]:
             del self.described[name]
             parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
-            for part in parts:
-                for key in [key for key in part if key == name or key.startswith(f"{name}.")]:
-                    del part[key]
+            for path_values in parts:
+                for key in [key for key in path_values if key == name or key.startswith(f"{name}.")]:
+                    del path_values[key]
             if name == "info":
                 self.info = InfoOrigin()
 

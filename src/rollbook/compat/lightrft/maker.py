@@ -51,7 +51,8 @@ from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.registry import Estimator
 from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_scores, normalize_advantages, shape_rewards
-from rollbook.batch.device import pin_memory, to
+from rollbook.batch.device import move_to_device as to
+from rollbook.batch.device import pin_memory
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
 from rollbook.compat.lightrft.models import call_model, check_output, is_native
@@ -137,7 +138,7 @@ class MakerConfig:
 
     >>> MakerConfig(advantage_estimator="rloo", n_samples_per_prompt=4).micro_rollout_batch_size is None
     True
-    >>> MakerConfig.of({"advantage_estimator": "gae", "learning_rate": 1e-6}).advantage_estimator  # others are ignored
+    >>> MakerConfig.from_args({"advantage_estimator": "gae", "learning_rate": 1e-6}).advantage_estimator
     'gae'
     >>> MakerConfig(advantage_estimator="dr_grpo", estimator_options={"single": "raw"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -206,7 +207,7 @@ class MakerConfig:
             check_float("kl_coef", self.kl_coef, -1e30, 1e30)
 
     @classmethod
-    def of(cls, args: MakerArgs | None = None) -> MakerConfig:
+    def from_args(cls, args: MakerArgs | None = None) -> MakerConfig:
         """Read LightRFT's `strategy.args`: the first part of the settings; everything else is ignored.
 
         `group_norm` and `grpo` then have LightRFT's eps, 1e-8 (a group of equal rewards is 0 with any eps).
@@ -404,12 +405,17 @@ def _block_scores(batches: Sequence[Experience], config: MakerConfig) -> RowScor
         return None
     parts = []
     for batch in batches:
-        part = batch.info.get("reward") if batch.info else None
-        if batch.ids or type(part) is not torch.Tensor or not part.is_cpu or part.dtype != torch.float32:
+        recorded_rewards = batch.info.get("reward") if batch.info else None
+        if (
+            batch.ids
+            or type(recorded_rewards) is not torch.Tensor
+            or not recorded_rewards.is_cpu
+            or recorded_rewards.dtype != torch.float32
+        ):
             return None
-        if part.requires_grad:
+        if recorded_rewards.requires_grad:
             return None
-        array, tokens = part.numpy(), batch.sequences
+        array, tokens = recorded_rewards.numpy(), batch.sequences
         if array.ndim != 1 or (tokens is not None and len(array) != len(batch)):
             return None
         parts.append(array)
@@ -612,7 +618,7 @@ class NaiveExperienceMaker:
         self.strategy = strategy
         self.remote_rm_url = remote_rm_url
         self.reward_fn, self.reward_fn_label_map, self.reward_recipe = reward_fn, reward_fn_label_map, reward_recipe
-        self.config = config if config is not None else MakerConfig.of(getattr(strategy, "args", None))
+        self.config = config if config is not None else MakerConfig.from_args(getattr(strategy, "args", None))
         self.algorithm = self.config.to_algorithm()
         self._kl_coef()  # raises now rather than after the rollout
         self.advantage_estimator = self.config.advantage_estimator
@@ -740,7 +746,7 @@ class NaiveExperienceMaker:
         if self.engine is None:
             with self._step_metrics.time("rollout") as stage:
                 parts = self._generate_by_actor(prompts, options, n)
-                stage["tokens"] = int(sum(float(part.response_length.sum()) for part in parts))
+                stage["tokens"] = int(sum(float(sample_batch.response_length.sum()) for sample_batch in parts))
             return parts, None
         sampling = self._sampling(options, n)
         self._max_new_tokens = sampling.max_tokens
@@ -755,13 +761,13 @@ class NaiveExperienceMaker:
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
         parts = []
         for start, stop in self._batch_bounds(len(records)):
-            part = make_samples(
+            sample_batch = make_samples(
                 engine.samples[start:stop],
                 pad_token_id=pad,
                 packed=self.config.packing_samples,
                 records=records[start:stop],
             )
-            parts.append(part.to_device(self.device))
+            parts.append(sample_batch.to_device(self.device))
         return parts, records
 
     def _batch_id(self) -> int | str:
@@ -879,7 +885,9 @@ class NaiveExperienceMaker:
             `total_length`, `num_actions`, and `reward_metrics`, by name (B,), if the reward has parts.
         """
         rollout = self._rollout
-        places = [] if rollout is None else [i for i, part in enumerate(rollout.samples) if part is samples]
+        places = (
+            [] if rollout is None else [i for i, sample_batch in enumerate(rollout.samples) if sample_batch is samples]
+        )
         if rollout is None or not places:
             return self._experiences([samples])[0][0]
         if places[0] not in rollout.experiences:
@@ -914,15 +922,15 @@ class NaiveExperienceMaker:
         mask = rollout.column("action_mask")
         if mask is None:
             raise ValueError("action_mask: missing, and no other response-axis field gives the response slots")
-        has_records = all(part.rollouts is not None for part in parts)
+        has_records = all(sample_batch.rollouts is not None for sample_batch in parts)
         records: Experiences | None = None
         if has_records or any(map(is_native, self.models.values())):
             records = records_of_samples(parts, batches)
         columns: dict[str, torch.Tensor] = {}
 
-        def put(name: str, values: torch.Tensor, lengths: list[int]) -> None:
+        def set_column(name: str, values: torch.Tensor, lengths: list[int]) -> None:
             columns[name] = _finite(name, values, lengths, *mask)
-            rollout.put_column(name, columns[name], mask[1])
+            rollout.set_column(name, columns[name], mask[1])
 
         with self._bar("log-probs", max(len(self.models), 1)) as bar:
             for name, model in self.models.items():
@@ -931,12 +939,12 @@ class NaiveExperienceMaker:
                     records = self._run_native(name, records, tuple(output.column for output in outputs))
                     for output in outputs:
                         rows = records.values(output.column)
-                        put(output.batch_field, torch.cat(rows), list(map(len, rows)))
+                        set_column(output.batch_field, torch.cat(rows), list(map(len, rows)))
                 else:
-                    put(outputs[0].batch_field, *self._call_batches(name, rollout, len(outputs) > 1))
+                    set_column(outputs[0].batch_field, *self._call_batches(name, rollout, len(outputs) > 1))
                 bar.advance()
         if "policy" not in self.models and (sampled := rollout.column("extras.logprobs")) is not None:
-            put("action_log_probs", *sampled)
+            set_column("action_log_probs", *sampled)
         self._add_kl(rollout, columns, *mask)
         self._resume_training()
         return records if has_records else None
@@ -973,9 +981,9 @@ class NaiveExperienceMaker:
         else:
             rows = Rows(logprobs, lengths), Rows(ref_logprobs, lengths)
             kl = token_kl(*rows, counted, estimator=self.config.kl_estimator).values
-        rollout.put_column("kl", kl, lengths)
+        rollout.set_column("kl", kl, lengths)
         counts = Layout.from_tokens(counted).counts.numpy()
-        rollout.put_numbers("kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), counts))
+        rollout.set_numbers("kl", mean_by_row(kl.double().numpy(), np.array(lengths, dtype=np.int64), counts))
 
     def _resume_training(self) -> None:
         for model in (self.actor, self.critic):
@@ -1081,13 +1089,13 @@ class NaiveExperienceMaker:
         samples = self.generate_samples(all_prompts, **generate_kwargs)
         if self._rollout is None or list(map(id, self._rollout.samples)) != list(map(id, samples)):
             self._rollout = _Rollout(list(samples))  # a subclass returned other samples
-        experiences = [self.make_experience(part) for part in samples]
+        experiences = [self.make_experience(sample_batch) for sample_batch in samples]
         if greedy is not None:
             rollout = RolloutBatches(experiences)
             baselines = dict(enumerate(greedy.values())) if rollout.ids() is None else greedy
             groups = rollout.groups(len(rollout) // len(greedy))
-            rollout.put_numbers("reward_baseline", torch.tensor([baselines[group] for group in groups]))
-        failed = sum(sample.failed for part in samples for sample in part.rollouts or ())
+            rollout.set_numbers("reward_baseline", torch.tensor([baselines[group] for group in groups]))
+        failed = sum(sample.failed for sample_batch in samples for sample in sample_batch.rollouts or ())
         return self._finish(experiences, failed, generate_kwargs)
 
     def _check_models(self) -> None:
@@ -1158,7 +1166,7 @@ class NaiveExperienceMaker:
             groups = rollout.groups(config.n_samples_per_prompt, process_group)
             selection = zero_variance(rollout.numbers("reward"), groups, rollout.runs(), process_group=process_group)
             mask = _mask_rows(mask, selection.keep.cpu())
-            rollout.put_numbers("filtered", ~selection.keep.cpu())
+            rollout.set_numbers("filtered", ~selection.keep.cpu())
             metrics |= selection.report.to_metrics("dynamic_sampling")
         token_rewards, reward_metrics = self._token_rewards(rollout, rewards, mask, entry)
         metrics |= reward_metrics | {"reward/missing_reward": float((~has_reward).sum())} | clip_metrics
@@ -1178,16 +1186,16 @@ class NaiveExperienceMaker:
         if config.advantage_clip > 0:
             clipped = clip_advantages(advantages, mask, config.advantage_clip)
             advantages = clipped.advantages
-            rollout.put_numbers("advantage_clip_frac", clipped.fractions.cpu())
+            rollout.set_numbers("advantage_clip_frac", clipped.fractions.cpu())
             metrics["advantage/clip_fraction"] = clipped.fraction
         if bounds is not None:
-            rollout.put_numbers("reward_clip_frac", ((rewards != row_rewards) & ~row_rewards.isnan()).float())
+            rollout.set_numbers("reward_clip_frac", ((rewards != row_rewards) & ~row_rewards.isnan()).float())
         sums = [row.sum() for row in token_rewards]
-        rollout.put_numbers("return", torch.stack(sums) if sums else torch.zeros(0))
+        rollout.set_numbers("return", torch.stack(sums) if sums else torch.zeros(0))
         if config.dynamic_sampling or not scores_rows(entry):
-            rollout.put("action_mask", mask)
-        rollout.put("advantages", advantages)
-        rollout.put("returns", estimate.returns)
+            rollout.set_field("action_mask", mask)
+        rollout.set_field("advantages", advantages)
+        rollout.set_field("returns", estimate.returns)
         return metrics
 
     def _token_rewards(
@@ -1369,8 +1377,10 @@ def _on_reward_device(rewards: torch.Tensor, batch: Experience) -> torch.Tensor:
 
 def _checked_rewards(rollout: RolloutBatches, rewards: Sequence[Any]) -> torch.Tensor:
     """[N] Concatenate the rewards that `process_experiences` returned, and check their count."""
-    parts = [torch.as_tensor(part, dtype=torch.float32).detach().cpu().reshape(-1) for part in rewards]
-    sizes = [len(part) for part in parts]
+    parts = [
+        torch.as_tensor(batch_rewards, dtype=torch.float32).detach().cpu().reshape(-1) for batch_rewards in rewards
+    ]
+    sizes = [len(batch_rewards) for batch_rewards in parts]
     if sizes != rollout.sizes:
         raise ValueError(
             f"process_experiences: returned rewards of sizes {sizes}, expected {rollout.sizes}, "
@@ -1421,8 +1431,8 @@ def _rollout_metrics(rollout: RolloutBatches, failed: int) -> dict[str, float]:
     if rollout.entries("kl") is not None:
         metrics["kl/mean"] = float(rollout.numbers("kl").mean())
     parts = [(batch.info or {}).get("reward_metrics") or {} for batch in rollout.batches]
-    for name in dict.fromkeys(name for part in parts for name in part):
-        numbers = torch.cat([part[name].float().cpu() for part in parts if name in part])
+    for name in dict.fromkeys(name for batch_metrics in parts for name in batch_metrics):
+        numbers = torch.cat([batch_metrics[name].float().cpu() for batch_metrics in parts if name in batch_metrics])
         numbers = numbers[~numbers.isnan()]
         metrics[f"reward/{name}"] = float(numbers.mean()) if len(numbers) else math.nan
     truncated_from = rollout.entries("prompt_truncated_from") or []

@@ -88,13 +88,13 @@ def process_sequences(
         raise ValueError(f"input_len: got {begin}, expected at most the {width} tokens of a row")
     pad = check_int("pad_token_id", pad_token_id)
     real = sequences != pad
-    place = torch.arange(width, device=sequences.device)
+    positions = torch.arange(width, device=sequences.device)
     # A prompt of only padding begins at its end.
     first = torch.where(real[:, :begin].any(-1), real[:, :begin].int().argmax(-1) if begin else 0, begin)
-    last = torch.where(real & (place >= begin), place, begin - 1).amax(-1) if width else first - 1
+    last = torch.where(real & (positions >= begin), positions, begin - 1).amax(-1) if width else first - 1
     if pad in _ids(eos_token_id, "eos_token_id"):
         last = (last + 1).clamp(max=width - 1)
-    attended = (place >= first[:, None]) & (place <= last[:, None])
+    attended = (positions >= first[:, None]) & (positions <= last[:, None])
     return sequences, attended.long(), attended[:, begin:]
 
 
@@ -105,9 +105,9 @@ def lay_out_samples(
     for i, sample in enumerate(samples):
         if sample.failed:
             raise RuntimeError(f"sample {i} ({sample.eid}): {sample.error}")
-    tokens, spans, before = concatenate_samples(samples)
+    tokens, spans, prompt_ends = concatenate_samples(samples)
     attended = spans.mask(torch.int64).to(device)
-    return spans.pad(tokens, pad_token_id).to(device), attended, attended[:, before:].bool()
+    return spans.pad(tokens, pad_token_id).to(device), attended, attended[:, prompt_ends:].bool()
 
 
 def concatenate_samples(samples: Sequence[Sample], slots: int = 0) -> tuple[torch.Tensor, Spans, int]:
@@ -119,8 +119,8 @@ def concatenate_samples(samples: Sequence[Sample], slots: int = 0) -> tuple[torc
     prompts = [len(sample.prompt_ids) for sample in samples]
     responses = [len(sample.response_ids) for sample in samples]
     begin, end = max(prompts, default=0), max(responses, default=0)
-    lengths = [before + after for before, after in zip(prompts, responses, strict=True)]
-    spans = Spans(lengths, [begin - before for before in prompts], begin + max(end, slots))
+    lengths = [prompt_length + after for prompt_length, after in zip(prompts, responses, strict=True)]
+    spans = Spans(lengths, [begin - prompt_length for prompt_length in prompts], begin + max(end, slots))
     ids = [token for sample in samples for token in (*sample.prompt_ids, *sample.response_ids)]
     return torch.tensor(ids, dtype=torch.int64), spans, begin
 
@@ -214,8 +214,8 @@ def make_sampling(options: dict[str, Any], prompt_width: int, suppress: tuple[in
     if arguments.pop("do_sample", True) is False:
         arguments["temperature"] = 0.0
     if "max_length" in arguments:
-        room = check_int("max_length", arguments.pop("max_length"), prompt_width + 1) - prompt_width
-        arguments.setdefault("max_new_tokens", room)
+        max_new_tokens = check_int("max_length", arguments.pop("max_length"), prompt_width + 1) - prompt_width
+        arguments.setdefault("max_new_tokens", max_new_tokens)
     if "num_return_sequences" in arguments:
         arguments["n"] = arguments.pop("num_return_sequences")
     if "eos_token_id" in arguments:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollbook.algorithms.inputs import Inputs, full_mask, group_id, run_id
-from rollbook.batch.device import copy_columns, to
+from rollbook.batch.device import copy_columns, move_to_device
 from rollbook.batch.media import BY_TOKEN, GRIDS, TYPES, sample_positions, sample_types
 from rollbook.compat.lightrft.batch import (
     BATCH_FIELDS,
@@ -32,7 +32,7 @@ from rollbook.compat.lightrft.batch import (
     split_info,
     token_fields,
 )
-from rollbook.core.experience import own
+from rollbook.core.experience import copy_containers
 from rollbook.core.fields import FIELDS
 from rollbook.core.ids import EID
 from rollbook.core.ragged import compute_offsets
@@ -129,8 +129,8 @@ def _split_parts(
         raise ValueError(f"{name}: got {len(value)} rows, expected {sum(rows or ())}, those of {count} samples")
     parts: list[Any] = list(torch.split(value, rows))
     if absent is not None:
-        return [None if i in absent else part for i, part in enumerate(parts)]
-    return [None if empty is None and not len(part) else part for part in parts]
+        return [None if i in absent else tensor for i, tensor in enumerate(parts)]
+    return [None if empty is None and not len(tensor) else tensor for tensor in parts]
 
 
 def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrigin) -> None:
@@ -141,11 +141,11 @@ def count_media(media: Mapping[str, Any], info: dict[Any, Any], origin: InfoOrig
     for _, grids, number in _COUNTED_MEDIA:
         parts = media.get(grids)
         missing = range(len(parts or ())) if number not in info else origin.missing.get((number,), ())
-        if not parts or not missing or not all(isinstance(part, (torch.Tensor, type(None))) for part in parts):
+        if not parts or not missing or not all(isinstance(tensor, (torch.Tensor, type(None))) for tensor in parts):
             continue
-        counts = [0 if part is None else len(part) if part.dim() > 1 else 1 for part in parts]
-        before = list(info[number]) if number in info else [None] * len(parts)
-        origin.missing[number,], origin.originals[number,] = frozenset(missing), (counts, before)
+        counts = [0 if tensor is None else len(tensor) if tensor.dim() > 1 else 1 for tensor in parts]
+        counts_before = list(info[number]) if number in info else [None] * len(parts)
+        origin.missing[number,], origin.originals[number,] = frozenset(missing), (counts, counts_before)
         info[number] = torch.tensor(counts)
 
 
@@ -162,26 +162,26 @@ def sample_list(name: str, value: Sequence[Any] | NDArray[Any] | None, count: in
 
 def join_media(name: str, parts: list[Any] | None, origin: Origin) -> torch.Tensor | None:
     """Concatenate a media field of all samples; `origin` gets what is needed to split it again."""
-    present = [part for part in parts or () if part is not None]
+    present = [tensor for tensor in parts or () if tensor is not None]
     if not present or parts is None:
         return None
-    for i, part in enumerate(parts):
-        if part is not None and not isinstance(part, torch.Tensor):
-            raise ValueError(f"items[{i}].{name}: got {type(part).__name__}, expected a tensor")
+    for i, tensor in enumerate(parts):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"items[{i}].{name}: got {type(tensor).__name__}, expected a tensor")
     if "grid" in name:
-        parts = [part.unsqueeze(0) if part is not None and part.dim() == 1 else part for part in parts]
-        present = [part for part in parts if part is not None]
-    for i, part in enumerate(parts):
-        if part is not None and (
-            not part.dim() or part.shape[1:] != present[0].shape[1:] or part.dtype != present[0].dtype
+        parts = [tensor.unsqueeze(0) if tensor is not None and tensor.dim() == 1 else tensor for tensor in parts]
+        present = [tensor for tensor in parts if tensor is not None]
+    for i, tensor in enumerate(parts):
+        if tensor is not None and (
+            not tensor.dim() or tensor.shape[1:] != present[0].shape[1:] or tensor.dtype != present[0].dtype
         ):
             raise ValueError(
-                f"items[{i}].{name}: got {list(part.shape)} of {part.dtype}, expected (rows, "
+                f"items[{i}].{name}: got {list(tensor.shape)} of {tensor.dtype}, expected (rows, "
                 f"{', '.join(map(str, present[0].shape[1:]))}) of {present[0].dtype}, as others have"
             )
-    absent = frozenset(i for i, part in enumerate(parts) if part is None)
+    absent = frozenset(i for i, tensor in enumerate(parts) if tensor is None)
     origin.absent[name] = absent
-    origin.media_rows[name] = tuple(0 if part is None else len(part) for part in parts)
+    origin.media_rows[name] = tuple(0 if tensor is None else len(tensor) for tensor in parts)
     return torch.cat(present)
 
 
@@ -196,7 +196,7 @@ def copy_entry(name: str, value: Any) -> Any:
     """Copy an entry of a batch's list, so that samples do not share it (images are shared)."""
     if name == "raw_images":
         return list(value) if isinstance(value, list) else value
-    return value.replace() if isinstance(value, EID) else own(value, tensors=True)
+    return value.replace() if isinstance(value, EID) else copy_containers(value, tensors=True)
 
 
 def is_token_axis(name: str) -> bool:
@@ -327,7 +327,7 @@ class RaggedBatch:
         if name in BATCH_FIELDS:
             return self.row(name, i)
         if name == "info":
-            return own(self.infos[0][i], tensors=True)
+            return copy_containers(self.infos[0][i], tensors=True)
         if name == "info_kinds":
             return row_kinds(self.infos[1], self.origin.info, i)
         if name == "extras":
@@ -350,7 +350,7 @@ class RaggedBatch:
         """Store media in a pool, which keeps equal content once."""
         for name, parts in self.media.items():
             if parts:
-                self.media[name] = [pool.keep(part) for part in parts]
+                self.media[name] = [pool.keep(tensor) for tensor in parts]
         images = self.lists.get("raw_images")
         if images:
             self.lists["raw_images"] = [pool.keep(image) for image in images]
@@ -366,9 +366,9 @@ class RaggedBatch:
         else:
             shipped = copy_columns([(column, self.lengths(name)) for name, column in columns.items()], target)
             self.columns |= dict(zip(columns, shipped, strict=True))
-        self.info = to(self.info, target)
-        self.media = to(self.media, target)
-        self.lists = to(self.lists, target)
+        self.info = move_to_device(self.info, target)
+        self.media = move_to_device(self.media, target)
+        self.lists = move_to_device(self.lists, target)
         self.device = target
 
 
@@ -549,7 +549,7 @@ def ragged_without_columns(batch: ExperienceBatch, tokens: Lengths, responses: L
     count = len(batch)
     ragged = RaggedBatch(tokens, responses, batch.origin.copy())
     check_info(batch.info, count)
-    ragged.info = own(batch.info, tensors=True)
+    ragged.info = copy_containers(batch.info, tensors=True)
     for name in SAMPLE_LISTS:
         entries = getattr(batch, name)
         ragged.lists[name] = None if entries is None else sample_list(name, entries, count)
@@ -637,11 +637,11 @@ def _check_count(name: str, rows: int, count: int) -> None:
         raise ValueError(f"{name}: got {rows} rows, expected {count}, as sequences has")
 
 
-def _check_dims(where: str, value: torch.Tensor, dims: int, name: str) -> None:
+def _check_dims(prefix: str, value: torch.Tensor, dims: int, name: str) -> None:
     if value.dim() < dims or (value.dim() > dims and name in BATCH_FIELDS):
-        raise ValueError(f"{where}: got shape {list(value.shape)}, expected {dims} dimension(s)")
+        raise ValueError(f"{prefix}: got shape {list(value.shape)}, expected {dims} dimension(s)")
     if name == "sequences" and (value.is_floating_point() or value.is_complex()):
-        raise ValueError(f"{where}: got values of {value.dtype}, expected token ids")
+        raise ValueError(f"{prefix}: got values of {value.dtype}, expected token ids")
 
 
 def widths(values: dict[str, Any]) -> tuple[int, int]:
@@ -881,7 +881,7 @@ def _batch(ragged: RaggedBatch, lay_out: Callable[[str, Column], Any], starts: t
     media: dict[str, Any] = {}
     for name, parts in ragged.media.items():
         if name.startswith("media."):
-            media[name.removeprefix("media.")] = parts and [own(part, tensors=True) for part in parts]
+            media[name.removeprefix("media.")] = parts and [copy_containers(tensor, tensors=True) for tensor in parts]
         else:
             fields[name] = join_media(name, parts, origin)
     if starts is not None:
@@ -901,7 +901,7 @@ def media_inputs(batch: ExperienceBatch, config: ModelConfig | None = None) -> d
     for name, key in BATCH_MEDIA.items():
         value = getattr(batch, name)
         if isinstance(value, list):
-            present = [part for part in value if part is not None]
+            present = [tensor for tensor in value if tensor is not None]
             value = torch.cat(present) if present else None
         if isinstance(value, torch.Tensor) and len(value):
             inputs[key] = value
@@ -910,11 +910,11 @@ def media_inputs(batch: ExperienceBatch, config: ModelConfig | None = None) -> d
     if derives or (TYPES in media and (inputs or media.keys() - set(BY_TOKEN))):
         rows = zip(_places(batch), media.get(TYPES) or [None] * len(batch), strict=True)
         media[TYPES] = [
-            sample_types(_tokens(batch, i, place), part, config, i) if derives or part is not None else None
-            for i, (place, part) in enumerate(rows)
+            sample_types(_tokens(batch, i, location), tensor, config, i) if derives or tensor is not None else None
+            for i, (location, tensor) in enumerate(rows)
         ]
     for key, parts in media.items():
-        present = [part for part in parts if part is not None]
+        present = [tensor for tensor in parts if tensor is not None]
         if present:
             inputs[key] = _by_token(batch, key, parts, present[0]) if key in BY_TOKEN else torch.cat(present)
     return inputs
@@ -924,9 +924,9 @@ def _by_token(batch: ExperienceBatch, key: str, parts: list[Any], like: torch.Te
     places = _places(batch)
     shape = batch.sequences.shape if batch.layout == "padded" else (1, sum(len(row) for row in batch.sequences))
     matrix = like.new_zeros(shape)
-    for i, ((row, start, length), part) in enumerate(zip(places, parts, strict=True)):
-        if part is not None:
-            entries = part.reshape(-1)
+    for i, ((row, start, length), tensor) in enumerate(zip(places, parts, strict=True)):
+        if tensor is not None:
+            entries = tensor.reshape(-1)
             if len(entries) > length:
                 raise ValueError(f"media[{key!r}][{i}]: got {len(entries)} entries, expected at most {length} tokens")
             matrix[row, start : start + len(entries)] = entries
@@ -943,9 +943,9 @@ def _places(batch: ExperienceBatch) -> list[tuple[int, int, int]]:
     return [(i, a, n) for i, (a, n) in enumerate(zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True))]
 
 
-def _tokens(batch: ExperienceBatch, i: int, place: tuple[int, int, int]) -> torch.Tensor:
+def _tokens(batch: ExperienceBatch, i: int, location: tuple[int, int, int]) -> torch.Tensor:
     """[n] Return the token ids of sample i without padding."""
-    _, start, length = place
+    _, start, length = location
     row: torch.Tensor = batch.sequences[i]
     return row[start : start + length] if batch.layout == "padded" else row
 
@@ -962,10 +962,10 @@ def rope_positions(
     shape = batch.sequences.shape if batch.layout == "padded" else (1, sum(len(row) for row in batch.sequences))
     positions = torch.ones((4, *shape), dtype=torch.int64, device=batch.sequences[0].device)
     names = {BATCH_MEDIA.get(name, name.removeprefix("media.")): name for name in media}
-    for i, place in enumerate(_places(batch)):
-        row, start, length = place
+    for i, location in enumerate(_places(batch)):
+        row, start, length = location
         sample = {key: parts[i] for key, name in names.items() if (parts := media[name]) and parts[i] is not None}
-        spatial = sample_positions(_tokens(batch, i, place), sample, get_rope_index, config, i)
+        spatial = sample_positions(_tokens(batch, i, location), sample, get_rope_index, config, i)
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
         positions[1:, row, start : start + length] = spatial
     return positions

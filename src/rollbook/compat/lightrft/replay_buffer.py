@@ -280,8 +280,8 @@ def collate_detached(items: Sequence[Any], pad_token_id: int, packing_samples: b
             check_fill(fill, dtype)
         fields[name] = matrix = blank((len(states), width[axis]), dtype, fill)
         flat = matrix.numpy().reshape(-1)
-        for place, row in zip(ends[axis], rows, strict=True):
-            flat[place] = row
+        for stop, row in zip(ends[axis], rows, strict=True):
+            flat[stop] = row
     starts = [width[0] - n for n in detached_items.lengths[0]]
     fields["action_starts"] = torch.from_numpy(np.array(starts)) if any(starts) else None
     return ExperienceBatch.of(fields, origin)
@@ -533,11 +533,11 @@ def _trim_detached(items: list[Any]) -> list[BufferItem] | None:
         begin = max(start, first - (tokens - slots))
         cuts.append((slice(begin, max(min(slots, last - (tokens - slots)), begin)), slice(first, last)))
     fields = [(name, is_token_axis(name), rows) for name, rows in detached_items.arrays.items()]
-    size = sum(cut[axis].stop - cut[axis].start for cut in cuts for _, axis, _ in fields)
+    size = sum(row_slices[axis].stop - row_slices[axis].start for row_slices in cuts for _, axis, _ in fields)
     if size > LARGE:
         return _items_from_cuts(detached_items, cuts)
     narrowed = []
-    for i, (state, cut) in enumerate(zip(detached_items.states, cuts, strict=True)):
+    for i, (state, row_slices) in enumerate(zip(detached_items.states, cuts, strict=True)):
         item = BufferItem.__new__(BufferItem)
         new = item.__dict__
         for name, value in state.items():
@@ -546,19 +546,21 @@ def _trim_detached(items: list[Any]) -> list[BufferItem] | None:
         for name in _REQUIRED:
             new[name] = None
         for name, axis, rows in fields:
-            new[name] = torch.from_numpy(rows[i][cut[axis]].copy())
+            new[name] = torch.from_numpy(rows[i][row_slices[axis]].copy())
         narrowed.append(item)
     return narrowed
 
 
 def _items_from_cuts(detached_items: _DetachedItems, cuts: list[tuple[slice, slice]]) -> list[BufferItem]:
     """Build items of parts of rows on one ragged batch: one large allocation is faster than one for each row."""
-    responses, tokens = (np.array([cut[axis].stop - cut[axis].start for cut in cuts]) for axis in (0, 1))
+    responses, tokens = (
+        np.array([row_slices[axis].stop - row_slices[axis].start for row_slices in cuts]) for axis in (0, 1)
+    )
     ragged = RaggedBatch(tokens, responses, Origin(), dict.fromkeys(BATCH_FIELDS))
     for name, rows in detached_items.arrays.items():
         axis = is_token_axis(name)
         ragged.columns[name] = _joined(
-            [row[cut[axis]] for row, cut in zip(rows, cuts, strict=True)], detached_items.dtypes[name]
+            [row[row_slices[axis]] for row, row_slices in zip(rows, cuts, strict=True)], detached_items.dtypes[name]
         )
     ragged.info, ragged.origin.info = _collated(detached_items.states)
     ragged.lists = _sample_lists(detached_items.states)
@@ -618,7 +620,7 @@ def _trim(ragged: RaggedBatch, starts: list[int]) -> RaggedBatch:
         low, high = (first, last) if is_token_axis(name) else (begin, end)
         if isinstance(column, torch.Tensor):
             parts = torch.split(column, ragged.lengths(name).tolist())
-            columns[name] = torch.cat([part[i:j] for part, i, j in zip(parts, low, high, strict=True)])
+            columns[name] = torch.cat([row[i:j] for row, i, j in zip(parts, low, high, strict=True)])
         elif isinstance(column, Segments):
             at = np.array(column.starts, dtype=np.int64)
             narrow = column._replace(starts=(at + low).tolist(), stops=(at + high).tolist())

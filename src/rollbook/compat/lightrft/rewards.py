@@ -439,14 +439,16 @@ class Scorer(Reward):
         if records is None:
             with metrics.time("reward"):
                 inputs = [
-                    sample for part, batch in zip(parts, batches, strict=True) for sample in self.inputs(part, batch)
+                    sample
+                    for sample_batch, batch in zip(parts, batches, strict=True)
+                    for sample in self.inputs(sample_batch, batch)
                 ]
                 self._score_batches(batches, list(map(id, inputs)))
                 result = self(inputs)
         else:
             with metrics.time("reward"):
                 self._score_batches(batches, [eid.uid for eid in records.eids()])
-            prompts = [sample.prompt for part in parts for sample in part.rollouts or ()]
+            prompts = [sample.prompt for sample_batch in parts for sample in sample_batch.rollouts or ()]
             records = pipeline.score(records, self, self.tokenizer, prompts=prompts, metrics=metrics)
             reported = records.values("metrics")
             result = RewardResult(
@@ -513,7 +515,7 @@ class Scorer(Reward):
 def put_rewards(batches: Sequence[ExperienceBatch], scores: RewardResult) -> None:
     """Set the scores of all rows in the `info` of their batches."""
     rewards, metrics = scores.to_tensors()
-    RolloutBatches(batches).put_numbers("reward", rewards)
+    RolloutBatches(batches).set_numbers("reward", rewards)
     start = 0
     for batch in batches:
         info, stop = batch.info or {}, start + len(batch)

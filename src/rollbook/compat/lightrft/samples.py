@@ -337,7 +337,7 @@ class RolloutBatches:
     >>> rollout = RolloutBatches([batch([1.0, 0.0]), batch([2.0])])
     >>> rollout.numbers("reward").tolist(), rollout.groups(per_group=3).tolist(), len(rollout.rows("action_log_probs"))
     ([1.0, 0.0, 2.0], [0, 0, 0], 3)
-    >>> rollout.put("advantages", Rows(torch.arange(6.0), [2, 2, 2]))
+    >>> rollout.set_field("advantages", Rows(torch.arange(6.0), [2, 2, 2]))
     >>> rollout.batches[1].advantages
     tensor([[4., 5.]])
     """
@@ -411,11 +411,11 @@ class RolloutBatches:
                 total += int((memory(mask) if by_numpy else mask).sum())
         return total
 
-    def put(self, name: str, rows: Rows) -> None:
+    def set_field(self, name: str, rows: Rows) -> None:
         """Set a response-axis field of each batch (`extras.NAME` for fields that a batch does not have)."""
-        self.put_column(name, rows.values, rows.lengths)
+        self.set_column(name, rows.values, rows.lengths)
 
-    def put_column(self, name: str, values: torch.Tensor, lengths: list[int]) -> None:
+    def set_column(self, name: str, values: torch.Tensor, lengths: list[int]) -> None:
         """Set a response-axis field of each batch from concatenated values."""
         for batch, value in zip(self.batches, self._lay_out(values, lengths), strict=True):
             _set_field(batch, name, value)
@@ -429,21 +429,25 @@ class RolloutBatches:
         start = row = 0
         for batch, spans, size in zip(self.batches, self._spans, self.sizes, strict=True):
             stop = start + sum(lengths[row : row + size])
-            part = values[start:stop].to(batch_device(batch))
-            parts.append(Rows(part, lengths[row : row + size]) if spans is None else spans.pad(part, 0))
+            batch_values = values[start:stop].to(batch_device(batch))
+            parts.append(Rows(batch_values, lengths[row : row + size]) if spans is None else spans.pad(batch_values, 0))
             start, row = stop, row + size
         return parts
 
     def gather(self, name: str, parts: Sequence[Any]) -> Rows:
         """Invert `lay_out` for the results of a function `name` for each batch."""
         columns = []
-        for i, (part, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
+        for i, (batch_values, spans, size) in enumerate(zip(parts, self._spans, self.sizes, strict=True)):
             if spans is None:
-                if not isinstance(part, list) or len(part) != size:
-                    raise ValueError(f"{name}: got {_describe(part)} for batch {i}, expected {size} 1-D tensors")
-            elif not isinstance(part, torch.Tensor) or part.shape != (size, spans.width):
-                raise ValueError(f"{name}: got {_describe(part)} for batch {i}, expected [{size}, {spans.width}]")
-            columns.append(_unpad(part, spans))
+                if not isinstance(batch_values, list) or len(batch_values) != size:
+                    raise ValueError(
+                        f"{name}: got {_describe(batch_values)} for batch {i}, expected {size} 1-D tensors"
+                    )
+            elif not isinstance(batch_values, torch.Tensor) or batch_values.shape != (size, spans.width):
+                raise ValueError(
+                    f"{name}: got {_describe(batch_values)} for batch {i}, expected [{size}, {spans.width}]"
+                )
+            columns.append(_unpad(batch_values, spans))
         return Rows(*_concatenate(columns))
 
     # --- per row ------------------------------------------------------------------------------------------------
@@ -457,18 +461,19 @@ class RolloutBatches:
                 raise ValueError(f"experiences[{i}].info[{key!r}]: missing, expected a number for each sample")
             if isinstance(value, list):
                 value = [math.nan if number is None else number for number in value]
-            part = torch.as_tensor(value, dtype=torch.float32).detach().cpu().reshape(-1)
-            if len(part) != self.sizes[i]:
+            batch_numbers = torch.as_tensor(value, dtype=torch.float32).detach().cpu().reshape(-1)
+            if len(batch_numbers) != self.sizes[i]:
                 raise ValueError(
-                    f"experiences[{i}].info[{key!r}]: got {len(part)} numbers, expected {self.sizes[i]}, one per sample"
+                    f"experiences[{i}].info[{key!r}]: got {len(batch_numbers)} numbers, "
+                    f"expected {self.sizes[i]}, one per sample"
                 )
-            parts.append(part)
+            parts.append(batch_numbers)
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
 
-    def put_numbers(self, key: str, values: torch.Tensor) -> None:
+    def set_numbers(self, key: str, values: torch.Tensor) -> None:
         """Set numbers [N] in the `info` of each batch."""
-        for batch, part in zip(self.batches, self.split(values), strict=True):
-            batch.info = {**(batch.info or {}), key: part.to(batch_device(batch))}
+        for batch, batch_numbers in zip(self.batches, self.split(values), strict=True):
+            batch.info = {**(batch.info or {}), key: batch_numbers.to(batch_device(batch))}
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Split numbers [N] by batch."""
@@ -508,7 +513,7 @@ class RolloutBatches:
         return (
             places
             if process_group is SINGLE_PROCESS
-            else [f"process {process_group.rank}, group {place}" for place in places]
+            else [f"process {process_group.rank}, group {index}" for index in places]
         )
 
     def runs(self) -> list[Any] | None:

@@ -621,9 +621,11 @@ class TrajectorySaver:
         if results is None:
             return None, None
         problems += [problem for _, faults in results for problem in faults]
-        parts = [part for part, _ in results if part is not None]
-        all_trajectories = [trajectory for part, _ in parts for trajectory in part]
-        all_measured = [stats for _, part in parts for stats in part] if compute_stats == "all" else None
+        parts = [rank_results for rank_results, _ in results if rank_results is not None]
+        all_trajectories = [trajectory for rank_results, _ in parts for trajectory in rank_results]
+        all_measured = (
+            [stats for _, rank_results in parts for stats in rank_results] if compute_stats == "all" else None
+        )
 
         def write() -> tuple[bool, Stats | None]:
             written = attempt(problems, self._write, all_trajectories, step, prefix, problems)

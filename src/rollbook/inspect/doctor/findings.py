@@ -371,7 +371,14 @@ class Thresholds:
         return thresholds
 
     def with_changes(self, changes: Mapping[str, Any]) -> Thresholds:
-        """Return a copy with changes by name; numbers may be given as text."""
+        """Return a copy with changes by name; numbers may be given as text.
+
+        Args:
+            changes: New values by name.
+
+        Returns:
+            The changed copy.
+        """
         defaults = {field.name: field.default for field in fields(self)}
         values: dict[str, Any] = {}
         for name, value in changes.items():

@@ -536,6 +536,9 @@ def dump_config(config: Config) -> str:
     Args:
         config: The configuration.
 
+    Returns:
+        The YAML text, which `load_config` reads.
+
     >>> for line in dump_config(Config(name="mine", optimizer={"lr": 1e-5})).splitlines()[:4]:
     ...     print(line)
     # Name of the run.

@@ -819,12 +819,15 @@ class Difference(NamedTuple):
         return f"{self.path}: {json.dumps(self.after)}, was {json.dumps(self.before)}"
 
 
-def compare_configs(earlier: Config, after: Config) -> list[Difference]:
+def compare_configs(earlier: Config, later: Config) -> list[Difference]:
     """Return the keys whose values differ, in the order of the sections.
 
     Args:
         earlier: A configuration.
-        after: Another one.
+        later: Another one.
+
+    Returns:
+        The differences.
 
     >>> [str(difference) for difference in compare_configs(Config(), Config(optimizer={"lr": 1e-3}, steps=7))]
     ['steps: 7, was 100', 'optimizer.lr: 0.001, was 1e-06']
@@ -833,7 +836,7 @@ def compare_configs(earlier: Config, after: Config) -> list[Difference]:
     ['optimizer.lr']
     """
     old, new = (
-        {path: (value, changeable) for path, value, changeable in flatten(config)} for config in (earlier, after)
+        {path: (value, changeable) for path, value, changeable in flatten(config)} for config in (earlier, later)
     )
     order = list(get_section(Config).keys)
     changes = []

@@ -55,11 +55,25 @@ class ConfigError(RollbookError, ValueError):
         self.path, self.message, self.source = path, message, source
 
     def under(self, name: str) -> ConfigError:
-        """Return the error with `name` before its path."""
+        """Return the error with `name` before its path.
+
+        Args:
+            name: Name of a section.
+
+        Returns:
+            A new error.
+        """
         return ConfigError(f"{name}.{self.path}" if self.path else name, self.message, self.source)
 
     def at(self, source: str) -> ConfigError:
-        """Return the error with another source."""
+        """Return the error with another source.
+
+        Args:
+            source: File and line.
+
+        Returns:
+            A new error.
+        """
         return ConfigError(self.path, self.message, source)
 
 

@@ -36,6 +36,9 @@ def tokenizer(extra_characters: str = "") -> PreTrainedTokenizerFast:
     Args:
         extra_characters: Further characters.
 
+    Returns:
+        The tokenizer.
+
     >>> characters = tokenizer()
     >>> characters.decode(characters("dbfa>").input_ids), characters.padding_side
     ('dbfa>', 'left')
@@ -65,6 +68,9 @@ def model(
         heads: Number of attention heads.
         positions: Context length.
         extra_characters: Further characters of the tokenizer.
+
+    Returns:
+        The model and its tokenizer.
 
     >>> network, _ = model(hidden=32, heads=1)
     >>> network.config.model_type
@@ -100,6 +106,9 @@ def rows(count: int = 20_000, length: int = 6, seed: int = 0, skip: int = 0) -> 
         length: Letters of a word.
         seed: Seed of the words.
         skip: Number of words to skip.
+
+    Returns:
+        Rows with `prompt`, `reference` and `response`.
 
     Raises:
         ValueError: There are not that many words.
@@ -138,6 +147,9 @@ def trained_model(
         length: Letters of a word.
         skip: Number of words to skip.
         hidden: Hidden size.
+
+    Returns:
+        The trained model and its tokenizer.
 
     >>> network, _ = trained_model(steps=2, count=256, hidden=48)
     >>> network.config.hidden_size
@@ -184,6 +196,9 @@ def pairs(
         target_accuracy: Share of correct answers of the model.
         skip: Number of words before those that the model was trained on.
         hidden: Hidden size of the model.
+
+    Returns:
+        Rows with `prompt`, `reference`, `response`, `chosen` and `rejected`.
 
     >>> rejected_pairs = pairs(40, length=4, skip=40, target_accuracy=0.0, hidden=48)
     >>> all(row["chosen"] == row["reference"] != row["rejected"] for row in rejected_pairs)
@@ -243,6 +258,9 @@ def reward(response: str, reference: str, finish_reason: str) -> float:
         reference: The correct answer.
         finish_reason: Why the response ended.
 
+    Returns:
+        1 or 0.
+
     >>> reward("abcdef", "abcdef", "stop"), reward("abcdef", "abcdef", "length"), reward("abcdfe", "abcdef", "stop")
     (1.0, 0.0, 0.0)
     """
@@ -254,6 +272,9 @@ def random_reward(eid: EID) -> float:
 
     Args:
         eid: Id of the sample.
+
+    Returns:
+        1 or 0.
 
     >>> from rollbook.core.ids import EID
     >>> sum(random_reward(EID(batch=0, task=i, suffix="")) for i in range(1000)) / 1000
