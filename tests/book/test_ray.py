@@ -346,7 +346,7 @@ def test_slow_queries_do_not_hold_up_rollout_workers(shared: served.RayBook) -> 
 
     def query() -> None:
         with pytest.raises(QueryTimeoutError):
-            shared.sql(endless, seconds=3)
+            shared.sql(endless, seconds=2)
 
     queries = [threading.Thread(target=query) for _ in range(served.READ_THREADS)]
     for thread in queries:
