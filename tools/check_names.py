@@ -28,7 +28,7 @@ ALLOWED_GERUNDS = {
     *("decoding", "loading", "logging", "packing", "padding"),
     *("rendering", "sampling", "sharding", "tracking", "training"),
 }
-MAX_BANNED_SHARE = 0.0015
+MAX_BANNED_SHARE = 0.0005
 MAX_VAGUE_SHARE = 0.02
 MAX_GERUND_MODULES = 10
 MAX_UNTYPED_PARAMETERS = 250

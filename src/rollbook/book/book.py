@@ -117,6 +117,14 @@ class BookState:
 class Book:
     """A durable, replayable, queryable store of experience; opened by `rollbook.open`.
 
+    Args:
+        url: Address of the book.
+        ledger: Its ledger.
+        store: The store of its segments.
+        read_only: Whether it is opened for reading.
+        tokenizer: Name of the tokenizer of its records, if it is known.
+        quota: Largest size of its segments in bytes; `None`: no limit.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> group = [rollbook.Experience(eid={"batch": 0, "task": 1, "run": r}, tokens=[1, 2, 3 + r], reward=float(r),

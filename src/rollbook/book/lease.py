@@ -1025,7 +1025,11 @@ class Part:
 
 
 class MixedLease:
-    """The leases of all parts as one, in the order of the parts."""
+    """The leases of all parts as one, in the order of the parts.
+
+    Args:
+        leases: The lease of each part.
+    """
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)

@@ -129,6 +129,13 @@ class KeepRate:
     """Number of records in a range of lengths or rewards that were trained on, and that were dropped.
 
     The rates of the ranges differ if dropping depends on length or reward.
+
+    Args:
+        low: Lower bound of the range.
+        high: Upper bound of the range.
+        admitted: Number of appended records.
+        trained: Number of records that were trained on.
+        dropped: Number of dropped records.
     """
 
     low: float

@@ -277,6 +277,9 @@ def withdraw(name: str) -> None:
 
     Args:
         name: Name of the field.
+
+    Raises:
+        ValueError: There is no such field.
     """
     if name not in FIELDS:
         raise ValueError(f"field {name!r} does not exist")

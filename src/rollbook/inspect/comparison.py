@@ -57,7 +57,15 @@ _WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side of a comparison: all steps of a run, or those from `first` to `last`."""
+    """A side of a comparison: all steps of a run, or those from `first` to `last`.
+
+    Args:
+        source: Source of the samples.
+        index: Index of the source.
+        first: First step; `None`: no limit.
+        last: Last step; `None`: no limit.
+        name: Name of the side; by default that of the source.
+    """
 
     source: Source
     index: Index

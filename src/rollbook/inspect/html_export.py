@@ -187,7 +187,15 @@ _CONSTANTS = frozenset(
 
 @dataclass(frozen=True)
 class ExportResult:
-    """An exported file with its suggested name and counts; `redactions` is the number of texts with redacted parts."""
+    """An exported file with its suggested name and counts.
+
+    Args:
+        content: The file.
+        name: Suggested file name.
+        trajectories: Number of trajectories.
+        images: Number of images.
+        redactions: Number of texts with redacted parts.
+    """
 
     content: bytes
     name: str

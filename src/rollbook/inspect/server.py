@@ -694,6 +694,9 @@ def asgi_app(
 class AsgiViewer:
     """The ASGI application. It closes its source at the end of `lifespan`, or by `close` if the mounting application
     does not forward `lifespan`.
+
+    Args:
+        api: The requests of the viewer.
     """
 
     def __init__(self, api: Api) -> None:

@@ -159,6 +159,9 @@ def encode_line(row: Experience) -> bytes:
     Returns:
         JSON in UTF-8.
 
+    Raises:
+        ValueError: The record has columns of a newer version.
+
     >>> from rollbook import Experience
     >>> encode_line(Experience(eid={"batch": 1, "suffix": "a"}, tokens=[1, 2, 3], reward=float("nan"))).decode()
     '{"rollbook":1,"eid":{"batch":1,"task":"","run":0,"step":0,"suffix":"a"},"tokens":[1,2,3],"prompt_length":1,\

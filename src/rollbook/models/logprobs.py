@@ -57,6 +57,10 @@ _IGNORE = -100
 class TokenStats(NamedTuple):
     """Log-probs and entropies of tokens, in the shape of the labels.
 
+    Args:
+        logprobs: Log-probs of the labels.
+        entropy: Entropies, if they were requested.
+
     >>> TokenStats(torch.zeros(2), None).entropy is None
     True
     """
@@ -68,6 +72,10 @@ class TokenStats(NamedTuple):
 
 class TopK(NamedTuple):
     """The most likely tokens at each position, [..., k], in descending order of probability.
+
+    Args:
+        ids: [..., k] Token ids.
+        logprobs: [..., k] Their log-probs.
 
     >>> TopK(torch.tensor([3]), torch.tensor([0.0])).ids.tolist()
     [3]

@@ -390,6 +390,10 @@ def extract_program(text: str) -> str:
 class ProgramTests:
     """Tests of a program: pairs of input and output, and statements (`assert f(1) == 2`) that must not raise.
 
+    Args:
+        pairs: (input, output) of each run of the program.
+        statements: Statements that are run after the program.
+
     >>> ProgramTests.from_reference({"inputs": ["1 2"], "outputs": ["3"]})
     ProgramTests(pairs=(('1 2', '3'),), statements=())
     >>> ProgramTests.from_reference(["assert f(1) == 2"]).statements

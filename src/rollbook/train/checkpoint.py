@@ -63,7 +63,12 @@ class RankError(RollbookError, RuntimeError):
 
 
 class CorruptCheckpointError(RollbookError, ValueError):
-    """Raised for a checkpoint that is incomplete or damaged. Older checkpoints are not used instead."""
+    """Raised for a checkpoint that is incomplete or damaged. Older checkpoints are not used instead.
+
+    Args:
+        path: The file or folder.
+        reason: What is wrong with it.
+    """
 
     def __init__(self, path: Path, reason: str) -> None:
         folder = next((parent for parent in (path, *path.parents) if is_checkpoint_name(parent.name)), None)
