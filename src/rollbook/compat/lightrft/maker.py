@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from reprlib import repr as shortened
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +51,7 @@ from rollbook.algorithms.layout import Layout
 from rollbook.algorithms.registry import Estimator
 from rollbook.algorithms.results import Advantages, Report, as_advantages
 from rollbook.algorithms.shaping import RunningNorm, clip_advantages, clip_scores, normalize_advantages, shape_rewards
-from rollbook.batch.device import move_to_device as to
-from rollbook.batch.device import pin_memory
+from rollbook.batch.device import Device, move_to_device, pin_memory
 from rollbook.compat.lightrft.batch import ExperienceBatch as Experience
 from rollbook.compat.lightrft.batch import ExperienceVL, Samples, TokenColumn
 from rollbook.compat.lightrft.models import call_model, check_output, is_native
@@ -88,6 +87,7 @@ if TYPE_CHECKING:
 
     from rollbook.core.vocabulary import Tokenizer
 
+T = TypeVar("T")
 _FIRE_TEMPERATURE = 10.0
 """FIRE's temperature of the first token."""
 _ALIASES = {"on_policy_distillation": "on_policy_distill"}
@@ -1582,6 +1582,22 @@ def _k1(policy: torch.Tensor, reference: torch.Tensor, responses: _Responses) ->
         matrix[~mask] = 0
         counts = np.count_nonzero(mask, axis=1)
     return kl, mean_by_row(np.concatenate(parts, dtype=np.float64), ends, counts)
+
+
+def to(tensor: T, device: Device) -> T:
+    """Copy tensors to a device: LightRFT's name of `move_to_device`.
+
+    Args:
+        tensor: A tensor, or nested lists, tuples and dicts of tensors.
+        device: The device.
+
+    Returns:
+        The same structure on the device.
+
+    >>> to({"a": torch.ones(1)}, "meta")["a"].device
+    device(type='meta')
+    """
+    return move_to_device(tensor, device)
 
 
 __all__ = [
