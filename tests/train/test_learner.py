@@ -522,5 +522,5 @@ def test_rows_without_weights_beside_others_weigh_one() -> None:
 
 def test_an_actor_is_a_model() -> None:
     for wrong in (None, 5, torch.nn.Linear(1, 1)):
-        with pytest.raises(ValueError, match=f"actor: got {type(wrong).__name__}, expected an Actor"):
+        with pytest.raises(ValueError, match=f"actor: got {type(wrong).__name__}, expected a Policy such as Actor"):
             Learner(wrong, "grpo")  # type: ignore[arg-type]

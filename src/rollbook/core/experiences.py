@@ -550,12 +550,13 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
 
-def from_rows(rows: Sequence[Any], copy: bool = True) -> Experiences:
+def from_rows(rows: Sequence[Any], copy: bool = True, *, converted: bool = False) -> Experiences:
     """Return the columns of rows.
 
     Args:
         rows: The records.
         copy: Copy the tensors now. With `False`, the caller must copy them before the records change.
+        converted: Whether values that were assigned to the records have been converted.
 
     Returns:
         The records as columns.
@@ -563,45 +564,43 @@ def from_rows(rows: Sequence[Any], copy: bool = True) -> Experiences:
     Raises:
         ValueError: A row is not a valid record.
     """
-    from rollbook.core.experience import check_records, convert_assigned
+    from rollbook.core.experience import Experience, convert_assigned, validate
 
-    check_records(rows)
-    with gc_paused():
-        try:
-            return _from_stored_rows(rows, copy)
-        except (AttributeError, LookupError, TypeError, ValueError):
-            # Values that were assigned later may not have the form that the constructor gives: rare, so tried last.
-            return _from_stored_rows(convert_assigned(rows), copy)
-
-
-def _from_stored_rows(rows: Sequence[Any], copy: bool) -> Experiences:
-    from rollbook.core.experience import validate
-
-    states = list(map(vars, rows))
-    names = set[str]().union(*states)
-    malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
-    parts: Columns = {}
-    for name, field in FIELDS.items():
-        if name in names:
-            values = list(map(methodcaller("get", name), states))
-            parts.update(columns.encode(field, values, malformed, copy))
-    if "unknown" in names:
-        for name in dict.fromkeys(name for row in rows for name in row.unknown):
-            unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
-            parts.update(columns.concat(unknown))
-    # Rows with values in side columns are validated as rows, the rest as columns.
-    for name, column in parts.items():
-        if name.endswith("__other"):
-            for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
-                validate(rows[i], f"record {i}: ")
     try:
-        if rows:
-            columns.check_columns(parts, len(rows))
-    except ValueError:
-        for i, row in enumerate(rows):
-            validate(row, f"record {i}: ")
-        raise
-    return Experiences.from_encoded(parts, len(rows))
+        for kind in set(map(type, rows)):
+            if not issubclass(kind, Experience):
+                raise TypeError(f"got {kind.__name__}, expected an Experience")
+        with gc_paused():
+            states = list(map(vars, rows))
+            names = set[str]().union(*states)
+            malformed = [row.malformed_fields for row in rows] if "malformed_fields" in names else None
+            parts: Columns = {}
+            for name, field in FIELDS.items():
+                if name in names:
+                    values = list(map(methodcaller("get", name), states))
+                    parts.update(columns.encode(field, values, malformed, copy))
+            if "unknown" in names:
+                for name in dict.fromkeys(name for row in rows for name in row.unknown):
+                    unknown = [({name: row.unknown[name]} if name in row.unknown else {}, 1) for row in rows]
+                    parts.update(columns.concat(unknown))
+            # Rows with values in side columns are validated as rows, the rest as columns.
+            for name, column in parts.items():
+                if name.endswith("__other"):
+                    for i in np.flatnonzero(np.asarray(column.is_valid())).tolist():
+                        validate(rows[i], f"record {i}: ")
+            try:
+                if rows:
+                    columns.check_columns(parts, len(rows))
+            except ValueError:
+                for i, row in enumerate(rows):
+                    validate(row, f"record {i}: ")
+                raise
+        return Experiences.from_encoded(parts, len(rows))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        if converted:
+            raise
+    # Values that were assigned later may not have the form that the constructor gives: rare, so tried last.
+    return from_rows(convert_assigned(rows), copy, converted=True)
 
 
 def _check_count(function: str, name: str, entries: ColumnValues, count: int) -> None:

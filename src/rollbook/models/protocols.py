@@ -121,14 +121,19 @@ def check_model(name: str, model: object, protocol: type) -> None:
     >>> check_model("critic", torch.nn.Linear(1, 1), ValueModel)
     Traceback (most recent call last):
         ...
-    ValueError: critic: Linear has no token_values, device, dtype, packs_cheaply, expected a ValueModel
+    ValueError: critic: got Linear, expected a ValueModel such as Critic; it lacks token_values, device, dtype,
+    packs_cheaply
     """
     members = {member for part in protocol.__mro__ for member in vars(part) if not member.startswith("_")}
     # Properties are looked up in the class: computing them may run the model.
     missing = {member for member in members if not hasattr(type(model), member) and not hasattr(model, member)}
     if missing:
         lacking = sorted(missing, key=lambda member: (isinstance(getattr(protocol, member), property), member))
-        raise ValueError(f"{name}: {type(model).__name__} has no {', '.join(lacking)}, expected a {protocol.__name__}")
+        example = "Critic" if protocol is ValueModel else "Actor"
+        raise ValueError(
+            f"{name}: got {type(model).__name__}, expected a {protocol.__name__} such as {example}; it lacks "
+            f"{', '.join(lacking)}"
+        )
 
 
 __all__ = ["LogprobModel", "Policy", "Trainable", "ValueModel", "check_model"]

@@ -192,7 +192,7 @@ def run_in_threads(calls: Sequence[Callable[[], Any]], workers: int, limit: floa
                         new_threads += bool(todo)
         finally:
             todo.clear()  # after an interrupt the threads end with their current calls
-    return [outcomes[index] for index in range(len(calls))]
+    return list(map(outcomes.__getitem__, range(len(calls))))
 
 
 class ProcessPool:

@@ -17,7 +17,7 @@ const sqlTables = [
   ["evaluations", "evaluation records"],
   ["metrics", "one row per logged metric: train_step, name, value"],
   ["ledger", "one row per event: time, uid, kind, reason, consumer, step"],
-  ["work", "state of each record per consumer"],
+  ["queue", "state of each record per consumer"],
   ["leases", "lease holders and expiry times"],
   ["revisions", "later changes of records"],
   ["checkpoints", "restore points"],
