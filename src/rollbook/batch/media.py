@@ -225,11 +225,9 @@ def rope_positions(batch: Batch, get_rope_index: Callable[..., Any], config: Mod
     for i, ((row, start, length), ids) in enumerate(zip(batch.row_bounds(), batch.token_rows(), strict=True)):
         media: dict[str, torch.Tensor] = {}
         for name, parts in batch.media.items():
-            row_positions = parts[i]
-            if row_positions is not None:
-                media[name] = (
-                    row_positions.unsqueeze(0) if name in GRIDS and row_positions.dim() == 1 else row_positions
-                )
+            tensor = parts[i]
+            if tensor is not None:
+                media[name] = tensor.unsqueeze(0) if name in GRIDS and tensor.dim() == 1 else tensor
         positions[0, row, start : start + length] = torch.arange(length, device=positions.device)
         positions[1:, row, start : start + length] = sample_positions(ids, media, get_rope_index, config, i)
     return positions

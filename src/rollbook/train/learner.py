@@ -315,8 +315,6 @@ class Learner:
         if reference is not None:
             check_model("reference", reference, LogprobModel)
         self.actor, self.critic, self.reference = actor, critic, reference
-        if not callable(getattr(actor, "token_stats", None)):
-            raise ValueError(f"actor: got {type(actor).__name__}, expected an Actor")
         self.algorithm = AlgorithmConfig.preset(algorithm)
         self.minibatch = MinibatchConfig() if minibatch is None else minibatch
         self.precision = precision
