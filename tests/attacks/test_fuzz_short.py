@@ -46,7 +46,7 @@ import ctypes, os, sys, time
 from rollbook import WireError
 from tests.attacks import fuzz, outcome
 
-fuzz.Campaign.PATIENCE = 8.0
+fuzz.Campaign.PATIENCE = 16.0
 plain, start = fuzz.read, fuzz.subprocess.Popen
 
 def harm(number):
