@@ -283,7 +283,8 @@ def main() -> int:
     jobs += [(arm, seed) for arm in CONTROLS for seed in options.seeds if options.controls]
     runs = [train(arm, seed, options.steps, options.runs) for arm, seed in jobs]
     overlap, text = report(runs, runs[0]["steps"])
-    (options.out / "async_letters.json").write_text(json.dumps(runs, indent=1) + "\n")
+    text = json.dumps(runs, indent=1).replace(f"{MIXED_ROWS.parents[1]}/", "")  # paths within the project
+    (options.out / "async_letters.json").write_text(text + "\n")
     (options.out / "async_letters.md").write_text(text)
     print(text, flush=True)
     return 0 if overlap else 1
