@@ -114,7 +114,9 @@ export async function openStep(context) {
     }
     empty(plots, nodes);
     plots.style.setProperty("--plots", String(Math.max(1, nodes.length)));
-    missing.hidden = !none.length;
+    // While a run is being read, it is unknown what was recorded.
+    const reading = run.progress && run.progress.total > run.progress.measured;
+    missing.hidden = !none.length || !!reading;
     missing.textContent = none.length ? "Not recorded in this step: " + none.join(", ") + "." : "";
   }
 
