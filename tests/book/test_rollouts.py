@@ -17,7 +17,7 @@ import rollbook
 from rollbook import EID, Experience
 from rollbook.book import repair, rollouts, snapshot
 from rollbook.book.book import Book
-from rollbook.book.errors import BookError
+from rollbook.book.errors import BookError, ConflictError
 from rollbook.book.rollouts import (
     RolloutClaim,
     append_rollouts,
@@ -265,6 +265,16 @@ def test_a_group_that_is_in_the_book_is_not_appended_again(book: Book) -> None:
     }
     [(detail,)] = book.ledger.all("SELECT detail FROM events WHERE kind = 'generated' ORDER BY id DESC LIMIT 1")
     assert json.loads(detail) == {"number": 2, "worker": "a", "version": 0, "seconds": 1.5}
+
+
+def test_a_group_that_cannot_be_appended_stays_claimed(book: Book) -> None:
+    begin(book)
+    [only] = claim(book)
+    twice = Experiences.concat([group(0), group(0, version=1)])
+    with pytest.raises(ConflictError, match="have the same id"):
+        append_rollouts(book, only, twice)
+    assert [one.fence for one in read_rollouts(book).in_flight] == [only.fence]  # type: ignore[union-attr]
+    assert append_rollouts(book, only, group(0)) and len(book) == 2
 
 
 def test_records_of_a_voided_claim_are_not_appended_after_a_rewind(book: Book) -> None:

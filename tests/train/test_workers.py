@@ -604,6 +604,43 @@ def test_a_group_that_was_generated_in_vain_is_discarded(tmp_path: Path, monkeyp
     check(tmp_path, config, bound=0)
 
 
+def test_a_group_that_is_claimed_again_by_its_worker_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The book does not respond for longer than claims last, so that two attempts at a group wait to be appended."""
+    place, config = finished_book(tmp_path)
+    responding = threading.Event()
+
+    def wait(*arguments: Any, **options: Any) -> Any:
+        assert responding.wait(60)
+        return append_rollouts(*arguments, **options)
+
+    monkeypatch.setattr("rollbook.train.worker.append_rollouts", wait)
+    monkeypatch.setattr("rollbook.train.worker.renew_claims", lambda book, claims, seconds: list(claims))
+    with rollbook.open(place) as book:
+        worker = build_worker(config, book, read_rollouts(book).settings, "a")  # type: ignore[union-attr]
+        worker.engine.takes_weights, worker.claim_seconds, worker.prompts_per_claim = False, 0.2, 2
+        set_limit(book, 1)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        while not worker._append_started:
+            time.sleep(0.02)
+        set_limit(book, 2)
+        while not worker._scoring.qsize():
+            time.sleep(0.02)
+        book.announce(1)  # so that the next attempt's records differ
+        while worker._scoring.qsize() < 3:  # the second group, and both again
+            time.sleep(0.02)
+        responding.set()
+        while read_rollouts(book).in_flight:  # type: ignore[union-attr]
+            time.sleep(0.02)
+        close_rollouts(book)
+        thread.join(60)
+        assert len(book) == 6 and book.check().ok
+        assert worker.result.groups == 2 and worker.result.discarded >= 2
+    check(tmp_path, config, bound=0)
+
+
 def test_a_claim_that_is_lost_while_it_is_scored_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

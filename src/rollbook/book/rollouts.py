@@ -423,7 +423,9 @@ def _describe(claim: RolloutClaim) -> dict[str, Any]:
 
 
 def _has_claims(tx: Transaction, claims: Sequence[RolloutClaim]) -> bool:
-    return not claims or tx.first("SELECT 1 FROM claims WHERE fence = ?", (claims[-1].fence,)) is not None
+    # A claim that was not committed leaves its fence to the next one, of another worker.
+    query = "SELECT 1 FROM claims WHERE fence = ? AND worker = ? AND claimed = ?"
+    return not claims or tx.first(query, (claims[-1].fence, claims[-1].worker, claims[-1].claimed)) is not None
 
 
 def _find_current(tx: Transaction, claims: Sequence[RolloutClaim]) -> list[RolloutClaim]:
@@ -530,6 +532,9 @@ def append_rollouts(
     Returns:
         Whether they are in the book by this claim; `False` if the worker had lost it, or the group was there before.
 
+    Raises:
+        ConflictError: The records contradict each other, or others that are not training records of their group.
+
     >>> import rollbook
     >>> from rollbook.core.experiences import Experiences
     >>> book = rollbook.open("memory:")
@@ -546,10 +551,15 @@ def append_rollouts(
         if not _finish(tx, [claim], detail):
             raise _ClaimLostError
 
-    with suppress(_ClaimLostError, ConflictError):
+    try:
         result, _ = append_records(book, records, condition=AppendCondition(begin, dropped_for, reason))
         if result.admitted:
             return True
+    except _ClaimLostError:
+        pass
+    except ConflictError:
+        if not groups_in_book(book, sorted({eid.tid for eid in records.eids()})):
+            raise
     if finish_claims(book, [claim], detail):
         return False
     # An earlier call may have taken effect, of which the answer was lost.

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -625,9 +625,7 @@ class RolloutWorker:
         groups = [
             _Group(claim, self.prompts.at(claim.number, self.prompts_per_step), time.monotonic()) for claim in claims
         ]
-        with self._lock:
-            self._cancel = Cancel()
-            self._groups |= {group.claim.fence: group for group in groups}
+        self._add_groups(groups)
         scoring: set[int] = set()
         try:
             self._generate(groups, scoring)
@@ -639,6 +637,25 @@ class RolloutWorker:
                         self._groups.pop(group.claim.fence, None)
             raise
         return True
+
+    def _add_groups(self, groups: Sequence[_Group]) -> None:
+        """Take up groups that were claimed.
+
+        Earlier claims of the same groups have expired, and are forgotten: a group must not be appended together with
+        another attempt at it.
+        """
+        numbers = {group.claim.number for group in groups}
+        with self._lock:
+            self._cancel = Cancel()
+            self._forget([fence for fence, group in self._groups.items() if group.claim.number in numbers])
+            self._groups |= {group.claim.fence: group for group in groups}
+
+    def _forget(self, fences: Iterable[int]) -> None:
+        """Remove groups whose claims were lost; the scoring thread counts those that it has. Call with the lock."""
+        for fence in fences:
+            group = self._groups.pop(fence, None)
+            if group is not None and not group.is_scored:
+                self.result.discarded += 1
 
     def _measure_appends(self) -> float:
         """Return for how many seconds groups have been appended."""
@@ -884,10 +901,7 @@ class RolloutWorker:
         renewed = renew_claims(self.book, [group.claim for group in groups.values()], self.claim_seconds)
         lost = groups.keys() - {claim.fence for claim in renewed}
         with self._lock:
-            for fence in lost:
-                group = self._groups.pop(fence, None)
-                if group is not None and not group.is_scored:
-                    self.result.discarded += 1
+            self._forget(lost)
             if lost and not self._groups:
                 self._cancel.request()  # nothing of what is being sampled is needed
 
