@@ -236,7 +236,6 @@ def build_parser() -> argparse.ArgumentParser:
         const="",
         help="train on a Ray cluster: at ADDRESS, or `local` for a new one on this machine; see `rollout`",
     )
-    train.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # process with which a rank ends
     train.add_argument("--overwrite", action="store_true", help="start over if the folder has a run")
     train.add_argument("--show-config", action="store_true", help="print the full configuration and exit")
     train.add_argument("--recipes", action="store_true", help="list the built-in recipes")

@@ -62,7 +62,6 @@ def train(options: argparse.Namespace) -> int:
         _check_devices(options.ranks, config.device)
         arguments = [*([] if name is None else [name]), *changes, *(["--overwrite"] if options.overwrite else [])]
         return _launch(options.ranks, [*arguments, *(["--json"] if options.json else [])])
-    _watch_parent(options)
     from rollbook.train.checkpoint import RankError
     from rollbook.train.ray import train_on_ray
     from rollbook.train.run import run
@@ -148,7 +147,7 @@ def _launch(ranks: int, arguments: list[str]) -> int:
         max_restarts=0,
     )
     try:
-        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", "--parent", str(os.getpid()), *arguments)
+        elastic_launch(launch, sys.executable)("-m", "rollbook", "train", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -297,7 +296,8 @@ def rollout(options: argparse.Namespace) -> int:
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    _watch_parent(options)
+    if options.parent is not None:
+        threading.Thread(target=_exit_with_parent, args=(options.parent,), daemon=True).start()
     opened = wait_for_trainer(resolve_book(expand_variables(options.book, "--book")), stop, _log)
     if opened is None:
         return OK
@@ -327,13 +327,8 @@ def rollout(options: argparse.Namespace) -> int:
     return OK
 
 
-def _watch_parent(options: argparse.Namespace) -> None:
-    if options.parent is not None:
-        threading.Thread(target=_exit_with_parent, args=(options.parent,), daemon=True).start()
-
-
 def _exit_with_parent(parent: int) -> None:
-    """End this process as SIGTERM does when its parent has ended: the next one starts workers or ranks of its own."""
+    """End this process as SIGTERM does when its parent has ended: the next trainer starts workers of its own."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -316,14 +316,16 @@ class Distributed:
         return [result for _, result, _ in replies] if self.is_main else []
 
     def _watch_for_errors(self) -> None:
-        """End this process if another rank failed and this one waits for it in a collective call."""
-        try:
+        """End this process if it waits in a collective call for a rank that failed, or for one whose launcher has died.
+
+        The launcher has the store, or rank 0 if there is none.
+        """
+        first_error = "the launcher of the ranks, or rank 0, has ended"
+        with suppress(RuntimeError):  # the store is gone
             while not self._store.check([_ERROR_KEY]):
                 if self._ended.wait(_POLL_SECONDS):
                     return
             first_error = self._store.get(_ERROR_KEY).decode()
-        except RuntimeError:  # the store is gone, and so is the run
-            return
         if not self._ended.wait(_GRACE_SECONDS):
             print(first_error, file=sys.stderr, flush=True)
             os._exit(1)
