@@ -333,6 +333,9 @@ class Book:
             max_staleness: Overrides the group's bound; older records are dropped as stale.
             seconds: Lease duration without progress; by default the group's `lease_seconds`.
 
+        Returns:
+            The lease, a context manager; it is empty if nothing could be claimed.
+
         Raises:
             UnknownConsumerError: The book has no such group, and `create` is false.
             LockTimeoutError: With `timeout=None`: another writer held the ledger for 30 s.
@@ -353,7 +356,7 @@ class Book:
         max_staleness: int | None = None,
         seconds: float | None = None,
     ) -> Lease:
-        """Call `lease`, with its arguments, without blocking the event loop. A canceled wait claims nothing."""
+        """Call `lease` without blocking the event loop. A canceled wait claims nothing. See `lease`."""
         check_writable(self, "lease")
         request = check_request(consumer, n, by, max_staleness, seconds, timeout, exact=exact, create=create)
         return await alease_records(lambda stop: self._lease(request, timeout, stop))
@@ -511,6 +514,9 @@ class Book:
             name: The checkpoint.
             later: `"keep"` leaves later records waiting; `"drop"` drops them as "rewound" and frees their ids.
 
+        Returns:
+            How many acknowledgements were voided, leases ended and later records kept or dropped.
+
         >>> import rollbook
         >>> book = rollbook.open("memory:")
         >>> _ = book.append([rollbook.Experience(tokens=[1, 2, 3])])
@@ -644,6 +650,9 @@ class Book:
             grace: Remove segments that nothing points to, as a crash leaves them, this many seconds after they were
                 first noticed.
 
+        Returns:
+            What was removed, and the size before and after.
+
         >>> import rollbook
         >>> book = rollbook.open("memory:")
         >>> records = [rollbook.Experience(tokens=[1, 2, 3 + i]) for i in range(4)]
@@ -664,6 +673,9 @@ class Book:
 
         Args:
             deep: Read every byte of the data.
+
+        Returns:
+            The findings; `Report.ok` is true if there are none.
 
         >>> import rollbook
         >>> book = rollbook.open("memory:")

@@ -399,6 +399,9 @@ class ConsumerConfig:
         Args:
             text: The result of `to_json`.
 
+        Returns:
+            The settings.
+
         Raises:
             ValueError: A setting or a part is unknown or invalid.
         """

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rollbook.book.read import RecordIds
     from rollbook.core.experience import Experience
 
-__all__ = ["Forecast", "Lease", "Mix", "MixedLease", "Part", "forecast"]
+__all__ = ["Lease", "Mix", "MixedLease", "Part"]
 
 FIFO_DRAIN_RECORDS = 256
 """Records that a first-in-first-out lease drains from the inbox at once."""
@@ -442,12 +442,12 @@ class Lease:
         detail: Mapping[str, Any] | None = None,
         details: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> int:
-        """Call `ack` without blocking the event loop."""
+        """Call `ack` without blocking the event loop. See `ack`."""
         options = {"uids": uids, "priorities": priorities, "detail": detail, "details": details}
         return await asyncio.to_thread(self.ack, step, **options)  # type: ignore[arg-type]
 
     async def anack(self, reason: str = "given back", *, uids: RecordIds | None = None, drop: bool = False) -> int:
-        """Call `nack` without blocking the event loop."""
+        """Call `nack` without blocking the event loop. See `nack`."""
         return await asyncio.to_thread(self.nack, reason, uids=uids, drop=drop)
 
     # --- a sequence, and a context ----------------------------------------------------------------------------
@@ -1016,6 +1016,11 @@ class Part:
         share: Relative to the other parts: 4 and 1 are 0.8 and 0.2.
         consumer: The consumer group to lease for.
         by: `"experience"` or `"group"`: what the share counts.
+
+    >>> import rollbook
+    >>> part = Part(rollbook.open("memory:"), 0.25)
+    >>> part.consumer, part.by
+    ('train', 'experience')
     """
 
     book: Book
@@ -1025,10 +1030,18 @@ class Part:
 
 
 class MixedLease:
-    """The leases of all parts as one, in the order of the parts.
+    """The leases of all parts as one, in the order of the parts; created by `Mix.lease`.
 
     Args:
         leases: The lease of each part.
+
+    >>> import rollbook
+    >>> rollouts, expert = rollbook.open("memory:"), rollbook.open("memory:")
+    >>> for book in (rollouts, expert):
+    ...     _ = book.append([rollbook.Experience(tokens=[1, 2, i]) for i in range(2)])
+    >>> with Mix([Part(rollouts, 2), Part(expert, 1)]).lease(3) as lease:
+    ...     lease.sources, lease.ack(step=1)
+    ([0, 0, 1], 3)
     """
 
     def __init__(self, leases: Sequence[Lease]) -> None:

@@ -406,6 +406,9 @@ def read_policy_lineage(book: Book) -> int:
     Args:
         book: The book.
 
+    Returns:
+        0 for a book that was never rewound.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> _ = book.rewind(book.checkpoint())

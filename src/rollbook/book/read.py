@@ -778,7 +778,7 @@ class Selection:
         self._order = order
 
     def where(self, *conditions: Condition, **equal: Operand) -> Selection:
-        """Return the records that also meet these conditions; see `Book.where`."""
+        """Return the records that also meet these conditions. See `Book.where`."""
         return type(self)(self._book, [*self._conditions, *parse_conditions(conditions, equal)], self._order)
 
     @property

@@ -30,13 +30,30 @@ __all__ = ["Counts", "Entry", "KeepRate", "keep_rates"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event of a record."""
+    """An event of a record, as returned by `Book.history`.
+
+    Attributes:
+        time: Seconds since 1970, by the database's clock.
+        kind: Of a record: admitted, leased, trained, nacked, expired, rested, dropped, returned, voided, revised,
+            redacted, deleted, removed. Of the book: announced, configured, checkpoint, forgotten, rewound, compacted,
+            copied.
+        reason: Why it happened, if a reason was given.
+        consumer: The consumer group, for events of one.
+        step: The optimizer step, for events of one.
+        lease: The fencing number of the lease, for events of one.
+        detail: Further details by name.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> record = rollbook.Experience(tokens=[1, 2, 3])
+    >>> _ = book.append(record)
+    >>> _ = book.lease(1).ack(step=7)
+    >>> [(entry.kind, entry.step) for entry in book.history(record.eid.uid)]
+    [('admitted', None), ('leased', None), ('trained', 7)]
+    """
 
     time: float
-    """Seconds since 1970, by the database's clock."""
     kind: str
-    """Of a record: admitted, leased, trained, nacked, expired, rested, dropped, returned, voided, revised, redacted,
-    deleted, removed. Of the book: announced, configured, checkpoint, forgotten, rewound, compacted, copied."""
     reason: str | None
     consumer: str | None
     step: int | None
@@ -136,6 +153,9 @@ class KeepRate:
         admitted: Number of appended records.
         trained: Number of records that were trained on.
         dropped: Number of dropped records.
+
+    >>> KeepRate(low=0, high=128, admitted=10, trained=6, dropped=2).rate
+    0.75
     """
 
     low: float

@@ -235,11 +235,18 @@ def _void_claims(tx: Transaction, reason: str) -> None:
 
 @served(repeat=True)
 def set_limit(book: Book, limit: int) -> None:
-    """Set how many groups workers may start; see `open_rollouts` for an example.
+    """Set how many groups workers may start.
 
     Args:
         book: The book.
         limit: Number of the first group that may not be started yet.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 2)
+    >>> [claim.number for claim in claim_rollouts(book, "a", 4, seconds=60)]
+    [0, 1]
     """
     check_int("limit", limit)
     with book.ledger.write(shared=True, durable=False) as tx:
@@ -287,6 +294,15 @@ def count_open_groups(book: Book, consumer: str = "train") -> int:
     Args:
         book: The book.
         consumer: A consumer with a bound on staleness, whose inbox can be drained at any time.
+
+    Returns:
+        Number of groups.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:", max_staleness=1)
+    >>> _ = book.append([rollbook.Experience(tokens=[1, 2], eid={"batch": 0, "task": task}) for task in (0, 1)])
+    >>> count_open_groups(book)
+    2
     """
     refresh_consumer(book, consumer)
     with book.ledger.read() as tx:
@@ -305,6 +321,9 @@ def read_generations(book: Book, count: int = 32) -> list[Generation]:
     Args:
         book: The book.
         count: Maximum number of groups.
+
+    Returns:
+        Worker, duration and age of each group.
 
     >>> import rollbook
     >>> book = rollbook.open("memory:")
@@ -347,6 +366,15 @@ def claim_rollouts(book: Book, worker: str, count: int, *, seconds: float, timeo
 
     Returns:
         The claims; empty if there is nothing to generate now.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 3)
+    >>> [claim.number for claim in claim_rollouts(book, "a", 2, seconds=60)]
+    [0, 1]
+    >>> [claim.number for claim in claim_rollouts(book, "b", 2, seconds=60)]
+    [2]
     """
     check_writable(book, "claim_rollouts")
     check_text("worker", worker, 1, 200)
@@ -449,6 +477,15 @@ def renew_claims(book: Book, claims: Sequence[RolloutClaim], seconds: float) -> 
 
     Returns:
         Those that the worker still has.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 2)
+    >>> claims = claim_rollouts(book, "a", 2, seconds=60)
+    >>> _ = return_claims(book, claims[:1], "out of memory")
+    >>> [claim.number for claim in renew_claims(book, claims, 60)]
+    [1]
     """
     if not claims:
         return []
@@ -482,6 +519,15 @@ def finish_claims(book: Book, claims: Sequence[RolloutClaim], detail: Mapping[st
 
     Returns:
         How many claims were ended.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 2)
+    >>> finish_claims(book, claim_rollouts(book, "a", 2, seconds=60))
+    2
+    >>> read_rollouts(book).in_flight
+    []
     """
 
     def transact(tx: Transaction) -> int:
@@ -578,6 +624,15 @@ def return_claims(book: Book, claims: Sequence[RolloutClaim], reason: str) -> in
 
     Returns:
         How many claims were ended.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 2)
+    >>> return_claims(book, claim_rollouts(book, "a", 2, seconds=60), "out of memory")
+    2
+    >>> read_rollouts(book).returned
+    [0, 1]
     """
     if not claims:
         return 0
@@ -602,6 +657,14 @@ def return_worker_claims(book: Book, worker: str, reason: str) -> int:
 
     Returns:
         How many claims were ended.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> open_rollouts(book, {}, next=0)
+    >>> set_limit(book, 2)
+    >>> _ = claim_rollouts(book, "a", 2, seconds=60)
+    >>> return_worker_claims(book, "a", "restarted")
+    2
     """
 
     def select(tx: Transaction) -> list[RolloutClaim]:
@@ -635,6 +698,9 @@ def groups_in_book(book: Book, groups: Sequence[str]) -> set[str]:
         book: The book.
         groups: Ids of groups (`EID.tid`).
 
+    Returns:
+        Ids of those that are in the book.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> _ = book.append([rollbook.Experience(tokens=[1, 2], eid={"batch": 0, "task": 1})])
@@ -661,6 +727,12 @@ def report_worker(book: Book, worker: str, **details: Any) -> None:
         book: The book.
         worker: Its name.
         details: JSON-compatible details.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> report_worker(book, "a", state="generating", version=3)
+    >>> read_worker_reports(book)[0].details
+    {'state': 'generating', 'version': 3}
     """
     check_writable(book, "report_worker")
     text = json.dumps(details)
@@ -679,6 +751,9 @@ def read_worker_reports(book: Book) -> list[WorkerReport]:
     Args:
         book: The book.
 
+    Returns:
+        The reports, in the order of the names.
+
     >>> import rollbook
     >>> book = rollbook.open("memory:")
     >>> report_worker(book, "a", state="generating")
@@ -690,7 +765,21 @@ def read_worker_reports(book: Book) -> list[WorkerReport]:
 
 
 def select_worker_reports(tx: Transaction) -> list[WorkerReport]:
-    """Implement `read_worker_reports` in a transaction."""
+    """Implement `read_worker_reports` in a transaction.
+
+    Args:
+        tx: The transaction.
+
+    Returns:
+        The reports, in the order of the names.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> report_worker(book, "a", state="generating")
+    >>> with book.ledger.read() as tx:
+    ...     [report.name for report in select_worker_reports(tx)]
+    ['a']
+    """
     rows: list[tuple[Any, ...]] = tx.all("SELECT name, seen, detail FROM workers ORDER BY name")
     return [WorkerReport(name, max(tx.now - seen, 0.0), parse_object(text, "workers")) for name, seen, text in rows]
 
@@ -702,6 +791,13 @@ def remove_worker(book: Book, worker: str) -> None:
     Args:
         book: The book.
         worker: Its name.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> report_worker(book, "a", state="generating")
+    >>> remove_worker(book, "a")
+    >>> read_worker_reports(book)
+    []
     """
     with book.ledger.write(shared=True, durable=False) as tx:
         tx.run("DELETE FROM workers WHERE name = ?", (worker,))
@@ -795,6 +891,13 @@ def weights_version(book: Book) -> tuple[str, int] | None:
 
     Returns:
         Their id and policy version, or `None` if there are none.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> publish_weights(book, 3, {"weights": b"..."}, {})
+    >>> name, version = weights_version(book)
+    >>> version
+    3
     """
     if book.state.weights_transport is not None:
         return book.state.weights_transport.weights_version()
@@ -804,13 +907,24 @@ def weights_version(book: Book) -> tuple[str, int] | None:
 
 
 def fetch_weights(book: Book) -> Weights:
-    """Return the published weights; see `publish_weights` for an example.
+    """Read the published weights.
 
     Args:
         book: The book.
 
+    Returns:
+        The weights.
+
     Raises:
         NoWeightsError: There are none.
+        BookError: Their files are missing.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> publish_weights(book, 3, {"weights": b"..."}, {})
+    >>> weights = fetch_weights(book)
+    >>> weights.version, weights.files
+    (3, {'weights': b'...'})
     """
     missing = f"{book.url}: no weights were published, expected a trainer with rollout workers"
     if book.state.weights_transport is not None:

@@ -156,7 +156,7 @@ class First(_Ordered):
     """
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the record's number."""
+        """Return the record's number. See `Sampler.rank`."""
         return float(item.seq)
 
 
@@ -169,7 +169,7 @@ class Last(_Ordered):
     """
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the negative of the record's number."""
+        """Return the negative of the record's number. See `Sampler.rank`."""
         return -float(item.seq)
 
 
@@ -182,7 +182,7 @@ class NewestPolicy(_Ordered):
     """
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the negative of the policy version."""
+        """Return the negative of the policy version. See `Sampler.rank`."""
         return math.inf if item.version is None else -float(item.version)
 
 
@@ -197,7 +197,7 @@ class OldestPolicy(_Ordered):
     """
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the policy version."""
+        """Return the policy version. See `Sampler.rank`."""
         return -math.inf if item.version is None else float(item.version)
 
 
@@ -231,11 +231,11 @@ class Uniform(_Random):
             raise ValueError(f"Uniform.key: got {self.key!r}, expected None; Proportional takes one")
 
     def weight(self, item: Item) -> float:
-        """Return 1."""
+        """Return 1. See `Sampler.weight`."""
         return 1.0
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the clock plus an exponential time of rate 1."""
+        """Return the clock plus an exponential time of rate 1. See `Sampler.rank`."""
         return draw_rank(item, 1.0, state)
 
 
@@ -271,7 +271,7 @@ class Proportional(_Random):
             raise ValueError(f"Proportional.least: got {self.least!r}, expected a number > 0")
 
     def weight(self, item: Item) -> float:
-        """Return `p ** alpha`, bounded."""
+        """Return `p ** alpha`, bounded. See `Sampler.weight`."""
         value = self.default if item.value is None or math.isnan(item.value) else abs(item.value)
         size = min(max(value, self.least), 1e100)
         powers = self.alpha * math.log10(size)
@@ -279,7 +279,7 @@ class Proportional(_Random):
         return float(size**self.alpha) if abs(powers) < 12 else 10.0 ** math.copysign(12, powers)
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the clock plus an exponential time whose rate is the weight."""
+        """Return the clock plus an exponential time whose rate is the weight. See `Sampler.rank`."""
         return draw_rank(item, self.weight(item), state)
 
 
@@ -314,7 +314,7 @@ class Priority(_Ordered):
         check_int("Priority.limit", self.limit)
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the negative of the priority."""
+        """Return the negative of the priority. See `Sampler.rank`."""
         priority = (item.version or 0) - self.decay * item.uses
         if self.function == "decay_limit_randomization" and self.sigma:
             radius = math.sqrt(-2 * math.log(hash_uniform(item.seed, item.seq, item.uses, 1)))
@@ -322,7 +322,7 @@ class Priority(_Ordered):
         return -priority
 
     def reuse(self, item: Item) -> tuple[bool, float]:
-        """Return whether uses are left, and the cooldown."""
+        """Return whether uses are left, and the cooldown. See `Sampler.reuse`."""
         return self.max_uses is None or item.uses < self.max_uses, self.cooldown
 
     @property
@@ -350,7 +350,7 @@ class EasyToHard(_Ordered):
         check_bool("EasyToHard.ascending", self.ascending)
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the value, negative unless `ascending`."""
+        """Return the value, negative unless `ascending`. See `Sampler.rank`."""
         if item.value is None or math.isnan(item.value):
             return math.inf
         return item.value if self.ascending else -item.value
@@ -382,7 +382,7 @@ class Balanced(_Ordered):
             raise ValueError(f"Balanced.edges: got {list(self.edges)}, expected rising numbers")
 
     def rank(self, item: Item, state: State) -> float:
-        """Return the band's next round plus a fraction for the band."""
+        """Return the band's next round plus a fraction for the band. See `Sampler.rank`."""
         bands = len(self.edges) + 1
         has_value = item.value is not None and not math.isnan(item.value)
         band = sum(item.value >= edge for edge in self.edges) if has_value else bands  # type: ignore[operator]
@@ -393,7 +393,10 @@ class Balanced(_Ordered):
         return turn + band / (bands + 1)
 
     def record_lease(self, rank: float, state: State) -> None:
-        """Advance the round, so that a band that was empty for long does not catch up all its turns at once."""
+        """Advance the round, so that a band that was empty for long does not catch up all its turns at once.
+
+        See `Sampler.record_lease`.
+        """
         state["round"] = max(int(state.get("round", 0)), math.floor(rank) - 1)
 
 
