@@ -46,7 +46,7 @@ _MAX_EVENTS = 20_000
 
 
 class RolloutClaim(NamedTuple):
-    """A group that a worker has claimed.
+    """A group that a worker has claimed; see `claim_rollouts`.
 
     Args:
         number: Number of the group, from 0.
@@ -67,7 +67,7 @@ class RolloutClaim(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutState:
-    """Groups that are being generated or may be.
+    """Groups that are being generated or may be; see `read_rollouts`.
 
     Args:
         status: `open`, `suspended` or `finished`.
@@ -89,7 +89,7 @@ class RolloutState:
 
 
 class Generation(NamedTuple):
-    """A group that a worker finished.
+    """A group that a worker finished; see `read_generations`.
 
     Args:
         worker: Name of the worker.
@@ -103,7 +103,7 @@ class Generation(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """The last report of a worker or trainer.
+    """The last report of a worker or trainer; see `read_worker_reports`.
 
     Args:
         name: Name of the worker or trainer.
@@ -117,7 +117,7 @@ class WorkerReport(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Published weights.
+    """Published weights; see `fetch_weights`.
 
     Args:
         id: Identifies them.

@@ -29,7 +29,7 @@ MAX_EVENTS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How many policy versions waiting records are behind the announced one.
+    """How many policy versions waiting records are behind the announced one; see `ConsumerStatus`.
 
     Attributes:
         min: Of the newest record.
@@ -46,7 +46,7 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatus:
-    """An active lease.
+    """An active lease; see `BookStatus`.
 
     Attributes:
         fence: Its number.
@@ -67,7 +67,7 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStatus:
-    """A consumer group and its queue.
+    """A consumer group and its queue; see `BookStatus`.
 
     Attributes:
         counts: Records by state.
@@ -87,7 +87,7 @@ class ConsumerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus:
-    """Rollouts in progress.
+    """Rollouts in progress; see `BookStatus`.
 
     Attributes:
         status: `open`, `suspended` or `finished`.
@@ -114,7 +114,7 @@ class RolloutStatus:
 
 @dataclass(frozen=True, slots=True)
 class BookStatus:
-    """Contents and current activity of a book.
+    """Contents and current activity of a book; see `read_status`.
 
     Attributes:
         url: Address, without secrets.
