@@ -33,14 +33,17 @@ PRESET_NAMES = [
 
 
 class Pass(NamedTuple):
-    """One pass of a model over the records that lack a column."""
+    """One pass of a model over the records that lack a column; see `AlgorithmConfig.passes`.
+
+    Args:
+        model: A field of `rollbook.train.pipeline.Models`.
+        column: The column whose absence makes the pass necessary.
+        outputs: The columns that the pass fills.
+    """
 
     model: str
-    """A field of `rollbook.train.pipeline.Models`."""
     column: str
-    """The column whose absence makes the pass necessary."""
     outputs: tuple[str, ...]
-    """The columns that the pass fills."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,8 @@ def check_model_paths(config: Config) -> None:
 
     Raises:
         ConfigError: A model, tokenizer or processor is neither a folder nor possibly a name on the hub.
+
+    >>> check_model_paths(Config(model="org/model"))  # not a path: a name on the hub, which is not asked
     """
     paths = {
         **{f"model.{key}": getattr(config.model, key) for key in ("path", "tokenizer", "processor")},
@@ -359,6 +361,14 @@ def check_prompts_readable(actor: Actor, prompts: Prompts) -> None:
 
     Raises:
         ConfigError: Prompts are texts and there is no tokenizer, or chats and there is no chat template.
+
+    >>> config = Config(model={"builder": "rollbook.train.recipes.letters:model"})
+    >>> prompts = Prompts([{"prompt": [{"role": "user", "content": "Sort cab."}]}])
+    >>> check_prompts_readable(build_actor(config, torch.device("cpu")), prompts)
+    Traceback (most recent call last):
+        ...
+    rollbook.train.config.values.ConfigError: model.tokenizer: got one without a chat template, expected one: the
+    prompts are chats
     """
     first = prompts.every()[0]
     holders = (actor.processor, actor.tokenizer)
@@ -435,6 +445,13 @@ def check_rewards(config: Config) -> None:
 
     Raises:
         ConfigError: A reward cannot be built.
+
+    >>> check_rewards(Config(rewards={"function": "length", "options": {"totl": 9}}))
+    Traceback (most recent call last):
+        ...
+    rollbook.train.config.values.ConfigError: rewards.0.options: option 'totl' is not one of FunctionReward; did you
+    mean 'total'? (name, batched, batch_size, pool, workers, time_limit, on_error, total, target, per_unit, max_penalty,
+    unit)
     """
     for key, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards)):
         for i, source in enumerate(rewards or ()):
@@ -596,6 +613,10 @@ def build_engine(config: Config, actor: Actor) -> BaseEngine:
 
     Raises:
         ConfigError: The engine does not take `engine.options`.
+
+    >>> config = Config(model={"builder": "rollbook.train.recipes.letters:model"})
+    >>> type(build_engine(config, build_actor(config, torch.device("cpu")))).__name__
+    'TransformersEngine'
     """
     settings = config.engine
     if settings.kind == "transformers":
@@ -639,6 +660,11 @@ def build_environment(config: Config, actor: Actor) -> EnvironmentConfig | None:
 
     Returns:
         The settings, or `None` without an environment.
+
+    >>> environment = {"function": "builtins:print", "max_turns": 3}  # of a user: "games.py:Game"
+    >>> config = Config(model={"builder": "rollbook.train.recipes.letters:model"}, environment=environment)
+    >>> build_environment(config, build_actor(config, torch.device("cpu"))).max_turns
+    3
     """
     settings = config.environment
     if settings.function is None:
@@ -665,6 +691,13 @@ def open_expert_book(config: Config) -> Book | None:
 
     Returns:
         The book, or `None` if `replay.expert` is not set.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     open_book(folder).close()
+    ...     with open_expert_book(Config(replay={"expert": folder})) as book:
+    ...         len(book)
+    0
     """
     path = config.replay.expert
     return None if path is None else open_book(expand_variables(path, "replay.expert"), mode="r")
@@ -693,6 +726,13 @@ def build_trainer(
 
     Raises:
         ConfigError: The book of expert records cannot be opened.
+
+    >>> from rollbook.train.config.files import load_config
+    >>> config, cpu = load_config("letters", ["data.options.count=10", "data.held_out=0"]), torch.device("cpu")
+    >>> models, (prompts, _) = build_models(config, build_actor(config, cpu), cpu), load_prompts(config)
+    >>> trainer = build_trainer(config, models, prompts, build_reward(config.rewards), open_book("memory:"))
+    >>> trainer.global_step, trainer.algorithm.name
+    (0, 'grpo')
     """
     critic_optimizer = config.critic_optimizer
     expert = None
@@ -750,6 +790,10 @@ def build_rollouts(config: Config, prompts: Prompts) -> RolloutConfig:
 
     Returns:
         The settings.
+
+    >>> config = Config(rollout={"mode": "async", "workers": 2}, replay={"max_staleness": 3})
+    >>> build_rollouts(config, Prompts([{"prompt": "1+1="}])).staleness_bound
+    3
     """
     return RolloutConfig(
         mode=config.rollout.mode,
@@ -778,6 +822,12 @@ def build_worker(config: Config, book: Book, settings: Mapping[str, Any], name: 
 
     Raises:
         ConfigError: Prompts or version of Rollbook are not those of the trainer, or a part cannot be built.
+
+    >>> rows = {"function": "rollbook.train.recipes.letters:rows", "options": {"count": 10}}
+    >>> config = Config(model={"builder": "rollbook.train.recipes.letters:model"}, data=rows, rewards="exact_match")
+    >>> settings = {**build_rollouts(config, load_prompts(config)[0]).settings, "consumer": "train"}
+    >>> build_worker(config, open_book("memory:"), settings, "worker-0").name
+    'worker-0'
     """
     version = settings.get("rollbook", "unknown")
     if version != __version__:

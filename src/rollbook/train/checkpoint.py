@@ -134,6 +134,9 @@ class Checkpoint:
     Args:
         step: Number of the step.
         path: The folder.
+
+    >>> str(Checkpoint(40, Path("runs/demo/checkpoints/step-000040")).model)
+    'runs/demo/checkpoints/step-000040/model'
     """
 
     step: int
@@ -212,6 +215,12 @@ def save(
 
     Returns:
         The checkpoint.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save(Path(folder), 40, actor=torch.nn.Linear(2, 2), state={}, trainer_state={})
+    ...     sorted(path.name for path in saved.path.iterdir())
+    ['model', 'state.pt', 'trainer.json']
     """
     partial = begin(folder, step)
     with hide_progress_bars():
@@ -371,6 +380,13 @@ def load_weights(model: Trainable, folder: Path) -> None:
 
     Raises:
         CorruptCheckpointError: The folder cannot be loaded, or lacks a weight. The model is unchanged.
+
+    >>> import tempfile
+    >>> model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     load_weights(other, save(Path(folder), 40, actor=model, state={}, trainer_state={}).model)
+    >>> torch.equal(model.weight, other.weight)
+    True
     """
     if not isinstance(model, Actor | Critic):
         with loading_errors(folder):
@@ -404,6 +420,13 @@ def prune(folder: Path, keep: int | None) -> list[Checkpoint]:
 
     Returns:
         The removed checkpoints.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in (0, 10, 20, 30):
+    ...         _ = save(Path(folder), step, actor=torch.nn.Linear(2, 2), state={}, trainer_state={})
+    ...     [checkpoint.step for checkpoint in prune(Path(folder), keep=2)]
+    [10]
     """
     if keep is None:
         return []

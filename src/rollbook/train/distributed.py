@@ -522,6 +522,8 @@ def _decoder_layers(model: nn.Module) -> list[nn.Module]:
 class DistributedLearner(Learner):
     """A learner whose micro-batches are planned over all ranks by rank 0, which calls `update`.
 
+    A `DistributedTrainer` builds it.
+
     Args:
         distributed: The ranks.
         pack: Turns rows into a message for a rank.
@@ -636,7 +638,14 @@ class DistributedLearner(Learner):
         return state
 
     def tensors(self, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the trained weights and optimizer states of all optimizers; for `keys` see `Optimizer.tensors`."""
+        """Return the trained weights and optimizer states of all optimizers.
+
+        Args:
+            keys: Create the state of these keys where it is missing; `None`: as it is. See `Optimizer.tensors`.
+
+        Returns:
+            The tensors by name, as this rank has them.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, optimizer in self.optimizers.items():
             prefix = f"{name}/"
@@ -782,10 +791,12 @@ class DistributedTrainer(Trainer):
         return report
 
     def run(self, steps: int, *, on_step: Callable[[StepReport], Any] | None = None) -> list[StepReport]:
+        """Run steps on all ranks. See `Trainer.run`."""
         reports: list[StepReport] = self._run_on_main(super().run, steps, on_step=on_step)
         return reports
 
     def evaluate(self, prompts: Prompts, reward: RewardLike | None = None, **options: Any) -> Evaluation:
+        """Evaluate the current policy on all ranks. See `Trainer.evaluate`."""
         self.evaluation_reward = None if reward is None else as_reward(reward)
         evaluation: Evaluation = self._run_on_main(
             super().evaluate, prompts, reward, collect=self._collect_evaluation, **options
@@ -803,6 +814,7 @@ class DistributedTrainer(Trainer):
     # --- rollouts and annotation --------------------------------------------------------------------------------------
 
     def collect(self, prompts: Sequence[Prompt], metrics: StepMetrics | None = None) -> Experiences:
+        """Make the records of prompts on all ranks; called on rank 0. See `Trainer.collect`."""
         metrics = StepMetrics() if metrics is None else metrics
         if not self.algorithm.needs_rollouts:
             return super().collect(prompts, metrics)
@@ -838,6 +850,7 @@ class DistributedTrainer(Trainer):
             yield
 
     def compute_missing_columns(self, records: Experiences, expert: Sequence[bool] | None = None) -> Experiences:
+        """Add missing columns, which all ranks compute; called on rank 0. See `Trainer.compute_missing_columns`."""
         passes = self.algorithm.passes if self.algorithm.needs_rollouts else ()
         missing = [records.missing(entry.column) for entry in passes]
         rows = np.unique(np.concatenate(missing)) if missing else np.zeros(0, dtype=np.int64)
@@ -1037,6 +1050,7 @@ class DistributedTrainer(Trainer):
         return state
 
     def load_weights(self, model: Any, folder: Path) -> None:
+        """Load the weights of a saved model on all ranks. See `Trainer.load_weights`."""
         self._loaded_tensors = checkpoint.read_weights(model, folder)
         name = next(name for name in _MODELS if getattr(self.models, name) is model)
         self._run_on_main(self.distributed.call, "copy", [(name, [])] * self.distributed.size)

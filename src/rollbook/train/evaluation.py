@@ -410,6 +410,13 @@ def append_evaluation(evaluation: Evaluation, book: Book) -> Evaluation:
 
     Returns:
         The evaluation, with the ids that its records have in the book.
+
+    >>> import rollbook
+    >>> from rollbook.rollout import ScriptedEngine
+    >>> book = rollbook.open("memory:")
+    >>> evaluation = evaluate(ScriptedEngine([[4]]), [[5, 6]], lambda response_ids: float(response_ids == [4]))
+    >>> append_evaluation(evaluation, book).records[0].eid.rid, book.counts().evaluation
+    ('eval-0/0/0', 1)
     """
     import dataclasses
 

@@ -128,6 +128,12 @@ class LossNormalizers:
         tokens_and_rows: Denominators of all losses but the policy's.
         policy: Denominators of the policy loss: of pairs their number, of mixed data a pair for policy and expert.
         norm: The constant of the mode `seq-mean-token-sum-norm`.
+
+    >>> from rollbook import Experience
+    >>> algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.0)
+    >>> records = Experiences([Experience(tokens=[1, 2, 3], advantages=[1.0, 1.0], logprobs=[-0.5, -0.25])])
+    >>> LossNormalizers.from_rows(algorithm, TrainRows.from_records(records, algorithm), [0], None).policy
+    Denominators(tokens=2, sequences=1, samples=1)
     """
 
     tokens_and_rows: Denominators
@@ -144,7 +150,13 @@ class LossNormalizers:
             algorithm: The algorithm.
             rows: The rows of a step.
             indices: Indices of the rows of the minibatch.
-            max_tokens: Maximum response length.
+            max_tokens: Maximum response length; needed by the mode `seq-mean-token-sum-norm`.
+
+        Returns:
+            The normalizers.
+
+        Raises:
+            ValueError: The mode needs `max_tokens`.
         """
         masks = rows.masks
         mask = Rows([masks[i] for i in indices])

@@ -84,6 +84,9 @@ class OptimizerConfig:
         Args:
             source: An `OptimizerConfig`, a mapping of its fields, or `None` for the defaults.
 
+        Returns:
+            The settings.
+
         Raises:
             ValueError: A field is unknown or has an invalid value.
 

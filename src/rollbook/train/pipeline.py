@@ -347,6 +347,11 @@ def annotate(
 
     Returns:
         The records with the added columns.
+
+    >>> records = Experiences([Experience(tokens=[1, 2, 3], logprobs=[-0.5, -0.25])])
+    >>> algorithm = AlgorithmConfig.preset("grpo", kl_coef=0.0)
+    >>> annotate(records, algorithm, Models(), old_logprobs="engine")[0].old_logprobs.tolist()
+    [-0.5, -0.25]
     """
     metrics = StepMetrics() if metrics is None else metrics
     if not len(records) and process_group is None:

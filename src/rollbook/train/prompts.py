@@ -694,6 +694,9 @@ class Prompts:
             shuffle: Whether to shuffle.
             name: Name of the data in errors; `None`: the path.
 
+        Returns:
+            The prompts.
+
         Raises:
             ValueError: There is no such data, or a row is not valid.
         """
@@ -894,6 +897,9 @@ class Prompts:
 
         Args:
             other: The other prompts.
+
+        Returns:
+            Number of rows.
 
         >>> Prompts([{"prompt": "a"}, {"prompt": "b"}]).shared(Prompts([{"prompt": "b"}, {"prompt": "c"}]))
         1

@@ -111,6 +111,9 @@ class ReplayConfig:
             step: Number of the step.
             uids: Ids of all records of the book; filled by the first call.
 
+        Returns:
+            The sampled records; a record can occur repeatedly.
+
         Raises:
             ValueError: There is no book, or it is empty.
         """

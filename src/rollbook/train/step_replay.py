@@ -86,6 +86,9 @@ class Tolerance:
         relative: Difference of numbers relative to the larger one, in addition.
         tokens: Mean difference of log-probs and values over all tokens; single unlikely tokens can differ by more.
         update: Norm of the difference of new weights, relative to that of the update.
+
+    >>> print(Tolerance(absolute=1e-5, relative=1e-3, tokens=1e-4, update=1e-2))
+    1e-05 absolute + 0.001 relative, 0.0001 mean over tokens, 0.01 of the norm of an update
     """
 
     absolute: float
@@ -694,7 +697,7 @@ _REPLAYED_KEYS = ("algorithm.", "batch.", "optimizer.", "critic_optimizer", "rew
 
 @dataclass(frozen=True)
 class RecordChange:
-    """A record whose advantage changes with other settings.
+    """A record whose advantage changes with other settings; see `CounterfactualResult`.
 
     Args:
         uid: Its id.
@@ -711,7 +714,7 @@ class RecordChange:
 
 @dataclass(frozen=True)
 class CounterfactualResult:
-    """A step with changed settings, compared with the step as trained.
+    """A step with changed settings, compared with the step as trained; see `replay`.
 
     Args:
         changes: The changes.
@@ -868,7 +871,7 @@ def _correlation(first: Sequence[float], other: Sequence[float]) -> float | None
 
 @dataclass
 class ReplayResult:
-    """Result of a replay.
+    """Result of `replay`.
 
     Args:
         folder: The folder of the run.
@@ -924,9 +927,9 @@ def replay(run: str | os.PathLike[str], step: int, changes: Sequence[str] = (), 
     ...              "batch.prompts_per_step=2", "algorithm.group_size=2",
     ...              "model.options.hidden=32", "model.options.heads=1"]
     ...     _ = run(load_config("letters", [*small, f"out={folder}/run"]), stream=io.StringIO())
-    ...     result = replay(f"{folder}/run", 1)
-    >>> result.agrees, result.records
-    (True, 4)
+    ...     result = replay(f"{folder}/run", 1, ["algorithm.estimator=rloo"])
+    >>> result.agrees, result.records, result.changed.changes
+    (True, 4, ['algorithm.estimator: "rloo", was "grpo"'])
     """
     step = check_int("step", step, 1)
     folder = Path(run).expanduser()

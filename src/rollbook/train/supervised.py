@@ -312,7 +312,7 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """Result of a warm-up.
+    """Result of `warm_up`.
 
     Args:
         steps: Number of steps.

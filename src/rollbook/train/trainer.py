@@ -641,6 +641,9 @@ class Trainer:
         Args:
             records: Leased records; those made by `collect` have all columns.
             expert: Which of them an expert made.
+
+        Returns:
+            The records with the added columns.
         """
         records = annotate(
             records,
@@ -737,7 +740,12 @@ class Trainer:
             metrics.add({} if moved is None else {"kl": moved})
 
     def track(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Give metrics to the book and to all trackers."""
+        """Give metrics to the book and to all trackers.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers by name.
+        """
         self._retry(self.book.log, step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
@@ -749,6 +757,9 @@ class Trainer:
             prompts: The prompts.
             reward: Scores the samples; may be missing if there is an environment.
             options: Those of `rollbook.train.evaluate`.
+
+        Returns:
+            The evaluation.
         """
         from rollbook.train.evaluation import append_evaluation, evaluate
 
@@ -948,7 +959,15 @@ class Trainer:
         return state
 
     def load_weights(self, model: Trainable, folder: Path) -> None:
-        """Load the weights of a saved model into a model of this trainer."""
+        """Load the weights of a saved model into a model of this trainer.
+
+        Args:
+            model: The policy, the critic, or another model of the trainer.
+            folder: The folder of the saved model.
+
+        Raises:
+            CorruptCheckpointError: The folder cannot be loaded, or lacks a weight.
+        """
         checkpoint.load_weights(model, folder)
 
     def _set_random_states(self, state: Mapping[str, Any]) -> None:

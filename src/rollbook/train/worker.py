@@ -210,6 +210,14 @@ class RolloutPacer:
         config: How workers are used.
         prompts_per_step: Groups of a step.
         consumer: Consumer group of the trainer.
+
+    >>> import rollbook
+    >>> book = rollbook.open("memory:")
+    >>> config = RolloutConfig(mode="async", max_staleness=2)
+    >>> pacer = RolloutPacer(book, config, prompts_per_step=4, consumer="train")
+    >>> pacer.open(next_group=0)
+    >>> pacer.pace().limit  # the groups of this step and of the next one
+    8
     """
 
     def __init__(self, book: Book, config: RolloutConfig, *, prompts_per_step: int, consumer: str) -> None:
@@ -443,7 +451,11 @@ class RolloutPacer:
         }
 
     def report(self, **details: Any) -> None:
-        """Report what the trainer does, for `rollbook top`."""
+        """Report what the trainer does, for `rollbook top`.
+
+        Args:
+            details: JSON-compatible details, such as the step.
+        """
         self._reported_at = time.monotonic()
         with suppress(*RETRIABLE_ERRORS):
             report_worker(self.book, self.name, role="trainer", host=socket.gethostname(), pid=os.getpid(), **details)
@@ -486,6 +498,8 @@ class RolloutWorker:
 
     One thread generates, one scores and appends, and one renews claims, reports to `rollbook top` and, in mode
     `async`, loads new weights between two tokens.
+
+    `rollbook.train.builders.build_worker` builds one from a configuration.
 
     Args:
         book: The book that the trainer uses.
@@ -943,6 +957,15 @@ def wait_for_trainer(
 
     Raises:
         MissingBookError: There is no book in this folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with open_book(folder) as trainer_book:
+    ...         RolloutPacer(trainer_book, RolloutConfig(), prompts_per_step=4, consumer="train").open(0)
+    ...     book, settings = wait_for_trainer(folder, threading.Event())
+    ...     book.close()
+    >>> settings["consumer"]
+    'train'
     """
     book, state, has_logged = None, None, False
     while state is None:
@@ -992,7 +1015,11 @@ class WorkerFailures:
         self._start_times: dict[int, float] = {}
 
     def record_start(self, number: int) -> None:
-        """Record that a worker was started."""
+        """Record that a worker was started.
+
+        Args:
+            number: Number of the worker.
+        """
         self._start_times[number] = time.monotonic()
 
     def record(self, number: int, reason: str, log: Path | None = None) -> None:

@@ -262,7 +262,11 @@ _LAYOUT_KEYS = ("columns", "keep")
 
 
 def list_recipes() -> dict[str, Path]:
-    """Return the files of the embedded recipes by name."""
+    """Return the files of the embedded recipes by name.
+
+    >>> list_recipes()["letters"].name
+    'letters.yaml'
+    """
     files = sorted(RECIPE_FOLDER.iterdir()) if RECIPE_FOLDER.is_dir() else []
     return {path.stem: path for path in files if path.suffix in _SUFFIXES}
 

@@ -707,6 +707,9 @@ class Config:
         Args:
             values: Keys and sections.
 
+        Returns:
+            The configuration, complete with defaults.
+
         Raises:
             ConfigError: A key or a value is not valid.
         """
