@@ -684,6 +684,16 @@ def asgi_app(
 
     Returns:
         The application.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: The token is too short, or a host is invalid.
+
+    >>> import rollbook
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     rollbook.open(run).close()
+    ...     viewer = asgi_app(run, token=None, trusted_hosts=["viewer.example"])  # application.mount("/viewer", viewer)
+    ...     viewer.close()
     """
     if token is not None:
         check_token(token)
