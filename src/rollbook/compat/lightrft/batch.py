@@ -572,14 +572,22 @@ class Origin:
         return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info, dict(self.described))
 
     def describe(self, batch: ExperienceBatch) -> None:
-        """Bind the entries to the current values of the batch."""
+        """Bind the entries to the current values of the batch.
+
+        Args:
+            batch: The batch.
+        """
         names = {key.partition(".")[0] for paths in (self.absent, self.dtypes, self.media_rows) for key in paths}
         if self.info.missing or self.info.originals or self.info.kinds:
             names.add("info")
         self.described = {name: getattr(batch, name) for name in names}
 
     def void_replaced(self, batch: ExperienceBatch) -> None:
-        """Drop the entries of fields that were assigned to since `describe`."""
+        """Drop the entries of fields that were assigned to since `describe`.
+
+        Args:
+            batch: The batch of `describe`.
+        """
         for name in [name for name, value in self.described.items() if getattr(batch, name) is not value]:
             del self.described[name]
             parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
@@ -886,7 +894,14 @@ class ExperienceBatch(Movable):
         return inputs
 
     def estimator_inputs(self, keys: Mapping[str, str]) -> Inputs:
-        """Return the inputs of advantage estimators; `keys` are the keys of `info` by input name."""
+        """Return the inputs of advantage estimators.
+
+        Args:
+            keys: Keys of `info` by input name.
+
+        Returns:
+            The inputs by name.
+        """
         from rollbook.compat.lightrft.ragged_batch import estimator_inputs
 
         return estimator_inputs(self, keys)
