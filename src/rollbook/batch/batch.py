@@ -342,6 +342,9 @@ class Batch:
         Returns:
             The parts, as wide as the batch if it is padded.
 
+        Raises:
+            ValueError: The sizes do not add up to the records of the batch.
+
         >>> from rollbook import Experience
         >>> batch = Batch.from_records(Experiences([Experience(tokens=[1, 2, 3]), Experience(tokens=[4, 5])]))
         >>> [part.tokens.tolist() for part in batch.split([1, 1])]

@@ -449,7 +449,14 @@ class PlanReport:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> PlanReport:
-        """Compute the report of a plan."""
+        """Compute the report of a plan.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            The report.
+        """
         shape = (plan.ranks, plan.steps)
         batches = plan.micro_batches
         cost = np.array([batch.cost for batch in batches]).reshape(shape)

@@ -306,6 +306,9 @@ class Experiences(Sequence["Experience"]):
 
         Returns:
             The selected records, copied.
+
+        Raises:
+            ValueError: The mask does not consist of bools.
         """
         mask = np.asarray([bool(keep(row)) for row in self] if callable(keep) else keep)
         if mask.size and mask.dtype != np.bool_:
@@ -323,6 +326,9 @@ class Experiences(Sequence["Experience"]):
 
         Returns:
             The sorted records, copied.
+
+        Raises:
+            ValueError: There is not one key for each record.
         """
         keys = [key(row) for row in self] if callable(key) else list(key)
         if len(keys) != self._count:

@@ -101,6 +101,9 @@ class Stack:
 
         Returns:
             The records; `None` if their columns are better read frame by frame.
+
+        Raises:
+            WireError: The record batches are corrupt.
         """
         count = sum(self.counts)
         runs: dict[str, RaggedRuns] = {}

@@ -324,6 +324,9 @@ class Ragged:
 
         Returns:
             The column.
+
+        Raises:
+            ValueError: The type is `bfloat16`, which numpy does not have.
         """
         if dtype == "bfloat16":
             raise ValueError("dtype 'bfloat16': numpy has no such type; build the column from tensors")

@@ -268,6 +268,9 @@ class Spans:
 
         Returns:
             [B, width, ...] The matrix.
+
+        Raises:
+            ValueError: The type cannot represent `fill`, or `out` has another shape or type.
         """
         if isinstance(column, torch.Tensor):
             column = column if dtype is None else column.to(dtype)

@@ -375,6 +375,9 @@ class Server:
         annotate: Allow stars and notes.
         unsafe_allow_unauthenticated: Serve without a token.
 
+    Raises:
+        ValueError: The port, the host or the token is invalid, or a token is missing where other machines can connect.
+
     >>> Server("runs/letters", host="0.0.0.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
@@ -687,7 +690,7 @@ def asgi_app(
 
     Raises:
         FileNotFoundError: There is nothing at the path.
-        ValueError: The token is too short, or a host is invalid.
+        ValueError: The token or a host is invalid, or nothing at the path can be opened.
 
     >>> import rollbook
     >>> with tempfile.TemporaryDirectory() as run:

@@ -237,6 +237,9 @@ class UnionSchema:
 
         Returns:
             The arrays by column, and the schema.
+
+        Raises:
+            ValueError: A column has another type than in an earlier batch, and none fits both.
         """
         parts = dict(records.columns)
         for name in [name for name in parts if name in FIELDS and isinstance(parts[name], Ragged)]:

@@ -110,6 +110,9 @@ class Decoder:
         tokenizer: Any object with `decode(ids)`, or a processor with a `tokenizer`. Without `all_special_ids`, its
             special tokens are the BOS, EOS and padding tokens.
 
+    Raises:
+        ValueError: The tokenizer has no `decode`.
+
     >>> class Letters:
     ...     eos_token_id = 0
     ...     def decode(self, ids):
@@ -1217,6 +1220,9 @@ class TrajectorySource(ABC):
 
         Returns:
             [L] The ids.
+
+        Raises:
+            ValueError: The sample has no tokens.
         """
         ids = self.read(i, "tokens")
         if ids is None:

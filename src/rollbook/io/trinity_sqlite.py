@@ -70,7 +70,7 @@ def list_tables(path: str | os.PathLike[str]) -> dict[str, str]:
         A description of where the bytes are, by name of the table.
 
     Raises:
-        WireError: The file is not a database, or it has no table of records.
+        WireError: The file is not an SQLite database, or cannot be read.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with closing(sqlite3.connect(f"{folder}/buffer.db")) as connection:

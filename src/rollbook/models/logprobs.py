@@ -477,6 +477,9 @@ class OutputLayer:
 
         Returns:
             The layer.
+
+        Raises:
+            ValueError: Shapes, types or devices do not match.
         """
         for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             if tensor is not None:

@@ -108,6 +108,9 @@ class Reference:
     Args:
         actor: An actor with adapters.
 
+    Raises:
+        ValueError: The actor has no adapters.
+
     >>> from transformers import LlamaConfig
     >>> from rollbook.models import Actor
     >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,

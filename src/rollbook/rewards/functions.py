@@ -707,6 +707,9 @@ class FunctionReward(Reward):
         on_error: `exclude` (no reward: NaN), a fixed score, or `raise`. The error is in `RewardResult.errors`.
         total: `"sum"`: the reward is the sum of the returned dict.
 
+    Raises:
+        ValueError: A parameter of the function is unknown, or an option is invalid.
+
     >>> def right(response, reference):
     ...     return {"reward": float(response.strip() == reference), "length": len(response)}
     >>> scores = FunctionReward(right)([

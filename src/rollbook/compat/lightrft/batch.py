@@ -479,7 +479,15 @@ class BufferItem(Movable):
 
     @classmethod
     def of(cls, ragged: RaggedBatch, row: int) -> BufferItem:
-        """Return row `row` of a ragged batch; a field is copied on first access."""
+        """Return a row of a ragged batch. A field is copied on first access.
+
+        Args:
+            ragged: The batch.
+            row: Number of the row.
+
+        Returns:
+            The item.
+        """
         item = cls.__new__(cls)
         item.__dict__["_source"] = ragged, row
         return item
@@ -715,7 +723,15 @@ class ExperienceBatch(Movable):
 
     @classmethod
     def of(cls, fields: dict[str, Any], origin: Origin) -> ExperienceBatch:
-        """Build a batch from fields by name, without the constructor, and bind it to its origin."""
+        """Build a batch from fields by name, without the constructor, and bind it to its origin.
+
+        Args:
+            fields: Fields by name.
+            origin: What the fields do not hold of the samples.
+
+        Returns:
+            The batch.
+        """
         batch = cls.__new__(cls)
         state = batch.__dict__
         state.update(_EMPTY_FIELDS)
@@ -916,6 +932,9 @@ class ExperienceBatch(Movable):
 
         Returns:
             (B, A, ...) or (slots, ...), in the order of the response-axis fields.
+
+        Raises:
+            ValueError: If the batch has no response-axis field.
 
         >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2), *[None] * 7)
         >>> batch.at_actions(torch.tensor([[10, 20, 30]]))

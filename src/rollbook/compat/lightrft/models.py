@@ -76,6 +76,9 @@ def process_sequences(
     Returns:
         The sequences, unchanged, the attention mask (B, S) int64, and the action mask (B, S - input_len) bool.
 
+    Raises:
+        ValueError: If `sequences` is not a matrix, or narrower than `input_len`.
+
     >>> process_sequences(torch.tensor([[0, 5, 6, 7, 2, 0]]), 3, eos_token_id=2, pad_token_id=0)[1:]
     (tensor([[0, 1, 1, 1, 1, 0]]), tensor([[ True,  True, False]]))
     >>> process_sequences(torch.tensor([[2, 5, 6, 7, 2, 2]]), 3, eos_token_id=2, pad_token_id=2)[1:]

@@ -816,6 +816,9 @@ def is_vl_experience(experience: ExperienceBatch | BufferItem) -> bool:
     Args:
         experience: The batch or item.
 
+    Returns:
+        Whether it has any.
+
     >>> is_vl_experience(BufferItemVL(torch.tensor([1])))
     False
     >>> is_vl_experience(BufferItemVL(torch.tensor([1]), pixel_values=torch.zeros(4, 6)))
