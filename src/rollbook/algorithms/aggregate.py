@@ -109,6 +109,13 @@ def reduce(
 
     Returns:
         The aggregated loss, a scalar with the gradient of `tokens`.
+
+    Raises:
+        ValueError: If the mode is unknown, it needs `norm`, or `denominators` are not `Denominators`.
+
+    >>> values, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> reduce(Layout.from_tokens(mask, values=values), values, "seq-mean-token-mean")
+    tensor(2.7500)
     """
     check_choice("mode", mode, MODES)
     if denominators is not None and not isinstance(denominators, Denominators):

@@ -439,6 +439,12 @@ def group_weights(constant: NDArray[np.bool_], clip: float, lam: float) -> Float
 
     Returns:
         [G] The weights.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    >>> group_weights(np.array([True, False, True, False]), clip=3.0, lam=1.0).tolist()
+    [1.0, 2.0, 1.0, 2.0]
     """
     check_float("clip", clip, 0)
     check_float("lam", lam)

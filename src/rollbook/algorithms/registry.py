@@ -231,6 +231,12 @@ class Registry(Mapping[str, EntryT], Generic[EntryT]):
             aliases: Other names for it.
             source: The paper and equation of the formula.
             declared: Fields of the registry's entry class.
+
+        Returns:
+            A decorator, which returns the function itself.
+
+        Raises:
+            ValueError: By the decorator, if a name is taken or an option has no default.
         """
 
         def decorate(function: Function) -> Function:

@@ -111,6 +111,9 @@ class Report:
 
         Returns:
             A new report.
+
+        Raises:
+            ValueError: If there is not one id for each row.
         """
         if len(ids) != self.rows:
             raise ValueError(f"ids: got {len(ids)}, expected {self.rows}, one for each row")

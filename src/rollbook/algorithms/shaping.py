@@ -611,6 +611,9 @@ def shape_rewards(
     Returns:
         The rewards [B], and metrics.
 
+    Raises:
+        ValueError: If an option is invalid, or `overlong_buffer` is set without `max_tokens`.
+
     >>> shape_rewards(torch.tensor([1.0, 1.0]), [10, 6], overlong_buffer=4, max_tokens=10)[0]
     tensor([0., 1.])
     """
@@ -938,6 +941,9 @@ class RunningNorm:
 
         Args:
             state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If the state is invalid.
         """
         check_state(state, _STATE)
         count = check_float("state: count", state["count"], 0, 2**63, "an integer >= 0")

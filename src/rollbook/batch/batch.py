@@ -305,7 +305,15 @@ class Batch:
         return self._lay_out(pack_column, attention_mask=None, spans=None)
 
     def pad(self, pad_token_id: int = 0, side: Side = "left") -> Batch:
-        """Return the same records padded, with as little padding as possible; arguments as of `from_records`."""
+        """Return the same records padded, with as little padding as possible.
+
+        Args:
+            pad_token_id: Token id of padding.
+            side: Side on which prompts are padded; see `from_records`.
+
+        Returns:
+            The padded batch.
+        """
         packed = self.pack()
         lengths = [np.array(column.lengths, dtype=np.int64) for column in (packed.tokens, packed.action_mask)]  # type: ignore[union-attr]
         tokens, responses = spans = _spans(lengths[0], lengths[1], side)
@@ -333,6 +341,9 @@ class Batch:
 
         Returns:
             The parts, as wide as the batch if it is padded.
+
+        Raises:
+            ValueError: The sizes do not add up to the records of the batch.
 
         >>> from rollbook import Experience
         >>> batch = Batch.from_records(Experiences([Experience(tokens=[1, 2, 3]), Experience(tokens=[4, 5])]))
@@ -362,7 +373,14 @@ class Batch:
     # --- devices ------------------------------------------------------------------------------------------------------
 
     def to_device(self, device: Device) -> Batch:
-        """Copy the batch to a device; a batch on that device is returned as it is."""
+        """Copy the batch to a device.
+
+        Args:
+            device: The device.
+
+        Returns:
+            The batch on the device; itself, if it is there already.
+        """
         if self.device == torch.device(device):
             return self
         return self._change(lambda value: move_to_device(value, device))

@@ -362,7 +362,17 @@ class Plan:
         return (self[rank] for rank in range(self.ranks))
 
     def step(self, step: int) -> tuple[MicroBatch, ...]:
-        """Return the micro-batches that run at the same time, one of each rank."""
+        """Return the micro-batches that run at the same time, one of each rank.
+
+        Args:
+            step: Number of the step; negative numbers count from the last.
+
+        Returns:
+            The micro-batch of each rank.
+
+        Raises:
+            IndexError: The plan has no such step.
+        """
         if not -self.steps <= step < self.steps:
             raise IndexError(f"step {step}: the plan has {self.steps}")
         return self.micro_batches[step % self.steps :: self.steps]
@@ -439,7 +449,14 @@ class PlanReport:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> PlanReport:
-        """Compute the report of a plan."""
+        """Compute the report of a plan.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            The report.
+        """
         shape = (plan.ranks, plan.steps)
         batches = plan.micro_batches
         cost = np.array([batch.cost for batch in batches]).reshape(shape)

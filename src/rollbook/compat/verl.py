@@ -75,7 +75,10 @@ def to_verl(
 ) -> Any:
     """Convert records or an `ExperienceBatch` to a `verl.DataProto` with the keys above.
 
-    A preference pair becomes two rows, the chosen answer first.
+    A preference pair becomes two rows, the chosen answer first. An example, where verl is installed:
+
+        data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
+        data.batch["token_level_scores"], data.non_tensor_batch["uid"]
 
     Args:
         experiences: Records, or a batch.
@@ -92,9 +95,6 @@ def to_verl(
 
     Raises:
         ValueError: Only some rows have a field or a reward (verl would read 0), or a row is longer than P or R.
-
-        data = to_verl(lease.experiences, pad_token_id=tokenizer.pad_token_id)
-        data.batch["token_level_scores"], data.non_tensor_batch["uid"]
     """
     package = import_package("tensordict" if tensordict_only else "verl", "to_verl")
     out = to_columns(experiences, "verl", pad_token_id, max_prompt_length, max_response_length)

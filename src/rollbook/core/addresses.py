@@ -59,6 +59,18 @@ def check_book_is_here(folder: str | os.PathLike[str]) -> None:
 
     Args:
         folder: The folder.
+
+    Raises:
+        ValueError: The configuration has an address.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with open(os.path.join(folder, "config.yaml"), "w") as file:
+    ...         _ = file.write("book: postgresql://ana:word@db/runs")
+    ...     check_book_is_here(folder)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: ...: the book of this run is at postgresql://ana:***@db/runs; pass this address
     """
     path = os.path.join(folder, "config.yaml")
     check_regular(path)

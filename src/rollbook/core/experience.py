@@ -95,7 +95,17 @@ class CustomField:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CustomField:
-        """Read what `to_dict` returned. The type is looked up in a fixed table, never on the torch module."""
+        """Read what `to_dict` returned. The type is looked up in a fixed table, never on the torch module.
+
+        Args:
+            data: The dict.
+
+        Returns:
+            The field.
+
+        Raises:
+            ValueError: The dict has other keys, or the type is unknown.
+        """
         if not isinstance(data, Mapping) or set(data) != {"source_field", "destination_field", "data_type"}:
             raise ValueError(f"CustomField: got {data!r}, expected source_field, destination_field and data_type")
         dtype = data["data_type"]

@@ -306,6 +306,9 @@ class Experiences(Sequence["Experience"]):
 
         Returns:
             The selected records, copied.
+
+        Raises:
+            ValueError: The mask does not consist of bools.
         """
         mask = np.asarray([bool(keep(row)) for row in self] if callable(keep) else keep)
         if mask.size and mask.dtype != np.bool_:
@@ -323,6 +326,9 @@ class Experiences(Sequence["Experience"]):
 
         Returns:
             The sorted records, copied.
+
+        Raises:
+            ValueError: There is not one key for each record.
         """
         keys = [key(row) for row in self] if callable(key) else list(key)
         if len(keys) != self._count:
@@ -518,7 +524,17 @@ class Experiences(Sequence["Experience"]):
 
 
 class Groups(dict[str, Experiences]):
-    """Records by group id: a dict that notebooks show as a table."""
+    """Records by group id: a dict that notebooks show as a table.
+
+    Args:
+        groups: The records of each group, by its id.
+
+    >>> from rollbook import Experience
+    >>> records = [Experience(eid={"batch": 1, "task": 0, "run": r}, tokens=[1, 2, r]) for r in range(3)]
+    >>> groups = Experiences(records).group_by("task")
+    >>> groups
+    {'1/0': Experiences(3 records, 9 tokens)}
+    """
 
     def _repr_html_(self) -> str:
         from rollbook.core.terminal import html_table
@@ -546,6 +562,14 @@ def as_experiences(rows: Iterable[Experience]) -> Experiences:
 
     Returns:
         The records as columns.
+
+    Raises:
+        ValueError: A row is not a valid record.
+
+    >>> from rollbook import Experience
+    >>> records = as_experiences([Experience(tokens=[1, 2, 3], reward=1.0)])
+    >>> records, as_experiences(records) is records
+    (Experiences(1 records, 3 tokens), True)
     """
     return rows if isinstance(rows, Experiences) else Experiences(rows)
 
@@ -563,6 +587,10 @@ def from_rows(rows: Sequence[Any], copy: bool = True, *, converted: bool = False
 
     Raises:
         ValueError: A row is not a valid record.
+
+    >>> from rollbook import Experience
+    >>> from_rows([Experience(tokens=[1, 2, 3]), Experience(tokens=[4, 5])]).column("tokens").lengths.tolist()
+    [3, 2]
     """
     from rollbook.core.experience import Experience, convert_assigned, validate
 

@@ -60,6 +60,9 @@ class Dtype:
         storage: The numpy type of the memory: `uint16` for `bfloat16`, `uint8` for `bool`.
         portable: The numpy type in Parquet and HF, which other tools read.
         itemsize: Bytes of an element.
+
+    >>> DTYPES["bfloat16"].storage, DTYPES["bfloat16"].portable, DTYPES["bfloat16"].itemsize
+    ('uint16', 'float32', 2)
     """
 
     name: str
@@ -236,6 +239,14 @@ def observe(callback: Callable[[], None]) -> None:
 
     Args:
         callback: A function without arguments.
+
+    >>> from functools import partial
+    >>> changes = []
+    >>> observe(partial(changes.append, "changed"))
+    >>> declare(Field("difficulty", kind="number"))
+    >>> withdraw("difficulty")
+    >>> changes
+    ['changed', 'changed']
     """
     _observers.append(callback)
 
@@ -248,6 +259,12 @@ def declare(field: Field) -> None:
 
     Raises:
         ValueError: The name is taken or invalid, or the declaration is inconsistent.
+
+    >>> declare(Field("surprise", kind="tensor", axis="response", dtype="float32", doc="[R] Negative log-prob."))
+    >>> from rollbook import Experience
+    >>> Experience(tokens=[1, 2, 3], surprise=[0.5, 0.25]).surprise
+    tensor([0.5000, 0.2500])
+    >>> withdraw("surprise")
     """
     if field.name in FIELDS:
         raise ValueError(f"field {field.name!r} already exists")
@@ -280,6 +297,11 @@ def withdraw(name: str) -> None:
 
     Raises:
         ValueError: There is no such field.
+
+    >>> declare(Field("difficulty", kind="number"))
+    >>> withdraw("difficulty")
+    >>> "difficulty" in FIELDS
+    False
     """
     if name not in FIELDS:
         raise ValueError(f"field {name!r} does not exist")

@@ -101,6 +101,9 @@ class Stack:
 
         Returns:
             The records; `None` if their columns are better read frame by frame.
+
+        Raises:
+            WireError: The record batches are corrupt.
         """
         count = sum(self.counts)
         runs: dict[str, RaggedRuns] = {}
@@ -204,6 +207,11 @@ def read_stack(
 
     Returns:
         The stack, or `None` if the frames differ in structure or one is corrupt.
+
+    >>> from rollbook import Experience, wire
+    >>> frame = wire.encode([Experience(tokens=[1, 2, 3])])
+    >>> read_stack(np.frombuffer(frame, dtype=np.uint8).copy(), [(0, len(frame))]).experiences().rows()[0].tokens
+    tensor([1, 2, 3], dtype=torch.int32)
     """
     if memory.__array_interface__["data"][0] % 8 or len(memory) % 8 or not spans:
         return None

@@ -324,6 +324,9 @@ class Ragged:
 
         Returns:
             The column.
+
+        Raises:
+            ValueError: The type is `bfloat16`, which numpy does not have.
         """
         if dtype == "bfloat16":
             raise ValueError("dtype 'bfloat16': numpy has no such type; build the column from tensors")
@@ -581,6 +584,10 @@ class RaggedRuns(Ragged):
         counts: [F] Number of rows in each run.
         dtype: Element type.
         valid: [N] Whether a row is present; `None`: all are.
+
+    >>> column = RaggedRuns(np.arange(9), np.array([0, 6]), np.array([2, 1, 3]), counts=[2, 1], dtype="int64")
+    >>> [row.tolist() for row in column.tensors()]
+    [[0, 1], [2], [6, 7, 8]]
     """
 
     __slots__ = ("checked", "counts", "row_lengths", "starts")
@@ -620,7 +627,14 @@ class RaggedRuns(Ragged):
         return max((int(self.memory[start:stop].max()) for start, stop in self._runs() if stop > start), default=0)
 
     def row(self, index: int) -> NDArray[Any]:
-        """Return the values of a row."""
+        """Return the values of a row.
+
+        Args:
+            index: Number of the row.
+
+        Returns:
+            [length] A view of the values.
+        """
         bounds = np.cumsum([0, *self.counts])
         run = int(np.searchsorted(bounds, index, side="right")) - 1
         start = int(self.starts[run] + self.row_lengths[bounds[run] : index].sum())

@@ -100,7 +100,20 @@ NUMPY: dict[torch.dtype, Any] = {
 
 
 class Segments(NamedTuple):
-    """Rows in different arrays: row i is `arrays[i][starts[i]:stops[i]]`."""
+    """Rows in different arrays: row i is `arrays[i][starts[i]:stops[i]]`.
+
+    Args:
+        arrays: The array of each row.
+        starts: [B] Start of each row in its array.
+        stops: [B] End of each row in its array.
+        dtype: Element type of the rows.
+        trailing: Shape of an entry of a row.
+
+    >>> arrays = [np.arange(3), np.array([7, 8, 9])]
+    >>> Spans([2, 1], [0, 1], width=2).pad(Segments(arrays, [0, 2], [2, 3], torch.int64, ()), fill=0)
+    tensor([[0, 1],
+            [0, 9]])
+    """
 
     arrays: Iterable[NDArray[Any]]
     starts: list[int]
@@ -184,6 +197,7 @@ class Rows(list[torch.Tensor]):
         row.copy_(replacement)
 
     def _reject_change(self, *_: Any, **__: Any) -> Any:
+        """Raise `ValueError`, since the number of rows is fixed. See `Rows`."""
         raise ValueError("rows: their number is fixed; assign a list to the batch's field instead")
 
     append = extend = insert = pop = remove = clear = _reject_change
@@ -254,6 +268,9 @@ class Spans:
 
         Returns:
             [B, width, ...] The matrix.
+
+        Raises:
+            ValueError: The type cannot represent `fill`, or `out` has another shape or type.
         """
         if isinstance(column, torch.Tensor):
             column = column if dtype is None else column.to(dtype)

@@ -1251,6 +1251,11 @@ class Frame:
         count: Number of records.
         checksum: Checksum of the stored body.
         stop: First byte of the next frame.
+
+    >>> from rollbook import Experience
+    >>> frame = read_header(encode([Experience(tokens=[1, 2, 3])] * 2))
+    >>> frame.start, frame.stop % 64, frame.count, frame.compression
+    (0, 0, 2, None)
     """
 
     start: int

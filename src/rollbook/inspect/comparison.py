@@ -124,6 +124,17 @@ def compare(
     Returns:
         The comparison in JSON types: sides (`a`, `b`), `metrics`, `shares`, `parts`, `logged` numbers, `prompts`,
         `phrases` and the number of `texts`.
+
+    >>> import rollbook
+    >>> from rollbook.inspect.index import Index
+    >>> from rollbook.inspect.sources import BookSource, load
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append([rollbook.Experience(eid={"batch": i}, tokens=[1, 2], reward=i / 2) for i in range(2)])
+    >>> source, index = BookSource(book), Index()
+    >>> load(source, index)
+    >>> comparison = compare(Side(source, index, last=0), Side(source, index, first=1), texts=0)
+    >>> [comparison["metrics"]["reward"][side]["mean"] for side in ("a", "b")]
+    [0.0, 0.5]
     """
     comparison: dict[str, Any] = {"a": _describe_side(a), "b": _describe_side(b)}
     comparison["metrics"] = {name: _compare_metric(a, b, column) for name, column in METRICS.items()}
@@ -425,6 +436,13 @@ def read_responses(
 
     Yields:
         The id and the text of each response.
+
+    >>> import rollbook
+    >>> from rollbook.inspect.sources import BookSource
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append(rollbook.Experience(eid={"batch": 3, "suffix": "s"}, tokens=[1, 2], response_text="4"))
+    >>> list(read_responses(BookSource(book), ["3//0/0/s"]))
+    [('3//0/0/s', '4')]
     """
     for start in range(0, len(uids), chunk_size):
         for trajectory in source.trajectories(uids[start : start + chunk_size]):

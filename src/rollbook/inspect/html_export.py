@@ -245,6 +245,18 @@ def export_html(
 
     Raises:
         ValueError: For bad arguments, no samples, too many samples, or a file above `max_mb`.
+
+    >>> import rollbook
+    >>> from rollbook.inspect.answers import Answers
+    >>> from rollbook.inspect.index import Index
+    >>> from rollbook.inspect.sources import BookSource, load
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append(rollbook.Experience(eid={"batch": 3, "task": 1}, tokens=[1, 2], response_text="4", reward=1.0))
+    >>> source, index = BookSource(book), Index()
+    >>> load(source, index)
+    >>> page = export_html(source, Answers(source, index), filter="reward > 0")
+    >>> page.trajectories, page.images, page.content[:15]
+    (1, 0, b'<!doctype html>')
     """
     if sum(selector is not None for selector in (uids, gid, filter)) != 1:
         raise ValueError("export: expected one of uids, gid and filter")
@@ -307,6 +319,21 @@ def write_html(path: str | os.PathLike[str], source: Source, answers: Answers, *
 
     Returns:
         What was exported.
+
+    Raises:
+        ValueError: As `export_html`.
+
+    >>> import rollbook, tempfile
+    >>> from rollbook.inspect.answers import Answers
+    >>> from rollbook.inspect.index import Index
+    >>> from rollbook.inspect.sources import BookSource, load
+    >>> book = rollbook.open("memory:")
+    >>> _ = book.append(rollbook.Experience(eid={"batch": 3, "task": 1}, tokens=[1, 2], response_text="4", reward=1.0))
+    >>> source, index = BookSource(book), Index()
+    >>> load(source, index)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_html(f"{folder}/page.html", source, Answers(source, index), gid="3/1").trajectories
+    1
     """
     check_regular(path)
     exported = export_html(source, answers, **options)

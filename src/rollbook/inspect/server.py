@@ -375,6 +375,9 @@ class Server:
         annotate: Allow stars and notes.
         unsafe_allow_unauthenticated: Serve without a token.
 
+    Raises:
+        ValueError: The port, the host or the token is invalid, or a token is missing where other machines can connect.
+
     >>> Server("runs/letters", host="0.0.0.0")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
@@ -684,6 +687,16 @@ def asgi_app(
 
     Returns:
         The application.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+        ValueError: The token or a host is invalid, or nothing at the path can be opened.
+
+    >>> import rollbook
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     rollbook.open(run).close()
+    ...     viewer = asgi_app(run, token=None, trusted_hosts=["viewer.example"])  # application.mount("/viewer", viewer)
+    ...     viewer.close()
     """
     if token is not None:
         check_token(token)

@@ -215,6 +215,13 @@ class UnionSchema:
 
     Args:
         typed: Whether the column of a field that no batch has gets the field's type, or the null type (for HF).
+
+    >>> union = UnionSchema(typed=True)
+    >>> for dtype in ("int32", "int64"):
+    ...     arrays, schema = union.fit(Experiences.from_columns({"tokens": Ragged.from_arrays([[1, 2]], dtype)}))
+    ...     schema.field("tokens").type
+    LargeListType(large_list<item: int32>)
+    LargeListType(large_list<item: int64>)
     """
 
     def __init__(self, typed: bool) -> None:
@@ -230,6 +237,9 @@ class UnionSchema:
 
         Returns:
             The arrays by column, and the schema.
+
+        Raises:
+            ValueError: A column has another type than in an earlier batch, and none fits both.
         """
         parts = dict(records.columns)
         for name in [name for name in parts if name in FIELDS and isinstance(parts[name], Ragged)]:
@@ -321,6 +331,14 @@ def write_tables(
 
     Returns:
         The number of records.
+
+    >>> import tempfile
+    >>> columns = [Ragged.from_arrays([[1, 2], [3, 4]], dtype) for dtype in ("int32", "int64")]
+    >>> batches = [Experiences.from_columns({"tokens": column}) for column in columns]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_tables(batches, f"{folder}/records.arrow", typed=True, open_writer=pa.ipc.new_stream,
+    ...                  read_tables=lambda path: pa.ipc.open_stream(pa.memory_map(path)))
+    4
     """
     union, count = UnionSchema(typed), 0
     schema = union.schema()

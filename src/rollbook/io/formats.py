@@ -381,6 +381,13 @@ def read(
         FileNotFoundError: There is nothing at the path.
         ValueError: The format or an option is unknown, or the format cannot be detected.
         WireError: Raised during iteration if the data is damaged or exceeds the limits.
+
+    >>> import tempfile
+    >>> records = Experiences.from_columns({"tokens": [[1, 2], [3, 4, 5]], "reward": [0.0, 1.0]})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = write(records, f"{folder}/records.frames")
+    ...     [row.reward for batch in read(f"{folder}/records.frames") for row in batch]
+    [0.0, 1.0]
     """
     name = guess(path) if format is None else check_format(format)
     location = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
@@ -427,6 +434,11 @@ def write(
     Raises:
         FileExistsError: The file exists and `overwrite` is false, or the path is a folder that is not a saved dataset.
         ValueError: The format or an option is unknown.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write(Experiences.from_columns({"tokens": [[1, 2], [3, 4, 5]]}), f"{folder}/records.parquet")
+    2
     """
     final = os.fspath(path).rstrip("/")
     name = format_from_name(final) if format is None else check_format(format, writing=True)

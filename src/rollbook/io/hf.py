@@ -51,6 +51,10 @@ def from_hf(dataset: Dataset) -> Experiences:
     Raises:
         ValueError: `dataset` is not a `datasets.Dataset`.
         WireError: Its columns are not those of records.
+
+    >>> records = Experiences.from_columns({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]})
+    >>> from_hf(to_hf(records).select([1])).values("reward")
+    [0.0]
     """
     if not hasattr(dataset, "with_format") or isinstance(dataset, dict):
         raise ValueError(f"dataset: got {type(dataset).__name__}, expected a datasets.Dataset")

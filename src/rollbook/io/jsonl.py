@@ -236,6 +236,9 @@ def decode_line(text: bytes | None, max_row_bytes: int) -> Experience:
 
     Raises:
         WireError: The line is not a record, or is over the limit.
+
+    >>> decode_line(b'{"tokens": [1, 2, 3], "prompt_length": 2, "reward": 1.0}', 1 << 20).reward
+    1.0
     """
     from rollbook.core.experience import Experience, restore
 

@@ -54,6 +54,13 @@ def read_parquet(path: str | os.PathLike[str], limits: Limits = DEFAULT_LIMITS) 
 
     Raises:
         WireError: The file is corrupt or exceeds a limit, or its columns are not those of records.
+
+    >>> import tempfile
+    >>> import pyarrow.parquet as pq
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     pq.write_table(pa.table({"tokens": [[1, 2, 3], [4, 5]], "reward": [1.0, 0.0]}), f"{folder}/records.parquet")
+    ...     read_parquet(f"{folder}/records.parquet").values("reward")
+    [1.0, 0.0]
     """
     check_regular(path)
     parts = list(batches(path, 1 << 16, limits=limits))

@@ -34,6 +34,9 @@ class Skipped:
     Args:
         row: Its id, or its file and line.
         reason: Why it was skipped.
+
+    >>> Skipped("7.jsonl:3", "no output").reason
+    'no output'
     """
 
     row: int | str

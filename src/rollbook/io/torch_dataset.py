@@ -61,6 +61,9 @@ class ExperienceDataset(IterableDataset[Any]):
         rank: The rank; by default that of `torch.distributed`.
         world_size: The number of ranks; by default that of `torch.distributed`.
 
+    Raises:
+        ValueError: An argument is invalid, or two of them exclude each other.
+
     >>> rows = [Experience(tokens=[1, 2, 3 + i]) for i in range(5)]
     >>> data = ExperienceDataset(rows, batch_size=2)
     >>> [[int(row.tokens[-1]) for row in batch] for batch in data]
@@ -158,6 +161,9 @@ class ExperienceDataset(IterableDataset[Any]):
 
         Args:
             state: What `state_dict` returned.
+
+        Raises:
+            ValueError: The state is of another dataset, of other settings or of another worker.
         """
         position = ("epoch", "start", "taken", "worker", "workers")
         for name in (*position, *self._settings):
@@ -186,6 +192,9 @@ class ExperienceDataset(IterableDataset[Any]):
 
         Yields:
             The batches of the loader.
+
+        Raises:
+            ValueError: The loader is of another dataset, batches by itself or changes the order.
         """
         if loader.dataset is not self or loader.batch_size is not None or not getattr(loader, "in_order", True):
             raise ValueError(

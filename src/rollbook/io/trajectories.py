@@ -110,6 +110,9 @@ class Decoder:
         tokenizer: Any object with `decode(ids)`, or a processor with a `tokenizer`. Without `all_special_ids`, its
             special tokens are the BOS, EOS and padding tokens.
 
+    Raises:
+        ValueError: The tokenizer has no `decode`.
+
     >>> class Letters:
     ...     eos_token_id = 0
     ...     def decode(self, ids):
@@ -658,6 +661,12 @@ class TrajectoryFiles:
     Args:
         folder: The folder.
         with_images: Whether to create a folder `images` in it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     files = TrajectoryFiles(Path(folder, "saved"), with_images=False)
+    ...     files.write("trajectories", 3, [b'{"reward": 1.0}'], {}).name
+    'trajectories_step_3.json'
     """
 
     def __init__(self, folder: Path, with_images: bool) -> None:
@@ -963,7 +972,16 @@ class JsonSafe:
         self.references = references or {}
 
     def convert(self, value: Json, path: str, depth: int = 0) -> Any:
-        """Convert `value`; `path` is its path in the record."""
+        """Convert a value.
+
+        Args:
+            value: The value.
+            path: Its path in the record, under which non-finite numbers are counted.
+            depth: Number of containers around it.
+
+        Returns:
+            The value in JSON types.
+        """
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -1022,18 +1040,41 @@ class JsonSafe:
         return self.text(str(value)[:_MAX_TEXT])
 
     def text(self, text: str) -> str:
-        """Replace unpaired surrogates, which UTF-8 cannot encode, by U+FFFD."""
+        """Replace unpaired surrogates, which UTF-8 cannot encode, by U+FFFD.
+
+        Args:
+            text: The text.
+
+        Returns:
+            Text that UTF-8 can encode.
+        """
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
     def number(self, number: float, path: str) -> float | None:
-        """Return `number`, or `None` if it is not finite."""
+        """Convert a number.
+
+        Args:
+            number: The number.
+            path: Its path in the record.
+
+        Returns:
+            The number, or `None` if it is not finite.
+        """
         if math.isfinite(number):
             return number
         self._count(path, repr(number), 1)
         return None
 
     def array(self, array: NDArray[Any], path: str) -> Any:
-        """Convert an array to lists, or to a number if it has no dimensions."""
+        """Convert an array to lists, or to a number if it has no dimensions.
+
+        Args:
+            array: The array.
+            path: Its path in the record.
+
+        Returns:
+            The numbers, with `None` for those that are not finite.
+        """
         if array.dtype.kind == "f":
             self.count_nonfinite(array, path)
             objects: Any = array.astype(object)
@@ -1044,7 +1085,12 @@ class JsonSafe:
         return self.convert(array.tolist(), path, 1)
 
     def count_nonfinite(self, array: NDArray[Any], path: str) -> None:
-        """Count the non-finite numbers of an array."""
+        """Count the non-finite numbers of an array.
+
+        Args:
+            array: The array.
+            path: Its path in the record.
+        """
         if array.dtype.kind != "f" or np.isfinite(array).all():
             return
         for name, count in (
@@ -1174,6 +1220,9 @@ class TrajectorySource(ABC):
 
         Returns:
             [L] The ids.
+
+        Raises:
+            ValueError: The sample has no tokens.
         """
         ids = self.read(i, "tokens")
         if ids is None:
@@ -1212,6 +1261,11 @@ class RecordSource(TrajectorySource):
     Args:
         places: (experience, row) of each sample.
         rows: The records.
+
+    >>> record = Experience(tokens=[1, 2, 3], prompt_length=1, entropy=[0.5, 0.25], reward=1.0)
+    >>> source = RecordSource([(0, 0)], [record])
+    >>> source.slots(0), source.read(0, "entropy").tolist(), source.info(0)
+    (2, [0.5, 0.25], {'reward': 1.0})
     """
 
     def __init__(self, places: list[tuple[int, int]], rows: Sequence[Experience]) -> None:
@@ -1219,6 +1273,7 @@ class RecordSource(TrajectorySource):
         self.rows = rows
 
     def read(self, i: int, name: str) -> NDArray[Any] | None:
+        """See `TrajectorySource.read`."""
         row = self.rows[i]
         if name == "tokens":
             parts = [row.tokens, row.chosen] if row.experience_type == "dpo" else [row.tokens]
@@ -1234,6 +1289,7 @@ class RecordSource(TrajectorySource):
         return to_numpy(per_token)
 
     def extras(self, i: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        """See `TrajectorySource.extras`."""
         row = self.rows[i]
         read_by_name = {*ARRAYS, "action_mask"}
         if row.old_logprobs is None:
@@ -1247,17 +1303,20 @@ class RecordSource(TrajectorySource):
         }
 
     def padded(self, i: int) -> None:
-        return None
+        """Return `None`, since records have no padding. See `TrajectorySource.padded`."""
 
     def info(self, i: int) -> Mapping[Any, Any]:
+        """See `TrajectorySource.info`."""
         row = self.rows[i]
         outcome = {"finish_reason": row.finish_reason, "truncate_status": row.truncate_status, "reward": row.reward}
         return {**row.info, **{name: content for name, content in outcome.items() if content is not None}}
 
     def entry(self, i: int, name: str) -> Any:
+        """See `TrajectorySource.entry`."""
         return self.rows[i].eid if name == "eid" else None
 
     def slots(self, i: int) -> int:
+        """See `TrajectorySource.slots`."""
         row = self.rows[i]
         if row.experience_type == "dpo":
             return 0 if row.chosen is None else len(row.chosen)
@@ -1266,6 +1325,7 @@ class RecordSource(TrajectorySource):
         return max(len(row.tokens) - row.prompt_length, 0)
 
     def fill(self, i: int, trajectory: Trajectory, safe: JsonSafe, encoder: ImageEncoder) -> None:
+        """See `TrajectorySource.fill`."""
         row = self.rows[i]
         trajectory.label = safe.convert(row.info.get("label"), "label")
         trajectory.reference = safe.convert(row.info.get("reference"), "reference")
@@ -1412,7 +1472,15 @@ class TrajectorySet:
         return float(difference.max()) if len(difference) else None
 
     def trajectory(self, index: int, encoder: ImageEncoder | None) -> Trajectory:
-        """Return sample `index`; without `encoder`, only the parts that `measure_response` reads."""
+        """Return a sample.
+
+        Args:
+            index: Index of its candidate.
+            encoder: Encoder of its images; `None`: return only the parts that `measure_response` reads.
+
+        Returns:
+            The sample.
+        """
         samples, i = self._places[index]
         candidate = self.candidates[index]
         slots = samples.slots(i)
@@ -1698,6 +1766,14 @@ def extract_response(trajectory: Trajectory, decoder: Decoder) -> Response:
 
     Returns:
         The tokens, and their text.
+
+    >>> from types import SimpleNamespace
+    >>> decoder = Decoder(SimpleNamespace(eos_token_id=0, decode=lambda ids: "".join(".abc"[i] for i in ids)))
+    >>> source = RecordSource([(0, 0)], [Experience(tokens=[3, 1, 2, 0], prompt_length=1)])
+    >>> trajectory = TrajectorySet([source], step=3, rank=0, problems=[]).trajectory(0, None)
+    >>> response = extract_response(trajectory, decoder)
+    >>> response.text, response.ids.tolist(), response.ends.tolist()
+    ('ab', [1, 2, 0], [1, 2, 2])
     """
     ids = trajectory.tokens[trajectory.prompt :][trajectory.mask]
     special = decoder.is_special(ids)
@@ -1717,6 +1793,13 @@ def measure_response(trajectory: Trajectory, response: Response) -> ResponseStat
 
     Returns:
         Repetition, reflection phrases, entropy and length of the response.
+
+    >>> from types import SimpleNamespace
+    >>> decoder = Decoder(SimpleNamespace(eos_token_id=0, decode=lambda ids: "".join(".abc"[i] for i in ids)))
+    >>> source = RecordSource([(0, 0)], [Experience(tokens=[3, 1, 2, 0], prompt_length=1)])
+    >>> trajectory = TrajectorySet([source], step=3, rank=0, problems=[]).trajectory(0, None)
+    >>> measure_response(trajectory, extract_response(trajectory, decoder)).tokens
+    3
     """
     entropy = trajectory.arrays.get("action_entropy")
     finite = None if entropy is None else entropy[response.sampled]
@@ -1751,6 +1834,15 @@ class TrajectoryEncoder:
         decoder: Decoder of the tokenizer.
         mark: A function from the entropies [n] of the sampled tokens to the indices of those to mark, or `None`.
         separate_images: Write paths of images instead of base64.
+
+    >>> import json
+    >>> from types import SimpleNamespace
+    >>> decoder = Decoder(SimpleNamespace(eos_token_id=0, decode=lambda ids: "".join(".abc"[i] for i in ids)))
+    >>> source = RecordSource([(0, 0)], [Experience(tokens=[3, 1, 2, 0], prompt_length=1)])
+    >>> trajectory = TrajectorySet([source], step=3, rank=0, problems=[]).trajectory(0, ImageEncoder(512))
+    >>> encoded, stats = TrajectoryEncoder(decoder, mark=None, separate_images=False).encode(trajectory, 3, [])
+    >>> json.loads(encoded)["generated_text"]
+    'ab'
     """
 
     def __init__(

@@ -68,6 +68,15 @@ def list_tables(path: str | os.PathLike[str]) -> dict[str, str]:
 
     Returns:
         A description of where the bytes are, by name of the table.
+
+    Raises:
+        WireError: The file is not an SQLite database, or cannot be read.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with closing(sqlite3.connect(f"{folder}/buffer.db")) as connection:
+    ...         _ = connection.execute("CREATE TABLE explored (id, task_id, run_id, msg_id, experience_bytes)")
+    ...     list_tables(f"{folder}/buffer.db")
+    {'explored': "bytes in 'experience_bytes' (0.5)"}
     """
     with open_read_only(os.fspath(path)) as connection:
         return {name: table.layout for name, table in find_tables(connection, os.fspath(path)).items()}

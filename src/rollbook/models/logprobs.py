@@ -442,15 +442,26 @@ class _FromHidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """Weight, bias and soft cap of an output layer, whose logits are computed tile by tile."""
+    """Weight, bias and soft cap of an output layer, whose logits are computed tile by tile.
+
+    Args:
+        weight: [V, D] Weight.
+        bias: [V] Bias, if there is one.
+        cap: Soft cap of the logits, if there is one.
+        dtype: Type of the logits: float32 or float64.
+        factor_dtype: Type of the factors. It has 16 bits only if the device accumulates such products in float32.
+
+    >>> hidden = torch.ones(3, 2)
+    >>> layer = OutputLayer.from_tensors(hidden, torch.ones(5, 2), bias=None, softcap=None)
+    >>> [(start, list(logits.shape)) for _, start, logits in layer.tiles(hidden, (2, 4))]
+    [(0, [2, 4]), (0, [1, 4]), (4, [2, 1]), (4, [1, 1])]
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     cap: float | None
     dtype: torch.dtype
-    """Type of the logits: float32 or float64."""
     factor_dtype: torch.dtype
-    """Type of the factors. It has 16 bits only if the device accumulates such products in float32."""
 
     @staticmethod
     def from_tensors(
@@ -466,6 +477,9 @@ class OutputLayer:
 
         Returns:
             The layer.
+
+        Raises:
+            ValueError: Shapes, types or devices do not match.
         """
         for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             if tensor is not None:

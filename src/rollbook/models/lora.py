@@ -43,6 +43,16 @@ def attach(model: nn.Module, lora: LoraConfig | Mapping[str, Any]) -> nn.Module:
 
     Returns:
         The model with adapters.
+
+    Raises:
+        ValueError: The model has adapters, or the options are invalid.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> model = attach(LlamaForCausalLM(config), {"r": 2, "target_modules": ["q_proj"]})
+    >>> model.print_trainable_parameters()
+    trainable params: 32 || all params: 1,016 || trainable%: 3.1496
     """
     peft = _peft()
     if has_adapters(model):
@@ -97,6 +107,9 @@ class Reference:
 
     Args:
         actor: An actor with adapters.
+
+    Raises:
+        ValueError: The actor has no adapters.
 
     >>> from transformers import LlamaConfig
     >>> from rollbook.models import Actor
@@ -204,5 +217,5 @@ class Reference:
         return self
 
     def to(self, *_: Device | torch.dtype, **__: Device | torch.dtype | bool | None) -> Reference:
-        """Do nothing: it is on the device of the actor."""
+        """Do nothing: it is on the device of the actor. See `torch.nn.Module.to`."""
         return self

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Trainable(Protocol):
-    """Weights that are updated, saved and loaded, as those of every `torch.nn.Module`."""
+    """Weights that are updated, saved and loaded, as those of every `torch.nn.Module`.
+
+    >>> isinstance(torch.nn.Linear(1, 1), Trainable)
+    True
+    """
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The weights by name; those with `requires_grad` are trained."""
@@ -35,7 +39,11 @@ class Trainable(Protocol):
         """The tensors that a checkpoint has to hold, by name."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> Any:
-        """Restore tensors that `state_dict` returned."""
+        """Restore tensors that `state_dict` returned.
+
+        Args:
+            state: The tensors by name.
+        """
 
 
 class LogprobModel(Protocol):

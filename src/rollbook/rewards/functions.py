@@ -454,6 +454,13 @@ class FileFunction:
         path: The file.
         name: Name of the function.
         options: Keyword arguments to bind.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "rewards.py")
+    ...     _ = path.write_text("def reward_func(response, scale=1.0): return scale * len(response)")
+    ...     FileFunction(str(path), options={"scale": 0.5})("four")
+    2.0
     """
 
     path: str
@@ -512,6 +519,11 @@ def match_parameters(function: Callable[..., Any], name: str, lists: bool | None
 
     Raises:
         ValueError: A parameter has no name, or one that is unknown.
+
+    >>> match_parameters(lambda response, reference: float(response == reference), "right", lists=None).fields
+    {'response': 'response', 'reference': 'reference'}
+    >>> match_parameters(lambda completions, solution, **columns: [], "trl_reward", lists=None)
+    Parameters(fields={'completions': 'response', 'solution': 'info.solution'}, takes_kwargs=True, lists=True)
     """
     inner, bound = unwrap_partial(function)
     try:
@@ -694,6 +706,9 @@ class FunctionReward(Reward):
         time_limit: Seconds per call, or `None`.
         on_error: `exclude` (no reward: NaN), a fixed score, or `raise`. The error is in `RewardResult.errors`.
         total: `"sum"`: the reward is the sum of the returned dict.
+
+    Raises:
+        ValueError: A parameter of the function is unknown, or an option is invalid.
 
     >>> def right(response, reference):
     ...     return {"reward": float(response.strip() == reference), "length": len(response)}

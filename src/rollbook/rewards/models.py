@@ -158,7 +158,14 @@ class ModelReward(Reward):
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     def model_arguments(self, inputs: Sequence[RewardInput]) -> dict[str, Any]:
-        """Return arguments of the model beside tokens and mask; subclasses may have some."""
+        """Return arguments of the model beside tokens and mask; subclasses may have some.
+
+        Args:
+            inputs: The samples of a batch.
+
+        Returns:
+            Arguments by name; none here.
+        """
         return {}
 
     def _score_batch(self, rows: Sequence[Sequence[int]], inputs: Sequence[RewardInput]) -> list[float]:

@@ -140,6 +140,9 @@ class CombinedReward(Reward):
         combine: Function from the list of score tensors, (B,) each, to (B,), as LightRFT has it for several remote
             models; it replaces the sum.
 
+    Raises:
+        ValueError: There are no rewards, or the weights do not fit them.
+
     >>> from rollbook.rewards import as_reward
     >>> def correct(response, reference): return float(response == reference)
     >>> def short(response): return float(len(response) < 4)
@@ -260,6 +263,9 @@ class Recipe(Reward):
         label_map: LightRFT's `reward_fn_label_map`: index in `models` by key.
         model_options: Options of every model.
         options: Options of every function (`time_limit`, `pool`, `on_error`, ...).
+
+    Raises:
+        ValueError: The recipe is empty, or names an unknown function or model.
 
     >>> recipe = Recipe(
     ...     {"gsm8k": [("numeric_match", None, 0.9), ("format", None, 0.1)], "chat": [("format", 1.0)]},

@@ -151,6 +151,9 @@ class RemoteReward(Reward):
             indices of each query. The server must support that form.
         on_error: See `FunctionReward`.
 
+    Raises:
+        ValueError: A URL or an option is invalid.
+
     >>> RemoteReward("ftp://nowhere")
     Traceback (most recent call last):
         ...

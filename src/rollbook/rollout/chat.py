@@ -69,6 +69,9 @@ class Drift:
 class Drifts(tuple[Drift, ...]):
     """All comparisons of an episode.
 
+    Args:
+        drifts: The comparisons, in the order of the turns.
+
     >>> Drifts([Drift(outcome="clean"), Drift(outcome="forked"), Drift(outcome="clean")]).counts
     {'clean': 2, 'realigned': 0, 'forked': 1, 'unchecked': 0}
     """

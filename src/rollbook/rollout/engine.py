@@ -664,6 +664,9 @@ class ScriptedEngine(BaseEngine):
         tokenizer: Converts texts to ids and ids to text. Not needed for scripts of token ids.
         version: Version of the policy.
 
+    Raises:
+        ValueError: The script is not a function, a list of responses or a mapping.
+
     >>> engine = ScriptedEngine({"2+2=": [[4], [5, 6]]}, tokenizer=None)
     >>> [sample.response_ids for sample in engine.generate([Prompt(text="2+2=", info={})], n=3, batch=0)]
     [[4], [5, 6], [4]]

@@ -853,6 +853,9 @@ class OpenAIEngine(JobEngine):
     if there is one (a text is then sent as ids), otherwise by the server's `/tokenize`; if that is missing, a prompt
     that is too long is an error.
 
+    Raises:
+        ImportError: httpx is not installed.
+
     >>> with OpenAIEngine("http://127.0.0.1:8000/v1", "tiny", api_key="sk-1", concurrency=8) as engine:
     ...     engine  # and engine.generate(["2+2="], max_tokens=8)
     OpenAIEngine('http://127.0.0.1:8000', model='tiny', server='auto')

@@ -1042,6 +1042,14 @@ def save_checkpoint(source: WeightSource, folder: str | os.PathLike[str]) -> Non
     Args:
         source: An `Actor`, or a transformers model.
         folder: Folder to write.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...     num_attention_heads=1, num_key_value_heads=1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(LlamaForCausalLM(config), folder)
+    ...     sorted(os.listdir(folder))
+    ['config.json', 'generation_config.json', 'model.safetensors']
     """
     model = get_module(source)
     with hide_progress_bars():

@@ -479,7 +479,15 @@ class BufferItem(Movable):
 
     @classmethod
     def of(cls, ragged: RaggedBatch, row: int) -> BufferItem:
-        """Return row `row` of a ragged batch; a field is copied on first access."""
+        """Return a row of a ragged batch. A field is copied on first access.
+
+        Args:
+            ragged: The batch.
+            row: Number of the row.
+
+        Returns:
+            The item.
+        """
         item = cls.__new__(cls)
         item.__dict__["_source"] = ragged, row
         return item
@@ -572,14 +580,22 @@ class Origin:
         return Origin(dict(self.absent), dict(self.dtypes), dict(self.media_rows), self.info, dict(self.described))
 
     def describe(self, batch: ExperienceBatch) -> None:
-        """Bind the entries to the current values of the batch."""
+        """Bind the entries to the current values of the batch.
+
+        Args:
+            batch: The batch.
+        """
         names = {key.partition(".")[0] for paths in (self.absent, self.dtypes, self.media_rows) for key in paths}
         if self.info.missing or self.info.originals or self.info.kinds:
             names.add("info")
         self.described = {name: getattr(batch, name) for name in names}
 
     def void_replaced(self, batch: ExperienceBatch) -> None:
-        """Drop the entries of fields that were assigned to since `describe`."""
+        """Drop the entries of fields that were assigned to since `describe`.
+
+        Args:
+            batch: The batch of `describe`.
+        """
         for name in [name for name, value in self.described.items() if getattr(batch, name) is not value]:
             del self.described[name]
             parts: tuple[dict[str, Any], ...] = (self.absent, self.dtypes, self.media_rows)
@@ -707,7 +723,15 @@ class ExperienceBatch(Movable):
 
     @classmethod
     def of(cls, fields: dict[str, Any], origin: Origin) -> ExperienceBatch:
-        """Build a batch from fields by name, without the constructor, and bind it to its origin."""
+        """Build a batch from fields by name, without the constructor, and bind it to its origin.
+
+        Args:
+            fields: Fields by name.
+            origin: What the fields do not hold of the samples.
+
+        Returns:
+            The batch.
+        """
         batch = cls.__new__(cls)
         state = batch.__dict__
         state.update(_EMPTY_FIELDS)
@@ -886,7 +910,14 @@ class ExperienceBatch(Movable):
         return inputs
 
     def estimator_inputs(self, keys: Mapping[str, str]) -> Inputs:
-        """Return the inputs of advantage estimators; `keys` are the keys of `info` by input name."""
+        """Return the inputs of advantage estimators.
+
+        Args:
+            keys: Keys of `info` by input name.
+
+        Returns:
+            The inputs by name.
+        """
         from rollbook.compat.lightrft.ragged_batch import estimator_inputs
 
         return estimator_inputs(self, keys)
@@ -901,6 +932,9 @@ class ExperienceBatch(Movable):
 
         Returns:
             (B, A, ...) or (slots, ...), in the order of the response-axis fields.
+
+        Raises:
+            ValueError: If the batch has no response-axis field.
 
         >>> batch = ExperienceBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2), *[None] * 7)
         >>> batch.at_actions(torch.tensor([[10, 20, 30]]))

@@ -693,6 +693,9 @@ class NaiveExperienceMaker:
 
         Returns:
             With `padding`, a dict of tensors (B, S); without, the tokenizer's mapping of lists.
+
+        Raises:
+            ValueError: If the maker has no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError("tokenizer: missing, required to read prompts")
@@ -1016,6 +1019,9 @@ class NaiveExperienceMaker:
 
         Returns:
             The experiences, and for each the rewards (B,) that go on its rows' last actions, NaN where one is missing.
+
+        Raises:
+            ValueError: If one of them is not an `Experience`.
         """
         for i, experience in enumerate(experiences):
             if not isinstance(experience, Experience):

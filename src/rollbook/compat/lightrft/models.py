@@ -76,6 +76,9 @@ def process_sequences(
     Returns:
         The sequences, unchanged, the attention mask (B, S) int64, and the action mask (B, S - input_len) bool.
 
+    Raises:
+        ValueError: If `sequences` is not a matrix, or narrower than `input_len`.
+
     >>> process_sequences(torch.tensor([[0, 5, 6, 7, 2, 0]]), 3, eos_token_id=2, pad_token_id=0)[1:]
     (tensor([[0, 1, 1, 1, 1, 0]]), tensor([[ True,  True, False]]))
     >>> process_sequences(torch.tensor([[2, 5, 6, 7, 2, 2]]), 3, eos_token_id=2, pad_token_id=2)[1:]
@@ -457,12 +460,23 @@ class Actor(NativeActor):
         eos_token_id: int | Sequence[int] | torch.Tensor | None,
         pad_token_id: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute the masks of generated rows; see `rollbook.compat.lightrft.models.process_sequences`."""
+        """Compute the masks of generated rows. See `rollbook.compat.lightrft.models.process_sequences`."""
         return process_sequences(sequences, input_len, eos_token_id, pad_token_id)
 
 
 class Reference(NativeReference):
-    """A `rollbook.models.Reference` that is called as LightRFT's models are."""
+    """A `rollbook.models.Reference` that is called as LightRFT's models are.
+
+    Args:
+        actor: An actor with adapters.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=2, max_position_embeddings=16)
+    >>> reference = Actor(config, lora={"r": 2, "target_modules": ["q_proj"]}).reference()
+    >>> reference(torch.tensor([[1, 5, 6, 7]]), num_actions=2).shape
+    torch.Size([1, 2])
+    """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Compute log-probs without adapters; see `Actor.forward`."""
@@ -491,7 +505,7 @@ class Critic(NativeCritic):
         packed_seq_lens: Sequence[int] | torch.Tensor | None = None,
         **media: torch.Tensor | None,
     ) -> Any:
-        """Compute values, [B, R] or, packed, [1, all actions]; see `Actor.forward`."""
+        """Compute values, [B, R] or, packed, [1, all actions]. See `Actor.forward` for the arguments."""
         batch = batch_from_call(sequences, num_actions, attention_mask, packed_seq_lens)
         values, output = self._values(batch, call_inputs(self.backbone, batch, media))
         return (call_output(values), output) if return_output else call_output(values)

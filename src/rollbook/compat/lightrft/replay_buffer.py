@@ -816,6 +816,9 @@ def is_vl_experience(experience: ExperienceBatch | BufferItem) -> bool:
     Args:
         experience: The batch or item.
 
+    Returns:
+        Whether it has any.
+
     >>> is_vl_experience(BufferItemVL(torch.tensor([1])))
     False
     >>> is_vl_experience(BufferItemVL(torch.tensor([1]), pixel_values=torch.zeros(4, 6)))
@@ -1044,7 +1047,14 @@ class NaiveReplayBuffer:
 
     @torch.no_grad()
     def append(self, experience: ExperienceBatch) -> None:
-        """Add the samples of a batch, without padding. The batch is not changed."""
+        """Add the samples of a batch, without padding. The batch is not changed.
+
+        Args:
+            experience: The batch.
+
+        Raises:
+            ValueError: If it is not an `ExperienceBatch`.
+        """
         if not isinstance(experience, ExperienceBatch):
             raise ValueError(f"experience: got {type(experience).__name__}, expected an ExperienceBatch")
         self.items.extend(split_to_items(experience, self._pool, "cpu" if self.cpu_offload else None))
@@ -1065,7 +1075,14 @@ class NaiveReplayBuffer:
         return batch.to_device(self.target_device) if self.target_device.type != "cpu" else batch
 
     def collate_fn(self, batch: Sequence[BufferItem]) -> ExperienceBatch:
-        """Collate items to a batch, for a torch `DataLoader` over the buffer."""
+        """Collate items to a batch, for a torch `DataLoader` over the buffer.
+
+        Args:
+            batch: Items of the buffer.
+
+        Returns:
+            The batch, packed if `packing_samples` is set.
+        """
         return make_experience_batch(batch, self.packing_samples, pad_token_id=self.pad_token_id)
 
     @torch.no_grad()

@@ -470,6 +470,9 @@ class TrajectorySaver:
         error_count: The number of errors.
         dropped: The number of saves that found no room.
 
+    Raises:
+        ValueError: If an argument is invalid.
+
     >>> import tempfile
     >>> from rollbook import EID, Experience
     >>> class Letters:

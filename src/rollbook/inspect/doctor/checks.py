@@ -409,7 +409,15 @@ def threshold_docs() -> dict[str, str]:
 
 
 def describe_checks() -> Iterator[dict[str, Any]]:
-    """Yield a dict per check: id, title, description, method, thresholds (name, default, meaning), recommendation."""
+    """Describe all checks.
+
+    Yields:
+        A dict per check: id, title, description, method, thresholds (name, default, meaning), recommendation, and
+        whether it runs on evaluation records.
+
+    >>> next(describe_checks())["title"]
+    'NaN/Inf'
+    """
     defaults = Thresholds()
     for check in CHECKS.values():
         yield {
@@ -427,7 +435,14 @@ def describe_checks() -> Iterator[dict[str, Any]]:
 
 
 def render_markdown() -> str:
-    """Return all checks as Markdown, and the thresholds that belong to no single check."""
+    """Describe all checks as Markdown.
+
+    Returns:
+        A section per check, and a table of the thresholds that belong to no single check.
+
+    >>> render_markdown().splitlines()[0]
+    '### NaN/Inf (`nans`)'
+    """
     lines = []
     for row in describe_checks():
         thresholds = ", ".join(f"`{threshold['name']}={threshold['default']:g}`" for threshold in row["thresholds"])
