@@ -51,7 +51,7 @@ lint: $(STAMP)
 	$(BIN)/python tools/check_names.py src
 
 bench: $(STAMP)  ## side by side with peers and the hardware's bounds; installs the peer into .bench/
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --json benchmarks/results/bench.json
 	$(BIN)/python -m benchmarks.bench_viewer_data
 
 trials: $(STAMP)  ## longer runs that show learning: the demo over seeds with the random-reward control, the examples, crashes

@@ -236,7 +236,7 @@ def parse(description: str | None, argv: Sequence[str] | None = None) -> Options
     parser.add_argument("--n", type=int, default=4096, help="experiences (targets are stated for 4096)")
     parser.add_argument("--rounds", type=int, default=None, help="rounds after the warm-up")
     parser.add_argument("--seed", type=int, default=20_260, help="of the workload and of each round's order")
-    parser.add_argument("--json", type=Path, default=None, help="write every time and ratio to this file")
+    parser.add_argument("--json", type=Path, default=None, help="file for every time; the report is written beside it")
     parser.add_argument("--scratch", type=Path, default=None, help="where peers are installed (.bench)")
     return Options(**vars(parser.parse_args(argv)))
 
@@ -250,7 +250,11 @@ def main(*benchmarks: Callable[[Options], Report]) -> None:
         reports.append(benchmark(options))
         print(reports[-1].markdown(), flush=True)
     if options.json is not None:
-        written = {"environment": environment(), "reports": [report.plain() for report in reports]}
+        found = environment()
+        versions = ", ".join(f"{name} {version}" for name, version in found.items() if version is not None)
+        text = "\n".join([f"# Benchmarks\n\n{versions}\n", *map(Report.markdown, reports)])
+        options.json.with_suffix(".md").write_text(text)
+        written = {"environment": found, "reports": [report.plain() for report in reports]}
         options.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
