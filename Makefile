@@ -66,11 +66,9 @@ pages: $(STAMP)  ## docs that are made from the code
 	$(BIN)/python docs/config_page.py > docs/configuration.md
 
 FUZZ_FRAMES ?= 200000
-PROPERTIES := tests/algorithms tests/book tests/doctor tests/models tests/rewards tests/rollout tests/saver tests/train tests/viewer \
-	$(wildcard tests/test_*.py)
 fuzz: $(STAMP)  ## mutated frames in child processes, with and without python -O; every property test with more examples
 	$(BIN)/python -m tests.attacks.fuzz --frames $(FUZZ_FRAMES)
-	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=long $(PROPERTIES)
+	$(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=long tests
 
 SOAK_KILLS ?= 500
 SOAK_FAULTS ?= 100
