@@ -20,9 +20,9 @@ class Got(NamedTuple):
     body: bytes
 
     def header(self, name: str) -> str:
-        found = [value for key, value in self.headers if key == name]
-        assert len(found) == 1, f"{name}: {found}"
-        return found[0]
+        values = [value for key, value in self.headers if key == name]
+        assert len(values) == 1, f"{name}: {values}"
+        return values[0]
 
     @property
     def json(self) -> Any:
@@ -30,9 +30,9 @@ class Got(NamedTuple):
 
     @property
     def error(self) -> str:
-        found = self.json
-        assert list(found) == ["error"], found
-        return str(found["error"])
+        document = self.json
+        assert list(document) == ["error"], document
+        return str(document["error"])
 
 
 def _refuse(name: str) -> Any:
@@ -40,9 +40,9 @@ def _refuse(name: str) -> Any:
 
 
 def connect(server: Server) -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
-    made.settimeout(SECONDS)
-    return made
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
+    connection.settimeout(SECONDS)
+    return connection
 
 
 def send(server: Server, data: bytes) -> bytes:
@@ -54,10 +54,10 @@ def send(server: Server, data: bytes) -> bytes:
 
 
 def receive(connection: socket.socket) -> bytes:
-    found = b""
+    received = b""
     while piece := connection.recv(1 << 16):
-        found += piece
-    return found
+        received += piece
+    return received
 
 
 def parsed(data: bytes) -> Got:

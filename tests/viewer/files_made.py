@@ -49,8 +49,15 @@ def verl(folder: Path) -> Path:
     """`rollout_data_dir` of verl 0.5: a file a step, with what the reward function returned beside."""
     for step in (2, 10):
         rows = [
-            {"input": f"user\n{ask}\nassistant\n", "output": said, "gts": "5", "score": score, "step": step, "acc": acc}
-            for ask, said, score, acc in (
+            {
+                "input": f"user\n{ask}\nassistant\n",
+                "output": answer,
+                "gts": "5",
+                "score": score,
+                "step": step,
+                "acc": acc,
+            }
+            for ask, answer, score, acc in (
                 ("2 + 3 ?", "the answer is 5", 1.0, True),
                 ("2 + 3 ?", f"six {EVIL}", 0.0, False),
                 ("1 + 1 ?", "<think>hm</think>2", float("nan"), False),
@@ -96,15 +103,15 @@ def trl_chat(folder: Path) -> Path:
     """The same of conversations, as JSONL."""
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3 ?"}]
     rows = [
-        {"step": 1, "prompt": prompt, "completion": [{"role": "assistant", "content": said}], "reward": reward}
-        for said, reward in (("<think>hm</think>5", 1.0), ("6", 0.0))
+        {"step": 1, "prompt": prompt, "completion": [{"role": "assistant", "content": answer}], "reward": reward}
+        for answer, reward in (("<think>hm</think>5", 1.0), ("6", 0.0))
     ]
     return lines(folder / "completions.jsonl", rows)
 
 
 def openrlhf(folder: Path) -> Path:
     """Batch inference of OpenRLHF 0.8."""
-    rows = [{"input": "2 + 3 ?", "output": said, "reward": reward} for said, reward in (("5", 1.0), (EVIL, 0.0))]
+    rows = [{"input": "2 + 3 ?", "output": answer, "reward": reward} for answer, reward in (("5", 1.0), (EVIL, 0.0))]
     return lines(folder / "out.jsonl", rows)
 
 
@@ -112,7 +119,7 @@ def openrlhf_pairs(folder: Path) -> Path:
     return lines(folder / "pairs.jsonl", [{"prompt": "2 + 3 ?", "chosen": "5", "rejected": f"6 {EVIL}"}])
 
 
-def verifiers_row(example: int, reward: float, said: str, **more: Any) -> dict[str, Any]:
+def verifiers_row(example: int, reward: float, answer: str, **more: Any) -> dict[str, Any]:
     """A row of `results.jsonl` as verifiers 0.1.10 writes it: metrics stand twice."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 2, "y": 3}'}}
     return {
@@ -121,7 +128,7 @@ def verifiers_row(example: int, reward: float, said: str, **more: Any) -> dict[s
         "completion": [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "5", "tool_call_id": "c1"},
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": answer},
         ],
         "answer": "5",
         "task": "sums",
@@ -155,8 +162,8 @@ def prime_rl(folder: Path) -> Path:
     ]
     for step in (0, 1):
         rows = [
-            verifiers_row(2, reward, said, trajectory=turns, advantage=reward - 0.5)
-            for reward, said in ((1.0, "5"), (0.0, EVIL))
+            verifiers_row(2, reward, answer, trajectory=turns, advantage=reward - 0.5)
+            for reward, answer in ((1.0, "5"), (0.0, EVIL))
         ]
         lines(folder / "rollouts" / f"step_{step}" / "train_rollouts.jsonl", rows)
     lines(folder / "rollouts" / "step_1" / "eval_rollouts.jsonl", [verifiers_row(9, 1.0, "12")])
@@ -173,7 +180,7 @@ def traces(folder: Path) -> Path:
 
 
 def messages(folder: Path) -> Path:
-    def row(said: str, reward: float) -> dict[str, Any]:
+    def row(answer: str, reward: float) -> dict[str, Any]:
         content = [
             {"type": "text", "text": "What is it?"},
             {"type": "image_url", "image_url": {"url": data_url()}},
@@ -181,13 +188,13 @@ def messages(folder: Path) -> Path:
         ]
         call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{not json"}}
         return {
-            "id": f"run-{said[:3]}",
+            "id": f"run-{answer[:3]}",
             "messages": [
                 {"role": "developer", "content": "Look."},
                 {"role": "user", "content": content},
                 {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a dot"}]},
-                {"role": "assistant", "content": said},
+                {"role": "assistant", "content": answer},
             ],
             "tools": [{"type": "function", "function": {"name": "look"}}],
             "reward": reward,

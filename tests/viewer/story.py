@@ -52,8 +52,8 @@ def question(task: int) -> tuple[str, int, tuple[int, int, int]]:
     """A word problem, its answer, and its numbers."""
     dice = random.Random(task * 7919)
     a, b, c = dice.randint(3, 19), dice.randint(3, 12), dice.randint(2, 30)
-    who, what = NAMES[task % len(NAMES)], THINGS[task % len(THINGS)]
-    text = f"{who} buys {a} boxes with {b} {what} in each and gives {c} {what} away. How many {what} are left?"
+    who, thing = NAMES[task % len(NAMES)], THINGS[task % len(THINGS)]
+    text = f"{who} buys {a} boxes with {b} {thing} in each and gives {c} {thing} away. How many {thing} are left?"
     return text, a * b - c, (a, b, c)
 
 
@@ -67,15 +67,15 @@ def tokenizer() -> Tokenizer:
     ]
     words += [f"{a} times {b} is {a * b}, minus {a} leaves {a * b - a}.\n" for a in range(3, 20) for b in range(3, 13)]
     words += ["system\n user\n assistant\n tool\n wait wait wait boxes hold altogether given away left over"]
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.train_from_iterator(
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.train_from_iterator(
         words,
         trainers.BpeTrainer(vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
     )
-    made.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL])
-    return made
+    built.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return built
 
 
 def picture(task: int) -> bytes:
@@ -88,9 +88,9 @@ def picture(task: int) -> bytes:
         pen.rectangle(
             (10 + i * 20, 90 - 12 * (1 + (i * 7 + task) % 6), 22 + i * 20, 90), fill=(40 + 30 * i, 90, 200 - 20 * i)
         )
-    kept = io.BytesIO()
-    drawn.save(kept, "PNG")
-    return kept.getvalue()
+    buffer = io.BytesIO()
+    drawn.save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 class Writer:
@@ -113,11 +113,11 @@ def sample(
 ) -> Experience:
     """One rollout of a task, as good as `skill`."""
     text, answer, (a, b, c) = question(task)
-    made = Writer()
+    writer = Writer()
     seen = task % 9 == 4  # These come with a picture.
     tools = task % 3 == 1  # These use the calculator.
     content = ("<|image|>" if seen else "") + text
-    made.add(
+    writer.add(
         "prompt",
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n",
     )
@@ -137,43 +137,43 @@ def sample(
         )
     else:
         messages.append({"role": "user", "content": text})
-    given = answer if right else answer + dice.choice([-3, -1, 1, 2, 10])
-    product = a * b + given - answer
-    said = f"<think>{dice.choice(OPENERS)} {a} boxes hold {b} each, {a} times {b} is {product}."
+    answered = answer if right else answer + dice.choice([-3, -1, 1, 2, 10])
+    product = a * b + answered - answer
+    thought = f"<think>{dice.choice(OPENERS)} {a} boxes hold {b} each, {a} times {b} is {product}."
     for _ in range(dice.choice([0, 0, 1, 2]) + step // 8):
-        said += f" {dice.choice(DOUBTS)} {a} times {b} is {a * b}."
+        thought += f" {dice.choice(DOUBTS)} {a} times {b} is {a * b}."
     if step == 5 and task % 6 == 2 and run == 1:
-        said += " " + HOSTILE
+        thought += " " + HOSTILE
     if loops:
-        made.add("model", said + " wait" * (60 + dice.randint(0, 60)))
+        writer.add("model", thought + " wait" * (60 + dice.randint(0, 60)))
     elif tools:
         call = json.dumps({"name": "calculator", "arguments": {"expression": f"{a}*{b}-{c}"}})
-        made.add("model", f"{said}</think>\n<tool_call>{call}</tool_call><|im_end|>")
+        writer.add("model", f"{thought}</think>\n<tool_call>{call}</tool_call><|im_end|>")
         result = f"\n<|im_start|>tool\n<tool_response>{a * b - c}</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        made.add("observation", result)
-        made.add("model", f"{dice.choice(CLOSERS)} {given}.<|im_end|>")
+        writer.add("observation", result)
+        writer.add("model", f"{dice.choice(CLOSERS)} {answered}.<|im_end|>")
         messages += [
             {
                 "role": "assistant",
-                "content": said + "</think>",
+                "content": thought + "</think>",
                 "tool_calls": [
                     {"function": {"name": "calculator", "arguments": json.dumps({"expression": f"{a}*{b}-{c}"})}}
                 ],
             },
             {"role": "tool", "content": str(a * b - c)},
-            {"role": "assistant", "content": f"The answer is {given}."},
+            {"role": "assistant", "content": f"The answer is {answered}."},
         ]
     else:
-        made.add(
+        writer.add(
             "model",
-            f"{said} minus {c} leaves {given}.</think>\n{dice.choice(CLOSERS)} {given}."
+            f"{thought} minus {c} leaves {answered}.</think>\n{dice.choice(CLOSERS)} {answered}."
             + ("" if long else "<|im_end|>"),
         )
-    prompt = made.spans[0][2]
-    count = len(made.ids) - prompt
+    prompt = writer.spans[0][2]
+    count = len(writer.ids) - prompt
     noise = np.random.default_rng(zlib.crc32(f"{step}/{task}/{run}/{evaluation}".encode()))
     mask = np.zeros(count, bool)
-    for kind, start, stop in made.spans:
+    for kind, start, stop in writer.spans:
         if kind == "model":
             mask[start - prompt : stop - prompt] = True
     entropy = noise.gamma(0.6, 0.9 * math.exp(-step / 30), count).astype(np.float32)
@@ -185,17 +185,17 @@ def sample(
     )
     policy = np.minimum(logprobs + shift, 0)
     drift = noise.normal(-0.002 * step, 0.02 + 0.004 * step, count).astype(np.float32)
-    cut = loops or long
-    parts = {"accuracy": float(right), "format": float(not cut), "length": round(-0.001 * count, 3)}
+    is_cut = loops or long
+    parts = {"accuracy": float(right), "format": float(not is_cut), "length": round(-0.001 * count, 3)}
     reward: float | None = round(parts["accuracy"] + 0.1 * parts["format"] + parts["length"], 4)
     if step == 9 and task % 6 == 3 and run == 2:
         reward = math.nan
-    first, second = (made.spans[1][2] - prompt, max(0, step - 1)) if tools and step % 4 == 3 else (0, step)
+    first, second = (writer.spans[1][2] - prompt, max(0, step - 1)) if tools and step % 4 == 3 else (0, step)
     versions = np.full(count, step)
     versions[:first] = second
     return Experience(
         eid=EID(batch=step, task=task, run=run, suffix="eval" if evaluation else "s"),
-        tokens=np.array(made.ids, np.int32),
+        tokens=np.array(writer.ids, np.int32),
         prompt_length=prompt,
         action_mask=mask,
         logprobs=np.where(mask, logprobs, 0).astype(np.float32),
@@ -204,10 +204,10 @@ def sample(
         entropy=entropy,
         reward=reward,
         policy_versions=versions,
-        finish_reason="length" if cut else "stop",
-        truncate_status="response_truncated" if cut else None,
-        prompt_text=tokenizer().decode(made.ids[:prompt], skip_special_tokens=False),
-        response_text=tokenizer().decode(made.ids[prompt:], skip_special_tokens=True),
+        finish_reason="length" if is_cut else "stop",
+        truncate_status="response_truncated" if is_cut else None,
+        prompt_text=tokenizer().decode(writer.ids[:prompt], skip_special_tokens=False),
+        response_text=tokenizer().decode(writer.ids[prompt:], skip_special_tokens=True),
         messages=messages,
         tools=[{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
         if tools
@@ -223,7 +223,7 @@ def sample(
                     "stop": stop,
                     **({"turn": 0, "trained": True} if kind == "model" else {}),
                 }
-                for kind, start, stop in made.spans
+                for kind, start, stop in writer.spans
             ],
         },
         metrics=parts,
@@ -249,9 +249,9 @@ def rollout(step: int, groups: int, runs: int, seed: int = 0) -> list[Experience
     return rows
 
 
-def _same_as(one: Experience, other: Experience) -> Experience:
+def _same_as(record: Experience, other: Experience) -> Experience:
     """The first record under the second one's id: a sample that was drawn twice."""
-    return one.replace(eid=other.eid)
+    return record.replace(eid=other.eid)
 
 
 def make(
@@ -282,5 +282,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path")
     parser.add_argument("--steps", type=int, default=24)
-    given = parser.parse_args()
-    print(make(given.path, steps=given.steps))
+    arguments = parser.parse_args()
+    print(make(arguments.path, steps=arguments.steps))

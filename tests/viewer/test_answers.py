@@ -23,9 +23,9 @@ from tests.viewer import story
 
 def sample(step: int, task: int, run: int, **fields: Any) -> Experience:
     """Two tokens asked (by task), three said."""
-    given: dict[str, Any] = {"reward": float(run), "group_size": 2, "policy_versions": step} | fields
-    tokens = given.pop("tokens", [1, task, 10 + run, 11, 12])
-    return Experience(eid=EID(batch=step, task=task, run=run, suffix="s"), tokens=tokens, prompt_length=2, **given)
+    columns: dict[str, Any] = {"reward": float(run), "group_size": 2, "policy_versions": step} | fields
+    tokens = columns.pop("tokens", [1, task, 10 + run, 11, 12])
+    return Experience(eid=EID(batch=step, task=task, run=run, suffix="s"), tokens=tokens, prompt_length=2, **columns)
 
 
 class Run:
@@ -54,13 +54,13 @@ def run() -> Iterator[Run]:
     for step in (1, 2, 3):
         for task in (5, 6):
             book.append([sample(step, task, run, entropy=[1.0, 2.0, float(step)]) for run in (0, 1)])
-    made = Run(book)
-    yield made
-    made.close()
+    opened = Run(book)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+def story_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     path = story.make(tmp_path_factory.mktemp("story") / "run", steps=12)
     source, index = open_source(path), Index()
     load(source, index)
@@ -77,15 +77,15 @@ def strict(value: Any) -> Any:
     return value
 
 
-def test_the_run_as_a_whole(told: Answers) -> None:
-    found = strict(told.run())
-    assert (found["name"], found["kind"], found["live"], found["tokenized"]) == ("run", "book", True, "exact")
-    assert (found["records"], found["evaluation"], found["groups"]) == (12 * 48 + 12, 12, 12 * 6 + 12)
-    assert found["steps"] == {"first": 0, "last": 11, "count": 12}
-    assert found["parts"] == ["accuracy", "format", "length"]
-    assert found["progress"] == {"measured": 588, "total": 588, "searchable": 0}
-    assert found["features"]["ledger"] and found["features"]["sql"] and found["features"]["search"]
-    lenses = {lens["id"]: lens for lens in found["lenses"]}
+def test_the_run_as_a_whole(story_answers: Answers) -> None:
+    summary = strict(story_answers.run())
+    assert (summary["name"], summary["kind"], summary["live"], summary["tokenized"]) == ("run", "book", True, "exact")
+    assert (summary["records"], summary["evaluation"], summary["groups"]) == (12 * 48 + 12, 12, 12 * 6 + 12)
+    assert summary["steps"] == {"first": 0, "last": 11, "count": 12}
+    assert summary["parts"] == ["accuracy", "format", "length"]
+    assert summary["progress"] == {"measured": 588, "total": 588, "searchable": 0}
+    assert summary["features"]["ledger"] and summary["features"]["sql"] and summary["features"]["search"]
+    lenses = {lens["id"]: lens for lens in summary["lenses"]}
     recorded = ["entropy", "logprob", "mismatch", "ratio", "kl", "advantage", "credit", "version"]
     assert list(lenses) == recorded  # no critic, no reward by token
     assert lenses["entropy"]["scale"]["low"] == 0 < lenses["entropy"]["scale"]["high"] < 8
@@ -93,16 +93,18 @@ def test_the_run_as_a_whole(told: Answers) -> None:
     assert lenses["mismatch"]["scale"]["low"] == -lenses["mismatch"]["scale"]["high"]
     assert lenses["ratio"]["scale"]["low"] * lenses["ratio"]["scale"]["high"] == pytest.approx(1, abs=1e-3)
     assert (lenses["version"]["scale"]["low"], lenses["version"]["scale"]["high"]) == (0, 11)
-    assert all(name in {column["name"] for column in found["columns"]} for name in ("reward", "part.accuracy", "loop"))
+    assert all(
+        name in {column["name"] for column in summary["columns"]} for name in ("reward", "part.accuracy", "loop")
+    )
 
 
-def test_every_answer_about_the_story_is_strict_json(told: Answers) -> None:
-    steps = strict(told.steps())["steps"]
+def test_every_answer_about_the_story_is_strict_json(story_answers: Answers) -> None:
+    steps = strict(story_answers.steps())["steps"]
     assert [step["step"] for step in steps] == list(range(12))
     nan = next(step for step in steps if step["nans"])
     assert nan["step"] == 9  # the story has one reward that is NaN
-    assert [step["step"] for step in strict(told.steps(evaluation=True))["steps"]] == [0, 8]
-    step = strict(told.step(7))
+    assert [step["step"] for step in strict(story_answers.steps(evaluation=True))["steps"]] == [0, 8]
+    step = strict(story_answers.step(7))
     assert (step["previous"], step["next"], step["before"]["step"]) == (6, 8, 6)
     assert sum(step["histograms"]["reward"]["counts"]) == 48
     assert len(step["scatter"]) == 48 and all(str(point[3]) in step["uids"] for point in step["scatter"])
@@ -110,36 +112,38 @@ def test_every_answer_about_the_story_is_strict_json(told: Answers) -> None:
     assert step["versus"]["reward"]["shift"] == pytest.approx(
         step["summary"]["reward"]["mean"] - step["before"]["reward"]["mean"]
     )
-    rows = strict(told.list("samples", step=7, limit=100))["rows"]
+    rows = strict(story_answers.list("samples", step=7, limit=100))["rows"]
     assert len(rows) == 48 and set(rows[0]) == set(ANSWER_COLUMNS)
-    strict(told.list("groups"))
-    group = strict(told.group(rows[0]["gid"]))
-    strict(told.neighbors(rows[0]["uid"]))
-    strict(told.prompt(group["prompt"]))
-    strict(told.search("let me"))
-    items = strict(told.findings())["items"]
+    strict(story_answers.list("groups"))
+    group = strict(story_answers.group(rows[0]["gid"]))
+    strict(story_answers.neighbors(rows[0]["uid"]))
+    strict(story_answers.prompt(group["prompt"]))
+    strict(story_answers.search("let me"))
+    items = strict(story_answers.findings())["items"]
     assert items and {"id", "severity", "title", "detail", "recommendation", "steps", "uids", "count", "filter"} <= set(
         items[0]
     )
     for item in items:
-        assert told.list(filter=item["filter"])["total"] > 0  # the filter opens what it speaks of
-    strict(told.compare((1, 2), (9, 10)))
+        assert story_answers.list(filter=item["filter"])["total"] > 0  # the filter opens what it speaks of
+    strict(story_answers.compare((1, 2), (9, 10)))
 
 
-def test_the_story_s_oddities_are_found(told: Answers) -> None:
+def test_the_story_s_oddities_are_found(story_answers: Answers) -> None:
     def uids(text: str) -> list[str]:
-        return [row["uid"] for row in told.list(filter=text, limit=1000)["rows"]]
+        return [row["uid"] for row in story_answers.list(filter=text, limit=1000)["rows"]]
 
-    assert uids("nan and reward is null") == [row["uid"] for row in told.list(filter="scored = no", limit=9)["rows"]]
-    loops = told.list(filter="loop", limit=1000)["rows"]
+    assert uids("nan and reward is null") == [
+        row["uid"] for row in story_answers.list(filter="scored = no", limit=9)["rows"]
+    ]
+    loops = story_answers.list(filter="loop", limit=1000)["rows"]
     assert loops and all(row["loop_at"] is not None and "wait wait wait" in row["closing"] for row in loops)
     assert {row["status"] for row in loops} == {"truncated"}
-    tools = told.list(filter="tool and masked", limit=1000)["rows"]
+    tools = story_answers.list(filter="tool and masked", limit=1000)["rows"]
     assert tools and all((row["turns"], row["tool_calls"]) == (2, 1) for row in tools)
-    seen = told.list(filter="image", limit=1000)["rows"]
+    seen = story_answers.list(filter="image", limit=1000)["rows"]
     assert {int(row["task"]) % 9 for row in seen} == {4}
     assert all(row["opening"].startswith(tuple(story.NAMES)) for row in seen)
-    assert told.list("groups", filter="evaluation")["total"] == 12
+    assert story_answers.list("groups", filter="evaluation")["total"] == 12
 
 
 def test_steps_are_told_when_they_change(run: Run) -> None:
@@ -163,9 +167,9 @@ def test_steps_are_told_when_they_change(run: Run) -> None:
 
 
 def test_a_step_without_samples_is_empty_not_an_error(run: Run) -> None:
-    found = strict(run.answers.step(2**40))
-    assert (found["summary"]["n"], found["previous"], found["next"], found["scatter"]) == (0, 3, None, [])
-    assert found["histograms"]["reward"] == {"edges": [], "counts": []}
+    empty = strict(run.answers.step(2**40))
+    assert (empty["summary"]["n"], empty["previous"], empty["next"], empty["scatter"]) == (0, 3, None, [])
+    assert empty["histograms"]["reward"] == {"edges": [], "counts": []}
     with pytest.raises(ValueError, match="step"):
         run.answers.step(-1)
 
@@ -173,8 +177,8 @@ def test_a_step_without_samples_is_empty_not_an_error(run: Run) -> None:
 def test_lists_by_step_group_prompt_filter_and_order(run: Run) -> None:
     ask = run.answers.list
 
-    def uids(**given: Any) -> list[str]:
-        return [row["uid"] for row in ask(**given)["rows"]]
+    def uids(**query: Any) -> list[str]:
+        return [row["uid"] for row in ask(**query)["rows"]]
 
     assert uids(step=2) == ["2/5/0/0/s", "2/5/1/0/s", "2/6/0/0/s", "2/6/1/0/s"]
     assert uids(gid="3/6", sort="-reward") == ["3/6/1/0/s", "3/6/0/0/s"]
@@ -188,7 +192,7 @@ def test_lists_by_step_group_prompt_filter_and_order(run: Run) -> None:
     assert (groups[0]["n"], groups[0]["expected"], groups[0]["mean"], groups[0]["std"]) == (2, 2, 0.5, 0.5)
     assert groups[0]["flags"] == ["some-solved"]
     assert [row["gid"] for row in ask("groups", sort="-entropy,gid", limit=2)["rows"]] == ["3/5", "3/6"]
-    for given, message in (
+    for query, message in (
         ({"view": "rows"}, "view: got 'rows'"),
         ({"limit": 0}, "limit: got 0"),
         ({"offset": -1}, "offset: got -1"),
@@ -196,7 +200,7 @@ def test_lists_by_step_group_prompt_filter_and_order(run: Run) -> None:
         ({"sort": "rewrd"}, "did you mean 'reward'"),
     ):
         with pytest.raises(ValueError, match=message):
-            ask(**given)
+            ask(**query)
 
 
 def test_pages_of_a_snapshot_hold_each_row_once_while_records_come_in(run: Run) -> None:
@@ -235,12 +239,12 @@ def test_a_group_and_its_neighbors(run: Run) -> None:
     group = run.answers.group("2/6")
     assert (group["previous"], group["next"], group["step"], group["task"]) == ("2/5", "2/7", 2, "6")
     assert [row["uid"] for row in group["rows"]] == ["2/6/1/0/s", "2/6/0/0/s"]
-    assert [(each["step"], each["gid"]) for each in group["timeline"]] == [(1, "1/6"), (2, "2/6"), (3, "3/6")]
+    assert [(entry["step"], entry["gid"]) for entry in group["timeline"]] == [(1, "1/6"), (2, "2/6"), (3, "3/6")]
     assert (group["label"], group["reference"], group["evaluation"]) == (None, None, False)
     last = run.answers.group("2/7")
     assert (last["label"], last["reference"], last["next"]) == ("a", [4], None)
     assert "incomplete" in last["flags"]
-    assert [each["gid"] for each in last["timeline"]] == ["1/5", "2/5", "2/7", "3/5"]  # its prompt is task 5's
+    assert [entry["gid"] for entry in last["timeline"]] == ["1/5", "2/5", "2/7", "3/5"]  # its prompt is task 5's
     beside = run.answers.neighbors("2/6/0/0/s")
     assert (beside["previous"], beside["next"]) == (None, "2/6/1/0/s")
     assert (beside["previous_group"], beside["next_group"]) == ("2/5/0/0/s", "2/7/0/0/s")
@@ -253,9 +257,9 @@ def test_a_group_and_its_neighbors(run: Run) -> None:
 
 def test_a_prompt_over_time(run: Run) -> None:
     key = run.answers.group("1/5")["prompt"]
-    found = run.answers.prompt(key)
-    assert [(row["step"], row["reward"]) for row in found["rows"]] == [(s, r) for s in (1, 2, 3) for r in (0.0, 1.0)]
-    assert set(found["rows"][0]) >= {"step", "gid", "uid", "reward", "length", "status", "version_max"}
+    shown = run.answers.prompt(key)
+    assert [(row["step"], row["reward"]) for row in shown["rows"]] == [(s, r) for s in (1, 2, 3) for r in (0.0, 1.0)]
+    assert set(shown["rows"][0]) >= {"step", "gid", "uid", "reward", "length", "status", "version_max"}
     with pytest.raises(KeyError, match="0000"):
         run.answers.prompt("0000000000000000")
 
@@ -275,14 +279,14 @@ def test_deleted_records_leave_every_answer_and_infinities_are_null(run: Run) ->
 
 
 def test_a_run_that_is_empty_has_answers(tmp_path: Path) -> None:
-    made = Run(rollbook.open(tmp_path / "book"))
-    found = strict(made.answers.run())
-    assert (found["records"], found["steps"]["count"], found["lenses"], found["rewards"]) == (0, 0, [], None)
-    assert strict(made.answers.steps())["steps"] == []
-    assert strict(made.answers.list())["total"] == 0
-    assert strict(made.answers.findings()) == {"items": []}
-    assert made.answers.search("x")["rows"] == []
-    made.close()
+    opened = Run(rollbook.open(tmp_path / "book"))
+    summary = strict(opened.answers.run())
+    assert (summary["records"], summary["steps"]["count"], summary["lenses"], summary["rewards"]) == (0, 0, [], None)
+    assert strict(opened.answers.steps())["steps"] == []
+    assert strict(opened.answers.list())["total"] == 0
+    assert strict(opened.answers.findings()) == {"items": []}
+    assert opened.answers.search("x")["rows"] == []
+    opened.close()
 
 
 def test_a_step_with_many_samples_is_drawn_in_part() -> None:
@@ -291,16 +295,16 @@ def test_a_step_with_many_samples_is_drawn_in_part() -> None:
             {"n": n, "uid": str(n), "gid": "g", "step": 1, "reward": n % 2, "response_tokens": n} for n in range(5000)
         )
         source: Any = type("Files", (), {"name": "x", "kind": "verl", "live": False})()
-        found = Answers(source, index).step(1)
-        assert len(found["scatter"]) == len(found["uids"]) == 2000
-        assert found == Answers(source, index).step(1)  # the same part each time
-        assert np.sum(found["histograms"]["reward"]["counts"]) == 5000
+        shown = Answers(source, index).step(1)
+        assert len(shown["scatter"]) == len(shown["uids"]) == 2000
+        assert shown == Answers(source, index).step(1)  # the same part each time
+        assert np.sum(shown["histograms"]["reward"]["counts"]) == 5000
 
 
 def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
     dice = random.Random(0)
 
-    def found(declared: list[str] | None) -> dict[str, Any]:
+    def describe(declared: list[str] | None) -> dict[str, Any]:
         book = rollbook.open("memory:")
         rows = []
         for i in range(64):
@@ -318,37 +322,44 @@ def test_only_what_the_reward_is_made_of_counts_as_its_parts() -> None:
         source, index = open_source(book), Index()
         load(source, index)
         answers = Answers(source, index)
-        told = {**answers.run(), "compared": answers.compare((0, 0), (0, 0))}
+        answer = {**answers.run(), "compared": answers.compare((0, 0), (0, 0))}
         assert answers.list(filter="metric.tool_errors > 4")["total"] > 0
         answers.close()
         index.close()
-        return told
+        return answer
 
-    fitted = found(None)
+    fitted = describe(None)
     assert (sorted(fitted["parts"]), fitted["metrics"]) == (["form", "right"], ["tool_errors"])
     assert (list(fitted["compared"]["parts"]), list(fitted["compared"]["logged"])) == (
         ["form", "right"],
         ["tool_errors"],
     )
     assert {"part.right", "metric.tool_errors"} < {column["name"] for column in fitted["columns"]}
-    told = found(["right"])
-    assert (told["parts"], told["metrics"]) == (["right"], ["form", "tool_errors"])
+    described = describe(["right"])
+    assert (described["parts"], described["metrics"]) == (["right"], ["form", "tool_errors"])
 
 
-def test_filters_look_in_whole_prompts_and_responses(told: Answers) -> None:
-    every = told.list(limit=10_000, filter="not removed")["rows"]
-    texts = {one.uid: one for one in told.source.trajectories([row["uid"] for row in every])}
-    for filter, where in (
-        ("prompt ~ 'IVO buys'", lambda one: "Ivo buys" in one.text[: one.prompt_end]),
-        ("response ~ check and length > 60", lambda one: "check" in said(one) and one.tokens - one.prompt_tokens > 60),
-        ("response !~ check", lambda one: "check" not in said(one)),
+def test_filters_look_in_whole_prompts_and_responses(story_answers: Answers) -> None:
+    every = story_answers.list(limit=10_000, filter="not removed")["rows"]
+    texts = {
+        trajectory.uid: trajectory for trajectory in story_answers.source.trajectories([row["uid"] for row in every])
+    }
+    for filter, condition in (
+        ("prompt ~ 'IVO buys'", lambda trajectory: "Ivo buys" in trajectory.text[: trajectory.prompt_end]),
+        (
+            "response ~ check and length > 60",
+            lambda trajectory: "check" in response_of(trajectory) and trajectory.tokens - trajectory.prompt_tokens > 60,
+        ),
+        ("response !~ check", lambda trajectory: "check" not in response_of(trajectory)),
     ):
-        expected = {uid for uid, one in texts.items() if where(one)}
+        expected = {uid for uid, trajectory in texts.items() if condition(trajectory)}
         assert 0 < len(expected) < len(texts)
-        assert {row["uid"] for row in told.list(limit=10_000, filter=f"not removed and {filter}")["rows"]} == expected
+        assert {
+            row["uid"] for row in story_answers.list(limit=10_000, filter=f"not removed and {filter}")["rows"]
+        } == expected
     prompt = every[0]["prompt"]
-    assert {row["prompt"] for row in told.list(filter=f"prompt = {prompt}")["rows"]} == {prompt}
+    assert {row["prompt"] for row in story_answers.list(filter=f"prompt = {prompt}")["rows"]} == {prompt}
 
 
-def said(one: Any) -> str:
-    return str(one.response_text or one.text[one.prompt_end :]).casefold()
+def response_of(trajectory: Any) -> str:
+    return str(trajectory.response_text or trajectory.text[trajectory.prompt_end :]).casefold()

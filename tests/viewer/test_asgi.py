@@ -21,28 +21,28 @@ TOKEN = "a-token-for-the-tests"
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsgiViewer]:
     path = story.make(tmp_path_factory.mktemp("story") / "book", steps=2, evaluate=False)
-    made = asgi_app(path, token=TOKEN, port=8000, trusted_hosts=["viewer.example"])
-    yield made
-    made.close()
+    opened = asgi_app(path, token=TOKEN, port=8000, trusted_hosts=["viewer.example"])
+    yield opened
+    opened.close()
 
 
 def scope(
     path: str, query: str = "", method: str = "GET", headers: list[tuple[str, str]] | None = None, **more: Any
 ) -> Any:
-    given = [("Host", "127.0.0.1:8000"), ("Authorization", f"Bearer {TOKEN}")] if headers is None else headers
+    sent_headers = [("Host", "127.0.0.1:8000"), ("Authorization", f"Bearer {TOKEN}")] if headers is None else headers
     return {
         "type": "http",
         "method": method,
         "path": path,
         "query_string": query.encode(),
-        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given],
+        "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in sent_headers],
         "client": ("127.0.0.1", 5000),
         "scheme": "http",
         **more,
     }
 
 
-async def call(app: AsgiViewer, asked: Any, *bodies: bytes) -> Got:
+async def call(app: AsgiViewer, request: Any, *bodies: bytes) -> Got:
     incoming = [{"type": "http.request", "body": body, "more_body": True} for body in bodies]
     incoming.append({"type": "http.request", "body": b"", "more_body": False})
     sent: list[Any] = []
@@ -53,14 +53,14 @@ async def call(app: AsgiViewer, asked: Any, *bodies: bytes) -> Got:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await asyncio.wait_for(app(asked, receive, send), SECONDS)
+    await asyncio.wait_for(app(request, receive, send), SECONDS)
     assert sent[0]["type"] == "http.response.start" and not sent[-1].get("more_body")
     headers = [(name.decode(), value.decode()) for name, value in sent[0]["headers"]]
     return Got(sent[0]["status"], headers, b"".join(message["body"] for message in sent[1:]))
 
 
-def get(app: AsgiViewer, *given: Any, body: bytes = b"", **more: Any) -> Got:
-    return asyncio.run(call(app, scope(*given, **more), *([body] if body else [])))
+def get(app: AsgiViewer, *arguments: Any, body: bytes = b"", **more: Any) -> Got:
+    return asyncio.run(call(app, scope(*arguments, **more), *([body] if body else [])))
 
 
 def test_it_answers_as_the_server_does(app: AsgiViewer) -> None:
@@ -73,7 +73,7 @@ def test_it_answers_as_the_server_does(app: AsgiViewer) -> None:
     )
     rows = get(app, "/api/list", "view=samples&limit=2").json["rows"]
     frame = get(app, "/api/frame", "&".join(f"uid={row['uid'].replace('/', '%2F')}" for row in rows))
-    assert [one["uid"] for one in decode(frame.body)] == [row["uid"] for row in rows]
+    assert [trajectory["uid"] for trajectory in decode(frame.body)] == [row["uid"] for row in rows]
     assert get(app, "/static/../server.py").status == 404
     assert get(app, "/api/run", method="HEAD").body == b""
     assert get(app, "/api/run", "%ff=1").status == 400
@@ -97,10 +97,10 @@ def test_it_has_the_same_guard(app: AsgiViewer, headers: list[tuple[str, str]], 
 def test_bodies_are_read_in_pieces_and_bounded(app: AsgiViewer) -> None:
     headers = [("Host", "127.0.0.1:8000"), ("Authorization", f"Bearer {TOKEN}")]
     headers += [("Content-Type", "application/json"), ("X-Rollbook", "1")]
-    asked = scope("/api/sql", method="POST", headers=headers)
-    got = asyncio.run(call(app, asked, b'{"query": ', b'"select 7"}'))
-    assert got.json["rows"] == [[7]]
-    assert asyncio.run(call(app, asked, b" " * (1 << 19), b" " * (1 << 19), b" ")).status == 413
+    request = scope("/api/sql", method="POST", headers=headers)
+    response = asyncio.run(call(app, request, b'{"query": ', b'"select 7"}'))
+    assert response.json["rows"] == [[7]]
+    assert asyncio.run(call(app, request, b" " * (1 << 19), b" " * (1 << 19), b" ")).status == 413
     session = scope("/api/session", method="POST", headers=headers, scheme="https")
     assert asyncio.run(call(app, session, b"{}")).header("set-cookie").endswith("; Secure")
 
@@ -120,13 +120,13 @@ def test_mounted_under_a_path_it_finds_its_own(app: AsgiViewer) -> None:
 def test_events_stream_until_the_listener_goes(app: AsgiViewer) -> None:
     async def listen() -> list[Any]:
         sent: list[Any] = []
-        gone = asyncio.Event()
+        left = asyncio.Event()
         started = [{"type": "http.request", "body": b"", "more_body": False}]
 
         async def receive() -> Any:
             if started:
                 return started.pop()
-            await gone.wait()
+            await left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
@@ -137,7 +137,7 @@ def test_events_stream_until_the_listener_goes(app: AsgiViewer) -> None:
             await asyncio.sleep(0.01)
         # Others are answered meanwhile: a stream holds no other up.
         assert (await call(app, scope("/api/run"))).status == 200
-        gone.set()
+        left.set()
         await asyncio.wait_for(task, SECONDS)
         return sent
 
@@ -148,7 +148,7 @@ def test_events_stream_until_the_listener_goes(app: AsgiViewer) -> None:
 
 
 def test_a_server_that_ends_closes_it(tmp_path: Path) -> None:
-    made = asgi_app(story.make(tmp_path / "book", steps=1, evaluate=False), token=None)
+    viewer = asgi_app(story.make(tmp_path / "book", steps=1, evaluate=False), token=None)
     messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
     sent: list[str] = []
 
@@ -159,10 +159,10 @@ def test_a_server_that_ends_closes_it(tmp_path: Path) -> None:
         sent.append(message["type"])
 
     async def live() -> None:
-        await made({"type": "lifespan"}, receive, send)
+        await viewer({"type": "lifespan"}, receive, send)
 
-    index = made.api.answers.index.path
-    assert index.exists() and get(made, "/api/run", headers=[("Host", "localhost:8000")]).status == 200
+    index = viewer.api.answers.index.path
+    assert index.exists() and get(viewer, "/api/run", headers=[("Host", "localhost:8000")]).status == 200
     asyncio.run(asyncio.wait_for(live(), SECONDS))
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not index.exists()
 

@@ -39,7 +39,7 @@ def test_point_12_no_file_of_the_page_names_another_machine() -> None:
         if asset.type.startswith("text/"):
             text = asset.content.decode()
             named = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", re.sub(r"(?m)^\s*//.*$", "", text))
-            assert [each for each in named if not each.startswith("http://www.w3.org/")] == [], name
+            assert [url for url in named if not url.startswith("http://www.w3.org/")] == [], name
 
 
 def test_the_page_joins_every_module_once_and_in_order() -> None:

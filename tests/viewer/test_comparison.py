@@ -27,9 +27,9 @@ WORDS = ["so", "we", "count", "again", "let", "me", "verify", "this", "the", "an
 
 def tokenizer() -> Tokenizer:
     """A word a token."""
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return made
+    built = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return built
 
 
 def record(step: int, task: int, run: int, text: str, reward: float, **more: Any) -> Experience:
@@ -58,12 +58,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Index]]
             for task in range(4):
                 good = {0: late, 1: not late, 2: True, 3: False}[task]
                 for i in range(6):
-                    said = (
+                    texts = (
                         "let me verify this . the answer is one ."
                         if late and i < 5
                         else "so we count again . the answer is one ."
                     )
-                    rows.append(record(step, task, i, said, float(good) if i else 0.5))
+                    rows.append(record(step, task, i, texts, float(good) if i else 0.5))
             book.append(rows)
             book.append([record(step, 5, 0, "six six six", 0.0)], evaluation=True)
     source, index = open_source(str(path)), Index()
@@ -74,17 +74,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Index]]
 
 
 def test_what_moved(run: tuple[Any, Index]) -> None:
-    found = compare(Side(*run, 0, 4), Side(*run, 5, 9))
-    assert found["a"] == {"name": "run", "n": 120, "groups": 20, "steps": [0, 4]}
-    assert found["metrics"]["entropy"]["ks"] == 1.0 and found["metrics"]["entropy"]["p"] == 1 / 2000
-    assert found["metrics"]["entropy"]["shift"] == pytest.approx(-0.4)
-    reward = found["metrics"]["reward"]
+    comparison = compare(Side(*run, 0, 4), Side(*run, 5, 9))
+    assert comparison["a"] == {"name": "run", "n": 120, "groups": 20, "steps": [0, 4]}
+    assert comparison["metrics"]["entropy"]["ks"] == 1.0 and comparison["metrics"]["entropy"]["p"] == 1 / 2000
+    assert comparison["metrics"]["entropy"]["shift"] == pytest.approx(-0.4)
+    reward = comparison["metrics"]["reward"]
     assert reward["p"] == 1.0 and reward["shift"] == 0 and reward["shift_low"] < 0 < reward["shift_high"]
     assert reward["a"]["low"] < reward["a"]["mean"] < reward["a"]["high"]
-    assert found["metrics"]["kl"] is None  # It was not recorded; that is no zero.
-    assert sum(found["metrics"]["reward"]["counts_a"]) == 120
-    assert found["parts"] == {"accuracy": {"a": pytest.approx(0.5), "b": pytest.approx(0.5)}}
-    assert found["shares"]["loops"] == {"a": 0.0, "b": 0.0}
+    assert comparison["metrics"]["kl"] is None  # It was not recorded; that is no zero.
+    assert sum(comparison["metrics"]["reward"]["counts_a"]) == 120
+    assert comparison["parts"] == {"accuracy": {"a": pytest.approx(0.5), "b": pytest.approx(0.5)}}
+    assert comparison["shares"]["loops"] == {"a": 0.0, "b": 0.0}
 
 
 def test_prompts_newly_solved_and_broken(run: tuple[Any, Index]) -> None:
@@ -118,8 +118,8 @@ def test_special_tokens_are_no_phrases(tmp_path: Path) -> None:
     words.add_special_tokens(["<|im_end|>"])
     end = words.token_to_id("<|im_end|>")
     with rollbook.open(tmp_path / "run", tokenizer=words) as book:
-        for step, said in enumerate(("so we count .", "let me verify .")):
-            ids = [*words.encode(said).ids, *[end] * step]
+        for step, text in enumerate(("so we count .", "let me verify .")):
+            ids = [*words.encode(text).ids, *[end] * step]
             book.append(
                 [
                     Experience(eid=EID(batch=step, task=i, run=0), tokens=[0, *ids], prompt_length=1, reward=1.0)
@@ -128,16 +128,16 @@ def test_special_tokens_are_no_phrases(tmp_path: Path) -> None:
             )
     source, index = open_source(str(tmp_path / "run")), Index()
     load(source, index)
-    phrases = {each["phrase"] for each in compare(Side(source, index, 0, 0), Side(source, index, 1, 1))["phrases"]}
+    phrases = {entry["phrase"] for entry in compare(Side(source, index, 0, 0), Side(source, index, 1, 1))["phrases"]}
     index.close()
     source.close()
     assert phrases == {"so we count", "let me verify"}
 
 
 def test_phrases_that_came_and_went(run: tuple[Any, Index]) -> None:
-    found = compare(Side(*run, 0, 4), Side(*run, 5, 9))
-    phrases = {each["phrase"]: each for each in found["phrases"]}
-    assert found["texts"] == {"a": 120, "b": 120} and set(phrases) == {"let me verify this", "so we count again"}
+    comparison = compare(Side(*run, 0, 4), Side(*run, 5, 9))
+    phrases = {entry["phrase"]: entry for entry in comparison["phrases"]}
+    assert comparison["texts"] == {"a": 120, "b": 120} and set(phrases) == {"let me verify this", "so we count again"}
     came = phrases["let me verify this"]
     assert (
         came["share_a"] == 0
@@ -151,9 +151,13 @@ def test_phrases_that_came_and_went(run: tuple[Any, Index]) -> None:
 
 
 def test_an_empty_side(run: tuple[Any, Index]) -> None:
-    found = compare(Side(*run, 50, 60), Side(*run, 0, 4))
-    assert found["a"]["n"] == 0 and found["a"]["steps"] is None
-    assert found["metrics"]["reward"]["ks"] is None and found["shares"]["loops"]["a"] is None and not found["phrases"]
+    comparison = compare(Side(*run, 50, 60), Side(*run, 0, 4))
+    assert comparison["a"]["n"] == 0 and comparison["a"]["steps"] is None
+    assert (
+        comparison["metrics"]["reward"]["ks"] is None
+        and comparison["shares"]["loops"]["a"] is None
+        and not comparison["phrases"]
+    )
 
 
 def test_two_runs(run: tuple[Any, Index], tmp_path: Path) -> None:
@@ -161,8 +165,12 @@ def test_two_runs(run: tuple[Any, Index], tmp_path: Path) -> None:
         book.append([record(0, task, i, "the answer is two .", 1.0) for task in range(4) for i in range(6)])
     source, index = open_source(str(tmp_path / "other")), Index()
     load(source, index)
-    found = compare(Side(*run, name="first"), Side(source, index))
-    assert found["a"]["name"] == "first" and found["b"]["name"] == "other" and found["prompts"]["solved_count"] == 4
+    comparison = compare(Side(*run, name="first"), Side(source, index))
+    assert (
+        comparison["a"]["name"] == "first"
+        and comparison["b"]["name"] == "other"
+        and comparison["prompts"]["solved_count"] == 4
+    )
     index.close()
     source.close()
 
@@ -182,38 +190,38 @@ def test_what_is_no_span(text: str) -> None:
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
-floats = st.lists(st.floats(width=32), max_size=60).map(lambda given: np.array(given, dtype=np.float64))
+floats = st.lists(st.floats(width=32), max_size=60).map(lambda numbers: np.array(numbers, dtype=np.float64))
 
 
 @given(floats, floats)
-def test_histograms_count_everything_finite(one: Any, other: Any) -> None:
-    made = histograms(one, other)
-    for values, counts in ((one, made["counts_a"]), (other, made["counts_b"])):
+def test_histograms_count_everything_finite(left: Any, right: Any) -> None:
+    counted = histograms(left, right)
+    for values, counts in ((left, counted["counts_a"]), (right, counted["counts_b"])):
         assert sum(counts) == int(np.isfinite(values).sum())
-    at = edges(one, other)
+    at = edges(left, right)
     assert all(math.isfinite(edge) for edge in at) and at == sorted(set(at))
 
 
 @given(floats)
 def test_quantiles_are_in_order(values: Any) -> None:
-    found = quantiles(values)
-    if found is None:
+    by_name = quantiles(values)
+    if by_name is None:
         assert not np.isfinite(values).any()
     else:
-        order = [found[name] for name in ("p5", "p25", "p50", "p75", "p95")]
+        order = [by_name[name] for name in ("p5", "p25", "p50", "p75", "p95")]
         assert all(a <= b + 1e-6 * abs(b) for a, b in pairwise(order))
 
 
 @given(st.integers(0, 1000))
 def test_distance_is_as_defined(seed: int) -> None:
     dice = np.random.default_rng(seed)
-    one, other = dice.normal(size=dice.integers(1, 60)), dice.normal(size=dice.integers(1, 60))
-    distance, chance = kolmogorov(one, other)
-    at = np.concatenate([one, other])
-    slow = max(abs((one <= x).mean() - (other <= x).mean()) for x in at)
+    left, right = dice.normal(size=dice.integers(1, 60)), dice.normal(size=dice.integers(1, 60))
+    distance, chance = kolmogorov(left, right)
+    at = np.concatenate([left, right])
+    slow = max(abs((left <= x).mean() - (right <= x).mean()) for x in at)
     assert distance == pytest.approx(slow) and 0 <= chance <= 1
-    near, far = kolmogorov(one, other), kolmogorov(one, other + 100)
-    assert far[0] == 1.0 and far[1] <= near[1] + 1e-12  # The farther apart, the less likely by chance.
+    close, far = kolmogorov(left, right), kolmogorov(left, right + 100)
+    assert far[0] == 1.0 and far[1] <= close[1] + 1e-12  # The farther apart, the less likely by chance.
 
 
 @given(st.text(max_size=200))

@@ -37,12 +37,12 @@ def written(text: str) -> list[int]:
 
 
 def picture(size: int = 2, kind: str = "PNG", noise: bool = False) -> bytes:
-    made = io.BytesIO()
+    buffer = io.BytesIO()
     pixels = (
         np.random.default_rng(0).integers(0, 255, (size, size, 3), np.uint8) if noise else np.zeros((size, size, 3))
     )
-    Image.fromarray(pixels.astype(np.uint8)).save(made, kind)
-    return made.getvalue()
+    Image.fromarray(pixels.astype(np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
 
 
 def url(data: bytes, kind: str = "png") -> str:
@@ -71,10 +71,16 @@ def test_slot_j_speaks_of_token_prompt_length_plus_j() -> None:
         "loss_weights",
     )
     given_fields = {name: [-(i + 1) / 16, -(i + 1) / 8] for i, name in enumerate(names)}
-    found = one_of(
+    trajectory = one_of(
         Experience(tokens=prompt + answer, prompt_length=4, policy_versions=[3, 4], reward=0.5, **given_fields)
     )
-    assert (found.text, found.prompt_tokens, found.tokens, found.token(4), found.tokenized) == (
+    assert (
+        trajectory.text,
+        trajectory.prompt_tokens,
+        trajectory.tokens,
+        trajectory.token(4),
+        trajectory.tokenized,
+    ) == (
         "2+2=4!",
         4,
         6,
@@ -92,28 +98,35 @@ def test_slot_j_speaks_of_token_prompt_length_plus_j() -> None:
         "teacher": "teacher_logprobs",
     }
     for lens, name in shown.items():
-        assert np.isnan(found.arrays[lens][:4]).all() and found.arrays[lens][4:].tolist() == given_fields[name]
-    assert found.arrays["mismatch"][4:].tolist() == pytest.approx([-1 / 16, -1 / 8])
-    assert found.arrays["ratio"][4:].tolist() == pytest.approx(np.exp([-1 / 16, -1 / 8]).tolist())
+        assert (
+            np.isnan(trajectory.arrays[lens][:4]).all() and trajectory.arrays[lens][4:].tolist() == given_fields[name]
+        )
+    assert trajectory.arrays["mismatch"][4:].tolist() == pytest.approx([-1 / 16, -1 / 8])
+    assert trajectory.arrays["ratio"][4:].tolist() == pytest.approx(np.exp([-1 / 16, -1 / 8]).tolist())
     gap = np.array([-3 / 16 + 2 / 16, -3 / 8 + 2 / 8])
-    assert found.arrays["kl"][4:].tolist() == pytest.approx((np.exp(gap) - 1 - gap).tolist())
-    assert set(found.arrays) <= set(LENSES)
-    assert found.versions is not None and found.versions.tolist() == [-1] * 4 + [3, 4]
-    assert found.mask.tolist() == [False] * 4 + [True] * 2
-    assert found.advantage == pytest.approx(np.mean(given_fields["advantages"]))
-    assert found.prompt == hash_prompt(prompt)
+    assert trajectory.arrays["kl"][4:].tolist() == pytest.approx((np.exp(gap) - 1 - gap).tolist())
+    assert set(trajectory.arrays) <= set(LENSES)
+    assert trajectory.versions is not None and trajectory.versions.tolist() == [-1] * 4 + [3, 4]
+    assert trajectory.mask.tolist() == [False] * 4 + [True] * 2
+    assert trajectory.advantage == pytest.approx(np.mean(given_fields["advantages"]))
+    assert trajectory.prompt == hash_prompt(prompt)
 
 
 def test_what_was_not_recorded_is_absent() -> None:
-    found = one_of(Experience(tokens=[20, 21, 22]))
-    assert found.arrays == {} and found.versions is None and found.advantage is None and found.reward is None
+    trajectory = one_of(Experience(tokens=[20, 21, 22]))
+    assert (
+        trajectory.arrays == {}
+        and trajectory.versions is None
+        and trajectory.advantage is None
+        and trajectory.reward is None
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
 def test_types_of_numbers(kind: torch.dtype) -> None:
     values = torch.tensor([-1.0, -2.0]).to(kind)
-    found = one_of(Experience(tokens=torch.tensor([20, 21, 22], dtype=torch.int64), advantages=values))
-    assert found.arrays["advantage"][1:].tolist() == [-1.0, -2.0]
+    trajectory = one_of(Experience(tokens=torch.tensor([20, 21, 22], dtype=torch.int64), advantages=values))
+    assert trajectory.arrays["advantage"][1:].tolist() == [-1.0, -2.0]
 
 
 def test_records_of_different_types_in_one_book() -> None:
@@ -121,10 +134,14 @@ def test_records_of_different_types_in_one_book() -> None:
         Experience(tokens=[20, 21], logprobs=torch.tensor([-1.0], dtype=kind), policy_versions=version)
         for kind, version in ((torch.bfloat16, 7), (torch.float64, [8]), (torch.float8_e5m2, None))
     ]
-    found = convert_records(Experiences(rows), VOCABULARY)
-    assert [one.arrays["logprob"][1:].tolist() for one in found[:2]] == [[-1.0], [-1.0]]
-    assert [None if one.versions is None else one.versions.tolist() for one in found] == [[-1, 7], [-1, 8], None]
-    assert "logprob" not in found[2].arrays, "a type that numpy has not"
+    trajectories = convert_records(Experiences(rows), VOCABULARY)
+    assert [trajectory.arrays["logprob"][1:].tolist() for trajectory in trajectories[:2]] == [[-1.0], [-1.0]]
+    assert [None if trajectory.versions is None else trajectory.versions.tolist() for trajectory in trajectories] == [
+        [-1, 7],
+        [-1, 8],
+        None,
+    ]
+    assert "logprob" not in trajectories[2].arrays, "a type that numpy has not"
 
 
 def test_a_field_that_is_not_as_long_as_the_response_is_left_out_and_said() -> None:
@@ -135,15 +152,15 @@ def test_a_field_that_is_not_as_long_as_the_response_is_left_out_and_said() -> N
         logprobs=[0.0, 0.0],
         entropy=[1.0, 2.0],
     )
-    found = one_of(record)
-    assert found.arrays == {} and not found.mask.any() and found.status == "truncated"
-    assert "entropy omitted: shape [2], expected [0] (one value per response token)." in found.notes
+    trajectory = one_of(record)
+    assert trajectory.arrays == {} and not trajectory.mask.any() and trajectory.status == "truncated"
+    assert "entropy omitted: shape [2], expected [0] (one value per response token)." in trajectory.notes
 
 
 def test_numbers_that_are_not_finite_are_said() -> None:
-    found = one_of(Experience(tokens=[20, 21, 22], logprobs=[float("nan"), -1.0], reward=float("nan")))
-    assert "logprobs: 1 of 2 values are NaN/Inf." in found.notes
-    assert any("not scored" in note for note in found.notes)
+    trajectory = one_of(Experience(tokens=[20, 21, 22], logprobs=[float("nan"), -1.0], reward=float("nan")))
+    assert "logprobs: 1 of 2 values are NaN/Inf." in trajectory.notes
+    assert any("not scored" in note for note in trajectory.notes)
 
 
 def test_masks_and_what_nobody_sampled() -> None:
@@ -166,17 +183,17 @@ def test_masks_and_what_nobody_sampled() -> None:
             "level": 3,
         },
     )
-    found = one_of(record)
-    assert found.mask.tolist() == [False, False, True, True, False, False, True]
-    assert np.isnan(found.arrays["logprob"][4:6]).all() and np.isnan(found.arrays["mismatch"][4:6]).all()
-    assert found.versions is not None and found.versions.tolist() == [-1, -1, 1, 1, -1, -1, 2]
-    assert [(part.role, part.kind, part.turn) for part in found.segments] == [
+    trajectory = one_of(record)
+    assert trajectory.mask.tolist() == [False, False, True, True, False, False, True]
+    assert np.isnan(trajectory.arrays["logprob"][4:6]).all() and np.isnan(trajectory.arrays["mismatch"][4:6]).all()
+    assert trajectory.versions is not None and trajectory.versions.tolist() == [-1, -1, 1, 1, -1, -1, 2]
+    assert [(part.role, part.kind, part.turn) for part in trajectory.segments] == [
         ("user", "text", 0),
         ("assistant", "text", 0),
         ("tool", "tool_result", 1),
         ("assistant", "text", 1),
     ]
-    assert (found.label, found.reference, found.info) == ("x", "7", {"level": 3})
+    assert (trajectory.label, trajectory.reference, trajectory.info) == ("x", "7", {"level": 3})
 
 
 def test_credit_is_what_training_does_with_it() -> None:
@@ -210,10 +227,10 @@ def test_a_record_without_a_response_is_unfinished() -> None:
 
 
 def test_without_a_vocabulary_ids_are_shown() -> None:
-    found = one_of(Experience(tokens=[20, 21, 22], response_text="said"), None)
-    assert (found.text, found.tokenized, found.response_text) == ("⟨20⟩⟨21⟩⟨22⟩", "ids", "said")
-    assert [(part.role, part.start, part.stop) for part in found.segments] == [("user", 0, 1), ("assistant", 1, 3)]
-    assert not found.special.any()
+    trajectory = one_of(Experience(tokens=[20, 21, 22], response_text="said"), None)
+    assert (trajectory.text, trajectory.tokenized, trajectory.response_text) == ("⟨20⟩⟨21⟩⟨22⟩", "ids", "said")
+    assert [(part.role, part.start, part.stop) for part in trajectory.segments] == [("user", 0, 1), ("assistant", 1, 3)]
+    assert not trajectory.special.any()
 
 
 def test_a_preference_pair() -> None:
@@ -225,13 +242,13 @@ def test_a_preference_pair() -> None:
         chosen_messages=[{"role": "assistant", "content": "yes"}],
         rejected_messages=[{"role": "assistant", "content": "no"}],
     )
-    found = one_of(record)
-    assert found.rejected is not None and found.kind == "dpo"
-    assert (found.text, found.rejected.text, found.prompt_tokens) == ("q?yes", "q?no", 2)
-    assert found.messages == [{"role": "assistant", "content": "yes"}]
-    assert found.rejected.messages == [{"role": "assistant", "content": "no"}]
-    assert found.mask.tolist() == [False, False, True, True, True] and found.rejected.rejected is None
-    assert decode(encode([found]))[0]["rejected"]["text"] == "q?no"
+    trajectory = one_of(record)
+    assert trajectory.rejected is not None and trajectory.kind == "dpo"
+    assert (trajectory.text, trajectory.rejected.text, trajectory.prompt_tokens) == ("q?yes", "q?no", 2)
+    assert trajectory.messages == [{"role": "assistant", "content": "yes"}]
+    assert trajectory.rejected.messages == [{"role": "assistant", "content": "no"}]
+    assert trajectory.mask.tolist() == [False, False, True, True, True] and trajectory.rejected.rejected is None
+    assert decode(encode([trajectory]))[0]["rejected"]["text"] == "q?no"
 
 
 def test_steps() -> None:
@@ -249,8 +266,8 @@ def test_steps() -> None:
 
 
 def test_parts_are_the_numbers_of_metrics() -> None:
-    found = one_of(Experience(tokens=[20, 21], metrics={"accuracy": 1, "format": 0.5, "word": "x", "flag": True}))
-    assert found.parts == {"accuracy": 1.0, "format": 0.5, "flag": 1.0}
+    trajectory = one_of(Experience(tokens=[20, 21], metrics={"accuracy": 1, "format": 0.5, "word": "x", "flag": True}))
+    assert trajectory.parts == {"accuracy": 1.0, "format": 0.5, "flag": 1.0}
 
 
 def test_lengths_are_checked_when_a_trajectory_is_made() -> None:
@@ -330,7 +347,7 @@ def test_a_book_of_one_record_in_each_append_keeps_the_order() -> None:
         for row in rows:
             book.append(row)
         uids = [rows[i].eid.uid for i in (3, 0, 4, 3)]
-        assert [one.uid for one in Reader(book).trajectories(uids)] == uids
+        assert [trajectory.uid for trajectory in Reader(book).trajectories(uids)] == uids
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
@@ -354,19 +371,19 @@ def test_pictures_of_a_book_are_handed_out_by_their_hash(size: int) -> None:
     with rollbook.open("memory:", tokenizer=bytes_()) as book:
         book.append(row)
         reader = Reader(book)
-        (found,) = reader.trajectories([row.eid.uid])
-        (shown,) = found.pictures
+        (trajectory,) = reader.trajectories([row.eid.uid])
+        (shown,) = trajectory.pictures
         assert (shown.mime, shown.width, shown.height, shown.token) == ("image/png", size, size, 0)
         assert reader.media(shown.sha256) == (data, "image/png")
-        assert found.messages is not None
-        assert found.messages[0]["content"][0]["image_url"]["url"]["picture"] == shown.sha256
+        assert trajectory.messages is not None
+        assert trajectory.messages[0]["content"][0]["image_url"]["url"]["picture"] == shown.sha256
         assert reader.media("0" * 64) is None
         again = Reader(book).media(shown.sha256)
         assert again == ((data, "image/png") if size == 64 else None), "of a small one, its record is read first"
 
 
 @pytest.mark.parametrize(
-    "where",
+    "columns",
     [
         lambda data: {"messages": [{"content": [{"type": "image", "image": data}]}]},
         lambda data: {"messages": [{"content": [{"type": "image", "image": base64.b64encode(data).decode()}]}]},
@@ -378,14 +395,14 @@ def test_pictures_of_a_book_are_handed_out_by_their_hash(size: int) -> None:
     ],
 )
 @pytest.mark.parametrize("size", [2, 64])
-def test_where_pictures_stand(where: Any, size: int) -> None:
+def test_where_pictures_stand(columns: Any, size: int) -> None:
     data = picture(size, noise=True)
-    row = Experience(tokens=[20, 21], **where(data))
+    row = Experience(tokens=[20, 21], **columns(data))
     with rollbook.open("memory:", tokenizer=bytes_()) as book:
         book.append(row)
         reader = Reader(book)
-        (found,) = reader.trajectories([row.eid.uid])
-        assert [reader.media(one.sha256) for one in found.pictures] == [(data, "image/png")]
+        (trajectory,) = reader.trajectories([row.eid.uid])
+        assert [reader.media(shown.sha256) for shown in trajectory.pictures] == [(data, "image/png")]
 
 
 def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_path: Path) -> None:
@@ -404,13 +421,13 @@ def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_pa
         for run in range(8)
     ]
     with rollbook.open("memory:", tokenizer=bytes_()) as book:
-        book.append([one.to_experience() for one in samples])
+        book.append([sample.to_experience() for sample in samples])
         with book.ledger.read() as tx:
             assert tx.first("SELECT count(*) FROM media") == (3,)  # two pictures and the pixels of both, for eight runs
         reader = Reader(book)
-        for found in reader.trajectories([one.eid.uid for one in samples]):
-            assert [one.token for one in found.pictures] == [0, 1] and found.notes == []
-            media = [reader.media(one.sha256) for one in found.pictures]
+        for trajectory in reader.trajectories([sample.eid.uid for sample in samples]):
+            assert [shown.token for shown in trajectory.pictures] == [0, 1] and trajectory.notes == []
+            media = [reader.media(shown.sha256) for shown in trajectory.pictures]
             assert media[0] == (file.read_bytes(), "image/jpeg")
             assert media[1] is not None and media[1][1] == "image/png"
             with Image.open(io.BytesIO(media[1][0])) as shown:
@@ -419,8 +436,8 @@ def test_the_pictures_of_a_prompt_are_in_its_records_and_once_in_the_book(tmp_pa
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
 def test_kinds_of_pictures(kind: str) -> None:
-    found = Album().add(picture(7, kind))
-    assert found is not None and (found.mime, found.width, found.height) == (f"image/{kind.lower()}", 7, 7)
+    added = Album().add(picture(7, kind))
+    assert added is not None and (added.mime, added.width, added.height) == (f"image/{kind.lower()}", 7, 7)
 
 
 def test_what_is_no_picture_is_not_handed_out() -> None:
@@ -435,10 +452,10 @@ def test_what_is_no_picture_is_not_handed_out() -> None:
         "data:image/png;base64,%%%",
     ]
     row = Experience(
-        tokens=[20, 21], messages=[{"content": [{"type": "image_url", "image_url": {"url": one}} for one in urls]}]
+        tokens=[20, 21], messages=[{"content": [{"type": "image_url", "image_url": {"url": url}} for url in urls]}]
     )
-    found = one_of(row)
-    assert found.pictures == [] and any("recorded as URLs" in note for note in found.notes)
+    trajectory = one_of(row)
+    assert trajectory.pictures == [] and any("recorded as URLs" in note for note in trajectory.notes)
 
 
 def test_nothing_is_fetched_from_where_a_record_points(tmp_path: Path) -> None:
@@ -449,9 +466,9 @@ def test_nothing_is_fetched_from_where_a_record_points(tmp_path: Path) -> None:
         {"type": "image", "path": f"file://{path}"},
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}},
     ]
-    found = one_of(Experience(tokens=[20, 21], messages=[{"role": "user", "content": parts}]))
-    assert found.pictures == []
-    assert "3 images are recorded as URLs only and are not fetched." in found.notes
+    trajectory = one_of(Experience(tokens=[20, 21], messages=[{"role": "user", "content": parts}]))
+    assert trajectory.pictures == []
+    assert "3 images are recorded as URLs only and are not fetched." in trajectory.notes
 
 
 def test_a_text_that_looks_like_a_reference_is_none() -> None:
@@ -466,10 +483,10 @@ def test_a_text_that_looks_like_a_reference_is_none() -> None:
 def test_two_pictures_find_their_places() -> None:
     text = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>what?"
     content = [{"type": "image", "image": picture(size)} for size in (2, 3)]
-    found = one_of(
+    trajectory = one_of(
         Experience(tokens=written(text) + written("x"), prompt_length=len(text), messages=[{"content": content}])
     )
-    assert [one.token for one in found.pictures] == [0, text.index("<|vision_start|>", 1)]
+    assert [shown.token for shown in trajectory.pictures] == [0, text.index("<|vision_start|>", 1)]
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
@@ -487,13 +504,13 @@ def test_the_whole_record_as_strict_json() -> None:
         info={"t": (1, float("inf")), "big": 2**80, "b": b"abc", 5: "five", "lone": "\udfff"},
         custom_fields=[],
     )
-    found = record_json(Experiences([row]))
-    again = json.loads(json.dumps(found, allow_nan=False, ensure_ascii=False).encode())
-    assert again == found
-    assert found["uid"] == "1/a%2Fb/0/0/s" and found["logprobs"] == [None, None] and found["reward"] is None
-    assert found["prompt_text"] == "lone \ufffd" and found["policy_versions"] == 7
-    assert found["info"] == {"t": [1, None], "big": str(2**80), "b": "⟨3 bytes⟩", "5": "five", "lone": "\ufffd"}
-    assert found["routed_experts"] == [[[0, 0]], [[0, 0]]]
+    document = record_json(Experiences([row]))
+    again = json.loads(json.dumps(document, allow_nan=False, ensure_ascii=False).encode())
+    assert again == document
+    assert document["uid"] == "1/a%2Fb/0/0/s" and document["logprobs"] == [None, None] and document["reward"] is None
+    assert document["prompt_text"] == "lone \ufffd" and document["policy_versions"] == 7
+    assert document["info"] == {"t": [1, None], "big": str(2**80), "b": "⟨3 bytes⟩", "5": "five", "lone": "\ufffd"}
+    assert document["routed_experts"] == [[[0, 0]], [[0, 0]]]
 
 
 VALUES = st.recursive(
@@ -517,9 +534,9 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text(max_size=4) | st.integers(0, 9), VALUES, max_size=4))
 def test_free_form_values_are_what_freeform_says(value: dict[Any, Any]) -> None:
     text = freeform.dumps(value)
-    found = decode_tagged(json.loads(text))
-    assert json_safe(found) == json_safe(freeform.loads(text))
-    json.dumps(json_safe(found), allow_nan=False).encode()
+    decoded = decode_tagged(json.loads(text))
+    assert json_safe(decoded) == json_safe(freeform.loads(text))
+    json.dumps(json_safe(decoded), allow_nan=False).encode()
 
 
 def test_damaged_free_form_values_are_one_error() -> None:

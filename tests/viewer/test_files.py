@@ -61,21 +61,21 @@ def documents(source: FileSource, index: Index) -> list[Trajectory]:
     return source.trajectories([row["uid"] for row in rows(index)])
 
 
-def check(one: Trajectory) -> None:
+def check(trajectory: Trajectory) -> None:
     """What holds of every trajectory."""
-    assert one.uid and one.gid and one.step is not None and len(one.prompt) == 16
-    ends = [0, *one.ends.tolist()]
-    assert all(a <= b for a, b in pairwise(ends)) and ends[-1] == len(one.text)
-    assert "".join(one.token(i) for i in range(len(one.ends))) == one.text
+    assert trajectory.uid and trajectory.gid and trajectory.step is not None and len(trajectory.prompt) == 16
+    ends = [0, *trajectory.ends.tolist()]
+    assert all(a <= b for a, b in pairwise(ends)) and ends[-1] == len(trajectory.text)
+    assert "".join(trajectory.token(i) for i in range(len(trajectory.ends))) == trajectory.text
     at = 0
-    for segment in one.segments:
-        assert segment.start == at < segment.stop and segment.trained == one.mask[at : segment.stop].any()
+    for segment in trajectory.segments:
+        assert segment.start == at < segment.stop and segment.trained == trajectory.mask[at : segment.stop].any()
         at = segment.stop
-    assert at == len(one.ends)
-    (shown,) = decode(encode([one]))
-    assert shown["uid"] == one.uid, "a browser can be sent it"
-    if one.rejected is not None:
-        assert len(one.rejected.ends) >= one.prompt_tokens
+    assert at == len(trajectory.ends)
+    (shown,) = decode(encode([trajectory]))
+    assert shown["uid"] == trajectory.uid, "a browser can be sent it"
+    if trajectory.rejected is not None:
+        assert len(trajectory.rejected.ends) >= trajectory.prompt_tokens
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -85,17 +85,17 @@ def test_it_opens(name: str, tmp_path: Path) -> None:
     assert recognize(path) == family
     with opened(path) as (source, index):
         assert source.kind == family and source.damaged == 0, source.problems
-        found = documents(source, index)
-        assert len(found) >= 1
-        for one, row in zip(found, rows(index), strict=True):
-            check(one)
-            assert (one.uid, one.gid, one.step, one.run, one.prompt) == tuple(
+        trajectories = documents(source, index)
+        assert len(trajectories) >= 1
+        for trajectory, row in zip(trajectories, rows(index), strict=True):
+            check(trajectory)
+            assert (trajectory.uid, trajectory.gid, trajectory.step, trajectory.run, trajectory.prompt) == tuple(
                 row[key] for key in ("uid", "gid", "step", "run", "prompt")
             ), "a document says what the index says"
-            held = source.record(one.uid)
-            json.dumps(held, allow_nan=False)
-            assert held["uid"] == one.uid and held["row"]
-            assert source.history(one.uid) is None
+            content = source.record(trajectory.uid)
+            json.dumps(content, allow_nan=False)
+            assert content["uid"] == trajectory.uid and content["row"]
+            assert source.history(trajectory.uid) is None
         with pytest.raises(KeyError, match="nobody"):
             source.trajectories(["nobody"])
         with pytest.raises(ValueError, match="rollbook import BOOK FILE"):
@@ -111,97 +111,110 @@ def test_it_opens(name: str, tmp_path: Path) -> None:
 
 def test_verl(tmp_path: Path) -> None:
     with opened(made.verl(tmp_path)) as (source, index):
-        found = rows(index)
-        assert [row["step"] for row in found] == [2, 2, 2, 10, 10, 10]
-        assert [row["run"] for row in found] == [0, 1, 0] * 2
-        assert len({row["gid"] for row in found}) == 4 and len({row["prompt"] for row in found}) == 2
-        assert [row["scored"] for row in found[:3]] == [1, 1, 2], "NaN is a reward that could not be given"
-        one, other, third = source.trajectories([row["uid"] for row in found[:3]])
-        assert one.text == "user\n2 + 3 ?\nassistant\nthe answer is 5" and one.tokenized == "words"
-        assert one.text[one.prompt_end :] == one.response_text == "the answer is 5"
-        assert one.parts == {"acc": 1.0} and one.label == "5" and not one.arrays
-        assert other.response_text == f"six {EVIL}"
+        listed = rows(index)
+        assert [row["step"] for row in listed] == [2, 2, 2, 10, 10, 10]
+        assert [row["run"] for row in listed] == [0, 1, 0] * 2
+        assert len({row["gid"] for row in listed}) == 4 and len({row["prompt"] for row in listed}) == 2
+        assert [row["scored"] for row in listed[:3]] == [1, 1, 2], "NaN is a reward that could not be given"
+        first, second, third = source.trajectories([row["uid"] for row in listed[:3]])
+        assert first.text == "user\n2 + 3 ?\nassistant\nthe answer is 5" and first.tokenized == "words"
+        assert first.text[first.prompt_end :] == first.response_text == "the answer is 5"
+        assert first.parts == {"acc": 1.0} and first.label == "5" and not first.arrays
+        assert second.response_text == f"six {EVIL}"
         assert [(s.role, s.kind) for s in third.segments][-2:] == [("assistant", "think"), ("assistant", "text")]
 
 
 def test_verl_ids_keep_their_numbers(tmp_path: Path) -> None:
     path = made.verl_parquet(tmp_path)
     with opened(path) as (source, index):
-        one, other = documents(source, index)
-        assert one.ids is not None and one.ids.tolist() == [5, 6, 1, 2, 3], "padding is gone"
-        assert one.tokenized == "ids" and one.text == "⟨5⟩⟨6⟩⟨1⟩⟨2⟩⟨3⟩"
-        assert one.mask.tolist() == [False, False, True, False, True]
-        np.testing.assert_allclose(one.arrays["logprob"], [np.nan, np.nan, -0.1, -0.2, -0.3], rtol=1e-6)
-        np.testing.assert_allclose(one.arrays["mismatch"][2:], [0, 0, -0.1], atol=1e-6)
-        assert one.reward == 1.0 and (one.step, one.task) == (3, "a") and other.task == "b"
+        first, second = documents(source, index)
+        assert first.ids is not None and first.ids.tolist() == [5, 6, 1, 2, 3], "padding is gone"
+        assert first.tokenized == "ids" and first.text == "⟨5⟩⟨6⟩⟨1⟩⟨2⟩⟨3⟩"
+        assert first.mask.tolist() == [False, False, True, False, True]
+        np.testing.assert_allclose(first.arrays["logprob"], [np.nan, np.nan, -0.1, -0.2, -0.3], rtol=1e-6)
+        np.testing.assert_allclose(first.arrays["mismatch"][2:], [0, 0, -0.1], atol=1e-6)
+        assert first.reward == 1.0 and (first.step, first.task) == (3, "a") and second.task == "b"
     words = tiny.words()
     with opened(path, tokenizer=words) as (source, index):
-        one = documents(source, index)[0]
-        assert one.tokenized == "exact" and one.text == words.decode([5, 6, 1, 2, 3])
+        first = documents(source, index)[0]
+        assert first.tokenized == "exact" and first.text == words.decode([5, 6, 1, 2, 3])
 
 
 def test_trl_sums_its_rewards_and_says_so(tmp_path: Path) -> None:
     with opened(made.trl(tmp_path)) as (source, index):
-        found = documents(source, index)
-        assert [one.reward for one in found[:4]] == [1.5, 0.5, 1.0, 0.0]
-        assert found[0].parts == {"accuracy_reward": 1.0, "format_reward": 0.5} and found[0].advantage == 0.7
-        assert "TRL does not log the total reward" in found[0].notes[0]
-        assert [one.step for one in found] == [5] * 4 + [6] * 4
-        assert sorted({one.gid for one in found}) == sorted({f"{one.step}/{one.prompt}" for one in found})
+        trajectories = documents(source, index)
+        assert [trajectory.reward for trajectory in trajectories[:4]] == [1.5, 0.5, 1.0, 0.0]
+        assert (
+            trajectories[0].parts == {"accuracy_reward": 1.0, "format_reward": 0.5} and trajectories[0].advantage == 0.7
+        )
+        assert "TRL does not log the total reward" in trajectories[0].notes[0]
+        assert [trajectory.step for trajectory in trajectories] == [5] * 4 + [6] * 4
+        assert sorted({trajectory.gid for trajectory in trajectories}) == sorted(
+            {f"{trajectory.step}/{trajectory.prompt}" for trajectory in trajectories}
+        )
 
 
 def test_trl_conversations(tmp_path: Path) -> None:
     with opened(made.trl_chat(tmp_path)) as (source, index):
-        one = documents(source, index)[0]
-        assert [(s.role, s.kind) for s in one.segments] == [
+        trajectory = documents(source, index)[0]
+        assert [(s.role, s.kind) for s in trajectory.segments] == [
             ("system", "text"),
             ("user", "text"),
             ("assistant", "think"),
             ("assistant", "text"),
         ]
-        assert one.text == "Be brief.\n2 + 3 ?\n<think>hm</think>5" and one.reward == 1.0
+        assert trajectory.text == "Be brief.\n2 + 3 ?\n<think>hm</think>5" and trajectory.reward == 1.0
 
 
 def test_openrlhf_pairs(tmp_path: Path) -> None:
     with opened(made.openrlhf_pairs(tmp_path)) as (source, index):
-        (one,) = documents(source, index)
-        assert one.kind == "dpo" and one.response_text == "5" and one.rejected is not None
-        assert one.rejected.response_text == f"6 {EVIL}"
+        (trajectory,) = documents(source, index)
+        assert trajectory.kind == "dpo" and trajectory.response_text == "5" and trajectory.rejected is not None
+        assert trajectory.rejected.response_text == f"6 {EVIL}"
 
 
 def test_verifiers_results(tmp_path: Path) -> None:
     with opened(made.verifiers(tmp_path)) as (source, index):
-        found = rows(index)
-        assert [(row["task"], row["run"]) for row in found] == [
+        listed = rows(index)
+        assert [(row["task"], row["run"]) for row in listed] == [
             ("sums:2", 0),
             ("sums:2", 1),
             ("sums:7", 0),
             ("sums:7", 1),
         ]
-        assert [row["status"] for row in found] == ["finished", "truncated"] * 2
-        one = documents(source, index)[0]
-        assert [(s.role, s.kind, s.name, s.turn) for s in one.segments] == [
+        assert [row["status"] for row in listed] == ["finished", "truncated"] * 2
+        trajectory = documents(source, index)[0]
+        assert [(s.role, s.kind, s.name, s.turn) for s in trajectory.segments] == [
             ("system", "text", "", 0),
             ("user", "text", "", 0),
             ("assistant", "tool_call", "add", 0),
             ("tool", "tool_result", "add", 1),
             ("assistant", "text", "", 1),
         ]
-        assert one.parts == {"right": 1.0} and one.tools and one.info["token_usage"] and "right" not in one.info
-        assert '"arguments": {"x": 2, "y": 3}' in one.text, "arguments are JSON, not a text of it"
+        assert (
+            trajectory.parts == {"right": 1.0}
+            and trajectory.tools
+            and trajectory.info["token_usage"]
+            and "right" not in trajectory.info
+        )
+        assert '"arguments": {"x": 2, "y": 3}' in trajectory.text, "arguments are JSON, not a text of it"
         assert not source.problems  # metadata.json stands beside them, and is no rollout
 
 
 def test_prime_rl_rollouts(tmp_path: Path) -> None:
     with opened(made.prime_rl(tmp_path)) as (source, index):
-        found = rows(index)
-        assert sorted((row["step"], row["evaluation"]) for row in found) == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 1)]
-        one = next(one for one in documents(source, index) if not one.evaluation)
-        assert one.ids is not None and one.ids.tolist() == list(range(1, 10)) and one.prompt_tokens == 3
-        assert one.mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2
-        np.testing.assert_allclose(one.arrays["logprob"][[3, 4, 7, 8]], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
-        assert np.isnan(one.arrays["logprob"][[0, 5, 6]]).all() and one.advantage == 0.5
-        assert one.response_text is not None and one.response_text.endswith("5")
+        listed = rows(index)
+        assert sorted((row["step"], row["evaluation"]) for row in listed) == [(0, 0), (0, 0), (1, 0), (1, 0), (1, 1)]
+        trajectory = next(trajectory for trajectory in documents(source, index) if not trajectory.evaluation)
+        assert (
+            trajectory.ids is not None
+            and trajectory.ids.tolist() == list(range(1, 10))
+            and trajectory.prompt_tokens == 3
+        )
+        assert trajectory.mask.tolist() == [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2
+        np.testing.assert_allclose(trajectory.arrays["logprob"][[3, 4, 7, 8]], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
+        assert np.isnan(trajectory.arrays["logprob"][[0, 5, 6]]).all() and trajectory.advantage == 0.5
+        assert trajectory.response_text is not None and trajectory.response_text.endswith("5")
         assert any("pickle" in note for note in source.problems), "a .bin is not read, and that is said"
 
 
@@ -212,34 +225,41 @@ def test_a_turn_behind_other_tokens_is_not_marked(tmp_path: Path) -> None:
     ]
     path = lines(tmp_path / "results.jsonl", [made.verifiers_row(1, 1.0, "x", trajectory=turns)])
     with opened(path) as (source, index):
-        (one,) = documents(source, index)
-        assert one.mask.tolist() == [False, False, True] and "1 of 2 turns" in one.notes[0]
-        np.testing.assert_allclose(one.arrays["logprob"], [np.nan, np.nan, -0.2])
+        (trajectory,) = documents(source, index)
+        assert trajectory.mask.tolist() == [False, False, True] and "1 of 2 turns" in trajectory.notes[0]
+        np.testing.assert_allclose(trajectory.arrays["logprob"], [np.nan, np.nan, -0.2])
 
 
 def test_traces_that_verifiers_wrote(tmp_path: Path) -> None:
     with opened(made.traces(tmp_path)) as (source, index):
-        found = rows(index)
-        assert [(row["step"], row["task"], row["run"]) for row in found] == [
+        listed = rows(index)
+        assert [(row["step"], row["task"], row["run"]) for row in listed] == [
             (5, "g0", 0),
             (5, "g0", 1),
             (6, "g1", 0),
             (6, "g1", 1),
         ]
-        assert [row["reward"] for row in found] == pytest.approx([1.1, 0.1, 1.1, 0.1])
-        assert [row["status"] for row in found] == ["finished", "truncated"] * 2
-        one = documents(source, index)[0]
+        assert [row["reward"] for row in listed] == pytest.approx([1.1, 0.1, 1.1, 0.1])
+        assert [row["status"] for row in listed] == ["finished", "truncated"] * 2
+        trajectory = documents(source, index)[0]
         # Every id of the fixture is the character that it stands for.
-        assert one.ids is not None
-        said = "".join(map(chr, one.ids.tolist()))
-        assert said.startswith("<s>Be brief.\n<u>What is 0 + 3?\n<a><think>easy</think>I will add.")
-        trained = "".join(np.array(list(said))[one.mask].tolist())
+        assert trajectory.ids is not None
+        text = "".join(map(chr, trajectory.ids.tolist()))
+        assert text.startswith("<s>Be brief.\n<u>What is 0 + 3?\n<a><think>easy</think>I will add.")
+        trained = "".join(np.array(list(text))[trajectory.mask].tolist())
         assert trained == "<think>easy</think>I will add.<call>add3"
-        assert not np.isnan(one.arrays["logprob"][one.mask]).any() and np.isnan(one.arrays["logprob"][~one.mask]).all()
-        np.testing.assert_allclose(one.arrays["mismatch"][one.mask], -0.05, atol=1e-6)
-        assert set(one.arrays) >= {"entropy", "kl", "advantage", "credit", "ratio"} and one.advantage == 0.5
-        assert [s.role for s in one.segments] == ["system", "user", "assistant", "tool", "assistant"]
-        assert one.messages and one.tools and one.parts == {"right": 1.0, "format": 0.5, "turns": 2.0}
+        assert (
+            not np.isnan(trajectory.arrays["logprob"][trajectory.mask]).any()
+            and np.isnan(trajectory.arrays["logprob"][~trajectory.mask]).all()
+        )
+        np.testing.assert_allclose(trajectory.arrays["mismatch"][trajectory.mask], -0.05, atol=1e-6)
+        assert (
+            set(trajectory.arrays) >= {"entropy", "kl", "advantage", "credit", "ratio"} and trajectory.advantage == 0.5
+        )
+        assert [s.role for s in trajectory.segments] == ["system", "user", "assistant", "tool", "assistant"]
+        assert (
+            trajectory.messages and trajectory.tools and trajectory.parts == {"right": 1.0, "format": 0.5, "turns": 2.0}
+        )
 
 
 def test_numbers_of_some_turns_are_left_out(tmp_path: Path) -> None:
@@ -248,9 +268,13 @@ def test_numbers_of_some_turns_are_left_out(tmp_path: Path) -> None:
     del row["traces"][0]["nodes"][4]["entropies"]
     row["traces"][0]["nodes"][2]["logprobs"].pop()
     with opened(lines(tmp_path / "traces.jsonl", [row])) as (source, index):
-        (one,) = documents(source, index)
-        assert "entropy" not in one.arrays and "mismatch" not in one.arrays and "advantage" in one.arrays
-        assert any("entropies omitted: recorded for 39 of 40" in note for note in one.notes)
+        (trajectory,) = documents(source, index)
+        assert (
+            "entropy" not in trajectory.arrays
+            and "mismatch" not in trajectory.arrays
+            and "advantage" in trajectory.arrays
+        )
+        assert any("entropies omitted: recorded for 39 of 40" in note for note in trajectory.notes)
         assert index.query("SELECT nans FROM samples") == [(0,)]
 
 
@@ -269,13 +293,17 @@ def test_a_graph_of_messages_is_a_trajectory_a_leaf(tmp_path: Path) -> None:
     }
     path = lines(tmp_path / "train_rollouts.jsonl", [trace, {**trace, "id": "t2", "nodes": trace["nodes"][:2]}])
     with opened(path) as (source, index):
-        found = documents(source, index)
-        assert [(one.run, one.turn, one.response_text) for one in found] == [
+        trajectories = documents(source, index)
+        assert [(trajectory.run, trajectory.turn, trajectory.response_text) for trajectory in trajectories] == [
             (0, 0, "left"),
             (0, 1, "right"),
             (1, 0, "left"),
         ]
-        assert {one.gid for one in found} == {"8/maze:4"} and found[0].reward == 2.0 and found[0].tokenized == "words"
+        assert (
+            {trajectory.gid for trajectory in trajectories} == {"8/maze:4"}
+            and trajectories[0].reward == 2.0
+            and trajectories[0].tokenized == "words"
+        )
     looped = {**trace, "nodes": [node(1, "user", "go"), node(0, "assistant", "x", True)]}
     with opened(lines(tmp_path / "loop" / "traces.jsonl", [trace, looped])) as (source, index):
         assert source.damaged == 1 and "parent" in source.problems[0]
@@ -283,9 +311,9 @@ def test_a_graph_of_messages_is_a_trajectory_a_leaf(tmp_path: Path) -> None:
 
 def test_messages(tmp_path: Path) -> None:
     with opened(made.messages(tmp_path)) as (source, index):
-        one, other = documents(source, index)
-        assert one.gid == other.gid and (one.run, other.run) == (0, 1) and one.uid.endswith("/run-a d")
-        assert [(s.role, s.kind, s.name) for s in one.segments] == [
+        first, second = documents(source, index)
+        assert first.gid == second.gid and (first.run, second.run) == (0, 1) and first.uid.endswith("/run-a d")
+        assert [(s.role, s.kind, s.name) for s in first.segments] == [
             ("system", "text", ""),
             ("user", "text", ""),
             ("user", "image", ""),
@@ -295,34 +323,38 @@ def test_messages(tmp_path: Path) -> None:
             ("tool", "tool_result", "look"),
             ("assistant", "text", ""),
         ]
-        (picture,) = one.pictures
+        (picture,) = first.pictures
         assert (picture.mime, picture.width, picture.height) == ("image/png", 1, 1)
-        assert picture.token is not None and one.token(picture.token) == "⟨image⟩"
+        assert picture.token is not None and first.token(picture.token) == "⟨image⟩"
         assert picture.sha256 == sha256(made.png()).hexdigest() and source.media(picture.sha256) == (
             made.png(),
             "image/png",
         )
         assert source.media("0" * 64) is None
-        assert any("not fetched" in note for note in one.notes), "another address is never asked"
-        assert '{"name": "look", "arguments": "{not json"}' in one.text
-        assert (one.reward, one.parts, one.kind) == (1.0, {"quality": 0.25}, "multi_turn")
-        assert one.mask.tolist() == [s.role == "assistant" for s in one.segments for _ in range(s.start, s.stop)]
+        assert any("not fetched" in note for note in first.notes), "another address is never asked"
+        assert '{"name": "look", "arguments": "{not json"}' in first.text
+        assert (first.reward, first.parts, first.kind) == (1.0, {"quality": 0.25}, "multi_turn")
+        assert first.mask.tolist() == [s.role == "assistant" for s in first.segments for _ in range(s.start, s.stop)]
 
 
 @pytest.mark.parametrize("maker", [made.inspect, made.inspect_json])
 def test_inspect(maker: Any, tmp_path: Path) -> None:
     with opened(maker(tmp_path)) as (source, index):
-        found = rows(index, "task, run")
-        assert [(row["task"], row["run"], row["reward"]) for row in found] == [
+        listed = rows(index, "task, run")
+        assert [(row["task"], row["run"], row["reward"]) for row in listed] == [
             ("picture", 0, 1.0),
             ("picture", 1, 0.0),
             ("sum", 0, 1.0),
             ("sum", 1, 0.0),
         ]
-        one, wrong = source.trajectories([found[0]["uid"], found[1]["uid"]])
-        assert one.parts == {"match": 1.0, "graded.right": 1.0, "graded.short": 0.5}
-        assert "the first score, 'match'" in one.notes[0] and one.label == "5" and one.info["model"] == "mockllm/model"
-        assert [(s.role, s.kind, s.name) for s in one.segments] == [
+        right, wrong = source.trajectories([listed[0]["uid"], listed[1]["uid"]])
+        assert right.parts == {"match": 1.0, "graded.right": 1.0, "graded.short": 0.5}
+        assert (
+            "the first score, 'match'" in right.notes[0]
+            and right.label == "5"
+            and right.info["model"] == "mockllm/model"
+        )
+        assert [(s.role, s.kind, s.name) for s in right.segments] == [
             ("system", "text", ""),
             ("user", "text", ""),
             ("user", "image", ""),
@@ -331,7 +363,7 @@ def test_inspect(maker: Any, tmp_path: Path) -> None:
             ("tool", "tool_result", "add"),
             ("assistant", "text", ""),
         ]
-        (picture,) = one.pictures
+        (picture,) = right.pictures
         content = source.media(picture.sha256)
         assert content is not None and content[0].startswith(b"\x89PNG"), "an attachment is put back"
         assert wrong.response_text is not None and wrong.response_text.endswith(EVIL)
@@ -349,25 +381,31 @@ def test_a_folder_of_logs_is_a_run_of_steps(tmp_path: Path) -> None:
 
 def test_lightrft_entropies_are_on_their_tokens(tmp_path: Path) -> None:
     with opened(made.lightrft(tmp_path / "run")) as (source, index):
-        found = documents(source, index)
-        assert [one.step for one in found] == [20, 20, 100, 100] and len({one.gid for one in found}) == 2
-        one = found[0]
-        assert one.text == "".join(made.TOKENS), "the last token is found in the whole text, padding is not shown"
-        shown = [one.token(i) for i in range(one.prompt_tokens, len(one.ends))]
+        trajectories = documents(source, index)
+        assert [trajectory.step for trajectory in trajectories] == [20, 20, 100, 100] and len(
+            {trajectory.gid for trajectory in trajectories}
+        ) == 2
+        trajectory = trajectories[0]
+        assert trajectory.text == "".join(made.TOKENS), (
+            "the last token is found in the whole text, padding is not shown"
+        )
+        shown = [trajectory.token(i) for i in range(trajectory.prompt_tokens, len(trajectory.ends))]
         assert shown == made.TOKENS[5:]
-        wanted = [e if e in (2.0, 1.5) else np.nan for e in made.ENTROPIES]
-        np.testing.assert_allclose(one.arrays["entropy"][one.prompt_tokens :], wanted)
-        assert np.isnan(one.arrays["entropy"][: one.prompt_tokens]).all()
-        np.testing.assert_allclose(one.arrays["logprob"][one.prompt_tokens :], [-0.1, -0.2, -0.3, -0.4, -0.5])
-        assert one.advantage == 0.5 and "return" not in one.arrays
+        expected = [e if e in (2.0, 1.5) else np.nan for e in made.ENTROPIES]
+        np.testing.assert_allclose(trajectory.arrays["entropy"][trajectory.prompt_tokens :], expected)
+        assert np.isnan(trajectory.arrays["entropy"][: trajectory.prompt_tokens]).all()
+        np.testing.assert_allclose(
+            trajectory.arrays["logprob"][trajectory.prompt_tokens :], [-0.1, -0.2, -0.3, -0.4, -0.5]
+        )
+        assert trajectory.advantage == 0.5 and "return" not in trajectory.arrays
         assert index.query("SELECT DISTINCT nans, entropy FROM samples") == [(0, None)], (
             "of some tokens there is no mean"
         )
-        notes = " ".join(one.notes)
+        notes = " ".join(trajectory.notes)
         for words in ("one token early (corrected)", "return omitted: only one number", "policy_entropy omitted"):
             assert words in notes
-        assert (one.reward, one.parts, one.label) == (1.0, {"accuracy": 1.0}, "5")
-        assert [source.media(picture.sha256) for picture in one.pictures] == [(made.png(7), "image/png")]
+        assert (trajectory.reward, trajectory.parts, trajectory.label) == (1.0, {"accuracy": 1.0}, "5")
+        assert [source.media(picture.sha256) for picture in trajectory.pictures] == [(made.png(7), "image/png")]
 
 
 @pytest.mark.parametrize(
@@ -388,14 +426,14 @@ def test_lightrft_shows_only_what_is_aligned(
     path = tmp_path / "trajectories_step_1.json"
     path.write_text(json.dumps([{name: value for name, value in row.items() if value is not None}]))
     with opened(path) as (source, index):
-        (one,) = documents(source, index)
-        check(one)
-        assert note in " ".join(one.notes) and set(one.arrays) & {"entropy", "logprob"} == lenses & {
+        (trajectory,) = documents(source, index)
+        check(trajectory)
+        assert note in " ".join(trajectory.notes) and set(trajectory.arrays) & {"entropy", "logprob"} == lenses & {
             "entropy",
             "logprob",
         }
         if "advantages" in change:
-            assert "advantage" not in one.arrays
+            assert "advantage" not in trajectory.arrays
 
 
 def test_what_the_saver_wrote(tmp_path: Path) -> None:
@@ -404,7 +442,7 @@ def test_what_the_saver_wrote(tmp_path: Path) -> None:
         words(t, add_special_tokens=False)["input_ids"] for t in ("what is two ?", "the answer is five")
     )
     count = len(response)
-    given = [
+    records = [
         Experience(
             eid={"batch": 4, "task": f"q{i // 2}", "run": i % 2, "suffix": f"s{i}"},
             tokens=[*prompt, *response],
@@ -420,46 +458,58 @@ def test_what_the_saver_wrote(tmp_path: Path) -> None:
         for i in range(4)
     ]
     saver = TrajectorySaver(str(tmp_path), words, mark_high_entropy_tokens=True)
-    assert saver.save_trajectories(given, 12)[0]
+    assert saver.save_trajectories(records, 12)[0]
     with opened(tmp_path) as (source, index):
         assert source.kind == "rollbook-json"
-        found = documents(source, index)
-        assert [one.uid for one in found] == [row.eid.uid for row in given] and {one.step for one in found} == {12}
-        assert [one.gid for one in found] == ["4/q0", "4/q0", "4/q1", "4/q1"]
-        one = found[1]
-        assert one.tokenized == "exact" and one.ids is not None and one.ids.tolist() == [*prompt, *response]
-        assert one.text == words.decode([*prompt, *response]) and one.prompt_tokens == len(prompt)
-        np.testing.assert_allclose(one.arrays["entropy"][len(prompt) :], [0.1 * k for k in range(count)], rtol=1e-5)
-        np.testing.assert_allclose(one.arrays["mismatch"][len(prompt) :], -0.1, rtol=1e-5)
-        assert one.reward == 1.0 and one.parts == {"acc": 1.0} and one.kept
-        assert one.pictures and source.media(one.pictures[0].sha256) is not None
+        trajectories = documents(source, index)
+        assert [trajectory.uid for trajectory in trajectories] == [row.eid.uid for row in records] and {
+            trajectory.step for trajectory in trajectories
+        } == {12}
+        assert [trajectory.gid for trajectory in trajectories] == ["4/q0", "4/q0", "4/q1", "4/q1"]
+        trajectory = trajectories[1]
+        assert (
+            trajectory.tokenized == "exact"
+            and trajectory.ids is not None
+            and trajectory.ids.tolist() == [*prompt, *response]
+        )
+        assert trajectory.text == words.decode([*prompt, *response]) and trajectory.prompt_tokens == len(prompt)
+        np.testing.assert_allclose(
+            trajectory.arrays["entropy"][len(prompt) :], [0.1 * k for k in range(count)], rtol=1e-5
+        )
+        np.testing.assert_allclose(trajectory.arrays["mismatch"][len(prompt) :], -0.1, rtol=1e-5)
+        assert trajectory.reward == 1.0 and trajectory.parts == {"acc": 1.0} and trajectory.kept
+        assert trajectory.pictures and source.media(trajectory.pictures[0].sha256) is not None
         # Saved again: what was there is replaced.
-        saver.save_trajectories(given[2:], 12)
+        saver.save_trajectories(records[2:], 12)
         assert source.refresh(index) == {12}
-        assert [row["uid"] for row in rows(index)] == [row.eid.uid for row in given[2:]]
+        assert [row["uid"] for row in rows(index)] == [row.eid.uid for row in records[2:]]
         assert len(documents(source, index)) == 2
 
 
 @pytest.mark.parametrize("name", ["parquet", "jsonl", "frames", "hf", "trxp"])
 def test_own_exports_keep_every_number(name: str, tmp_path: Path) -> None:
-    given = made.records()
+    records = made.records()
     with opened(MAKERS[name][1](tmp_path)) as (source, index):
-        found = documents(source, index)
-        assert [one.uid for one in found] == [row.eid.uid for row in given]
-        for one, row in zip(found, given, strict=True):
-            assert one.ids is not None and one.ids.tolist() == row.tokens.tolist()
-            assert (one.reward, one.prompt_text, one.response_text) == (row.reward, row.prompt_text, row.response_text)
-            assert row.logprobs is not None and one.versions is not None
-            np.testing.assert_array_equal(one.arrays["logprob"][2:], row.logprobs.numpy())
-            np.testing.assert_allclose(one.arrays["mismatch"][2:], [0, -0.05, 0], atol=1e-6)
-            assert one.versions.tolist() == [-1, -1, 3, 3, 3] and one.parts == {"acc": row.reward}
-        assert found[1].info["note"] == EVIL and json_safe(found[1].info["odd"]) == [1, [0, 1, 2]]
+        trajectories = documents(source, index)
+        assert [trajectory.uid for trajectory in trajectories] == [row.eid.uid for row in records]
+        for trajectory, row in zip(trajectories, records, strict=True):
+            assert trajectory.ids is not None and trajectory.ids.tolist() == row.tokens.tolist()
+            assert (trajectory.reward, trajectory.prompt_text, trajectory.response_text) == (
+                row.reward,
+                row.prompt_text,
+                row.response_text,
+            )
+            assert row.logprobs is not None and trajectory.versions is not None
+            np.testing.assert_array_equal(trajectory.arrays["logprob"][2:], row.logprobs.numpy())
+            np.testing.assert_allclose(trajectory.arrays["mismatch"][2:], [0, -0.05, 0], atol=1e-6)
+            assert trajectory.versions.tolist() == [-1, -1, 3, 3, 3] and trajectory.parts == {"acc": row.reward}
+        assert trajectories[1].info["note"] == EVIL and json_safe(trajectories[1].info["odd"]) == [1, [0, 1, 2]]
 
 
 def test_trinity_databases(tmp_path: Path) -> None:
     with opened(made.trinity(tmp_path)) as (_, index):
-        found = rows(index)
-        assert [(row["gid"], row["run"], row["reward"]) for row in found[:3]] == [
+        listed = rows(index)
+        assert [(row["gid"], row["run"], row["reward"]) for row in listed[:3]] == [
             ("3/0", 0, 0.0),
             ("3/0", 1, 1.0),
             ("3/1", 0, None),
@@ -551,23 +601,23 @@ def test_however_a_file_grows_it_is_read_once(texts: list[str], cuts: list[int])
     import tempfile
 
     rows_ = [{"input": f"{i} {text}", "output": text, "score": float(i), "step": i} for i, text in enumerate(texts)]
-    whole = b"".join(json.dumps(row, ensure_ascii=i % 2 == 0).encode() + b"\n" for i, row in enumerate(rows_))
+    content = b"".join(json.dumps(row, ensure_ascii=i % 2 == 0).encode() + b"\n" for i, row in enumerate(rows_))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.jsonl")
-        path.write_bytes(whole)
+        path.write_bytes(content)
         with opened(path) as (source, index):
-            wanted = rows(index)
-        first = whole.index(b"\n") + 1
-        path.write_bytes(whole[:first])
+            expected = rows(index)
+        first = content.index(b"\n") + 1
+        path.write_bytes(content[:first])
         with opened(path) as (source, index):
             at = first
-            for cut in [*cuts, len(whole)]:
+            for size in [*cuts, len(content)]:
                 with path.open("ab") as file:
-                    file.write(whole[at : at + cut])
-                at = min(at + cut, len(whole))
+                    file.write(content[at : at + size])
+                at = min(at + size, len(content))
                 source.refresh(index)
                 assert source.damaged == 0
-            assert rows(index) == wanted
+            assert rows(index) == expected
 
 
 # --- hostile ----------------------------------------------------------------------------------------------------------
@@ -577,15 +627,19 @@ def test_however_a_file_grows_it_is_read_once(texts: list[str], cuts: list[int])
 def test_files_that_are_cut_short(name: str, tmp_path: Path) -> None:
     """Whatever is missing, the rest is shown or the file is refused with a reason."""
     path = MAKERS[name][1](tmp_path)
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    file = next(each for each in files if each.suffix not in (".png", ".bin") and each.name != "metadata.json")
+    files = sorted(candidate for candidate in path.rglob("*") if candidate.is_file()) if path.is_dir() else [path]
+    file = next(
+        candidate
+        for candidate in files
+        if candidate.suffix not in (".png", ".bin") and candidate.name != "metadata.json"
+    )
     content = file.read_bytes()
     for share in (0.02, 0.3, 0.6, 0.9, 0.999):
         file.write_bytes(content[: int(len(content) * share)])
         try:
             with opened(path) as (source, index):
-                for one in documents(source, index):
-                    check(one)
+                for trajectory in documents(source, index):
+                    check(trajectory)
         except (UnknownFormatError, ValueError) as error:
             assert str(error)
 
@@ -621,11 +675,15 @@ def test_values_of_other_types(name: str, tmp_path: Path) -> None:
     if name != "lightrft":
         folder.mkdir()
     path = MAKERS[name][1](folder)
-    file = next(each for each in sorted(path.rglob("*.json*")) if each.name not in OTHERS) if path.is_dir() else path
+    file = (
+        next(candidate for candidate in sorted(path.rglob("*.json*")) if candidate.name not in OTHERS)
+        if path.is_dir()
+        else path
+    )
     text = file.read_text()
     good = json.loads(text)[0] if text.startswith("[") else json.loads(text.splitlines()[0])
     changed = [{**good, key: value} for key in good for value in STRANGE]
-    inner = next((each for each in ("traces", "messages", "completion") if isinstance(good.get(each), list)), None)
+    inner = next((key for key in ("traces", "messages", "completion") if isinstance(good.get(key), list)), None)
     if inner:
         first = good[inner][0]
         changed += [{**good, inner: [{**first, key: value}]} for key in first for value in STRANGE]
@@ -645,11 +703,11 @@ def test_values_of_other_types(name: str, tmp_path: Path) -> None:
         target = lines(target.with_name("3.jsonl"), [])
         target.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in all_rows))
     with opened(target) as (source, index):
-        found = documents(source, index)
-        for one in found:
-            check(one)
-        assert len(found) + source.damaged >= len(all_rows) and len(found) > len(all_rows) // 4
-        assert found[0].text == found[-1].text
+        trajectories = documents(source, index)
+        for trajectory in trajectories:
+            check(trajectory)
+        assert len(trajectories) + source.damaged >= len(all_rows) and len(trajectories) > len(all_rows) // 4
+        assert trajectories[0].text == trajectories[-1].text
 
 
 def test_damage_is_counted_and_said(tmp_path: Path) -> None:
@@ -693,8 +751,8 @@ def test_compressed_lines(suffix: str, tmp_path: Path, monkeypatch: pytest.Monke
         spools = source._spools
         assert spools is not None and os.path.isdir(spools)
     assert not os.path.exists(spools), "what was unpacked is removed"
-    whole = packed(text * 100)
-    path.write_bytes(whole[: len(whole) - 5])
+    compressed = packed(text * 100)
+    path.write_bytes(compressed[: len(compressed) - 5])
     try:
         with opened(path) as (source, index):
             assert len(rows(index)) <= 500
@@ -716,14 +774,14 @@ def test_archives_that_are_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         archive.writestr("samples/good.json", json.dumps({"id": 1, "epoch": 1, "input": "hi", "target": "x"}))
     with opened(path) as (source, index):
         assert len(rows(index)) == 1 and source.damaged == 1 and "over the limit" in source.problems[0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["x.eval"], "nothing is unpacked to the disk"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["x.eval"], "nothing is unpacked to the disk"
 
 
 def test_a_member_that_lies_about_its_size(tmp_path: Path) -> None:
     path = made.inspect(tmp_path)
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
-        info = next(each for each in archive.infolist() if each.filename.startswith("samples/"))
+        info = next(member for member in archive.infolist() if member.filename.startswith("samples/"))
     at = info.header_offset + 30 + len(info.filename) + len(info.extra)
     content[at + 200 : at + 220] = bytes(20)
     path.write_bytes(content)
@@ -762,8 +820,8 @@ def test_links_and_names_that_leave_the_folder(tmp_path: Path) -> None:
     row = made.lightrft_row(1, 1.0, image_paths=names)
     (run / "trajectories_step_1.json").write_text(json.dumps([row]))
     with opened(run) as (source, index):
-        (one,) = documents(source, index)
-        assert not one.pictures and source.media(sha256(made.png(9)).hexdigest()) is None
+        (trajectory,) = documents(source, index)
+        assert not trajectory.pictures and source.media(sha256(made.png(9)).hexdigest()) is None
     lines(tmp_path / "2.jsonl", [{"input": "a", "output": "b", "score": 1.0}])
     (run / "2.jsonl").symlink_to(tmp_path / "2.jsonl")
     with opened(run) as (source, index):
@@ -786,11 +844,11 @@ def test_pictures_that_are_something_else(tmp_path: Path) -> None:
         "ftp://example.com/x.png",
         "x" * 300,
     ]
-    content = [{"type": "image_url", "image_url": {"url": each}} for each in urls]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     path = lines(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": content}]}])
     with opened(path) as (source, index):
-        (one,) = documents(source, index)
-        assert not one.pictures and len(one.notes) == len(urls)
+        (trajectory,) = documents(source, index)
+        assert not trajectory.pictures and len(trajectory.notes) == len(urls)
 
 
 @pytest.mark.parametrize(
@@ -811,11 +869,11 @@ def test_pictures_that_are_something_else(tmp_path: Path) -> None:
 def test_what_is_unknown_is_refused_with_what_was_found(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    for each in (path, tmp_path):
-        if path.suffix == ".txt" and each is tmp_path:
+    for place in (path, tmp_path):
+        if path.suffix == ".txt" and place is tmp_path:
             continue
         with pytest.raises(UnknownFormatError) as error:
-            recognize(each)
+            recognize(place)
         assert words in str(error.value) and all(family in str(error.value) for family in FORMATS)
 
 
@@ -849,7 +907,9 @@ def test_elements_are_where_they_are(values: list[Any], indent: int | None, asci
     if b"\xed" in text:
         return
     spans = list(file_stores.find_elements(text, len(before)))
-    assert [json.loads(text[a:b]) for a, b in spans] == [each for each in values if isinstance(each, (list, dict))]
+    assert [json.loads(text[a:b]) for a, b in spans] == [
+        element for element in values if isinstance(element, (list, dict))
+    ]
 
 
 def test_steps_in_names() -> None:

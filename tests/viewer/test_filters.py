@@ -28,14 +28,14 @@ STATES = {"length": "truncated", "abort": "aborted"}
 
 @pytest.fixture(scope="module")
 def index() -> Iterator[Index]:
-    with Index() as made:
+    with Index() as filled:
         for n, row in enumerate(ROWS):
             status = STATES.get(row["finish_reason"], "finished")
             scored = int(row["reward"] is not None)
             fixed = {"n": n, "uid": str(n), "gid": "g", "step": 3, "status": status, "scored": scored}
-            made.put([{**fixed, **row, "parts": json.dumps(row["parts"])}])
-        made.update_summaries()
-        yield made
+            filled.put([{**fixed, **row, "parts": json.dumps(row["parts"])}])
+        filled.update_summaries()
+        yield filled
 
 
 def chosen(index: Index, text: str, parts: tuple[str, ...] = ("acc", "fmt")) -> list[int]:
@@ -168,13 +168,13 @@ def _holds(value: Any, sign: str, other: float) -> bool:
 
 
 def _both(pair: tuple[tuple[str, Test], tuple[str, Test]]) -> tuple[str, Test]:
-    (one, first), (other, second) = pair
-    return f"({one} and {other})", lambda row: first(row) and second(row)
+    (left, first), (right, second) = pair
+    return f"({left} and {right})", lambda row: first(row) and second(row)
 
 
 def _either(pair: tuple[tuple[str, Test], tuple[str, Test]]) -> tuple[str, Test]:
-    (one, first), (other, second) = pair
-    return f"({one} or {other})", lambda row: first(row) or second(row)
+    (left, first), (right, second) = pair
+    return f"({left} or {right})", lambda row: first(row) or second(row)
 
 
 def _not(inner: tuple[str, Test]) -> tuple[str, Test]:
@@ -190,8 +190,8 @@ FILTERS = st.recursive(
 
 
 @given(FILTERS)
-def test_any_filter_is_true_of_the_rows_it_should_be(index: Index, made: tuple[str, Test]) -> None:
-    text, test = made
+def test_any_filter_is_true_of_the_rows_it_should_be(index: Index, case: tuple[str, Test]) -> None:
+    text, test = case
     assert chosen(index, text) == [n for n, row in enumerate(ROWS) if test(row)]
 
 
@@ -244,10 +244,10 @@ def test_garbage_is_a_value_error_or_a_harmless_condition(index: Index, text: st
     # What was typed is in the values alone.
     assert condition.sql.count("?") == len(condition.values)
     try:
-        found = index.query(f"SELECT COUNT(*) FROM samples WHERE {condition.sql}", condition.values)[0][0]
+        count = index.query(f"SELECT COUNT(*) FROM samples WHERE {condition.sql}", condition.values)[0][0]
     except UnicodeEncodeError:  # of a lone surrogate, a ValueError too
         return
-    assert 0 <= found <= len(ROWS)
+    assert 0 <= count <= len(ROWS)
 
 
 # --- order ----------------------------------------------------------------------------------------------------------

@@ -232,9 +232,9 @@ def test_point_4_the_cookie_is_kept_from_scripts_and_sites_and_two_viewers_have_
 
 
 def test_point_4_tokens_have_128_bits_and_are_compared_in_constant_time() -> None:
-    made = {create_token() for _ in range(100)}
-    assert len(made) == 100 and {len(token) for token in made} == {22}  # 22 letters of 6 bits
-    assert all(check_token(token) == token for token in made)
+    tokens = {create_token() for _ in range(100)}
+    assert len(tokens) == 100 and {len(token) for token in tokens} == {22}  # 22 letters of 6 bits
+    assert all(check_token(token) == token for token in tokens)
     for bad in ("", "short", "x" * 15, "x" * 257, "with space in the token", "slash/in/the/token/", "nül" * 8):
         with pytest.raises(ValueError, match="token: got"):
             check_token(bad)

@@ -68,12 +68,12 @@ class Page(HTMLParser):
 
     def __init__(self, content: bytes) -> None:
         super().__init__(convert_charrefs=True)
-        self.found: list[tuple[str, dict[str, str | None], str]] = []
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
         self.inside = False
         self.feed(content.decode())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs), ""))
+        self.elements.append((tag, dict(attrs), ""))
         self.inside = True
 
     def handle_endtag(self, tag: str) -> None:
@@ -81,12 +81,12 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.inside:
-            tag, attributes, text = self.found.pop()
-            self.found.append((tag, attributes, text + data))
+            tag, attributes, text = self.elements.pop()
+            self.elements.append((tag, attributes, text + data))
 
 
 def payload(content: bytes) -> dict[str, Any]:
-    packed = next(text for tag, given, text in Page(content).found if given.get("id") == "bundle")
+    packed = next(text for tag, attributes, text in Page(content).elements if attributes.get("id") == "bundle")
     return dict(json.loads(gzip.decompress(base64.b64decode(packed, validate=True)), parse_constant=_refuse))
 
 
@@ -100,92 +100,104 @@ def frames(content: bytes) -> list[dict[str, Any]]:
 
 def everything(content: bytes) -> str:
     """All text of a file: what is packed, unpacked."""
-    held = payload(content)
-    shown = [json.dumps({**held, "frame": ""}, ensure_ascii=False)]
-    for one in frames(content):
+    bundle = payload(content)
+    shown = [json.dumps({**bundle, "frame": ""}, ensure_ascii=False)]
+    for frame in frames(content):
         shown += [
-            one["text"],
-            json.dumps({k: v for k, v in one.items() if isinstance(v, (str, list, dict))}, default=str),
+            frame["text"],
+            json.dumps({k: v for k, v in frame.items() if isinstance(v, (str, list, dict))}, default=str),
         ]
     return re.sub(r'id="bundle">[^<]*', "", content.decode()) + "\n".join(shown)
 
 
 def test_a_sample_a_group_and_a_query_open_where_they_should(run: Run, rows: list[dict[str, Any]]) -> None:
     uid, gid = rows[0]["uid"], rows[0]["gid"]
-    one = export_html(*run, uids=[uid])
-    held = payload(one.content)
-    assert held["start"] == "#/t/" + uid.replace("/", "%2F") and [each["uid"] for each in frames(one.content)] == [uid]
-    assert (one.trajectories, one.redactions, one.size) == (1, 0, len(one.content))
+    single = export_html(*run, uids=[uid])
+    bundle = payload(single.content)
+    assert bundle["start"] == "#/t/" + uid.replace("/", "%2F") and [
+        frame["uid"] for frame in frames(single.content)
+    ] == [uid]
+    assert (single.trajectories, single.redactions, single.size) == (1, 0, len(single.content))
     group = export_html(*run, gid=gid)
-    held = payload(group.content)
-    assert held["start"] == "#/group/" + gid.replace("/", "%2F") and group.trajectories == 8
-    assert [row["uid"] for row in held["responses"][response_key("/api/group", gid=gid)]["rows"]] == [
-        each["uid"] for each in frames(group.content)
+    bundle = payload(group.content)
+    assert bundle["start"] == "#/group/" + gid.replace("/", "%2F") and group.trajectories == 8
+    assert [row["uid"] for row in bundle["responses"][response_key("/api/group", gid=gid)]["rows"]] == [
+        frame["uid"] for frame in frames(group.content)
     ]
-    found = export_html(*run, filter="step = 3 and reward > 0.5")
-    held = payload(found.content)
+    queried = export_html(*run, filter="step = 3 and reward > 0.5")
+    bundle = payload(queried.content)
     expected = [row["uid"] for row in run[1].list(view="samples", filter="step = 3 and reward > 0.5")["rows"]]
-    assert held["start"] == "#/samples" and [each["uid"] for each in frames(found.content)] == expected
-    assert [row["uid"] for row in held["responses"]["/api/list?view=samples"]["rows"]] == expected
-    assert {row["gid"] for row in held["responses"]["/api/list?view=groups"]["rows"]} == {
-        each["gid"] for each in frames(found.content)
+    assert bundle["start"] == "#/samples" and [frame["uid"] for frame in frames(queried.content)] == expected
+    assert [row["uid"] for row in bundle["responses"]["/api/list?view=samples"]["rows"]] == expected
+    assert {row["gid"] for row in bundle["responses"]["/api/list?view=groups"]["rows"]} == {
+        frame["gid"] for frame in frames(queried.content)
     }
 
 
 def test_what_the_pages_of_it_ask_is_in_it_and_speaks_of_nothing_else(run: Run, rows: list[dict[str, Any]]) -> None:
     gid = rows[0]["gid"]
-    held = payload(export_html(*run, gid=gid).content)["responses"]
-    uids = [row["uid"] for row in held[response_key("/api/group", gid=gid)]["rows"]]
+    responses = payload(export_html(*run, gid=gid).content)["responses"]
+    uids = [row["uid"] for row in responses[response_key("/api/group", gid=gid)]["rows"]]
     for uid in uids:
-        near = held[response_key("/api/neighbors", uid=uid)]
-        assert near["row"]["uid"] == uid
-        assert {near[name] for name in ("previous", "next", "previous_group", "next_group")} <= {*uids, None}
-        assert held[response_key("/api/record", uid=uid)]["uid"] == uid
-    told = held["/api/run"]
-    assert told["live"] is False and not any(told["features"].values()) and told["lenses"] and told["columns"]
-    assert not any("/api/history" in key for key in held), "who trained on it, and where, stays at home"
+        neighbors = responses[response_key("/api/neighbors", uid=uid)]
+        assert neighbors["row"]["uid"] == uid
+        assert {neighbors[name] for name in ("previous", "next", "previous_group", "next_group")} <= {*uids, None}
+        assert responses[response_key("/api/record", uid=uid)]["uid"] == uid
+    run_answer = responses["/api/run"]
+    assert (
+        run_answer["live"] is False
+        and not any(run_answer["features"].values())
+        and run_answer["lenses"]
+        and run_answer["columns"]
+    )
+    assert not any("/api/history" in key for key in responses), "who trained on it, and where, stays at home"
 
 
 def test_values_are_the_records_in_half_precision(run: Run, rows: list[dict[str, Any]]) -> None:
-    (whole,) = run[0].trajectories([rows[0]["uid"]])
-    (one,) = frames(export_html(*run, uids=[rows[0]["uid"]]).content)
-    assert one["text"] == whole.text and one["ids"].tolist() == whole.ids.tolist()
-    assert set(one["arrays"]) == set(whole.arrays)
-    for name, array in whole.arrays.items():
-        assert np.allclose(one["arrays"][name], array, rtol=1e-3, atol=1e-4, equal_nan=True), name
-    (few,) = frames(export_html(*run, uids=[rows[0]["uid"]], fields=["entropy", "logprob"]).content)
-    assert set(few["arrays"]) == {"entropy", "logprob"}
+    (trajectory,) = run[0].trajectories([rows[0]["uid"]])
+    (frame,) = frames(export_html(*run, uids=[rows[0]["uid"]]).content)
+    assert frame["text"] == trajectory.text and frame["ids"].tolist() == trajectory.ids.tolist()
+    assert set(frame["arrays"]) == set(trajectory.arrays)
+    for name, array in trajectory.arrays.items():
+        assert np.allclose(frame["arrays"][name], array, rtol=1e-3, atol=1e-4, equal_nan=True), name
+    (two_lenses,) = frames(export_html(*run, uids=[rows[0]["uid"]], fields=["entropy", "logprob"]).content)
+    assert set(two_lenses["arrays"]) == {"entropy", "logprob"}
 
 
 def test_point_11_the_policy_comes_first_and_lets_only_this_script_run(run: Run, rows: list[dict[str, Any]]) -> None:
-    found = Page(export_html(*run, uids=[rows[0]["uid"]]).content).found
-    tags = [tag for tag, _, _ in found]
+    elements = Page(export_html(*run, uids=[rows[0]["uid"]]).content).elements
+    tags = [tag for tag, _, _ in elements]
     assert tags[:3] == ["html", "head", "meta"]
-    assert found[2][1]["http-equiv"] == "Content-Security-Policy"
-    policy = dict(part.strip().split(" ", 1) for part in str(found[2][1]["content"]).split(";"))
+    assert elements[2][1]["http-equiv"] == "Content-Security-Policy"
+    policy = dict(part.strip().split(" ", 1) for part in str(elements[2][1]["content"]).split(";"))
     assert policy["default-src"] == "'none'" and policy["img-src"] == "data: blob:"
     assert policy["base-uri"] == policy["form-action"] == "'none'"
     assert "connect-src" not in policy and "'unsafe-inline'" not in str(policy)
-    scripts = [(given, text) for tag, given, text in found if tag == "script"]
-    assert [given.get("type") for given, _ in scripts] == ["application/octet-stream", "module"]
-    for source, texts in [("script-src", [scripts[1][1]]), ("style-src", [t for tag, _, t in found if tag == "style"])]:
+    scripts = [(attributes, text) for tag, attributes, text in elements if tag == "script"]
+    assert [attributes.get("type") for attributes, _ in scripts] == ["application/octet-stream", "module"]
+    for source, texts in [
+        ("script-src", [scripts[1][1]]),
+        ("style-src", [t for tag, _, t in elements if tag == "style"]),
+    ]:
         hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
         assert policy[source].split() == hashes
-    assert ("robots", "noindex") in [(given.get("name"), given.get("content")) for _, given, _ in found]
-    assert not any(name in given for _, given, _ in found for name in ("src", "href", "onload", "action"))
+    assert ("robots", "noindex") in [
+        (attributes.get("name"), attributes.get("content")) for _, attributes, _ in elements
+    ]
+    assert not any(name in attributes for _, attributes, _ in elements for name in ("src", "href", "onload", "action"))
     assert set(tags) <= {"html", "head", "meta", "title", "style", "body", "noscript", "script"}
 
 
 def test_point_1_no_text_of_a_record_can_end_its_element(run: Run, rows: list[dict[str, Any]]) -> None:
     hostile = next(row for row in rows if "__pwn" in run[0].trajectories([row["uid"]])[0].text)
     title = '</title><script>window.__pwn=4</script><meta http-equiv="refresh" content="0;url=http://evil.example">'
-    made = export_html(*run, uids=[hostile["uid"]], title=title)
-    found = Page(made.content).found
-    assert len([tag for tag, _, _ in found if tag == "script"]) == 2
-    assert next(text for tag, _, text in found if tag == "title").strip() == title
-    assert b"<script>window.__pwn" not in made.content and b"__pwn=1" not in made.content.partition(b"<script")[0]
-    assert story.HOSTILE[:40] in frames(made.content)[0]["text"], "and nothing of it is lost"
-    packed = next(text for tag, given, text in found if given.get("id") == "bundle")
+    export = export_html(*run, uids=[hostile["uid"]], title=title)
+    elements = Page(export.content).elements
+    assert len([tag for tag, _, _ in elements if tag == "script"]) == 2
+    assert next(text for tag, _, text in elements if tag == "title").strip() == title
+    assert b"<script>window.__pwn" not in export.content and b"__pwn=1" not in export.content.partition(b"<script")[0]
+    assert story.HOSTILE[:40] in frames(export.content)[0]["text"], "and nothing of it is lost"
+    packed = next(text for tag, attributes, text in elements if attributes.get("id") == "bundle")
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
 
 
@@ -193,17 +205,17 @@ def test_point_11_nothing_of_this_machine_is_in_it(run: Run, path: str, rows: li
     content = export_html(*run, gid=rows[0]["gid"]).content
     for word in (str(Path(path).parent), "a-folder-of-this-machine", "ledger.sqlite", str(Path.home())):
         assert word not in everything(content), word
-    held = json.dumps({**payload(content), "frame": "", "media": ""})
-    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", held)
+    bundle = json.dumps({**payload(content), "frame": "", "media": ""})
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", bundle)
     assert not re.search(r"https?://(?!www\.w3\.org)", everything(content))
 
 
 def test_point_11_images_are_inside_or_left_out(run: Run, rows: list[dict[str, Any]]) -> None:
     seen = next(row for row in rows if row["images"])
-    made = export_html(*run, uids=[seen["uid"]])
-    held = payload(made.content)
-    (picture,) = frames(made.content)[0]["pictures"]
-    assert made.images == 1 and held["media"][picture["sha256"]].startswith("data:image/png;base64,iVBOR")
+    export = export_html(*run, uids=[seen["uid"]])
+    bundle = payload(export.content)
+    (picture,) = frames(export.content)[0]["pictures"]
+    assert export.images == 1 and bundle["media"][picture["sha256"]].startswith("data:image/png;base64,iVBOR")
     without = export_html(*run, uids=[seen["uid"]], images=False)
     assert without.images == 0 and payload(without.content)["media"] == {}
     assert "iVBOR" not in everything(without.content)
@@ -216,22 +228,22 @@ def test_point_11_what_is_redacted_is_nowhere_and_keeps_its_place(run: Run, rows
     gid = next(row["gid"] for row in rows if row["images"])
     plain = export_html(*run, gid=gid)
     names = r"(Ana|Bo|Chen|Dara|Eli|Fatou|Gus|Hana|Ivo|Juno) buys"
-    made = export_html(*run, gid=gid, redact=[SECRET, names])
-    assert made.redactions > 0
+    export = export_html(*run, gid=gid, redact=[SECRET, names])
+    assert export.redactions > 0
     assert re.search(SECRET, everything(plain.content)) and re.search(names, everything(plain.content))
-    assert not re.search(SECRET, everything(made.content)) and not re.search(names, everything(made.content))
-    for before, after in zip(frames(plain.content), frames(made.content), strict=True):
+    assert not re.search(SECRET, everything(export.content)) and not re.search(names, everything(export.content))
+    for before, after in zip(frames(plain.content), frames(export.content), strict=True):
         assert after["text"] == re.sub(f"{SECRET}|{names}", lambda match: "█" * len(match[0]), before["text"])
         assert after["ends"].tolist() == before["ends"].tolist()
         assert after["ids"] is None, "ids would tell"
         assert any("redacted" in note for note in after["notes"])
-    held = payload(made.content)
-    assert "█" in held["responses"][response_key("/api/group", gid=gid)]["opening"]
-    for key, answer in held["responses"].items():
+    bundle = payload(export.content)
+    assert "█" in bundle["responses"][response_key("/api/group", gid=gid)]["opening"]
+    for key, answer in bundle["responses"].items():
         if key.startswith("/api/record"):
             assert not isinstance(answer["tokens"], list)
     # Words of ours stay, so that the pages work.
-    assert {segment[0] for one in frames(made.content) for segment in one["segments"]} <= {
+    assert {segment[0] for frame in frames(export.content) for segment in frame["segments"]} <= {
         "system", "user", "assistant", "tool", "text"
     }  # fmt: skip
 
@@ -259,14 +271,14 @@ def test_point_11_a_redaction_reaches_ids_names_and_keys(tmp_path: Path) -> None
     for source, answers in opened(str(tmp_path / "book")):
         gid = answers.list(view="groups")["rows"][0]["gid"]
         assert secret in everything(export_html(source, answers, gid=gid).content)
-        made = export_html(source, answers, gid=gid, redact=r"\bjane@\w+\.\w+", title="two mails")
-        shown = everything(made.content)
+        export = export_html(source, answers, gid=gid, redact=r"\bjane@\w+\.\w+", title="two mails")
+        shown = everything(export.content)
         assert secret not in shown and "jane" not in shown and "example.com" not in shown
-        held = payload(made.content)
+        bundle = payload(export.content)
         # The id has mail%2Fjane, in which no word begins with jane: as it was written, one does.
         masked = gid.replace("%2F", "/").replace(secret, "█" * len(secret))
-        assert held["responses"][response_key("/api/group", gid=masked)]["gid"] == masked
-        assert frames(made.content)[0]["gid"] == masked
+        assert bundle["responses"][response_key("/api/group", gid=masked)]["gid"] == masked
+        assert frames(export.content)[0]["gid"] == masked
         with pytest.raises(ValueError, match="would be equal"):
             export_html(source, answers, gid=gid, redact=".")
 
@@ -295,16 +307,16 @@ def test_point_11_a_redaction_reaches_numbers_and_every_list_of_ids(tmp_path: Pa
     for source, answers in opened(str(tmp_path / "book")):
         (row,) = answers.list(view="samples")["rows"]
         assert "5550199" in everything(export_html(source, answers, uids=[row["uid"]]).content)
-        made = export_html(source, answers, uids=[row["uid"]], redact=r"\d{7}")
-        shown = everything(made.content)
+        export = export_html(source, answers, uids=[row["uid"]], redact=r"\d{7}")
+        shown = everything(export.content)
         assert "5550199" not in shown
-        (one,) = frames(made.content)
-        assert one["info"]["phone"] == "█" * 7 and one["info"]["cents"] == "█" * 7 + ".25"
+        (frame,) = frames(export.content)
+        assert frame["info"]["phone"] == "█" * 7 and frame["info"]["cents"] == "█" * 7 + ".25"
         for name in ("few", "in", "as"):
-            assert "could be token ids" in one["info"][name]
-        assert (one["reward"], one["metrics"]) == (0.25, {"accuracy": 0.5}), "what was measured stays"
+            assert "could be token ids" in frame["info"][name]
+        assert (frame["reward"], frame["metrics"]) == (0.25, {"accuracy": 0.5}), "what was measured stays"
         # The hash of a prompt, with all of it but a few digits, tells the digits to who tries them all.
-        assert row["prompt"] not in shown and re.fullmatch("[a-f]{16}", one["prompt"])
+        assert row["prompt"] not in shown and re.fullmatch("[a-f]{16}", frame["prompt"])
 
 
 def test_point_11_a_redaction_reaches_all_of_a_files_row(tmp_path: Path) -> None:
@@ -313,15 +325,19 @@ def test_point_11_a_redaction_reaches_all_of_a_files_row(tmp_path: Path) -> None
     row = {"input": f"write to {secret}", "output": "done", "score": 1.0, "step": 1}
     (tmp_path / "1.jsonl").write_text(json.dumps({**row, **dict.fromkeys(names, secret), secret: 1}) + "\nbroken {\n")
     for source, answers in opened(str(tmp_path / "1.jsonl")):
-        (kept,) = answers.list(view="samples")["rows"]
-        made = export_html(source, answers, uids=[kept["uid"]], redact="jane@[a-z.]+")
-        shown = everything(made.content)
+        (listed,) = answers.list(view="samples")["rows"]
+        export = export_html(source, answers, uids=[listed["uid"]], redact="jane@[a-z.]+")
+        shown = everything(export.content)
         assert "jane" not in shown and "example.com" not in shown
-        (one,) = frames(made.content)
+        (frame,) = frames(export.content)
         # Its id was made of the hash of what it says.
-        assert kept["uid"].split("/")[-1] not in shown and kept["prompt"] not in shown and one["uid"] != kept["uid"]
-        (start,) = re.findall('#/t/[^"]*', everything(made.content))
-        assert start == "#/t/" + one["uid"].replace("/", "%2F")
+        assert (
+            listed["uid"].split("/")[-1] not in shown
+            and listed["prompt"] not in shown
+            and frame["uid"] != listed["uid"]
+        )
+        (start,) = re.findall('#/t/[^"]*', everything(export.content))
+        assert start == "#/t/" + frame["uid"].replace("/", "%2F")
 
 
 def test_point_11_what_could_not_be_read_is_not_told(tmp_path: Path) -> None:
@@ -332,11 +348,11 @@ def test_point_11_what_could_not_be_read_is_not_told(tmp_path: Path) -> None:
     for source, answers in opened(str(folder)):
         answers.index.set_fact("error", f"BookError: {folder}/ledger.sqlite is damaged")
         assert str(tmp_path) in str(answers.run()["problems"])
-        (kept,) = answers.list(view="samples")["rows"]
-        made = export_html(source, answers, uids=[kept["uid"]])
+        (listed,) = answers.list(view="samples")["rows"]
+        export = export_html(source, answers, uids=[listed["uid"]])
         assert (
-            str(tmp_path) not in everything(made.content)
-            and payload(made.content)["responses"]["/api/run"]["problems"] == []
+            str(tmp_path) not in everything(export.content)
+            and payload(export.content)["responses"]["/api/run"]["problems"] == []
         )
 
 
@@ -367,7 +383,7 @@ def test_point_11_texts_that_cannot_be_searched_are_not_exported_as_redacted(tmp
 
 def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> None:
     uids = [row["uid"] for row in rows]
-    for options, said in [
+    for options, message in [
         ({}, "expected one of uids, gid and filter"),
         ({"uids": uids[:1], "gid": "x"}, "expected one of uids, gid and filter"),
         ({"uids": []}, "no samples"),
@@ -379,7 +395,7 @@ def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> No
         ({"uids": uids[:1], "theme": "pink"}, "theme"),
         ({"uids": uids[:20], "max_mb": 0.01}, "max_mb: the file of 20 trajectories"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(said)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             export_html(*run, **options)
     with pytest.raises(KeyError, match="nobody"):
         export_html(*run, uids=["nobody"])
@@ -389,21 +405,23 @@ def test_what_cannot_be_made_is_said(run: Run, rows: list[dict[str, Any]]) -> No
 
 def test_it_is_written_whole_or_not_at_all(run: Run, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "out.html"
-    made = write_html(out, *run, uids=[rows[0]["uid"]], theme="dark")
-    assert isinstance(made, ExportResult) and out.read_bytes() == made.content
-    assert Page(made.content).found[0][1]["data-theme"] == "dark"
+    export = write_html(out, *run, uids=[rows[0]["uid"]], theme="dark")
+    assert isinstance(export, ExportResult) and out.read_bytes() == export.content
+    assert Page(export.content).elements[0][1]["data-theme"] == "dark"
     with pytest.raises(ValueError, match="max_mb"):
         write_html(out, *run, uids=[rows[1]["uid"]], max_mb=0.001)
-    assert out.read_bytes() == made.content and list(tmp_path.iterdir()) == [out]
-    assert write_html(out, *run, uids=[rows[0]["uid"]], theme="dark").content == made.content, "the same gives the same"
+    assert out.read_bytes() == export.content and list(tmp_path.iterdir()) == [out]
+    assert write_html(out, *run, uids=[rows[0]["uid"]], theme="dark").content == export.content, (
+        "the same gives the same"
+    )
 
 
 def test_a_notebook_shows_it_in_a_frame_of_its_own(run: Run, rows: list[dict[str, Any]]) -> None:
-    made = export_html(*run, uids=[rows[0]["uid"]])
-    frame = as_iframe(made.content)
-    found = Page(frame.encode()).found
-    assert [tag for tag, _, _ in found] == ["iframe"]
-    assert found[0][1]["sandbox"] == "allow-scripts" and str(found[0][1]["srcdoc"]).encode() == made.content
+    export = export_html(*run, uids=[rows[0]["uid"]])
+    frame = as_iframe(export.content)
+    elements = Page(frame.encode()).elements
+    assert [tag for tag, _, _ in elements] == ["iframe"]
+    assert elements[0][1]["sandbox"] == "allow-scripts" and str(elements[0][1]["srcdoc"]).encode() == export.content
     assert html.unescape(frame).count("<iframe") == 1
 
 
@@ -428,9 +446,9 @@ def test_sixteen_long_samples_are_about_a_megabyte(tmp_path: Path) -> None:
             ]
         )
     for source, answers in opened(str(tmp_path / "book")):
-        made = export_html(source, answers, gid="1/1", fields=["entropy", "logprob"])
-        assert made.trajectories == 16
-        assert made.size < 1_600_000
+        export = export_html(source, answers, gid="1/1", fields=["entropy", "logprob"])
+        assert export.trajectories == 16
+        assert export.size < 1_600_000
 
 
 def test_the_address_makes_the_same_file(path: str, run: Run, rows: list[dict[str, Any]]) -> None:
@@ -438,10 +456,10 @@ def test_the_address_makes_the_same_file(path: str, run: Run, rows: list[dict[st
         until = time.monotonic() + SECONDS
         while ask(running, "/api/run").json["progress"]["measured"] < len(rows) and time.monotonic() < until:
             time.sleep(0.05)
-        got = post(running, "/api/export", {"gid": rows[0]["gid"], "redact": None, "title": None, "images": True})
-        assert got.status == 200, got.body
-        assert [one["uid"] for one in frames(got.body)] == [
-            one["uid"] for one in frames(export_html(*run, gid=rows[0]["gid"]).content)
+        response = post(running, "/api/export", {"gid": rows[0]["gid"], "redact": None, "title": None, "images": True})
+        assert response.status == 200, response.body
+        assert [frame["uid"] for frame in frames(response.body)] == [
+            frame["uid"] for frame in frames(export_html(*run, gid=rows[0]["gid"]).content)
         ]
         assert post(running, "/api/export", {"gid": rows[0]["gid"], "redact": "("}).status == 400
         assert post(running, "/api/export", {}).status == 400

@@ -19,20 +19,20 @@ from rollbook.inspect.measures import summarize
 from rollbook.inspect.trajectory import Trajectory
 
 
-def row(n: int, **given: Any) -> dict[str, Any]:
+def row(n: int, **columns: Any) -> dict[str, Any]:
     """A row of group 1/7, run n, unless it says otherwise."""
-    return {"n": n, "uid": f"1/7/{n}/0/s", "gid": "1/7", "step": 1, "run": n, **given}
+    return {"n": n, "uid": f"1/7/{n}/0/s", "gid": "1/7", "step": 1, "run": n, **columns}
 
 
-def rewarded(n: int, reward: float, **given: Any) -> dict[str, Any]:
+def rewarded(n: int, reward: float, **columns: Any) -> dict[str, Any]:
     """A row with a reward."""
-    return row(n, reward=reward, scored=1, **given)
+    return row(n, reward=reward, scored=1, **columns)
 
 
 def summary(index: Index, step: int = 1) -> dict[str, Any]:
     """A step's summary as it is kept."""
-    found: dict[str, Any] = json.loads(index.query("SELECT summary FROM steps WHERE step = ?", (step,))[0][0])
-    return found
+    summed: dict[str, Any] = json.loads(index.query("SELECT summary FROM steps WHERE step = ?", (step,))[0][0])
+    return summed
 
 
 def test_a_step_is_summed_up() -> None:
@@ -47,16 +47,16 @@ def test_a_step_is_summed_up() -> None:
         )
         index.put({"n": n, "parts": json.dumps(parts)} for n, parts in ((1, {"a": 1.0, "b": 2.0}), (2, {"a": 0.0})))
         assert index.update_summaries() == {1}
-        found = summary(index)
-        assert (found["n"], found["groups"]) == (4, 1)
-        assert found["reward"] == {"p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "mean": 0.5}
-        assert found["length"]["p50"] == 20  # the run that failed has no length
+        summed = summary(index)
+        assert (summed["n"], summed["groups"]) == (4, 1)
+        assert summed["reward"] == {"p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "mean": 0.5}
+        assert summed["length"]["p50"] == 20  # the run that failed has no length
         shares = ("truncated", "duplicates", "stale", "loops", "errors", "nans")
-        assert [found[name] for name in shares] == [0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
-        assert found["masked"] == pytest.approx(1 - 55 / 70)
-        assert found["parts"] == {"a": 0.5, "b": 2.0}
-        assert found["versions"] == [3, 4]
-        assert (found["entropy"], found["kl"], found["zero_variance"]) == (None, None, 0)
+        assert [summed[name] for name in shares] == [0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
+        assert summed["masked"] == pytest.approx(1 - 55 / 70)
+        assert summed["parts"] == {"a": 0.5, "b": 2.0}
+        assert summed["versions"] == [3, 4]
+        assert (summed["entropy"], summed["kl"], summed["zero_variance"]) == (None, None, 0)
 
 
 def test_zero_variance_needs_two_that_are_all_scored_alike() -> None:
@@ -126,8 +126,8 @@ def test_evaluation_is_summed_up_apart() -> None:
     with Index() as index:
         index.put([rewarded(1, 1.0), rewarded(2, 0.0, uid="e", evaluation=1)])
         index.update_summaries()
-        found = index.query("SELECT evaluation, n, summary FROM steps ORDER BY evaluation")
-        assert [(flag, n, json.loads(text)["reward"]["mean"]) for flag, n, text in found] == [(0, 1, 1.0), (1, 1, 0.0)]
+        summed = index.query("SELECT evaluation, n, summary FROM steps ORDER BY evaluation")
+        assert [(flag, n, json.loads(text)["reward"]["mean"]) for flag, n, text in summed] == [(0, 1, 1.0), (1, 1, 0.0)]
         assert index.query("SELECT gid, evaluation, n FROM groups ORDER BY evaluation") == [
             ("1/7", 0, 1),
             ("1/7", 1, 1),
@@ -151,9 +151,9 @@ def test_numbers_that_are_not_finite_spoil_nothing() -> None:
     with Index() as index:
         index.put([rewarded(1, math.inf), rewarded(2, 1.0, entropy=1e308), rewarded(3, 0.0, entropy=1e308)])
         index.update_summaries()
-        found = summary(index)
-        assert found["reward"]["mean"] == 0.5
-        assert json.loads(json.dumps(found, allow_nan=False)) == found
+        summed = summary(index)
+        assert summed["reward"]["mean"] == 0.5
+        assert json.loads(json.dumps(summed, allow_nan=False)) == summed
 
 
 def test_only_what_changed_is_summed_up_and_the_cursor_says_it() -> None:
@@ -186,7 +186,7 @@ def test_texts_that_sqlite_cannot_keep_are_kept_as_far_as_they_can_be() -> None:
 
 
 def test_documents_are_rows_too() -> None:
-    one = Trajectory(
+    trajectory = Trajectory(
         uid="5/1/0/0/a",
         gid="5/1",
         step=5,
@@ -199,9 +199,9 @@ def test_documents_are_rows_too() -> None:
         tokenized="words",
     )
     with Index() as index:
-        index.add([one])
-        one.reward = 0.0
-        index.add([one])  # the same id: measured anew
+        index.add([trajectory])
+        trajectory.reward = 0.0
+        index.add([trajectory])  # the same id: measured anew
         assert index.query("SELECT n, reward, entropy, closing FROM samples") == [(1, 0.0, 0.5, "4")]
         assert index.update_summaries() == {5}
         assert (index.fact("tokenized"), index.fact("scales")["entropy"]["low"]) == (["words"], 0.0)
@@ -274,8 +274,8 @@ def test_the_file_goes_when_it_is_closed_and_when_the_process_ends() -> None:
     with pytest.raises(ValueError, match="closed"):
         index.query("SELECT 1")
     code = "from rollbook.inspect.index import Index; index = Index(); print(index.path.parent)"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert not Path(made.stdout.strip()).exists()
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert not Path(finished.stdout.strip()).exists()
 
 
 def test_every_column_is_described_once() -> None:

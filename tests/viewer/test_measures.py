@@ -28,8 +28,8 @@ product of the four numbers is near forty-two as well. Both ways agree, which is
 
 def words(text: str) -> np.ndarray[Any, Any]:
     """A text's words as numbers, equal words alike."""
-    known: dict[str, int] = {}
-    return np.array([known.setdefault(word, len(known)) for word in text.split()])
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(word, len(numbers)) for word in text.split()])
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def words(text: str) -> np.ndarray[Any, Any]:
     ],
 )
 def test_a_loop_at_the_end_is_found_with_its_share_and_its_place(ids: list[int], share: float, start: int) -> None:
-    found, at = measures.measure_repetition(np.array(ids))
-    assert (found, at) == (pytest.approx(share), start)
+    repeated, at = measures.measure_repetition(np.array(ids))
+    assert (repeated, at) == (pytest.approx(share), start)
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,18 @@ def test_a_loop_at_the_end_is_found_with_its_share_and_its_place(ids: list[int],
     ],
 )
 def test_text_that_goes_on_is_no_loop(ids: np.ndarray[Any, Any]) -> None:
-    found, at = measures.measure_repetition(ids)
+    repeated, at = measures.measure_repetition(ids)
     assert at is None
-    assert found < 0.1
+    assert repeated < 0.1
 
 
 def test_a_loop_that_ended_and_a_block_that_was_copied_count_by_their_8_grams() -> None:
-    found, at = measures.measure_repetition(np.array([5] * 100 + list(range(10, 60))))
+    repeated, at = measures.measure_repetition(np.array([5] * 100 + list(range(10, 60))))
     assert at is None
-    assert found == pytest.approx(92 / 143)
-    found, at = measures.measure_repetition(np.concatenate([np.arange(100), np.arange(100)]))
+    assert repeated == pytest.approx(92 / 143)
+    repeated, at = measures.measure_repetition(np.concatenate([np.arange(100), np.arange(100)]))
     assert at is None  # two copies are no loop
-    assert found == pytest.approx(93 / 193)
+    assert repeated == pytest.approx(93 / 193)
 
 
 @given(st.lists(st.integers(0, 3), max_size=200))
@@ -112,12 +112,12 @@ def test_the_opening_is_what_the_user_asks() -> None:
 
 
 def test_what_somebody_says_in_a_message_is_not_counted() -> None:
-    said = [
+    messages = [
         {"role": "user", "content": 'an {"role":"assistant"} and a "type":"image_url"'},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}, {"function": {"name": "g"}}]},
         {"role": "tool", "content": "1"},
     ]
-    assert measures.count_messages(json.dumps(said, separators=(",", ":"))) == (1, 2, 0)
+    assert measures.count_messages(json.dumps(messages, separators=(",", ":"))) == (1, 2, 0)
 
 
 def record(run: int, **fields: Any) -> Experience:
@@ -170,13 +170,13 @@ def test_a_row_is_the_same_from_columns_and_from_a_trajectory(tmp_path: Path) ->
             for name in ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "advantages", "values")
             if dice.random() < 0.8
         }
-        said = dice.integers(0, 9, count)
+        response = dice.integers(0, 9, count)
         if run == 4:
-            said[5:] = 7
+            response[5:] = 7
         rows.append(
             record(
                 run,
-                tokens=[1, 2, 3, *said.tolist()],
+                tokens=[1, 2, 3, *response.tolist()],
                 action_mask=np.arange(count) % 11 > 1 if run % 3 else None,
                 policy_versions=dice.integers(2, 5, count).astype(np.int32),
                 reward=float(run) / 4,
@@ -195,9 +195,9 @@ def test_a_row_is_the_same_from_columns_and_from_a_trajectory(tmp_path: Path) ->
     load(source, index)
     documents = Reader(book).trajectories([row.eid.uid for row in rows])
     for row, document in zip(index.rows("SELECT * FROM samples ORDER BY n"), documents, strict=True):
-        made = measures.measure_trajectory(document)
-        made.pop("state")  # the ledger's
-        for name, value in made.items():
+        measured = measures.measure_trajectory(document)
+        measured.pop("state")  # the ledger's
+        for name, value in measured.items():
             if isinstance(value, float):
                 assert row[name] == pytest.approx(value, rel=1e-6), name
             else:

@@ -33,8 +33,8 @@ SAID = {
 def sample(uid: str, **fields: Any) -> Experience:
     """A record with a text under an id."""
     eid = EID.parse(uid)
-    given = {"prompt_text": f"Question {eid.task}: what now?", "response_text": SAID.get(uid, "new")} | fields
-    return Experience(eid=eid, tokens=[1, int(eid.task), 3, eid.run + 4], prompt_length=2, **given)
+    columns = {"prompt_text": f"Question {eid.task}: what now?", "response_text": SAID.get(uid, "new")} | fields
+    return Experience(eid=eid, tokens=[1, int(eid.task), 3, eid.run + 4], prompt_length=2, **columns)
 
 
 class Run:
@@ -47,11 +47,11 @@ class Run:
         load(self.source, self.index)
         self.search = Search(self.source, self.index)
 
-    def uids(self, q: str, mode: str = "phrase", **given: Any) -> list[str]:
+    def uids(self, q: str, mode: str = "phrase", **options: Any) -> list[str]:
         """The ids of responses that match."""
-        found = self.search.search(q, mode, **given)
-        assert found["complete"]
-        return [row["uid"] for row in found["rows"] if row["field"] == "response"]
+        answer = self.search.search(q, mode, **options)
+        assert answer["complete"]
+        return [row["uid"] for row in answer["rows"] if row["field"] == "response"]
 
     def close(self) -> None:
         """End everything."""
@@ -62,16 +62,16 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path)
-    yield made
-    made.close()
+    opened = Run(tmp_path)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="module")
 def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made = Run(tmp_path_factory.mktemp("search"))
-    yield made
-    made.close()
+    opened = Run(tmp_path_factory.mktemp("search"))
+    yield opened
+    opened.close()
 
 
 def test_phrases_are_words_in_a_row(still: Run) -> None:
@@ -101,9 +101,9 @@ def test_snippets_show_what_stands_around(still: Run) -> None:
 
 
 def test_a_prompt_is_found_once_for_each_group(still: Run) -> None:
-    found = still.search.search("question 1")
-    assert found["total"] == 3
-    assert [(row["field"], row["gid"], row["uid"]) for row in found["rows"]] == [
+    answer = still.search.search("question 1")
+    assert answer["total"] == 3
+    assert [(row["field"], row["gid"], row["uid"]) for row in answer["rows"]] == [
         ("prompt", "3/1", "3/1/0/0/s"),
         ("prompt", "2/1", "2/1/0/0/s"),
         ("prompt", "1/1", "1/1/0/0/s"),
@@ -122,8 +122,8 @@ def test_parts_of_words_and_signs(still: Run) -> None:
 def test_regular_expressions(still: Run) -> None:
     assert still.uids(r"\d \+ \d = \d", "regex") == ["1/1/0/0/s"]
     assert still.uids("^[Ll]et", "regex") == ["1/1/1/0/s"]
-    found = still.search.search("me|q*", "regex", limit=1)
-    assert (found["total"], len(found["rows"])) == (3, 1)  # empty matches are none
+    answer = still.search.search("me|q*", "regex", limit=1)
+    assert (answer["total"], len(answer["rows"])) == (3, 1)  # empty matches are none
     with pytest.raises(ValueError, match="expected a regular expression"):
         still.search.search("(", "regex")
 
@@ -137,7 +137,7 @@ def test_a_catastrophic_expression_is_stopped_and_the_next_one_answered(still: R
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"q": ""}, "expected 1 to"),
         ({"q": "x" * 2000}, "expected 1 to"),
@@ -146,9 +146,9 @@ def test_a_catastrophic_expression_is_stopped_and_the_next_one_answered(still: R
         ({"q": "x", "limit": 0}, "limit: got 0"),
     ],
 )
-def test_bad_questions_are_refused(still: Run, given: dict[str, Any], message: str) -> None:
+def test_bad_questions_are_refused(still: Run, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        still.search.search(**given)
+        still.search.search(**options)
 
 
 NASTY = [
@@ -176,14 +176,14 @@ NASTY = [
 @given(st.one_of(st.text(min_size=1, max_size=30), st.lists(st.sampled_from(NASTY), min_size=1).map(" ".join)))
 def test_nothing_typed_becomes_syntax(still: Run, q: str) -> None:
     try:
-        found = still.search.search(q)
+        answer = still.search.search(q)
     except ValueError as error:
         assert str(error).startswith("q: got")
         return
-    for row in found["rows"]:
+    for row in answer["rows"]:
         # Of every phrase that was asked for, the words are there.
         text = SAID[row["uid"]] if row["field"] == "response" else f"Question {row['uid'].split('/')[1]}: what now?"
-        for phrase in split_phrases(q) if found["mode"] == "phrase" else []:
+        for phrase in split_phrases(q) if answer["mode"] == "phrase" else []:
             for word in searching._WORD.findall(phrase):
                 assert word.casefold() in text.casefold()
 
@@ -212,14 +212,14 @@ def test_texts_are_kept_packed_once_a_prompt_and_only_when_somebody_searches(tmp
         source, index = BookSource(book), Index()
         load(source, index)
         assert index.query("SELECT COUNT(*) FROM bodies") == [(0,)]
-        made = Search(source, index)
-        while made.fill():
+        searcher = Search(source, index)
+        while searcher.fill():
             pass
         ((letters,),) = index.query("SELECT SUM(LENGTH(body)) FROM bodies")
-        ((asked,),) = index.query("SELECT SUM(LENGTH(body)) FROM prompt_bodies")
-        assert letters + asked < 0.5 * 17 * len(text)
+        ((prompt_letters,),) = index.query("SELECT SUM(LENGTH(body)) FROM prompt_bodies")
+        assert letters + prompt_letters < 0.5 * 17 * len(text)
         assert index.query("SELECT COUNT(*) FROM prompt_bodies") == [(1,)]
-        made.close()
+        searcher.close()
         index.close()
 
 
@@ -239,11 +239,11 @@ def test_other_sources_give_their_texts_as_documents(tmp_path: Path) -> None:
     files: Any = Files()
     with Index() as index:
         index.add(files.trajectories(["a", "b"]))
-        made = Search(files, index)
-        found = made.search("it ends")
-        assert [(row["uid"], row["field"]) for row in found["rows"]] == [("a", "response"), ("b", "response")]
-        assert [row["uid"] for row in made.search("what now")["rows"]] == ["a"]
-        made.close()
+        searcher = Search(files, index)
+        answer = searcher.search("it ends")
+        assert [(row["uid"], row["field"]) for row in answer["rows"]] == [("a", "response"), ("b", "response")]
+        assert [row["uid"] for row in searcher.search("what now")["rows"]] == ["a"]
+        searcher.close()
 
 
 def test_without_full_text_search_phrases_are_still_found(run: Run) -> None:

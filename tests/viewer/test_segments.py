@@ -24,20 +24,20 @@ def read(text: str, prompt: str = "", *, sampled: bool | None = True, **more: An
     """Role, kind and text of each segment, a token for each character; what follows `prompt` is sampled."""
     ends = np.arange(1, len(prompt + text) + 1)
     mask = ends > len(prompt)
-    found = find_segments(prompt + text, ends, len(prompt), mask, sampled=mask if sampled else None, **more)
-    covers(found, len(ends), mask)
-    return [(one.role, one.kind, (prompt + text)[one.start : one.stop]) for one in found]
+    segments = find_segments(prompt + text, ends, len(prompt), mask, sampled=mask if sampled else None, **more)
+    covers(segments, len(ends), mask)
+    return [(segment.role, segment.kind, (prompt + text)[segment.start : segment.stop]) for segment in segments]
 
 
-def covers(found: list[Segment], length: int, mask: np.ndarray) -> None:
+def covers(segments: list[Segment], length: int, mask: np.ndarray) -> None:
     at = 0
     turn = 0
-    for one in found:
-        assert one.start == at and one.stop > one.start, "in order, without gap, overlap or emptiness"
-        assert one.role in ROLES and one.kind in KINDS
-        assert one.trained == mask[one.start : one.stop].any()
-        assert turn <= one.turn <= turn + 1
-        at, turn = one.stop, one.turn
+    for segment in segments:
+        assert segment.start == at and segment.stop > segment.start, "in order, without gap, overlap or emptiness"
+        assert segment.role in ROLES and segment.kind in KINDS
+        assert segment.trained == mask[segment.start : segment.stop].any()
+        assert turn <= segment.turn <= turn + 1
+        at, turn = segment.stop, segment.turn
     assert at == length
 
 
@@ -68,10 +68,10 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_are_known_by_their_marks(name: str) -> None:
     prompt, roles = TEMPLATES[name]
-    found = read("6", prompt)
-    assert [role for role, _, _ in found] == (roles or ["system", "user", "assistant"])
-    assert all(kind == "text" for _, kind, _ in found)
-    assert found[-1][2].endswith("6"), "the answer stands with the mark that opens it"
+    segments = read("6", prompt)
+    assert [role for role, _, _ in segments] == (roles or ["system", "user", "assistant"])
+    assert all(kind == "text" for _, kind, _ in segments)
+    assert segments[-1][2].endswith("6"), "the answer stands with the mark that opens it"
 
 
 def test_plain_text_is_prompt_and_response() -> None:
@@ -95,12 +95,12 @@ def test_thoughts() -> None:
     for name in ("thinking", "reasoning"):
         assert [kind for _, kind, _ in read(f"<{name}>so</{name}>6")] == ["think", "text"]
     harmony = "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>6"
-    assert ("assistant", "think") in [one[:2] for one in read(harmony, TEMPLATES["harmony"][0], sampled=None)]
+    assert ("assistant", "think") in [segment[:2] for segment in read(harmony, TEMPLATES["harmony"][0], sampled=None)]
 
 
 def test_prompts_that_speak_of_marks_do_not_use_them() -> None:
-    found = read("6", QWEN)
-    assert found[0][1:] == ("text", QWEN[: QWEN.index("<|im_start|>user")])
+    segments = read("6", QWEN)
+    assert segments[0][1:] == ("text", QWEN[: QWEN.index("<|im_start|>user")])
     assert read("6", "Think in <think> tags, answer with <tool_call>.")[0][1] == "text"
 
 
@@ -116,9 +116,9 @@ def test_tool_calls_and_results() -> None:
     mask = np.zeros(len(text), bool)
     mask[at[0] : at[1]] = mask[at[2] :] = True
     for given_spans, sampled in ((spans, None), (None, mask), (None, None)):
-        found = find_segments(text, ends, at[0], mask, spans=given_spans, sampled=sampled)
-        covers(found, len(text), mask)
-        assert [(one.role, one.kind, one.name, one.turn, one.trained) for one in found] == [
+        segments = find_segments(text, ends, at[0], mask, spans=given_spans, sampled=sampled)
+        covers(segments, len(text), mask)
+        assert [(segment.role, segment.kind, segment.name, segment.turn, segment.trained) for segment in segments] == [
             ("system", "text", "", 0, False),
             ("user", "text", "", 0, False),
             ("assistant", "think", "", 0, True),
@@ -133,8 +133,8 @@ def test_an_observation_without_marks_is_a_tools() -> None:
     spans = [("prompt", 0, 5), ("model", 5, 11), ("observation", 11, 19), ("model", 19, 23)]
     listed = [{"kind": kind, "start": start, "stop": stop} for kind, start, stop in spans]
     mask = np.zeros(23, bool)
-    found = find_segments(text, np.arange(1, 24), 5, mask, spans=listed)
-    assert [(one.role, one.kind, text[one.start : one.stop]) for one in found] == [
+    segments = find_segments(text, np.arange(1, 24), 5, mask, spans=listed)
+    assert [(segment.role, segment.kind, text[segment.start : segment.stop]) for segment in segments] == [
         ("user", "text", "what?"),
         ("assistant", "text", "call()"),
         ("tool", "tool_result", "output 7"),
@@ -155,8 +155,8 @@ def test_an_observation_without_marks_is_a_tools() -> None:
     ],
 )
 def test_spans_that_do_not_cover_the_tokens_are_not_believed(spans: Any) -> None:
-    found = find_segments("abc", np.arange(1, 4), 1, np.ones(3, bool), spans=spans)
-    assert [one.role for one in found] == ["user", "assistant"]
+    segments = find_segments("abc", np.arange(1, 4), 1, np.ones(3, bool), spans=spans)
+    assert [segment.role for segment in segments] == ["user", "assistant"]
 
 
 def test_what_the_model_writes_is_the_models() -> None:
@@ -178,25 +178,33 @@ def test_text_that_only_looks_like_a_mark_is_several_tokens() -> None:
     ]
     ends = np.cumsum([len(piece) for piece in pieces])
     text = "".join(pieces)
-    found = find_segments(text, ends, len(pieces) - 1, ends > ends[-2])
-    assert [one.role for one in found] == ["user", "assistant"]
+    segments = find_segments(text, ends, len(pieces) - 1, ends > ends[-2])
+    assert [segment.role for segment in segments] == ["user", "assistant"]
     loose = find_segments(text, ends, len(pieces) - 1, ends > ends[-2], exact=False)
-    assert [one.role for one in loose] == ["user", "system", "assistant"], "without a tokenizer it cannot be told"
+    assert [segment.role for segment in loose] == ["user", "system", "assistant"], (
+        "without a tokenizer it cannot be told"
+    )
 
 
 def test_boundaries_are_tokens() -> None:
     pieces = ["2*3?", "<th", "ink>so</", "think>\n\n", "It is", " 6"]
     ends = np.cumsum([len(piece) for piece in pieces])
-    found = find_segments("".join(pieces), ends, 1, np.ones(6, bool), sampled=np.arange(6) >= 1)
-    assert [(one.kind, one.start, one.stop) for one in found] == [("text", 0, 1), ("think", 1, 4), ("text", 4, 6)]
+    segments = find_segments("".join(pieces), ends, 1, np.ones(6, bool), sampled=np.arange(6) >= 1)
+    assert [(segment.kind, segment.start, segment.stop) for segment in segments] == [
+        ("text", 0, 1),
+        ("think", 1, 4),
+        ("text", 4, 6),
+    ]
 
 
 def test_images_stand_alone() -> None:
-    found = read("a cat", "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>what?<|im_end|>\n")
-    assert [one for one in found if one[1] == "image"] == [
+    segments = read(
+        "a cat", "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>what?<|im_end|>\n"
+    )
+    assert [segment for segment in segments if segment[1] == "image"] == [
         ("user", "image", "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>")
     ]
-    assert [role for role, _, _ in found] == ["user", "user", "user", "assistant"]
+    assert [role for role, _, _ in segments] == ["user", "user", "user", "assistant"]
 
 
 @given(st.data())

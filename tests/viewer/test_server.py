@@ -83,7 +83,7 @@ def test_every_question_of_the_pages_is_answered(viewer: Server, rows: list[dict
     run = settled(viewer)
     assert run["features"]["export"] and not run["features"]["annotate"] and run["features"]["sql"]
     uid, gid = rows[0]["uid"], rows[0]["gid"]
-    asked = {
+    queries = {
         "/api/steps": "",
         "/api/findings": "",
         "/api/metrics": "?since=3",
@@ -99,22 +99,22 @@ def test_every_question_of_the_pages_is_answered(viewer: Server, rows: list[dict
         "/api/annotations": "",
         "/api/run": "",
     }
-    assert set(asked) == set(ROUTES), "every route is asked"
-    for path, query in asked.items():
-        got = ask(viewer, path + query)
-        assert got.status == 200, (path, got.body)
-        assert got.header("content-type") == "application/json"
-        assert isinstance(got.json, dict)
+    assert set(queries) == set(ROUTES), "every route is asked"
+    for path, query in queries.items():
+        response = ask(viewer, path + query)
+        assert response.status == 200, (path, response.body)
+        assert response.header("content-type") == "application/json"
+        assert isinstance(response.json, dict)
     assert ask(viewer, f"/api/history?uid={quoted(uid)}").json["entries"][0]["kind"] == "admitted"
     assert ask(viewer, f"/api/record?uid={quoted(uid)}").json["uid"] == uid
 
 
 def test_a_frame_holds_the_samples_in_their_order(viewer: Server, rows: list[dict[str, Any]]) -> None:
     uids = [row["uid"] for row in rows[:3]][::-1]
-    got = ask(viewer, "/api/frame?" + "&".join(f"uid={quoted(uid)}" for uid in uids))
-    assert got.status == 200 and got.header("content-type") == "application/octet-stream"
-    assert [one["uid"] for one in decode(got.body)] == uids
-    assert [one["tokens"] for one in decode(got.body)] == [row["length"] for row in rows[:3]][::-1]
+    response = ask(viewer, "/api/frame?" + "&".join(f"uid={quoted(uid)}" for uid in uids))
+    assert response.status == 200 and response.header("content-type") == "application/octet-stream"
+    assert [trajectory["uid"] for trajectory in decode(response.body)] == uids
+    assert [trajectory["tokens"] for trajectory in decode(response.body)] == [row["length"] for row in rows[:3]][::-1]
 
 
 def test_a_frame_is_kept_until_its_record_changes(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_a_frame_is_kept_until_its_record_changes(tmp_path: Path) -> None:
 
 def test_static_files_are_the_packages_and_kept_by_hash(viewer: Server) -> None:
     for name, asset in html_export.load_assets().items():
-        got = ask(viewer, f"/static/{name}", token=False)
-        assert (got.status, got.header("content-type")) == (200, asset.type)
-        assert hashlib.sha256(got.body).hexdigest() == asset.sha256
-        assert ask(viewer, f"/static/{name}", headers={"If-None-Match": got.header("etag")}).status == 304
+        response = ask(viewer, f"/static/{name}", token=False)
+        assert (response.status, response.header("content-type")) == (200, asset.type)
+        assert hashlib.sha256(response.body).hexdigest() == asset.sha256
+        assert ask(viewer, f"/static/{name}", headers={"If-None-Match": response.header("etag")}).status == 304
     assert ask(viewer, "/", token=False).body == html_export.load_assets()["index.html"].content
 
 
@@ -148,18 +148,18 @@ def test_large_json_is_packed_for_who_takes_it(viewer: Server) -> None:
     address = "/api/list?view=samples&limit=100"
     plain, packed = ask(viewer, address), ask(viewer, address, headers={"Accept-Encoding": "br, gzip;q=0.8"})
     assert packed.header("content-encoding") == "gzip" and len(packed.body) < len(plain.body) / 3
-    taken = [{**each, "milliseconds": 0, "snapshot": ""} for each in (plain.json, packed_json(packed))]
+    taken = [{**document, "milliseconds": 0, "snapshot": ""} for document in (plain.json, packed_json(packed))]
     assert taken[0] == taken[1]
     refused = ask(viewer, address, headers={"Accept-Encoding": "gzip;q=0"})
     assert "content-encoding" not in dict(refused.headers) and refused.header("vary") == "Accept-Encoding"
 
 
-def packed_json(got: Got) -> Any:
-    return Got(200, [], gzip.decompress(got.body)).json
+def packed_json(response: Got) -> Any:
+    return Got(200, [], gzip.decompress(response.body)).json
 
 
 @pytest.mark.parametrize(
-    ("address", "status", "said"),
+    ("address", "status", "message"),
     [
         ("/api/nothing", 404, "not found"),
         ("/nothing", 404, "not found"),
@@ -194,10 +194,10 @@ def packed_json(got: Got) -> Any:
         ("/api/run?" + "&".join("a=1" for _ in range(300)), 400, "too many"),
     ],
 )
-def test_a_bad_question_gets_a_sentence(viewer: Server, address: str, status: int, said: str) -> None:
-    got = ask(viewer, address)
-    assert got.status == status, got.body
-    assert said in got.error and "Traceback" not in got.error and "\n" not in got.error
+def test_a_bad_question_gets_a_sentence(viewer: Server, address: str, status: int, message: str) -> None:
+    response = ask(viewer, address)
+    assert response.status == status, response.body
+    assert message in response.error and "Traceback" not in response.error and "\n" not in response.error
 
 
 @pytest.mark.parametrize(
@@ -216,14 +216,14 @@ def test_a_bad_question_gets_a_sentence(viewer: Server, address: str, status: in
     ],
 )
 def test_a_wrong_method_is_told_the_right_one(viewer: Server, method: str, path: str, allowed: str) -> None:
-    got = ask(viewer, path, method, body={} if method == "POST" else None)
-    assert (got.status, got.header("allow")) == (405, allowed)
+    response = ask(viewer, path, method, body={} if method == "POST" else None)
+    assert (response.status, response.header("allow")) == (405, allowed)
 
 
 def test_head_is_get_without_its_body(viewer: Server) -> None:
-    whole, head = ask(viewer, "/"), ask(viewer, "/", "HEAD")
+    full, head = ask(viewer, "/"), ask(viewer, "/", "HEAD")
     assert (head.status, head.body) == (200, b"")
-    assert head.header("content-length") == str(len(whole.body))
+    assert head.header("content-length") == str(len(full.body))
 
 
 def test_one_connection_takes_many_questions_and_answers_at_once(viewer: Server) -> None:
@@ -273,25 +273,25 @@ def every_kind(viewer: Server, rows: list[dict[str, Any]]) -> Iterator[tuple[str
 def test_points_1_and_4_every_answer_has_the_headers_and_none_the_token(
     viewer: Server, rows: list[dict[str, Any]]
 ) -> None:
-    for name, got in every_kind(viewer, rows):
-        policy = got.header("content-security-policy")
+    for name, response in every_kind(viewer, rows):
+        policy = response.header("content-security-policy")
         if "/api/media/" in name or name == "export":
-            assert policy == ("default-src 'none'; frame-ancestors 'none'; sandbox" if got.status == 200 else POLICY), (
-                name
-            )
+            assert policy == (
+                "default-src 'none'; frame-ancestors 'none'; sandbox" if response.status == 200 else POLICY
+            ), name
         else:
             assert policy == POLICY, name
-        assert got.header("x-content-type-options") == "nosniff", name
-        assert got.header("referrer-policy") == "no-referrer", name
-        assert got.header("cross-origin-opener-policy") == "same-origin", name
-        assert got.header("cross-origin-resource-policy") == "same-origin", name
-        assert got.header("cache-control"), name
-        assert not any(key.startswith("access-control-") for key, _ in got.headers), "no CORS, ever"
-        assert "server" not in dict(got.headers)
-        assert str(viewer.token).encode() not in got.body, name
-        assert all(str(viewer.token) not in value for _, value in got.headers), name
-        if got.status >= 400:
-            assert got.header("content-type") == "application/json" and got.error
+        assert response.header("x-content-type-options") == "nosniff", name
+        assert response.header("referrer-policy") == "no-referrer", name
+        assert response.header("cross-origin-opener-policy") == "same-origin", name
+        assert response.header("cross-origin-resource-policy") == "same-origin", name
+        assert response.header("cache-control"), name
+        assert not any(key.startswith("access-control-") for key, _ in response.headers), "no CORS, ever"
+        assert "server" not in dict(response.headers)
+        assert str(viewer.token).encode() not in response.body, name
+        assert all(str(viewer.token) not in value for _, value in response.headers), name
+        if response.status >= 400:
+            assert response.header("content-type") == "application/json" and response.error
 
 
 def test_point_1_types_are_exact_and_no_text_of_a_record_is_a_page(viewer: Server, rows: list[dict[str, Any]]) -> None:
@@ -317,12 +317,14 @@ def found_text(viewer: Server, row: dict[str, Any]) -> str:
 
 
 def test_point_1_downloads_are_attachments_with_names_of_ours(viewer: Server, rows: list[dict[str, Any]]) -> None:
-    made = post(viewer, "/api/export", {"uids": [rows[0]["uid"]], "title": '"; filename="evil.exe'})
-    assert made.header("content-type") == "text/html; charset=utf-8"
-    assert re.fullmatch(r'attachment; filename="rollbook-sample-[0-9a-f]{8}\.html"', made.header("content-disposition"))
-    made = post(viewer, "/api/sql", {"query": "select 1", "format": "csv"})
-    assert made.header("content-type") == "text/csv; charset=utf-8"
-    assert made.header("content-disposition") == 'attachment; filename="rollbook.csv"'
+    response = post(viewer, "/api/export", {"uids": [rows[0]["uid"]], "title": '"; filename="evil.exe'})
+    assert response.header("content-type") == "text/html; charset=utf-8"
+    assert re.fullmatch(
+        r'attachment; filename="rollbook-sample-[0-9a-f]{8}\.html"', response.header("content-disposition")
+    )
+    response = post(viewer, "/api/sql", {"query": "select 1", "format": "csv"})
+    assert response.header("content-type") == "text/csv; charset=utf-8"
+    assert response.header("content-disposition") == 'attachment; filename="rollbook.csv"'
 
 
 PNG = story.picture(3)
@@ -354,29 +356,34 @@ def test_point_1_media_are_what_their_first_bytes_say(viewer: Server, content: b
         def media(self, sha256: str) -> tuple[bytes, str]:
             return content, "text/html"  # what a record claims is not believed
 
-    held = apis.Api(Media(), api.answers, api.watcher, api.guard, workers=api.workers)  # type: ignore[arg-type]
+    media_api = apis.Api(Media(), api.answers, api.watcher, api.guard, workers=api.workers)  # type: ignore[arg-type]
     headers = [("host", f"127.0.0.1:{viewer.port}"), ("authorization", f"Bearer {viewer.token}")]
-    got = held.handle(Request("GET", f"/api/media/{name}", headers=headers))
-    found = dict(got.headers)
-    assert found["Content-Security-Policy"].endswith("sandbox") and found["X-Content-Type-Options"] == "nosniff"
-    assert found["Content-Type"] == (kind or "application/octet-stream")
-    assert found.get("Content-Disposition") == (None if kind else f'attachment; filename="{name[:16]}.bin"')
+    response = media_api.handle(Request("GET", f"/api/media/{name}", headers=headers))
+    sent_headers = dict(response.headers)
+    assert (
+        sent_headers["Content-Security-Policy"].endswith("sandbox")
+        and sent_headers["X-Content-Type-Options"] == "nosniff"
+    )
+    assert sent_headers["Content-Type"] == (kind or "application/octet-stream")
+    assert sent_headers.get("Content-Disposition") == (None if kind else f'attachment; filename="{name[:16]}.bin"')
 
 
 def test_media_are_the_records_own_and_kept(viewer: Server, rows: list[dict[str, Any]]) -> None:
     seen = next(row for row in rows if row["images"])
     picture = decode(ask(viewer, f"/api/frame?uid={quoted(seen['uid'])}").body)[0]["pictures"][0]
-    got = ask(viewer, f"/api/media/{picture['sha256']}")
-    assert got.status == 200 and hashlib.sha256(got.body).hexdigest() == picture["sha256"]
-    assert got.header("content-type") == "image/png" and "immutable" in got.header("cache-control")
-    assert ask(viewer, f"/api/media/{picture['sha256']}", headers={"If-None-Match": got.header("etag")}).status == 304
+    response = ask(viewer, f"/api/media/{picture['sha256']}")
+    assert response.status == 200 and hashlib.sha256(response.body).hexdigest() == picture["sha256"]
+    assert response.header("content-type") == "image/png" and "immutable" in response.header("cache-control")
+    assert (
+        ask(viewer, f"/api/media/{picture['sha256']}", headers={"If-None-Match": response.header("etag")}).status == 304
+    )
 
 
 # --- 3: where it listens --------------------------------------------------------------------------------------------
 
 
 def test_point_3_it_listens_on_loopback_and_says_where(viewer: Server) -> None:
-    bound = [each.server_address[:2] for each in viewer.listeners]
+    bound = [listener.server_address[:2] for listener in viewer.listeners]
     assert ("127.0.0.1", viewer.port) in bound and set(bound) <= {("127.0.0.1", viewer.port), ("::1", viewer.port)}
     assert viewer.url == f"http://127.0.0.1:{viewer.port}/#token={viewer.token}"
     greeting = "\n".join(server._start_messages(viewer, viewer.port))
@@ -399,10 +406,10 @@ def test_point_3_a_port_that_somebody_has_under_the_other_loopback_is_not_used(
         port = free.getsockname()[1]
     bind = server._bind_tcp
 
-    def bound(name: str, wanted: int) -> socket.socket:
-        if (name, wanted) == ("::1", port):
+    def bound(name: str, wanted_port: int) -> socket.socket:
+        if (name, wanted_port) == ("::1", port):
             raise OSError(errno.EADDRINUSE, "taken")
-        return bind(name, wanted)
+        return bind(name, wanted_port)
 
     monkeypatch.setattr(server, "_bind_tcp", bound)
     with Server(book, host=host, port=port) as running:
@@ -471,24 +478,26 @@ def test_point_3_a_unix_socket_is_its_owners(book: str, tmp_path: Path) -> None:
 def test_point_4_the_token_is_exchanged_for_a_cookie_once(viewer: Server) -> None:
     assert ask(viewer, "/api/run", token=False).status == 401
     assert post(viewer, "/api/session", {}, {"Authorization": "Bearer wrong"}).status == 401
-    got = post(viewer, "/api/session", {})
-    assert got.status == 204
-    cookie = got.header("set-cookie")
+    response = post(viewer, "/api/session", {})
+    assert response.status == 204
+    cookie = response.header("set-cookie")
     assert cookie.startswith(f"rollbook-{viewer.port}=") and cookie.endswith("; HttpOnly; SameSite=Strict")
     assert str(viewer.token) not in cookie
-    kept = {"Cookie": cookie.partition(";")[0]}
-    assert ask(viewer, "/api/run", headers=kept, token=False).status == 200
+    cookies = {"Cookie": cookie.partition(";")[0]}
+    assert ask(viewer, "/api/run", headers=cookies, token=False).status == 200
     sql = {"query": "select 1"}
-    assert ask(viewer, "/api/sql", "POST", kept, body=sql, token=False).status == 200
+    assert ask(viewer, "/api/sql", "POST", cookies, body=sql, token=False).status == 200
 
 
 def test_point_4_two_viewers_have_two_tokens_and_two_cookies(viewer: Server, book: str) -> None:
     with Server(book) as other:
         assert other.token != viewer.token
-        names = [post(each, "/api/session", {}).header("set-cookie").partition("=")[0] for each in (viewer, other)]
+        names = [
+            post(running, "/api/session", {}).header("set-cookie").partition("=")[0] for running in (viewer, other)
+        ]
         assert names[0] != names[1]
-        theirs = post(viewer, "/api/session", {}).header("set-cookie").partition(";")[0]
-        assert ask(other, "/api/run", headers={"Cookie": theirs}, token=False).status == 401
+        foreign_cookie = post(viewer, "/api/session", {}).header("set-cookie").partition(";")[0]
+        assert ask(other, "/api/run", headers={"Cookie": foreign_cookie}, token=False).status == 401
 
 
 def test_point_4_the_browser_is_opened_by_a_file_that_only_its_owner_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,9 +547,16 @@ def test_point_4_the_browser_is_opened_by_a_file_that_only_its_owner_reads(monke
     ],
 )
 def test_point_5_and_6_over_the_wire(viewer: Server, lines: list[str], expected: int) -> None:
-    own = f"127.0.0.1:{viewer.port}"
-    told = [line.format(own=own, port=viewer.port) for line in lines]
-    head = ["GET /api/run HTTP/1.1", *told, f"Authorization: Bearer {viewer.token}", "Connection: close", "", ""]
+    host = f"127.0.0.1:{viewer.port}"
+    header_lines = [line.format(own=host, port=viewer.port) for line in lines]
+    head = [
+        "GET /api/run HTTP/1.1",
+        *header_lines,
+        f"Authorization: Bearer {viewer.token}",
+        "Connection: close",
+        "",
+        "",
+    ]
     assert parsed(send(viewer, "\r\n".join(head).encode("latin-1"))).status == expected
 
 
@@ -582,8 +598,8 @@ def test_point_6_reading_is_all_it_does_unless_told_to_annotate(
     with open(path / "annotations.jsonl", "ab") as file:
         file.write(b'{"uid": "cut off by a cra')
     with Server(path, annotate=True) as running:
-        kept = ask(running, "/api/annotations").json
-        assert list(kept) == [uid] and kept[uid]["note"] == "</script>"
+        notes = ask(running, "/api/annotations").json
+        assert list(notes) == [uid] and notes[uid]["note"] == "</script>"
         post(running, "/api/annotate", {"uid": uid, "note": ""})
         assert ask(running, "/api/annotations").json[uid]["star"] is True
     with rollbook.open(path, mode="r") as again:
@@ -595,9 +611,9 @@ def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
     lines += [b'{"uid": "b", "star": 1, "note": "", "time": 1' + b"0" * 5000 + b"}", b'{"uid": "c", "star": 1}']
     notes = tmp_path / "annotations.jsonl"
     notes.write_bytes(b"\n".join([*lines, b'{"uid": "d", "star": true, "note": "kept", "time": 2}']))
-    found = Annotations(tmp_path)
-    assert {uid: len(kept["note"]) for uid, kept in found.all().items()} == {"a": 10_000, "d": 4}
-    found.set("e\n", note='"}\n{"uid": "forged", "star": true, "note": "", "time": 1}\r\u2028')
+    annotations = Annotations(tmp_path)
+    assert {uid: len(entry["note"]) for uid, entry in annotations.all().items()} == {"a": 10_000, "d": 4}
+    annotations.set("e\n", note='"}\n{"uid": "forged", "star": true, "note": "", "time": 1}\r\u2028')
     assert set(Annotations(tmp_path).all()) == {"a", "d", "e\n"}, "no note begins a line"
     for make in (lambda: notes.symlink_to(tmp_path / "elsewhere"), lambda: os.mkfifo(notes), notes.mkdir):
         notes.unlink()
@@ -652,8 +668,8 @@ def test_point_6_a_file_of_notes_may_be_a_strangers(tmp_path: Path) -> None:
     ],
 )
 def test_point_7_nothing_outside_the_manifest_has_an_address(viewer: Server, path: str) -> None:
-    got = ask(viewer, path)
-    assert got.status == 404 and got.error == "not found"
+    response = ask(viewer, path)
+    assert response.status == 404 and response.error == "not found"
 
 
 @pytest.mark.parametrize(
@@ -677,15 +693,15 @@ def test_point_7_a_book_with_a_segment_elsewhere_shows_nothing_of_it(book: str, 
     with contextlib.suppress(ValueError):
         with running:
             uid = ask(running, "/api/list?view=samples&limit=1").json["rows"][0]["uid"]
-            got = ask(running, f"/api/frame?uid={quoted(uid)}")
-            assert got.status in (400, 404, 500), "its bytes lie outside of the book"
+            response = ask(running, f"/api/frame?uid={quoted(uid)}")
+            assert response.status in (400, 404, 500), "its bytes lie outside of the book"
 
 
 # --- 8: what is read --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
@@ -702,9 +718,9 @@ def test_point_7_a_book_with_a_segment_elsewhere_shows_nothing_of_it(book: str, 
         (b'{"query": ""}', "query"),
     ],
 )
-def test_point_8_a_body_is_a_small_flat_object(viewer: Server, body: bytes, said: str) -> None:
-    got = post(viewer, "/api/sql", body)
-    assert got.status == 400 and said in got.error
+def test_point_8_a_body_is_a_small_flat_object(viewer: Server, body: bytes, message: str) -> None:
+    response = post(viewer, "/api/sql", body)
+    assert response.status == 400 and message in response.error
 
 
 @pytest.mark.parametrize(
@@ -723,9 +739,9 @@ def test_point_8_a_body_is_a_small_flat_object(viewer: Server, body: bytes, said
 def test_point_8_what_is_asked_of_an_export_is_checked(
     viewer: Server, rows: list[dict[str, Any]], body: dict[str, Any]
 ) -> None:
-    uids = [rows[0]["uid"] if each == "{uid}" else each for each in body["uids"]]
-    got = post(viewer, "/api/export", {**body, "uids": uids})
-    assert got.status == 400 and re.match("uids: got|redact: ", got.error)
+    uids = [rows[0]["uid"] if uid == "{uid}" else uid for uid in body["uids"]]
+    response = post(viewer, "/api/export", {**body, "uids": uids})
+    assert response.status == 400 and re.match("uids: got|redact: ", response.error)
 
 
 # --- 10: regular expressions that never end -------------------------------------------------------------------------
@@ -737,11 +753,11 @@ def test_point_10_a_regex_that_never_ends_is_stopped(book: str, rows: list[dict[
         assert running.api is not None
         running.api.seconds = 1.0
         begun = time.monotonic()
-        got = ask(running, "/api/search?mode=regex&q=" + quoted("(\\w+\\s?)+\\1(\\w+\\s?)+$~"))
-        assert got.status == 504 or not got.json["complete"]
+        response = ask(running, "/api/search?mode=regex&q=" + quoted("(\\w+\\s?)+\\1(\\w+\\s?)+$~"))
+        assert response.status == 504 or not response.json["complete"]
         pattern = r"(?:[\s\S]+)+~{99}"
-        got = post(running, "/api/export", {"uids": [rows[0]["uid"]], "redact": pattern})
-        assert got.status == 504, got.body
+        response = post(running, "/api/export", {"uids": [rows[0]["uid"]], "redact": pattern})
+        assert response.status == 504, response.body
         assert time.monotonic() - begun < SECONDS
         assert ask(running, "/api/run").status == 200
 
@@ -776,10 +792,10 @@ def test_point_10_a_regex_that_never_ends_is_stopped(book: str, rows: list[dict[
     ],
 )
 def test_point_13_requests_are_bounded_and_strict(viewer: Server, data: bytes, status: int) -> None:
-    got = parsed(send(viewer, data.replace(b"{own}", f"127.0.0.1:{viewer.port}".encode())))
-    assert got.status == status
+    response = parsed(send(viewer, data.replace(b"{own}", f"127.0.0.1:{viewer.port}".encode())))
+    assert response.status == status
     if status != 200:
-        assert got.error and got.header("connection") == "close"
+        assert response.error and response.header("connection") == "close"
 
 
 def test_point_13_no_header_takes_long_to_read(viewer: Server) -> None:
@@ -833,7 +849,7 @@ def test_point_13_slow_clients_are_not_waited_for(book: str, monkeypatch: pytest
 def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_CONNECTIONS", 4)
     with Server(book) as running, contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connect(running)) for _ in range(4)]
+        connections = [stack.enter_context(connect(running)) for _ in range(4)]
         until = time.monotonic() + SECONDS
         while len(running.listeners[0].open) < 4 and time.monotonic() < until:
             time.sleep(0.01)
@@ -844,7 +860,7 @@ def test_point_13_connections_are_counted(book: str, monkeypatch: pytest.MonkeyP
             time.sleep(0.1)
             refused.shutdown(socket.SHUT_WR)
             assert receive(refused).startswith(b"HTTP/1.1 429 ")
-        held[0].close()
+        connections[0].close()
         while len(running.listeners[0].open) > 3 and time.monotonic() < until:
             time.sleep(0.01)
         assert ask(running, "/").status == 200
@@ -872,10 +888,10 @@ def test_point_13_a_process_with_many_files_serves_as_any_other(viewer: Server) 
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 4096 and hard > 0 else 4096, hard))
-    held: list[int] = []
+    descriptors: list[int] = []
     try:
-        while not held or held[-1] < 1100:
-            held.append(os.dup(0))
+        while not descriptors or descriptors[-1] < 1100:
+            descriptors.append(os.dup(0))
         with listen(viewer) as stream:
             read_until(stream, b"retry: ")
             stream.settimeout(1.5)
@@ -885,8 +901,8 @@ def test_point_13_a_process_with_many_files_serves_as_any_other(viewer: Server) 
         with Workers() as workers:
             assert workers.mask(["abc"], ["b"]) == ["a█c"]
     finally:
-        for each in held:
-            os.close(each)
+        for descriptor in descriptors:
+            os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -900,12 +916,12 @@ def listen(running: Server, cursor: int | None = None) -> socket.socket:
 
 
 def read_until(connection: socket.socket, mark: bytes) -> bytes:
-    found = b""
-    while mark not in found:
+    received = b""
+    while mark not in received:
         piece = connection.recv(1 << 16)
-        assert piece, found
-        found += piece
-    return found
+        assert piece, received
+        received += piece
+    return received
 
 
 def test_point_13_streams_are_counted_and_given_back(book: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -935,11 +951,11 @@ def test_events_tell_what_is_new_and_resume(tmp_path: Path) -> None:
             assert b"Content-Type: text/event-stream" in head
             with rollbook.open(path) as book:
                 story.more(book, 1)
-            told = read_until(stream, b"event: change\n")
-            if b"\n\n" not in told.partition(b"event: change\n")[2]:
-                told += read_until(stream, b"\n\n")
-        cursor = int(re.findall(rb"id: (\d+)", told)[0])
-        change = Got(200, [], re.findall(rb"data: (.*)\n", told)[0]).json
+            received = read_until(stream, b"event: change\n")
+            if b"\n\n" not in received.partition(b"event: change\n")[2]:
+                received += read_until(stream, b"\n\n")
+        cursor = int(re.findall(rb"id: (\d+)", received)[0])
+        change = Got(200, [], re.findall(rb"data: (.*)\n", received)[0]).json
         assert change["cursor"] == cursor > run["cursor"]
         assert set(change) == {"cursor", "records", "measured", "steps"}
         with listen(running, run["cursor"]) as stream:
@@ -954,7 +970,7 @@ def test_point_13_a_question_has_its_time(viewer: Server, monkeypatch: pytest.Mo
     monkeypatch.setattr(api, "seconds", 0.2)
     monkeypatch.setattr(api.source, "record", lambda uid: release.wait(SECONDS) and {})
     late = [ask(viewer, "/api/record?uid=x") for _ in range(apis._MAX_OVERDUE)]
-    assert {got.status for got in late} == {504} and "longer than 0.2 seconds" in late[0].error
+    assert {response.status for response in late} == {504} and "longer than 0.2 seconds" in late[0].error
     # What is late still works somewhere: no more is taken on until it is done.
     assert ask(viewer, "/api/record?uid=x").status == 429
     release.set()
@@ -974,10 +990,10 @@ def test_an_error_of_ours_is_told_to_the_terminal_only(
         raise RuntimeError("the secret \x1b]52;c;aGk=\x07 of /home/ana")
 
     monkeypatch.setattr(viewer.api.source, "record", broken)
-    got = ask(viewer, "/api/record?uid=x")
-    assert (got.status, got.error) == (500, "internal error; see the server's terminal")
-    told = capfd.readouterr().err
-    assert "RuntimeError: the secret" in told and "\x1b" not in told and "\x07" not in told
+    response = ask(viewer, "/api/record?uid=x")
+    assert (response.status, response.error) == (500, "internal error; see the server's terminal")
+    printed = capfd.readouterr().err
+    assert "RuntimeError: the secret" in printed and "\x1b" not in printed and "\x07" not in printed
 
 
 # --- ending -----------------------------------------------------------------------------------------------------------
@@ -1032,13 +1048,13 @@ def test_the_command_prints_its_address_and_ends_when_told(book: str) -> None:
         subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for more in signals.values()
     ]
     try:
-        for process, (told, for_programs) in zip(processes, signals.items(), strict=True):
+        for process, (signum, for_programs) in zip(processes, signals.items(), strict=True):
             assert process.stdout is not None
             first = process.stdout.readline().decode()
             if for_programs:
-                said = json.loads(first)
-                url = said["url"]
-                assert said["token"] in url and str(said["port"]) in url and said["socket"] is None
+                announced = json.loads(first)
+                url = announced["url"]
+                assert announced["token"] in url and str(announced["port"]) in url and announced["socket"] is None
             else:
                 url = first.strip()
                 assert process.stdout.readline().startswith(b"from another machine: ssh -L ")
@@ -1047,7 +1063,7 @@ def test_the_command_prints_its_address_and_ends_when_told(book: str) -> None:
             connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=SECONDS)
             connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {token}"})
             assert connection.getresponse().status == 200  # a page listens: it holds nothing up
-            os.kill(process.pid, told)
+            os.kill(process.pid, signum)
             _, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 0 and b"Traceback" not in errors
     finally:

@@ -28,10 +28,10 @@ PNG = base64.b64decode(
 
 def sample(step: int, task: int, run: int, **fields: Any) -> Experience:
     """Two tokens asked, three said, by the policy of the step."""
-    given: dict[str, Any] = {"reward": float(run), "policy_versions": step, "group_size": 2, "finish_reason": "stop"}
-    given |= fields
-    tokens = given.pop("tokens", [1, 2, 10 + run, 11, 12])
-    return Experience(eid=EID(batch=step, task=task, run=run, suffix="s"), tokens=tokens, prompt_length=2, **given)
+    columns: dict[str, Any] = {"reward": float(run), "policy_versions": step, "group_size": 2, "finish_reason": "stop"}
+    columns |= fields
+    tokens = columns.pop("tokens", [1, 2, 10 + run, 11, 12])
+    return Experience(eid=EID(batch=step, task=task, run=run, suffix="s"), tokens=tokens, prompt_length=2, **columns)
 
 
 def group(step: int, task: int, **fields: Any) -> list[Experience]:
@@ -101,10 +101,10 @@ def test_a_rewind_gives_back_what_was_trained_and_takes_what_came_later(tmp_path
     assert index.query("SELECT step FROM groups") == [(1,)]
     book.append(group(2, 5, reward=0.5))  # the same ids again
     load(source, index)
-    found = rows(index, "uid, removed_reason, reward, staleness")
-    assert [row[0] for row in found[2:]] == ["2/5/0/0/s~3", "2/5/1/0/s~4", "2/5/0/0/s", "2/5/1/0/s"]
+    listed = rows(index, "uid, removed_reason, reward, staleness")
+    assert [row[0] for row in listed[2:]] == ["2/5/0/0/s~3", "2/5/1/0/s~4", "2/5/0/0/s", "2/5/1/0/s"]
     # Version 9 was taken back with the rest: what comes now is fresh.
-    assert [row[1:] for row in found[4:]] == [(None, 0.5, 0)] * 2
+    assert [row[1:] for row in listed[4:]] == [(None, 0.5, 0)] * 2
     index.close()
     source.close()
 
@@ -132,8 +132,8 @@ def test_lag_is_judged_when_a_record_was_trained_and_what_waits_has_none(tmp_pat
     live.lease(1, by="group").ack(step=4)
     load(source_, other)
     assert rows(other, "staleness") == [(3,), (3,), (None,), (None,)]
-    for each in (index, other, source, source_):
-        each.close()
+    for opened in (index, other, source, source_):
+        opened.close()
 
 
 def test_failed_runs_are_errors_that_complete_their_group(tmp_path: Path) -> None:
@@ -231,11 +231,11 @@ def test_documents_records_media_history_and_sql_come_from_the_book(tmp_path: Pa
         book.lease(1).ack(step=3)
     source, index = open_source(tmp_path / "book"), Index()
     load(source, index)
-    (one,) = source.trajectories(["1/5/0/0/s"])
-    assert (one.uid, one.step, one.reward) == ("1/5/0/0/s", 1, 0.0)
+    (trajectory,) = source.trajectories(["1/5/0/0/s"])
+    assert (trajectory.uid, trajectory.step, trajectory.reward) == ("1/5/0/0/s", 1, 0.0)
     assert rows(index, "images, turns") == [(1, 1)]
-    found = source.media(one.pictures[0].sha256)
-    assert found is not None and found[0].startswith(PNG[:8]) and found[1] == "image/png"
+    media = source.media(trajectory.pictures[0].sha256)
+    assert media is not None and media[0].startswith(PNG[:8]) and media[1] == "image/png"
     assert source.media("0" * 64) is None
     assert source.record("1/5/0/0/s")["tokens"] == [1, 2, 10, 11, 12]
     history = source.history("1/5/0/0/s")
@@ -245,8 +245,8 @@ def test_documents_records_media_history_and_sql_come_from_the_book(tmp_path: Pa
         ("leased", None),
         ("trained", 3),
     ]
-    many = source.sql("select range as n from range(5)", seconds=20, rows=3)
-    assert many == {"columns": ["n"], "rows": [[0], [1], [2]], "truncated": True}
+    queried = source.sql("select range as n from range(5)", seconds=20, rows=3)
+    assert queried == {"columns": ["n"], "rows": [[0], [1], [2]], "truncated": True}
     with pytest.raises(ValueError, match="expected one statement that reads"):
         source.sql("drop table experiences", seconds=5, rows=3)
     with pytest.raises(KeyError, match="nobody"):
@@ -332,8 +332,8 @@ def test_many_writers_and_a_follower_agree(tmp_path: Path) -> None:
     load(source, index)
     assert index.query("SELECT COUNT(*), SUM(measured), COUNT(DISTINCT uid) FROM samples")[0] == (40, 40, 40)
     assert index.query("SELECT COUNT(*), SUM(n) FROM groups")[0] == (20, 40)
-    for each in (index, source, book):
-        each.close()
+    for opened in (index, source, book):
+        opened.close()
     assert isinstance(book, Book)
 
 

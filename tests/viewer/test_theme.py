@@ -25,8 +25,8 @@ SYSTEM = {
 }
 """What a reader with a dark system and no choice of their own gets."""
 BLOCKS: dict[str, dict[str, str]] = {}
-for _found in re.finditer(r"^\s*(:root[^{},]*?)\s*\{([^{}]*)\}", SHEET, re.MULTILINE):
-    BLOCKS.setdefault(_found[1], {}).update(re.findall(r"(--[\w-]+):\s*([^;]+);", _found[2]))
+for _rule in re.finditer(r"^\s*(:root[^{},]*?)\s*\{([^{}]*)\}", SHEET, re.MULTILINE):
+    BLOCKS.setdefault(_rule[1], {}).update(re.findall(r"(--[\w-]+):\s*([^;]+);", _rule[2]))
 # How people without one kind of cone see linear light (Machado, Oliveira and Fernandes 2009, severity 1).
 BLIND = {
     "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
@@ -36,10 +36,10 @@ BLIND = {
 
 def colors(selectors: list[str]) -> dict[str, str]:
     """The variables that hold where these selectors fit, the later ones first."""
-    made: dict[str, str] = {}
-    for each in selectors:
-        made |= BLOCKS[each]
-    return made
+    merged: dict[str, str] = {}
+    for selector in selectors:
+        merged |= BLOCKS[selector]
+    return merged
 
 
 def linear(color: str) -> tuple[float, float, float]:
@@ -53,26 +53,26 @@ def luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+def contrast(left: str, right: str) -> float:
+    high, low = sorted((luminance(left), luminance(right)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize(("theme", "palette"), sorted(SELECTORS))
 def test_text_can_be_read_on_every_bucket(theme: str, palette: str) -> None:
-    found = colors(SELECTORS[theme, palette])
+    palette_colors = colors(SELECTORS[theme, palette])
     for scale, i in itertools.product(("seq", "div"), range(16)):
-        assert contrast(found["--text"], found[f"--{scale}-{i}"]) >= 4.5, (scale, i)
+        assert contrast(palette_colors["--text"], palette_colors[f"--{scale}-{i}"]) >= 4.5, (scale, i)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_words_and_signs_can_be_read_on_every_ground(theme: str) -> None:
-    found = colors(SELECTORS[theme, "default"])
+    palette_colors = colors(SELECTORS[theme, "default"])
     for ink, ground in itertools.product(("text", "muted", "accent", "good", "bad", "warn"), ("bg", "panel", "raised")):
-        assert contrast(found[f"--{ink}"], found[f"--{ground}"]) >= 4.5, (ink, ground)
-    assert contrast(found["--on-accent"], found["--accent"]) >= 4.5
+        assert contrast(palette_colors[f"--{ink}"], palette_colors[f"--{ground}"]) >= 4.5, (ink, ground)
+    assert contrast(palette_colors["--on-accent"], palette_colors["--accent"]) >= 4.5
     for i in range(1, 7):
-        assert contrast(found[f"--series-{i}"], found["--panel"]) >= 3
+        assert contrast(palette_colors[f"--series-{i}"], palette_colors["--panel"]) >= 3
 
 
 def test_a_dark_system_looks_as_the_dark_theme() -> None:
@@ -82,13 +82,13 @@ def test_a_dark_system_looks_as_the_dark_theme() -> None:
 
 @pytest.mark.parametrize(("theme", "palette"), sorted(SELECTORS))
 def test_scales_are_told_apart_by_brightness_alone(theme: str, palette: str) -> None:
-    found = colors(SELECTORS[theme, palette])
-    rising = [contrast(found["--panel"], found[f"--seq-{i}"]) for i in range(16)]
+    palette_colors = colors(SELECTORS[theme, palette])
+    rising = [contrast(palette_colors["--panel"], palette_colors[f"--seq-{i}"]) for i in range(16)]
     assert rising == sorted(rising)
     assert rising[0] == 1
     assert rising[15] > 2.4
-    below = [contrast(found["--panel"], found[f"--div-{i}"]) for i in range(7, -1, -1)]
-    above = [contrast(found["--panel"], found[f"--div-{i}"]) for i in range(8, 16)]
+    below = [contrast(palette_colors["--panel"], palette_colors[f"--div-{i}"]) for i in range(7, -1, -1)]
+    above = [contrast(palette_colors["--panel"], palette_colors[f"--div-{i}"]) for i in range(8, 16)]
     assert below == sorted(below)
     assert above == sorted(above)
 
@@ -100,6 +100,11 @@ def test_both_ends_of_the_safe_scale_differ_for_color_blind_readers(theme: str, 
         light = linear(color)
         return [max(0.0, sum(a * b for a, b in zip(row, light, strict=True))) ** (1 / 2.2) for row in BLIND[kind]]
 
-    found = colors(SELECTORS[theme, "safe"])
-    apart = sum((a - b) ** 2 for a, b in zip(seen(found["--div-0"]), seen(found["--div-15"]), strict=True)) ** 0.5
+    palette_colors = colors(SELECTORS[theme, "safe"])
+    apart = (
+        sum(
+            (a - b) ** 2 for a, b in zip(seen(palette_colors["--div-0"]), seen(palette_colors["--div-15"]), strict=True)
+        )
+        ** 0.5
+    )
     assert apart > 0.4

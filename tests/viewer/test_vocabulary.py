@@ -27,14 +27,16 @@ MARKS = ["<|im_start|>", "<|im_end|>", "<think>"]
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(WORDS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
-    made.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS[:2]])
-    made.add_tokens([AddedToken("<think>", special=False), AddedToken("two words", special=False)])
-    return made
+    built.train_from_iterator(
+        WORDS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
+    built.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS[:2]])
+    built.add_tokens([AddedToken("<think>", special=False), AddedToken("two words", special=False)])
+    return built
 
 
 @functools.cache
@@ -45,39 +47,39 @@ def sentence_piece() -> Tokenizer:
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "a"), ("i", "n"), ("o", "n"), ("▁", "▁")]
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
-    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    built = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    built.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens(["<s>", "</s>"])
-    return made
+    built.add_special_tokens(["<s>", "</s>"])
+    return built
 
 
 @functools.cache
 def metaspace() -> Tokenizer:
-    made = Tokenizer(
+    built = Tokenizer(
         models.Unigram([("<unk>", 0.0), ("▁the", -2.0), ("▁", -3.0), *((c, -4.0) for c in "thequickbrown")], 0)
     )
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    return made
+    built.pre_tokenizer = pre_tokenizers.Metaspace()
+    built.decoder = decoders.Metaspace()
+    return built
 
 
 @functools.cache
 def word_piece() -> Tokenizer:
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    made.train_from_iterator(
+    built = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    built.decoder = decoders.WordPiece()
+    built.train_from_iterator(
         WORDS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", "[CLS]"], show_progress=False)
     )
-    return made
+    return built
 
 
 @functools.cache
-def known(name: str) -> tuple[Any, Vocabulary]:
-    made: Any = {
+def tokenizer_and_vocabulary(name: str) -> tuple[Any, Vocabulary]:
+    built: Any = {
         "byte_level": byte_level,
         "wrapped": lambda: PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|im_end|>"),
         "bytes": bytes_,
@@ -86,7 +88,7 @@ def known(name: str) -> tuple[Any, Vocabulary]:
         "metaspace": metaspace,
         "word_piece": word_piece,
     }[name]()
-    return made, Vocabulary.from_tokenizer(made)
+    return built, Vocabulary.from_tokenizer(built)
 
 
 def decoded(tokenizer: Any, ids: list[int]) -> str:
@@ -107,9 +109,9 @@ BYTE_LEVEL = ("byte_level", "wrapped", "bytes")
 @pytest.mark.parametrize("name", BYTE_LEVEL)
 @given(data=st.data())
 def test_byte_level_ids_decode_as_the_tokenizer_decodes(name: str, data: st.DataObject) -> None:
-    tokenizer, made = known(name)
-    ids = data.draw(st.lists(st.integers(0, len(made) - 1), max_size=60))
-    text, ends = made.decode_with_ends(ids)
+    tokenizer, vocabulary = tokenizer_and_vocabulary(name)
+    ids = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=60))
+    text, ends = vocabulary.decode_with_ends(ids)
     assert text == decoded(tokenizer, ids)
     check_slices(text, ends, len(ids))
 
@@ -117,20 +119,20 @@ def test_byte_level_ids_decode_as_the_tokenizer_decodes(name: str, data: st.Data
 @pytest.mark.parametrize("name", [*BYTE_LEVEL, "words", "sentence_piece", "metaspace", "word_piece"])
 @given(text=st.text(st.sampled_from("the quick brown fox, 漢字🙂é<|im_end|> don't\n"), max_size=40))
 def test_text_that_was_tokenized_decodes_as_the_tokenizer_decodes(name: str, text: str) -> None:
-    tokenizer, made = known(name)
+    tokenizer, vocabulary = tokenizer_and_vocabulary(name)
     encoded = tokenizer.encode(text, add_special_tokens=False)
     ids = encoded.ids if isinstance(tokenizer, Tokenizer) else encoded
-    shown, ends = made.decode_with_ends(ids)
+    shown, ends = vocabulary.decode_with_ends(ids)
     assert shown == decoded(tokenizer, ids)
     check_slices(shown, ends, len(ids))
 
 
 @given(st.binary(max_size=80), st.lists(st.integers(0, 80), max_size=20))
 def test_any_bytes_cut_anywhere(data: bytes, cuts: list[int]) -> None:
-    ends = np.array([*sorted(min(cut, len(data)) for cut in cuts), len(data)])
-    text, found = decode_utf8_with_ends(data, ends)
+    ends = np.array([*sorted(min(place, len(data)) for place in cuts), len(data)])
+    text, text_ends = decode_utf8_with_ends(data, ends)
     assert text == data.decode("utf-8", "replace")
-    check_slices(text, found, len(ends))
+    check_slices(text, text_ends, len(ends))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
@@ -143,36 +145,38 @@ def test_a_character_belongs_to_the_token_that_completes_it(text: str) -> None:
 
 
 def test_a_character_that_is_never_complete_is_the_last_tokens() -> None:
-    made = Vocabulary([b"a", b"\xe6", b"\xbc", b"\xa2"])
-    assert made.decode_with_ends([0, 1, 2])[0] == "a\ufffd"
-    assert made.decode_with_ends([0, 1, 2])[1].tolist() == [1, 1, 2]
-    assert made.decode_with_ends([1, 2, 0])[1].tolist() == [0, 1, 2], "what cannot become one is shown before the next"
-    assert made.decode_with_ends([1, 2, 3])[0] == "漢"
+    vocabulary = Vocabulary([b"a", b"\xe6", b"\xbc", b"\xa2"])
+    assert vocabulary.decode_with_ends([0, 1, 2])[0] == "a\ufffd"
+    assert vocabulary.decode_with_ends([0, 1, 2])[1].tolist() == [1, 1, 2]
+    assert vocabulary.decode_with_ends([1, 2, 0])[1].tolist() == [0, 1, 2], (
+        "what cannot become one is shown before the next"
+    )
+    assert vocabulary.decode_with_ends([1, 2, 3])[0] == "漢"
 
 
 def test_ids_without_a_token_show_themselves() -> None:
-    made = Vocabulary([b"a", None, b"c"], special=[2])
-    text, ends = made.decode_with_ends([0, 1, 2, 99, -200])
+    vocabulary = Vocabulary([b"a", None, b"c"], special=[2])
+    text, ends = vocabulary.decode_with_ends([0, 1, 2, 99, -200])
     assert (text, ends.tolist()) == ("a⟨1⟩c⟨99⟩⟨-200⟩", [1, 4, 5, 9, 15])
-    assert made.is_special([0, 1, 2, 99, -200]).tolist() == [False, True, True, True, True]
+    assert vocabulary.is_special([0, 1, 2, 99, -200]).tolist() == [False, True, True, True, True]
     empty = Vocabulary(())
     assert empty.decode_with_ends([7])[0] == "⟨7⟩" and empty.is_special([7]).tolist() == [True]
-    assert made.decode_with_ends([])[0] == "" and not len(made.decode_with_ends([])[1])
+    assert vocabulary.decode_with_ends([])[0] == "" and not len(vocabulary.decode_with_ends([])[1])
 
 
 def test_special_tokens_are_known_and_visible() -> None:
-    made = Vocabulary.from_tokenizer(known("wrapped")[0])
+    vocabulary = Vocabulary.from_tokenizer(tokenizer_and_vocabulary("wrapped")[0])
     tokenizer = byte_level()
     ids = [tokenizer.token_to_id(mark) for mark in MARKS]
-    assert made.is_special(ids).tolist() == [True, True, False], "<think> was added, and is not special"
-    assert made.decode_with_ends(ids)[0] == "".join(MARKS)
+    assert vocabulary.is_special(ids).tolist() == [True, True, False], "<think> was added, and is not special"
+    assert vocabulary.decode_with_ends(ids)[0] == "".join(MARKS)
     assert set(Vocabulary.from_tokenizer(words()).special_ids().tolist()) == set(words().all_special_ids)
 
 
 def test_added_tokens_may_leave_holes() -> None:
     tokenizer = words()
-    made = Vocabulary.from_tokenizer(tokenizer)
-    assert len(made) == max(tokenizer.get_vocab().values()) + 1
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    assert len(vocabulary) == max(tokenizer.get_vocab().values()) + 1
 
 
 class Slow:
@@ -191,26 +195,26 @@ def test_tokenizers_in_python_are_told_by_their_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "sentence_piece", "word_piece"])
 def test_bytes_there_and_back(name: str) -> None:
-    made = known(name)[1]
-    again = Vocabulary.from_bytes(made.to_bytes())
-    ids = list(range(len(made)))
-    assert again == made and repr(again) == repr(made)
-    assert again.decode_with_ends(ids)[0] == made.decode_with_ends(ids)[0]
-    assert (again.is_special(ids) == made.is_special(ids)).all()
+    vocabulary = tokenizer_and_vocabulary(name)[1]
+    again = Vocabulary.from_bytes(vocabulary.to_bytes())
+    ids = list(range(len(vocabulary)))
+    assert again == vocabulary and repr(again) == repr(vocabulary)
+    assert again.decode_with_ends(ids)[0] == vocabulary.decode_with_ends(ids)[0]
+    assert (again.is_special(ids) == vocabulary.is_special(ids)).all()
 
 
 @given(st.data())
 def test_damaged_bytes_are_one_error(data: st.DataObject) -> None:
-    whole = Vocabulary([b"a", b"bc", None, b"\xff"], special=[1]).to_bytes()
-    at = data.draw(st.integers(0, len(whole) - 1))
-    damaged = bytearray(whole)
+    encoded = Vocabulary([b"a", b"bc", None, b"\xff"], special=[1]).to_bytes()
+    at = data.draw(st.integers(0, len(encoded) - 1))
+    damaged = bytearray(encoded)
     damaged[at] ^= data.draw(st.integers(1, 255))
-    for bad in (bytes(damaged), whole[:at], whole + b"x"):
+    for bad in (bytes(damaged), encoded[:at], encoded + b"x"):
         try:
-            found = Vocabulary.from_bytes(bad)
+            read = Vocabulary.from_bytes(bad)
         except WireError:
             continue
-        assert len(found) == 4, "zlib's header has bits that mean nothing"
+        assert len(read) == 4, "zlib's header has bits that mean nothing"
 
 
 def test_a_vocabulary_that_says_it_is_huge_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +234,11 @@ def test_a_vocabulary_that_says_it_is_huge_is_not_believed(monkeypatch: pytest.M
 
 def test_from_a_folder(tmp_path: Path) -> None:
     byte_level().save(str(tmp_path / "tokenizer.json"))
-    assert Vocabulary.from_path(tmp_path) == Vocabulary.from_path(tmp_path / "tokenizer.json") == known("byte_level")[1]
+    assert (
+        Vocabulary.from_path(tmp_path)
+        == Vocabulary.from_path(tmp_path / "tokenizer.json")
+        == tokenizer_and_vocabulary("byte_level")[1]
+    )
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
         Vocabulary.from_path(tmp_path)

@@ -39,16 +39,16 @@ def viewer(book: Path) -> Iterator[Server]:
 
 def test_a_question_is_answered_with_columns_and_rows(viewer: Server) -> None:
     query = "select batch, count(*) as n, avg(reward) as mean from experiences group by 1 order by 1"
-    got = post(viewer, "/api/sql", {"query": query})
-    assert got.status == 200, got.body
-    found = got.json
-    assert found["columns"] == ["batch", "n", "mean"] and [row[1] for row in found["rows"]] == [48, 48, 48]
-    assert found["truncated"] is False and found["milliseconds"] > 0
+    response = post(viewer, "/api/sql", {"query": query})
+    assert response.status == 200, response.body
+    answer = response.json
+    assert answer["columns"] == ["batch", "n", "mean"] and [row[1] for row in answer["rows"]] == [48, 48, 48]
+    assert answer["truncated"] is False and answer["milliseconds"] > 0
 
 
 def test_rows_are_capped_and_said_to_be(viewer: Server) -> None:
-    found = post(viewer, "/api/sql", {"query": "select * from range(5000)", "rows": 10}).json
-    assert [row[0] for row in found["rows"]] == list(range(10)) and found["truncated"] is True
+    answer = post(viewer, "/api/sql", {"query": "select * from range(5000)", "rows": 10}).json
+    assert [row[0] for row in answer["rows"]] == list(range(10)) and answer["truncated"] is True
     assert len(post(viewer, "/api/sql", {"query": "select * from range(5000)"}).json["rows"]) == 1000
     assert post(viewer, "/api/sql", {"query": "select 1", "rows": 0}).status == 400
 
@@ -59,9 +59,9 @@ def test_the_answer_is_strict_json_and_loses_nothing(viewer: Server) -> None:
         "[1, null], {'a': 1.5}, null, true, date '2026-01-02', 12.50::decimal(9, 2), "
         "0.1234567890123456789::decimal(20, 19)"
     )
-    found = post(viewer, "/api/sql", {"query": query}).json["rows"][0]
-    assert found[:7] == ["NaN", "-Infinity", "9007199254740993", 'a"</script>', "0x00ff", [1, None], {"a": 1.5}]
-    assert found[7:] == [None, True, "2026-01-02", 12.5, "0.1234567890123456789"]
+    row = post(viewer, "/api/sql", {"query": query}).json["rows"][0]
+    assert row[:7] == ["NaN", "-Infinity", "9007199254740993", 'a"</script>', "0x00ff", [1, None], {"a": 1.5}]
+    assert row[7:] == [None, True, "2026-01-02", 12.5, "0.1234567890123456789"]
 
 
 ATTACKS = [
@@ -119,27 +119,27 @@ ATTACKS = [
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_point_9_a_query_reads_the_book_and_does_nothing_else(viewer: Server, book: Path, attack: str) -> None:
     before = files(book)
-    got = post(viewer, "/api/sql", {"query": attack.replace("{book}", str(book))})
+    response = post(viewer, "/api/sql", {"query": attack.replace("{book}", str(book))})
     if attack == "select * from duckdb_secrets()":
-        assert got.status == 400 or got.json["rows"] == []
+        assert response.status == 400 or response.json["rows"] == []
     else:
-        assert got.status == 400, got.body
-        assert got.error and "Traceback" not in got.error
+        assert response.status == 400, response.body
+        assert response.error and "Traceback" not in response.error
     assert files(book) == before and not Path("stolen.csv").exists() and not Path("stolen").exists()
 
 
 def files(folder: Path) -> dict[str, str]:
     """Every file of a book but for SQLite's own notes."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(("-wal", "-shm")))
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    paths = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(("-wal", "-shm")))
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def test_point_9_a_query_has_its_time(viewer: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert viewer.api is not None
     monkeypatch.setattr(viewer.api, "seconds", 0.5)
     begun = time.monotonic()
-    got = post(viewer, "/api/sql", {"query": "select count(*) from range(10000000000) a, range(1000000) b"})
-    assert got.status == 504 and "0.5 seconds" in got.error
+    response = post(viewer, "/api/sql", {"query": "select count(*) from range(10000000000) a, range(1000000) b"})
+    assert response.status == 504 and "0.5 seconds" in response.error
     assert time.monotonic() - begun < SECONDS / 2
     monkeypatch.setattr(viewer.api, "seconds", 30.0)
     assert post(viewer, "/api/sql", {"query": "select 1"}).status == 200
@@ -147,15 +147,15 @@ def test_point_9_a_query_has_its_time(viewer: Server, monkeypatch: pytest.Monkey
 
 def test_point_9_a_large_answer_is_cut(viewer: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     query = "select repeat('x', 100000) from range(2000)"
-    got = post(viewer, "/api/sql", {"query": query, "rows": 10_000})
-    assert got.status == 200 and got.json["truncated"] is True
-    assert 0 < len(got.body) <= MAX_BYTES + (1 << 20)
+    response = post(viewer, "/api/sql", {"query": query, "rows": 10_000})
+    assert response.status == 200 and response.json["truncated"] is True
+    assert 0 < len(response.body) <= MAX_BYTES + (1 << 20)
 
 
 def test_point_9_csv_cells_are_no_formulas(viewer: Server) -> None:
     query = "select '=cmd|''/c calc''!A1' as \"=a\", '+1' as b, '-1+1' as c, '@sum(1)' as d, -1.5 as e, 'x' as f"
-    got = post(viewer, "/api/sql", {"query": query, "format": "csv"})
-    assert got.body.decode().splitlines() == ["'=a,b,c,d,e,f", "'=cmd|'/c calc'!A1,'+1,'-1+1,'@sum(1),-1.5,x"]
+    response = post(viewer, "/api/sql", {"query": query, "format": "csv"})
+    assert response.body.decode().splitlines() == ["'=a,b,c,d,e,f", "'=cmd|'/c calc'!A1,'+1,'-1+1,'@sum(1),-1.5,x"]
     assert post(viewer, "/api/sql", {"query": query, "format": "xlsx"}).status == 400
 
 
@@ -164,9 +164,9 @@ def test_point_9_csv_cells_are_no_formulas(viewer: Server) -> None:
 def test_point_9_no_text_whatever_begins_a_formula(texts: list[str]) -> None:
     table = format_csv(["a"] * (len(texts) + 1), [[*texts, 1]]).decode()
     _, kept_row = csv.reader(io.StringIO(table, newline=""))
-    for text, kept in zip(texts, kept_row, strict=False):
-        assert not kept.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠"))
-        assert kept in (text, "'" + text)
+    for text, cell in zip(texts, kept_row, strict=False):
+        assert not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠"))
+        assert cell in (text, "'" + text)
 
 
 @given(
@@ -183,8 +183,8 @@ def test_any_cell_is_strict_json(value: Any) -> None:
 
 @pytest.fixture(scope="module")
 def workers(book: Path) -> Iterator[Workers]:
-    with Workers(str(book), children=1) as made:
-        yield made
+    with Workers(str(book), children=1) as started:
+        yield started
 
 
 def test_a_child_is_kept_for_the_next_question_and_replaced_when_it_dies(workers: Workers) -> None:
@@ -249,10 +249,10 @@ def test_point_10_covering_takes_no_longer_than_it_may(workers: Workers) -> None
 
 
 def test_closing_ends_the_children(book: Path) -> None:
-    made = Workers(str(book))
-    made.sql("select 1")
-    (child,) = made._idle
-    made.close()
+    started = Workers(str(book))
+    started.sql("select 1")
+    (child,) = started._idle
+    started.close()
     assert child.process.poll() is not None
 
 
