@@ -809,11 +809,11 @@ def rounded(value: Any, digits: int = 10) -> Any:
 
 def vectors(peers: dict[str, Any]) -> list[dict[str, Any]]:
     """Every case with what must come out, and what peers give."""
-    made = []
-    for each in CASES:
-        outputs = rounded(reference.expected(each["function"], each["inputs"], each["options"]))
-        made.append({**each, "outputs": outputs, "tolerance": TOLERANCE, "peers": peers.get(each["id"], {})})
-    return made
+    filled = []
+    for case in CASES:
+        outputs = rounded(reference.expected(case["function"], case["inputs"], case["options"]))
+        filled.append({**case, "outputs": outputs, "tolerance": TOLERANCE, "peers": peers.get(case["id"], {})})
+    return filled
 
 
 def defaults() -> dict[str, dict[str, Any]]:
@@ -822,21 +822,21 @@ def defaults() -> dict[str, dict[str, Any]]:
     from rollbook.models import logprobs
 
     registries = {"advantages": algorithms.ESTIMATORS, "kl": algorithms.KL, "losses": algorithms.LOSSES}
-    found = {}
-    for function in sorted({each["function"] for each in CASES}):
-        room, name = function.split(".")
-        made = (
-            registries[room][name].function
-            if room in registries
-            else getattr(logprobs if room == "logprobs" else getattr(algorithms, room), name)
+    by_function = {}
+    for function in sorted({case["function"] for case in CASES}):
+        section, name = function.split(".")
+        implementation = (
+            registries[section][name].function
+            if section in registries
+            else getattr(logprobs if section == "logprobs" else getattr(algorithms, section), name)
         )
-        options = [p for p in inspect.signature(made).parameters.values() if p.default is not p.empty]
+        options = [p for p in inspect.signature(implementation).parameters.values() if p.default is not p.empty]
         plain = {
             p.name: p.default for p in options if p.default is None or isinstance(p.default, (bool, int, float, str))
         }
-        inputs = registries[room][name].inputs if room in registries else {}
-        found[function] = {key: value for key, value in plain.items() if key not in inputs}
-    return found
+        inputs = registries[section][name].inputs if section in registries else {}
+        by_function[function] = {key: value for key, value in plain.items() if key not in inputs}
+    return by_function
 
 
 def text(peers: dict[str, Any]) -> str:
@@ -849,8 +849,8 @@ def text(peers: dict[str, Any]) -> str:
 
 def written() -> dict[str, Any]:
     """The file as it is."""
-    found: dict[str, Any] = json.loads(FILE.read_text())
-    return found
+    document: dict[str, Any] = json.loads(FILE.read_text())
+    return document
 
 
 def main(arguments: list[str]) -> None:
@@ -860,7 +860,7 @@ def main(arguments: list[str]) -> None:
 
         peers = {vector["id"]: measured(vector) for vector in vectors({})}
     FILE.write_text(text(peers))
-    print(f"{FILE.name}: {len(CASES)} vectors of {len({each['function'] for each in CASES})} functions")
+    print(f"{FILE.name}: {len(CASES)} vectors of {len({case['function'] for case in CASES})} functions")
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ class Sample:
         return torch.tensor(filled, dtype=torch.float32)
 
     def leaf(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = getattr(self, name).clone().requires_grad_()
-        return found
+        tensor: torch.Tensor = getattr(self, name).clone().requires_grad_()
+        return tensor
 
     def option(self, name: str, default: Any) -> Any:
         return self.left.pop(name, default)
@@ -126,11 +126,11 @@ class Sample:
                 raise NotOffered("both rewards")
             return self.token_rewards
         mask, rewards = self.mask, self.rewards
-        found = torch.zeros_like(mask)
+        token_rewards = torch.zeros_like(mask)
         for i, row in enumerate(mask):
             last = int(row.nonzero()[-1]) if row.any() else 0
-            found[i, last] = rewards[i]
-        return found
+            token_rewards[i, last] = rewards[i]
+        return token_rewards
 
     def _mask_rows(self) -> list[list[int]]:
         return self.inputs.get("mask") or [[1] * n for n in self.lengths]
@@ -141,10 +141,10 @@ class Sample:
 
     def read(self, matrix: torch.Tensor) -> Any:
         """Rows again; what lies on tokens that do not count is left out of the comparison as 0."""
-        kept = torch.where(self.mask.bool(), matrix.detach(), 0.0)
+        unmasked = torch.where(self.mask.bool(), matrix.detach(), 0.0)
         if self.by_row:
-            return _number(kept[:, 0].tolist())
-        return _number([row[:n] for row, n in zip(kept.tolist(), self.lengths, strict=True)])
+            return _number(unmasked[:, 0].tolist())
+        return _number([row[:n] for row, n in zip(unmasked.tolist(), self.lengths, strict=True)])
 
 
 def _nested(value: Any) -> bool:
@@ -175,8 +175,8 @@ def _verl_grouped(name: str, **more: Any) -> Callable[[Sample], Outputs]:
             raise NotOffered("runs")
         sample.only(std="sample", level="group", singleton="raw")
         options = {"epsilon": sample.option("eps", 1e-6), **more}
-        found = getattr(verl(), name)(sample.placed(), sample.mask, sample.ids, **options)[0]
-        return {"advantages": sample.read(found)}
+        advantages = getattr(verl(), name)(sample.placed(), sample.mask, sample.ids, **options)[0]
+        return {"advantages": sample.read(advantages)}
 
     return run
 
@@ -186,8 +186,8 @@ def _verl_baseline(sample: Sample) -> Outputs:
     function = verl().compute_reinforce_plus_plus_baseline_outcome_advantage
     if "token_rewards" in sample.inputs:
         raise NotOffered("token_rewards beside a baseline")
-    found = function(sample.placed(), sample.mask, sample.ids)[0]
-    return {"advantages": sample.read(found)}
+    advantages = function(sample.placed(), sample.mask, sample.ids)[0]
+    return {"advantages": sample.read(advantages)}
 
 
 def _verl_gae(sample: Sample) -> Outputs:
@@ -214,10 +214,10 @@ def _verl_remax(sample: Sample) -> Outputs:
 
 def _verl_kl(kind: str) -> Callable[[Sample], Outputs]:
     def run(sample: Sample) -> Outputs:
-        ours = sample.leaf("logprobs")
-        found = verl().kl_penalty(ours, sample.ref_logprobs, kind) * sample.mask
-        found.sum().backward()
-        return {"values": sample.read(found), "gradient": {"logprobs": sample.read(ours.grad)}}
+        logprobs = sample.leaf("logprobs")
+        penalties = verl().kl_penalty(logprobs, sample.ref_logprobs, kind) * sample.mask
+        penalties.sum().backward()
+        return {"values": sample.read(penalties), "gradient": {"logprobs": sample.read(logprobs.grad)}}
 
     return run
 
@@ -243,24 +243,24 @@ def _verl_policy(name: str, mode: str, **defaults: float) -> Callable[[Sample], 
             config.global_batch_info.update(
                 dp_size=1, batch_num_tokens=denominators["tokens"], global_batch_size=denominators["sequences"]
             )
-        ours = sample.leaf("new_logprobs")
-        given = {} if weights is None else {"rollout_is_weights": torch.tensor(weights)}
+        logprobs = sample.leaf("new_logprobs")
+        correction = {} if weights is None else {"rollout_is_weights": torch.tensor(weights)}
         function = verl().get_policy_loss_fn(name)
-        arguments = sample.old_logprobs, ours, sample.advantages, sample.mask, chosen
-        value, _ = function(*arguments, config=config, **given)
-        return _loss(sample, value, ("new_logprobs", ours))
+        arguments = sample.old_logprobs, logprobs, sample.advantages, sample.mask, chosen
+        value, _ = function(*arguments, config=config, **correction)
+        return _loss(sample, value, ("new_logprobs", logprobs))
 
     return run
 
 
 def _verl_value(sample: Sample) -> Outputs:
-    ours = sample.leaf("values")
+    predicted = sample.leaf("values")
     bound = sample.option("clip", 0.2)
     if bound is None:
         raise NotOffered("no clip")
     mode = sample.option("mode", "seq-mean-token-mean")
-    arguments = ours, sample.returns, sample.old_values, sample.mask, bound, mode
-    return _loss(sample, verl().compute_value_loss(*arguments)[0], ("values", ours))
+    arguments = predicted, sample.returns, sample.old_values, sample.mask, bound, mode
+    return _loss(sample, verl().compute_value_loss(*arguments)[0], ("values", predicted))
 
 
 def _verl_aggregate(sample: Sample) -> Outputs:
@@ -345,7 +345,7 @@ VERL_CALLS = {
 def _experiences(sample: Sample, rewards: str = "rewards") -> list[Any]:
     record = trinity("common.experience")
     groups = sample.inputs.get("groups", ["a"] * len(sample.lengths))
-    made = []
+    rows = []
     for i, keep in enumerate(sample.mask):
         run = sample.inputs["runs"][i] if "runs" in sample.inputs else i
         step = sample.inputs["steps"][i] if "steps" in sample.inputs else 0
@@ -353,7 +353,7 @@ def _experiences(sample: Sample, rewards: str = "rewards") -> list[Any]:
         if "states" in sample.inputs:
             info |= {"env_state_hash": sample.inputs["states"][i], "step_reward": sample.inputs["step_rewards"][i]}
         reward = sample.inputs[rewards][i]
-        made.append(
+        rows.append(
             record.Experience(
                 eid=record.EID(batch=0, task=groups[i], run=run, step=step, suffix=str(i)),
                 tokens=[1] * (1 + len(keep)),
@@ -363,7 +363,7 @@ def _experiences(sample: Sample, rewards: str = "rewards") -> list[Any]:
                 info=info,
             )
         )
-    return made
+    return rows
 
 
 def _trinity_records(name: str, rewards: str = "rewards", **names: str) -> Callable[[Sample], Outputs]:
@@ -372,14 +372,16 @@ def _trinity_records(name: str, rewards: str = "rewards", **names: str) -> Calla
     def run(sample: Sample) -> Outputs:
         if ("runs" in sample.inputs and "steps" not in sample.inputs) or rewards not in sample.inputs:
             raise NotOffered("runs, or rewards of tokens")
-        renamed = {theirs: sample.left.pop(ours) for ours, theirs in names.items() if ours in sample.left}
+        renamed = {
+            peer_name: sample.left.pop(own_name) for own_name, peer_name in names.items() if own_name in sample.left
+        }
         population = "population" if name == "RECGroupedAdvantage" else "sample"
         sample.only(singleton="raw", std=population)
         sample.done()
         function = getattr(trinity(f"algorithm.advantage_fn.{_MODULES[name]}"), name)
         records, _ = function(**renamed)(_experiences(sample, rewards))
-        ordered = sorted(records, key=lambda each: each.info["order"])
-        return {"advantages": sample.read(torch.stack([each.advantages for each in ordered]).float())}
+        ordered = sorted(records, key=lambda record: record.info["order"])
+        return {"advantages": sample.read(torch.stack([record.advantages for record in ordered]).float())}
 
     return run
 
@@ -388,7 +390,9 @@ def _trinity_batch(name: str, **names: str) -> Callable[[Sample], Outputs]:
     """An estimator of verl's batches."""
 
     def run(sample: Sample) -> Outputs:
-        renamed = {theirs: sample.left.pop(ours) for ours, theirs in names.items() if ours in sample.left}
+        renamed = {
+            peer_name: sample.left.pop(own_name) for own_name, peer_name in names.items() if own_name in sample.left
+        }
         sample.only(whiten=True, std="sample", singleton="raw", observations="skip", off_action_rewards="drop")
         batch = {"response_mask": sample.mask}
         if "rewards" in sample.inputs or "token_rewards" in sample.inputs:
@@ -401,7 +405,9 @@ def _trinity_batch(name: str, **names: str) -> Callable[[Sample], Outputs]:
             "entropy": "entropys",
             "necs": "necs",
         }
-        batch |= {theirs: getattr(sample, ours) for ours, theirs in columns.items() if ours in sample.inputs}
+        batch |= {
+            peer_name: getattr(sample, own_name) for own_name, peer_name in columns.items() if own_name in sample.inputs
+        }
         if "old_logprobs" in sample.inputs:
             batch["rollout_log_probs"] = sample.old_logprobs
         tensors = {"uid": sample.ids} if "groups" in sample.inputs else {}
@@ -409,10 +415,10 @@ def _trinity_batch(name: str, **names: str) -> Callable[[Sample], Outputs]:
         module = trinity(f"algorithm.advantage_fn.{_MODULES[name]}")
         defaults = getattr(module, name).default_args()
         data, _ = getattr(module, name)(**{**defaults, **renamed})(data)
-        found = {"advantages": sample.read(data.batch["advantages"]), "returns": sample.read(data.batch["returns"])}
+        outputs = {"advantages": sample.read(data.batch["advantages"]), "returns": sample.read(data.batch["returns"])}
         if name.startswith("Clip"):
-            found["mask"] = [[int(m) for m in row] for row in sample.read(data.batch["response_mask"])]
-        return found
+            outputs["mask"] = [[int(m) for m in row] for row in sample.read(data.batch["response_mask"])]
+        return outputs
 
     return run
 
@@ -438,23 +444,23 @@ _MODULES = {
 
 def _trinity_gae(sample: Sample) -> Outputs:
     sample.only(clip=None)
-    found = _trinity_batch("PPOAdvantageFn", gamma="gamma", lam="lam")(sample)
-    pairs = zip(found["returns"], sample.read(sample.values), strict=True)
+    outputs = _trinity_batch("PPOAdvantageFn", gamma="gamma", lam="lam")(sample)
+    pairs = zip(outputs["returns"], sample.read(sample.values), strict=True)
     raw = [[math.nan if r is None else r - v for r, v in zip(*pair, strict=True)] for pair in pairs]
-    return {"advantages": _number(raw), "returns": found["returns"]}
+    return {"advantages": _number(raw), "returns": outputs["returns"]}
 
 
 def _trinity_kl(name: str) -> Callable[[Sample], Outputs]:
     def run(sample: Sample) -> Outputs:
         sample.done()
-        ours = sample.leaf("logprobs")
+        logprobs = sample.leaf("logprobs")
         old = sample.old_logprobs if "old_logprobs" in sample.inputs else None
-        found = getattr(trinity("algorithm.kl_fn.kl_fn"), name)().calculate_kl(ours, sample.ref_logprobs, old)
-        found = found * sample.mask
-        if found.requires_grad:
-            found.sum().backward()
-        slope = torch.zeros_like(ours) if ours.grad is None else ours.grad
-        return {"values": sample.read(found), "gradient": {"logprobs": sample.read(slope)}}
+        penalties = getattr(trinity("algorithm.kl_fn.kl_fn"), name)().calculate_kl(logprobs, sample.ref_logprobs, old)
+        penalties = penalties * sample.mask
+        if penalties.requires_grad:
+            penalties.sum().backward()
+        slope = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+        return {"values": sample.read(penalties), "gradient": {"logprobs": sample.read(slope)}}
 
     return run
 
@@ -469,7 +475,9 @@ def _trinity_loss(
 
     def run(sample: Sample) -> Outputs:
         function = getattr(trinity(f"algorithm.policy_loss_fn.{module}"), name)
-        renamed = {theirs: sample.left.pop(ours) for ours, theirs in names.items() if ours in sample.left}
+        renamed = {
+            peer_name: sample.left.pop(own_name) for own_name, peer_name in names.items() if own_name in sample.left
+        }
         sample.only(**(fixed or {}))
         sample.done()
         if None in renamed.values():
@@ -482,17 +490,19 @@ def _trinity_loss(
         if name.startswith("MIX"):  # sizes by which each part's mean stays a mean
             expert = sum(sample.inputs["expert_mask"])
             defaults |= {"train_batch_size_expert": expert, "train_batch_size_usual": len(sample.lengths) - expert}
-        ours = sample.leaf("new_logprobs")
-        given = {"logprob": ours, "action_mask": sample.mask}
+        logprobs = sample.leaf("new_logprobs")
+        arguments = {"logprob": logprobs, "action_mask": sample.mask}
         columns = {"old_logprobs": "old_logprob", "advantages": "advantages", "ref_logprobs": "ref_logprob"}
-        given |= {theirs: getattr(sample, mine) for mine, theirs in columns.items() if mine in sample.inputs}
+        arguments |= {
+            peer_name: getattr(sample, own_name) for own_name, peer_name in columns.items() if own_name in sample.inputs
+        }
         if "expert_mask" in sample.inputs:
-            given["expert_mask"] = torch.tensor(sample.inputs["expert_mask"])
+            arguments["expert_mask"] = torch.tensor(sample.inputs["expert_mask"])
         if "step" in sample.inputs:
             step = sample.inputs["step"]
-            given["step"] = torch.tensor(step if isinstance(step, list) else [step] * len(sample.lengths))
-        value, _ = function(**{**defaults, **renamed})(**given)
-        return _loss(sample, value, ("new_logprobs", ours))
+            arguments["step"] = torch.tensor(step if isinstance(step, list) else [step] * len(sample.lengths))
+        value, _ = function(**{**defaults, **renamed})(**arguments)
+        return _loss(sample, value, ("new_logprobs", logprobs))
 
     return run
 
@@ -504,20 +514,20 @@ def _trinity_dpo(sample: Sample) -> Outputs:
     for pair in dict.fromkeys(sample.inputs["pairs"]):
         rows = [i for i, name in enumerate(sample.inputs["pairs"]) if name == pair]
         order += sorted(rows, key=lambda i: not sample.inputs["chosen"][i])
-    ours = sample.leaf("new_logprobs")
+    logprobs = sample.leaf("new_logprobs")
     free = sample.option("reference_free", False)
-    ref = torch.zeros_like(ours) if free else sample.ref_logprobs
+    ref = torch.zeros_like(logprobs) if free else sample.ref_logprobs
     options = {"beta": sample.option("beta", 0.1), "label_smoothing": sample.option("label_smoothing", 0.0)}
     function = trinity("algorithm.policy_loss_fn.dpo_loss").DPOLossFn(**options)
-    value, _ = function(ours[order], ref[order], sample.mask[order])
-    return _loss(sample, value, ("new_logprobs", ours))
+    value, _ = function(logprobs[order], ref[order], sample.mask[order])
+    return _loss(sample, value, ("new_logprobs", logprobs))
 
 
 def _trinity_entropy(sample: Sample) -> Outputs:
-    ours = sample.leaf("entropy")
+    entropy = sample.leaf("entropy")
     function = trinity("algorithm.entropy_loss_fn.entropy_loss_fn").DefaultEntropyLossFn(sample.option("coef", 0.0))
-    value, _ = function(ours, sample.mask, sample.option("mode", "token-mean"))
-    return _loss(sample, -value, ("entropy", ours))
+    value, _ = function(entropy, sample.mask, sample.option("mode", "token-mean"))
+    return _loss(sample, -value, ("entropy", entropy))
 
 
 _KL_CLASSES = {
@@ -532,12 +542,12 @@ _KL_CLASSES = {
 
 
 def _trinity_kl_loss(sample: Sample) -> Outputs:
-    ours, mode = sample.leaf("new_logprobs"), sample.option("mode", "token-mean")
+    logprobs, mode = sample.leaf("new_logprobs"), sample.option("mode", "token-mean")
     kind = getattr(trinity("algorithm.kl_fn.kl_fn"), _KL_CLASSES[sample.option("estimator", "k2")])
     old = sample.old_logprobs if "old_logprobs" in sample.inputs else None
     function = kind(kl_coef=sample.option("coef", 0.001))
-    value, _ = function.calculate_kl_loss(ours, sample.ref_logprobs, sample.mask, mode, old)
-    return _loss(sample, value, ("new_logprobs", ours))
+    value, _ = function.calculate_kl_loss(logprobs, sample.ref_logprobs, sample.mask, mode, old)
+    return _loss(sample, value, ("new_logprobs", logprobs))
 
 
 def _trinity_aggregate(sample: Sample) -> Outputs:
@@ -633,7 +643,10 @@ _TRINITY_LOSSES = {
     "mix_chord": ("chord_policy_loss", "MIXCHORDPolicyLossFn", {}, _CHORD),
 }
 TRINITY_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
-    **{f"advantages.{ours}": (name, _trinity_records(name, **more)) for ours, (name, more) in _TRINITY_RECORDS.items()},
+    **{
+        f"advantages.{estimator}": (name, _trinity_records(name, **more))
+        for estimator, (name, more) in _TRINITY_RECORDS.items()
+    },
     "advantages.gigpo": (
         "GiGPOAdvantageFn",
         _trinity_records(
@@ -662,10 +675,10 @@ TRINITY_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
             _trinity_batch("ClipVAdvantageFn", mu="mu", eps="epsilon", max_frac="max_frac")(sample),
         )[1],
     ),
-    **{f"kl.{ours}": (f"{name}.calculate_kl", _trinity_kl(name)) for ours, name in _KL_CLASSES.items()},
+    **{f"kl.{estimator}": (f"{name}.calculate_kl", _trinity_kl(name)) for estimator, name in _KL_CLASSES.items()},
     **{
-        f"losses.{ours}": (name, _trinity_loss(module, name, fixed, **more))
-        for ours, (module, name, fixed, more) in _TRINITY_LOSSES.items()
+        f"losses.{estimator}": (name, _trinity_loss(module, name, fixed, **more))
+        for estimator, (module, name, fixed, more) in _TRINITY_LOSSES.items()
     },
     "losses.dpo": ("DPOLossFn, chosen and rejected rows in turn", _trinity_dpo),
     "losses.entropy": ("DefaultEntropyLossFn, with the sign of a loss", _trinity_entropy),
@@ -693,8 +706,8 @@ def _trl_high_entropy(sample: Sample) -> Outputs:
     alone = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
     function = trl("trainer.grpo_trainer").GRPOTrainer.get_high_entropy_mask
     ratio = sample.inputs["ratio"]
-    found = function(SimpleNamespace(accelerator=alone), sample.entropy, sample.mask, 1 - ratio)
-    return {"mask": [[int(x) for x in row] for row in sample.read(found.float())]}
+    selected = function(SimpleNamespace(accelerator=alone), sample.entropy, sample.mask, 1 - ratio)
+    return {"mask": [[int(x) for x in row] for row in sample.read(selected.float())]}
 
 
 TRL_CALLS: dict[str, tuple[str, Callable[[Sample], Outputs]]] = {
@@ -711,7 +724,7 @@ def measured(vector: dict[str, Any]) -> dict[str, Outputs]:
     A peer is called where its options can say what the vector's say, and also with the vector's defaults where it has
     no choice (singleton groups, say): there its number shows the difference.
     """
-    found = {}
+    by_peer = {}
     for peer, calls in CALLS.items():
         if vector["function"] not in calls:
             continue
@@ -723,12 +736,12 @@ def measured(vector: dict[str, Any]) -> dict[str, Outputs]:
         except NotOffered:
             continue
         except Exception as error:
-            found[peer] = {"call": call, "raises": type(error).__name__}
+            by_peer[peer] = {"call": call, "raises": type(error).__name__}
         else:
-            found[peer] = {"call": call, **{key: value for key, value in outputs.items() if key in vector["outputs"]}}
+            by_peer[peer] = {"call": call, **{key: value for key, value in outputs.items() if key in vector["outputs"]}}
         if (vector["id"], peer) in NOTES:
-            found[peer]["note"] = NOTES[vector["id"], peer]
-    return found
+            by_peer[peer]["note"] = NOTES[vector["id"], peer]
+    return by_peer
 
 
 _POISON = "a reward that is missing makes its whole group NaN"
@@ -827,33 +840,33 @@ PAIRS = {
 def _of(peer: str, function: str, inputs: dict[str, Any], key: str = "advantages", **options: Any) -> list[Any]:
     """What a peer's call gives, without the tokens that do not count."""
     sample = Sample({"inputs": inputs, "options": options})
-    found = CALLS[peer][function][1](sample)[key]
-    if not isinstance(found, list):
-        return [found]
-    if not _nested(found):
-        return found
-    mask = inputs.get("mask") or [[1] * len(row) for row in found]
-    return [x for row, keep in zip(found, mask, strict=True) for x, m in zip(row, keep, strict=True) if m]
+    numbers = CALLS[peer][function][1](sample)[key]
+    if not isinstance(numbers, list):
+        return [numbers]
+    if not _nested(numbers):
+        return numbers
+    mask = inputs.get("mask") or [[1] * len(row) for row in numbers]
+    return [x for row, keep in zip(numbers, mask, strict=True) for x, m in zip(row, keep, strict=True) if m]
 
 
 def _gae(inputs: dict[str, Any], **options: Any) -> list[Any]:
-    found = reference.gae(**inputs, **DISCOUNT, **options)["advantages"]
-    return reference.counted(found, inputs["mask"])
+    advantages = reference.gae(**inputs, **DISCOUNT, **options)["advantages"]
+    return reference.counted(advantages, inputs["mask"])
 
 
 def _float32_norm(rewards: list[float], eps: float) -> list[float]:
     """(r - mean) / (std + eps) in float32, as LightRFT and OpenRLHF write it."""
-    given = torch.tensor(rewards)
+    tensor = torch.tensor(rewards)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the deviation of one number
-        return _number(((given - given.mean()) / (given.std() + eps)).tolist())
+        return _number(((tensor - tensor.mean()) / (tensor.std() + eps)).tolist())
 
 
 def _trl_norm(rewards: list[Any]) -> list[float]:
     """The formula of TRL's trainer with TRL's own `nanstd`."""
-    given = torch.tensor([math.nan if r is None else r for r in rewards])
-    spread = trl().nanstd(given[None], dim=1) if len(rewards) > 1 else torch.zeros(1)
-    return _number(((given - given.nanmean()) / (spread + 1e-4)).nan_to_num(0.0).tolist())
+    tensor = torch.tensor([math.nan if r is None else r for r in rewards])
+    spread = trl().nanstd(tensor[None], dim=1) if len(rewards) > 1 else torch.zeros(1)
+    return _number(((tensor - tensor.nanmean()) / (spread + 1e-4)).nan_to_num(0.0).tolist())
 
 
 def _aggregated(peer: str, parts: list[slice], mode: str, width: int = 3, **more: Any) -> list[float]:

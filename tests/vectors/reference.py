@@ -24,16 +24,16 @@ LOSSES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {}
 
 def expected(function: str, inputs: dict[str, Any], options: dict[str, Any]) -> Outputs:
     """What a function gives."""
-    room, name = function.split(".")
-    if room == "advantages":
+    section, name = function.split(".")
+    if section == "advantages":
         return ESTIMATORS[name](**inputs, **options)
-    if room == "losses":
+    if section == "losses":
         moving, loss = LOSSES[name]
         return differentiated(loss, moving, inputs, options)
-    if room == "kl":
-        found = kl_tokens(inputs["logprobs"], inputs["logprobs"], name=name, **_but(inputs, "logprobs"), **options)
+    if section == "kl":
+        tokens = kl_tokens(inputs["logprobs"], inputs["logprobs"], name=name, **_but(inputs, "logprobs"), **options)
         total = differentiated(_kl_sum, ("logprobs",), inputs, {"name": name, **options})
-        return {"values": found, "gradient": total["gradient"]}
+        return {"values": tokens, "gradient": total["gradient"]}
     return OTHERS[name](**inputs, **options)
 
 
@@ -71,7 +71,7 @@ def counted(rows: Rows, mask: Rows) -> list[Any]:
     return [x for row, keep in zip(rows, mask, strict=True) for x, m in zip(row, keep, strict=True) if m]
 
 
-def each(rule: Callable[[int, int], float], mask: Rows) -> Rows:
+def by_token(rule: Callable[[int, int], float], mask: Rows) -> Rows:
     """A number for each token that counts, 0 for the others."""
     return [[rule(i, t) if m else 0.0 for t, m in enumerate(row)] for i, row in enumerate(mask)]
 
@@ -82,12 +82,12 @@ def on_tokens(value: Any, i: int, t: int) -> float:
 
 
 def whitened(rows: Rows, mask: Rows, std: str, eps: float, eps_in: str = "variance") -> Rows:
-    known = counted(rows, mask)
-    if len(known) < 2 or min(known) == max(known):
-        return each(lambda i, t: 0.0, mask)
-    middle, spread = mean(known), variance(known, std)
+    unmasked = counted(rows, mask)
+    if len(unmasked) < 2 or min(unmasked) == max(unmasked):
+        return by_token(lambda i, t: 0.0, mask)
+    middle, spread = mean(unmasked), variance(unmasked, std)
     under = {"variance": math.sqrt(spread + eps), "std": math.sqrt(spread) + eps, "floor": math.sqrt(max(spread, eps))}
-    return each(lambda i, t: (rows[i][t] - middle) / under[eps_in], mask)
+    return by_token(lambda i, t: (rows[i][t] - middle) / under[eps_in], mask)
 
 
 def differentiated(
@@ -113,8 +113,8 @@ def differentiated(
         h = 1e-3
         points = {k: at(name, path, k * h) for k in (-3, -2, -1, 1, 2, 3)}
         # of sixth order: the rest is of the order of h^6, below rounding
-        near, far, farther = (points[k] - points[-k] for k in (1, 2, 3))
-        return (45 * near - 9 * far + farther) / (60 * h)
+        nearest, far, farther = (points[k] - points[-k] for k in (1, 2, 3))
+        return (45 * nearest - 9 * far + farther) / (60 * h)
 
     value = loss(**inputs, frozen=frozen, **options)
     return {"value": value, "gradient": {name: slope(name, (), inputs[name]) for name in moving}}
@@ -139,22 +139,22 @@ class Runs(list[float]):
 
 def known_runs(rewards: list[Any], groups: list[Any], runs: list[Any] | None) -> dict[Any, Runs]:
     """For each group the rewards of its runs, each run once, as the mean over its rows."""
-    found: dict[Any, dict[Any, list[float]]] = {}
+    members_by_group: dict[Any, dict[Any, list[float]]] = {}
     for i, (r, g) in enumerate(zip(rewards, groups, strict=True)):
-        of_run = found.setdefault(g, {}).setdefault(i if runs is None else runs[i], [])
+        of_run = members_by_group.setdefault(g, {}).setdefault(i if runs is None else runs[i], [])
         if r is not None:
             of_run.append(r)
-    made = {}
-    for g, members in found.items():
-        made[g] = Runs(mean(of_run) for of_run in members.values() if of_run)
-        made[g].rows = [of_run for of_run in members.values() if of_run]
-    return made
+    runs_by_group = {}
+    for g, members in members_by_group.items():
+        runs_by_group[g] = Runs(mean(of_run) for of_run in members.values() if of_run)
+        runs_by_group[g].rows = [of_run for of_run in members.values() if of_run]
+    return runs_by_group
 
 
 def scored(scores: list[float], mask: Rows | None) -> Outputs:
     if mask is None:
         return {"advantages": scores}
-    return {"advantages": each(lambda i, t: scores[i], mask)}
+    return {"advantages": by_token(lambda i, t: scores[i], mask)}
 
 
 def by_group(
@@ -300,13 +300,13 @@ def gigpo(
     singleton="zero",
 ):
     keys = list(zip(groups, runs, strict=True))
-    given = [0.0 if r is None else r for r in step_rewards]
+    rewards_of_steps = [0.0 if r is None else r for r in step_rewards]
     totals: dict[Any, float] = {}
     to_go = [0.0] * len(keys)
     for i, key in enumerate(keys):
-        totals[key] = totals.get(key, 0.0) + given[i]
+        totals[key] = totals.get(key, 0.0) + rewards_of_steps[i]
         later = [(steps[j], j) for j in range(len(keys)) if keys[j] == key and steps[j] >= steps[i]]
-        to_go[i] = sum(gamma**rank * given[j] for rank, (_, j) in enumerate(sorted(later)))
+        to_go[i] = sum(gamma**rank * rewards_of_steps[j] for rank, (_, j) in enumerate(sorted(later)))
     normal = (lambda v, g, s: grpo(v, g, std=std, eps=eps, singleton=s)) if normalize == "std" else None
     plain = normal or (lambda v, g, s: dr_grpo(v, g, singleton=s))
     of_runs = plain(list(totals.values()), [k[0] for k in totals], singleton)["advantages"]
@@ -337,10 +337,10 @@ def over_time(
         places = actions if observations == "skip" else spoken
         taken = places if observations == "through" else actions
         reward = [0.0] * len(keep)
-        given = token_rewards[i] if token_rewards is not None else reward
+        row_rewards = token_rewards[i] if token_rewards is not None else reward
         missing = rewards is not None and rewards[i] is None
-        missing = missing or any(given[t] is None for t in taken)
-        for t, r in enumerate(given):
+        missing = missing or any(row_rewards[t] is None for t in taken)
+        for t, r in enumerate(row_rewards):
             if r is None:
                 continue
             if t in taken:
@@ -351,13 +351,13 @@ def over_time(
             reward[actions[-1]] += rewards[i]
         results.append(slope(i, places, reward, keep))
         left.append(missing)
-    advantages = each(lambda i, t: 0.0 if left[i] else results[i][0][t], mask)
-    returns = each(lambda i, t: unknown(i, t) if left[i] else results[i][1][t], mask)
+    advantages = by_token(lambda i, t: 0.0 if left[i] else results[i][0][t], mask)
+    returns = by_token(lambda i, t: unknown(i, t) if left[i] else results[i][1][t], mask)
     if whiten:
-        known = [[0] * len(row) if gone else row for row, gone in zip(mask, left, strict=True)]
-        advantages = whitened(advantages, known, std, eps)
+        kept_mask = [[0] * len(row) if is_left_out else row for row, is_left_out in zip(mask, left, strict=True)]
+        advantages = whitened(advantages, kept_mask, std, eps)
     if clip is not None:
-        advantages = each(lambda i, t: max(-clip, min(clip, advantages[i][t])), mask)
+        advantages = by_token(lambda i, t: max(-clip, min(clip, advantages[i][t])), mask)
     if alone:
         return {"advantages": [row[0] for row in advantages], "returns": [row[0] for row in returns]}
     return {"advantages": advantages, "returns": returns}
@@ -383,13 +383,13 @@ def gae(
         mask = ones(values)
 
     def slope(i, places, reward, keep):
-        found = [0.0] * len(keep)
+        advantages = [0.0] * len(keep)
         value = {t: 0.0 if observations == "zeroed" and not keep[t] else values[i][t] for t in places}
         for n, t in enumerate(places):  # from the definition: the sum of all later differences
             for distance, u in enumerate(places[n:]):
                 after = value[places[n + distance + 1]] if n + distance + 1 < len(places) else 0.0
-                found[t] += (gamma * lam) ** distance * (reward[u] + gamma * after - value[u])
-        return found, [a + value.get(t, 0.0) for t, a in enumerate(found)]
+                advantages[t] += (gamma * lam) ** distance * (reward[u] + gamma * after - value[u])
+        return advantages, [a + value.get(t, 0.0) for t, a in enumerate(advantages)]
 
     common = (observations, off_action_rewards, slope, lambda i, t: values[i][t], whiten, std, eps, clip)
     return over_time(token_rewards, rewards, mask, response, *common)
@@ -401,10 +401,10 @@ def ppo_advantage(token_rewards=None, values=None, mask=None, response=None, rew
 
 def to_go(gamma):
     def slope(i, places, reward, keep):
-        found = [0.0] * len(keep)
+        sums = [0.0] * len(keep)
         for n, t in enumerate(places):
-            found[t] = sum(gamma**distance * reward[u] for distance, u in enumerate(places[n:]))
-        return found, found
+            sums[t] = sum(gamma**distance * reward[u] for distance, u in enumerate(places[n:]))
+        return sums, sums
 
     return slope
 
@@ -464,16 +464,18 @@ def remax(
 ):
     if mask is None:
         mask = ones(token_rewards)
-    known = [None if b is None else 0.0 for b in baselines]  # a missing baseline leaves a row out as a reward does
+    with_baseline = [
+        None if b is None else 0.0 for b in baselines
+    ]  # a missing baseline leaves a row out as a reward does
     if rewards is not None:
-        known = [None if r is None or b is None else r for r, b in zip(rewards, baselines, strict=True)]
+        with_baseline = [None if r is None or b is None else r for r, b in zip(rewards, baselines, strict=True)]
 
     def slope(i, places, reward, keep):
         returns = to_go(1.0)(i, places, reward, keep)[0]
         return [r - (baselines[i] or 0.0) for r in returns], returns
 
     common = (observations, off_action_rewards, slope, lambda i, t: 0.0, whiten, std, eps, clip)
-    return over_time(token_rewards, known, mask, response, *common)
+    return over_time(token_rewards, with_baseline, mask, response, *common)
 
 
 # --- estimators of single tokens ------------------------------------------------------------------------------------
@@ -481,7 +483,7 @@ def remax(
 
 def on_policy_distill(old_logprobs, teacher_logprobs, mask=None, *, coef=1.0):
     mask = mask or ones(old_logprobs)
-    return {"advantages": each(lambda i, t: coef * (teacher_logprobs[i][t] - old_logprobs[i][t]), mask)}
+    return {"advantages": by_token(lambda i, t: coef * (teacher_logprobs[i][t] - old_logprobs[i][t]), mask)}
 
 
 def jsd(old_logprobs, teacher_logprobs, mask=None, *, beta=0.5, coef=1.0, normalize=True):
@@ -494,16 +496,16 @@ def jsd(old_logprobs, teacher_logprobs, mask=None, *, beta=0.5, coef=1.0, normal
         slope = (1 - beta) * math.log(p / (beta * q + (1 - beta) * p))  # of the divergence, by p
         return -coef * slope / (beta * (1 - beta) if normalize else 1)
 
-    return {"advantages": each(score, mask or ones(old_logprobs))}
+    return {"advantages": by_token(score, mask or ones(old_logprobs))}
 
 
 def clip_b(
     rewards, groups, mask, old_logprobs, entropy, runs=None, *, mu=2.5, std="sample", eps=1e-6, singleton="zero"
 ):
     advantages = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton)["advantages"]
-    s = each(lambda i, t: math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
+    s = by_token(lambda i, t: math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
     middle, spread = mean(counted(s, mask)), deviation(counted(s, mask), "population")
-    keep = each(lambda i, t: not (advantages[i][t] < 0 and s[i][t] - middle < -mu * spread), mask)
+    keep = by_token(lambda i, t: not (advantages[i][t] < 0 and s[i][t] - middle < -mu * spread), mask)
     return {"advantages": advantages, "mask": [[int(x) for x in row] for row in keep]}
 
 
@@ -525,9 +527,9 @@ def clip_v(
     singleton="zero",
 ):
     advantages = grpo(rewards, groups, mask, runs, std=std, eps=eps, singleton=singleton)["advantages"]
-    d = each(lambda i, t: necs[i][t] - math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
-    known = counted(d, mask)
-    bound = mu * deviation(known, "population") + (mean(known) if centered else 0.0)
+    d = by_token(lambda i, t: necs[i][t] - math.exp(old_logprobs[i][t]) * (entropy[i][t] + old_logprobs[i][t]), mask)
+    unmasked = counted(d, mask)
+    bound = mu * deviation(unmasked, "population") + (mean(unmasked) if centered else 0.0)
     places = [(i, t) for i, row in enumerate(mask) for t, m in enumerate(row) if m]
     candidates = [(i, t) for i, t in places if advantages[i][t] < 0 and d[i][t] > bound]
     limit = max(int(max_frac * len(places)), 1) if max_frac > 0 else 0
@@ -568,7 +570,7 @@ def kl_tokens(logprobs, frozen, ref_logprobs, mask=None, old_logprobs=None, *, n
         old = None if old_logprobs is None else old_logprobs[i][t]
         return divergence(name, logprobs[i][t], frozen[i][t], ref_logprobs[i][t], old, **options)
 
-    return each(at, mask or ones(logprobs))
+    return by_token(at, mask or ones(logprobs))
 
 
 def _kl_sum(logprobs, frozen, **rest) -> float:
@@ -582,7 +584,7 @@ def aggregate(values, mask=None, *, mode="token-mean", norm=None, denominators=N
     mask = mask or ones(values)
     if None in counted(values, mask):
         return math.nan
-    tokens = each(lambda i, t: values[i][t] * (1.0 if weights is None else on_tokens(weights, i, t)), mask)
+    tokens = by_token(lambda i, t: values[i][t] * (1.0 if weights is None else on_tokens(weights, i, t)), mask)
     counts = [sum(bool(m) for m in row) for row in mask]
     count = max(sum(counts) if denominators is None else denominators["tokens"], 1)
     rows = max(sum(c > 0 for c in counts) if denominators is None else denominators["sequences"], 1)
@@ -624,7 +626,7 @@ def policy(term, mode_by_default, moving=("new_logprobs",)):
             )
 
         chosen = mode or (mode_by_default(options) if callable(mode_by_default) else mode_by_default)
-        return aggregate(each(at, mask), mask, mode=chosen, norm=norm, denominators=denominators, weights=weights)
+        return aggregate(by_token(at, mask), mask, mode=chosen, norm=norm, denominators=denominators, weights=weights)
 
     return moving, loss
 
@@ -649,11 +651,11 @@ def ppo(
     policy_gradient=False,
 ):
     r = math.exp(x - x0) if policy_gradient else math.exp(clip(x - old, -log_ratio_clamp, log_ratio_clamp))
-    found = pessimist(a, r, 1 - clip_low, 1 + clip_high)
+    loss = pessimist(a, r, 1 - clip_low, 1 + clip_high)
     if dual_clip is not None and a < 0:
-        found = min(found, -a * dual_clip)
-    held = [-clip(d, -log_ratio_clamp, log_ratio_clamp) for d in row0]
-    return 0.0 if sequence_delta is not None and a < 0 and sum(held) / len(held) > sequence_delta else found
+        loss = min(loss, -a * dual_clip)
+    clamped = [-clip(d, -log_ratio_clamp, log_ratio_clamp) for d in row0]
+    return 0.0 if sequence_delta is not None and a < 0 and sum(clamped) / len(clamped) > sequence_delta else loss
 
 
 def gspo(x, x0, old, a, row0, row, *, clip_low=3e-4, clip_high=4e-4, log_ratio_clamp=20.0):
@@ -662,9 +664,9 @@ def gspo(x, x0, old, a, row0, row, *, clip_low=3e-4, clip_high=4e-4, log_ratio_c
 
 
 def gmpo(x, x0, old, a, row0, row, *, clip_low=0.4, clip_high=0.4, log_ratio_clamp=20.0):
-    held = [clip(d, -log_ratio_clamp, log_ratio_clamp) for d in row]
-    held = [min(d, clip_high) if a > 0 else max(d, -clip_low) for d in held]
-    return -a * math.exp(sum(held) / len(held))  # the loss of the row, on each of its tokens
+    clamped = [clip(d, -log_ratio_clamp, log_ratio_clamp) for d in row]
+    clamped = [min(d, clip_high) if a > 0 else max(d, -clip_low) for d in clamped]
+    return -a * math.exp(sum(clamped) / len(clamped))  # the loss of the row, on each of its tokens
 
 
 def sapo(x, x0, old, a, row0, row, *, tau_pos=1.0, tau_neg=1.05, log_ratio_clamp=20.0, detach_gate=False):
@@ -745,8 +747,8 @@ def rec_loss(
         "ring": (above and below) or (a >= 0 and r <= 1 - ring_low) or (a <= 0 and r >= 1 + ring_high),
     }.get(clip_mode, (a >= 0 and below) or (a <= 0 and above))
     w = {"none": 1.0, "importance_sampling": r, "gspo_importance_sampling": s}.get(weight, math.exp(a / temperature))
-    found = -w * a * x if inside else 0.0
-    return found + regularizer_coef * {"none": 0.0, "k2": (x - old) ** 2, "forward-kl": -x}[regularizer]
+    loss = -w * a * x if inside else 0.0
+    return loss + regularizer_coef * {"none": 0.0, "k2": (x - old) ** 2, "forward-kl": -x}[regularizer]
 
 
 def sft(x, x0, old, a, row0, row):
@@ -765,20 +767,20 @@ def rec_mode(options):
     return "seq-mean-token-mean" if options.get("clip_mode") == "gspo-one-side" else "token-mean"
 
 
-def value_loss(values, frozen, returns, mask=None, old_values=None, *, clip=0.2, mode="seq-mean-token-mean", **how):
+def value_loss(values, frozen, returns, mask=None, old_values=None, *, clip=0.2, mode="seq-mean-token-mean", **scaling):
     def at(i, t):
         v, r = values[i][t], returns[i][t]
         if clip is None:
             return (v - r) ** 2 / 2
-        held = old_values[i][t] + max(-clip, min(clip, v - old_values[i][t]))
-        return max((v - r) ** 2, (held - r) ** 2) / 2
+        clipped = old_values[i][t] + max(-clip, min(clip, v - old_values[i][t]))
+        return max((v - r) ** 2, (clipped - r) ** 2) / 2
 
     mask = mask or ones(values)
-    return aggregate(each(at, mask), mask, mode=mode, **how)
+    return aggregate(by_token(at, mask), mask, mode=mode, **scaling)
 
 
-def entropy_loss(entropy, frozen, mask=None, *, coef=0.0, **how):
-    return -coef * aggregate(entropy, mask, **how)
+def entropy_loss(entropy, frozen, mask=None, *, coef=0.0, **scaling):
+    return -coef * aggregate(entropy, mask, **scaling)
 
 
 def kl_loss(
@@ -791,7 +793,7 @@ def kl_loss(
     estimator="k2",
     coef=0.001,
     estimator_options=None,
-    **how,
+    **scaling,
 ):
     tokens = kl_tokens(
         new_logprobs,
@@ -802,7 +804,7 @@ def kl_loss(
         name=estimator,
         **(estimator_options or {}),
     )
-    return coef * aggregate(tokens, mask, **how)
+    return coef * aggregate(tokens, mask, **scaling)
 
 
 def mix(new_logprobs, frozen, old_logprobs, advantages, expert_mask, mask=None, *, mu=0.1, expert="sft", **options):
@@ -810,13 +812,13 @@ def mix(new_logprobs, frozen, old_logprobs, advantages, expert_mask, mask=None, 
     mask = mask or ones(new_logprobs)
     scale = [options.pop(name, 1.0) for name in ("usual_scale", "expert_scale")]
     cutoff = {"cutoff": options.pop("cutoff", 1.0)} if expert == "sft_phi" else {}
-    how = {name: options.pop(name) for name in ("mode", "norm") if name in options}
+    scaling = {name: options.pop(name) for name in ("mode", "norm") if name in options}
 
     def rows(flag):
         return [row if e == flag else [0] * len(row) for row, e in zip(mask, expert_mask, strict=True)]
 
-    usual = LOSSES["ppo"][1](new_logprobs, frozen, old_logprobs, advantages, rows(False), **how, **options)
-    other = LOSSES[expert][1](new_logprobs, frozen, None, None, rows(True), **how, **cutoff)
+    usual = LOSSES["ppo"][1](new_logprobs, frozen, old_logprobs, advantages, rows(False), **scaling, **options)
+    other = LOSSES[expert][1](new_logprobs, frozen, None, None, rows(True), **scaling, **cutoff)
     return (1 - mu) * scale[0] * usual + mu * scale[1] * other
 
 
@@ -847,7 +849,7 @@ def mix_chord(
 
 
 def preference(logits, beta, label_smoothing, variant, denominators):
-    def one(z):
+    def pair_loss(z):
         if variant == "ipo":
             return (z - 1 / (2 * beta)) ** 2
         if variant == "hinge":
@@ -855,7 +857,7 @@ def preference(logits, beta, label_smoothing, variant, denominators):
         softplus = [max(y, 0.0) + math.log1p(math.exp(-abs(y))) for y in (-beta * z, beta * z)]
         return (1 - label_smoothing) * softplus[0] + label_smoothing * softplus[1]
 
-    return sum(map(one, logits)) / (len(logits) if denominators is None else denominators)
+    return sum(map(pair_loss, logits)) / (len(logits) if denominators is None else denominators)
 
 
 def dpo(
@@ -875,9 +877,9 @@ def dpo(
     mask = mask or ones(new_logprobs)
 
     def of(row):
-        kept = [t for t, m in enumerate(mask[row]) if m]
-        ref = 0.0 if reference_free else sum(ref_logprobs[row][t] for t in kept)
-        return sum(new_logprobs[row][t] for t in kept) - ref
+        places = [t for t, m in enumerate(mask[row]) if m]
+        ref = 0.0 if reference_free else sum(ref_logprobs[row][t] for t in places)
+        return sum(new_logprobs[row][t] for t in places) - ref
 
     logits = []
     for name in dict.fromkeys(pairs):
@@ -938,8 +940,10 @@ LOSSES |= {
 def whiten(values, mask=None, *, std="sample", eps=1e-8, eps_in="variance", shift_mean=True, scale=True):
     mask = mask or ones(values)
     middle = mean(counted(values, mask))
-    found = whitened(values, mask, std, eps, eps_in) if scale else each(lambda i, t: values[i][t] - middle, mask)
-    return {"values": each(lambda i, t: found[i][t] + (0.0 if shift_mean else middle), mask)}
+    normalized = (
+        whitened(values, mask, std, eps, eps_in) if scale else by_token(lambda i, t: values[i][t] - middle, mask)
+    )
+    return {"values": by_token(lambda i, t: normalized[i][t] + (0.0 if shift_mean else middle), mask)}
 
 
 def high_entropy_mask(entropy, mask=None, ratio=0.2, *, over="sample"):
@@ -964,13 +968,13 @@ def clip_filter_like_weight_func(rewards, clip_filter_like_weight_clip_eps=3.0, 
 
 
 def overlong_penalty(lengths, *, max_length, buffer=1024, factor=1.0, bounded=True):
-    def one(length):
+    def penalty(length):
         if length <= max_length - buffer:
             return 0.0
         falling = factor * (max_length - buffer - length) / buffer
         return max(falling, -factor) if bounded else falling
 
-    return {"penalties": [one(length) for length in lengths]}
+    return {"penalties": [penalty(length) for length in lengths]}
 
 
 def importance_weights(
@@ -987,8 +991,8 @@ def importance_weights(
     normalize=False,
 ):
     mask = mask or ones(old_logprobs)
-    off = each(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
-    kept, weights = [list(map(bool, row)) for row in mask], []
+    off = by_token(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
+    kept_mask, weights = [list(map(bool, row)) for row in mask], []
     for i, row in enumerate(mask):
         n = sum(map(bool, row))
         whole_row = sum(off[i]) / (1 if level == "sequence" else max(n, 1))
@@ -997,22 +1001,22 @@ def importance_weights(
         vetoed = veto is not None and any(m and d < math.log(veto) for d, m in zip(off[i], row, strict=True))
         for t, w in enumerate(weights[i]):
             outside = mask_outside is not None and not mask_outside[0] <= w <= mask_outside[1]
-            kept[i][t] = kept[i][t] and not vetoed and not outside
+            kept_mask[i][t] = kept_mask[i][t] and not vetoed and not outside
     top, least = math.inf if truncate is None else truncate, 0.0 if low is None else low
-    bounded = each(lambda i, t: clip(weights[i][t], least, top), kept)
+    bounded = by_token(lambda i, t: clip(weights[i][t], least, top), kept_mask)
     if normalize:
-        left = [counted([w], [m]) for w, m in zip(bounded, kept, strict=True)]
+        left = [counted([w], [m]) for w, m in zip(bounded, kept_mask, strict=True)]
         units = [w for row in left for w in (row if level == "token" else row[:1])]
         factor = len(units) / sum(units)
-        bounded = each(lambda i, t: bounded[i][t] * factor, kept)
-    return {"weights": bounded, "mask": [[int(m) for m in row] for row in kept]}
+        bounded = by_token(lambda i, t: bounded[i][t] * factor, kept_mask)
+    return {"weights": bounded, "mask": [[int(m) for m in row] for row in kept_mask]}
 
 
 def diagnostics(old_logprobs, logprobs, mask=None):
     mask = mask or ones(old_logprobs)
-    off = each(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
+    off = by_token(lambda i, t: old_logprobs[i][t] - logprobs[i][t], mask)
     d, rows = counted(off, mask), [counted([row], [m]) for row, m in zip(off, mask, strict=True) if any(m)]
-    w, whole = [math.exp(x) for x in d], [math.exp(sum(row)) for row in rows]
+    w, row_ratios = [math.exp(x) for x in d], [math.exp(sum(row)) for row in rows]
 
     def perplexity(source):
         return math.exp(-mean([mean(counted([s], [m])) for s, m in zip(source, mask, strict=True) if any(m)]))
@@ -1020,20 +1024,20 @@ def diagnostics(old_logprobs, logprobs, mask=None):
     def size(ws):
         return sum(ws) ** 2 / (len(ws) * sum(x * x for x in ws))
 
-    ours, theirs = perplexity(old_logprobs), perplexity(logprobs)
+    policy, engine = perplexity(old_logprobs), perplexity(logprobs)
     return {
         "kl": mean([-x for x in d]),
         "kl_k3": mean([math.exp(x) - 1 - x for x in d]),
         "chi2_token": mean([x * x for x in w]) - 1,
-        "chi2_sequence": mean([x * x for x in whole]) - 1,
+        "chi2_sequence": mean([x * x for x in row_ratios]) - 1,
         "ess_token": size(w),
-        "ess_sequence": size(whole),
+        "ess_sequence": size(row_ratios),
         "log_diff_mean_abs": mean([abs(x) for x in d]),
         "log_diff_max_abs": max(abs(x) for x in d),
         "log_diff_std": deviation(d, "population"),
-        "policy_perplexity": ours,
-        "engine_perplexity": theirs,
-        "perplexity_ratio": ours / theirs,
+        "policy_perplexity": policy,
+        "engine_perplexity": engine,
+        "perplexity_ratio": policy / engine,
     }
 
 
@@ -1071,4 +1075,4 @@ def entropy_from_logits(logits, *, temperature=1.0):
 
 OTHERS |= {f.__name__: f for f in (whiten, high_entropy_mask, clip_filter_like_weight_func, overlong_penalty)}
 OTHERS |= {f.__name__: f for f in (importance_weights, diagnostics, from_logits, entropy_from_logits)}
-OTHERS["aggregate"] = lambda **given: {"value": aggregate(**given)}
+OTHERS["aggregate"] = lambda **arguments: {"value": aggregate(**arguments)}

@@ -94,48 +94,50 @@ class RaggedBatch:
         return result.detach().tolist() if isinstance(result, torch.Tensor) else result
 
     def slope(self, leaf: Any) -> Any:
-        held = leaf.values if isinstance(leaf, Rows) else leaf
-        slope = torch.zeros_like(held) if held.grad is None else held.grad
+        tensor = leaf.values if isinstance(leaf, Rows) else leaf
+        slope = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         return self.read(Rows(slope, self.lengths) if isinstance(leaf, Rows) else slope)
 
 
-def ours(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, Any]:
+def computed(vector: dict[str, Any], layout: str, dtype: torch.dtype) -> dict[str, Any]:
     """What Rollbook gives for a vector, in the form of its outputs."""
-    room, name = vector["function"].split(".")
+    section, name = vector["function"].split(".")
     inputs, options = dict(vector["inputs"]), dict(vector["options"])
-    if room in ("logprobs", "shaping") or name == "clip_filter_like_weight_func":
-        return _plain(room, name, inputs, options, dtype)
+    if section in ("logprobs", "shaping") or name == "clip_filter_like_weight_func":
+        return _plain(section, name, inputs, options, dtype)
     nested = {key: value for key, value in inputs.items() if key in TOKENS and _nested(value)}
     lengths = [len(row) for row in next(iter(nested.values()))] if nested else []
     sheet = RaggedBatch(layout, dtype, lengths)
     if nested and layout != "packed" and "mask" not in inputs:
         inputs["mask"] = [[1] * n for n in lengths]
-    given = {key: sheet.lay(key, value) if key in TOKENS and _nested(value) else value for key, value in inputs.items()}
+    arguments = {
+        key: sheet.lay(key, value) if key in TOKENS and _nested(value) else value for key, value in inputs.items()
+    }
     for key in ("rewards", "step_rewards", "baselines"):
-        if key in given:
-            given[key] = torch.tensor([math.nan if x is None else x for x in given[key]], dtype=dtype)
-    for key, value in given.items():
+        if key in arguments:
+            arguments[key] = torch.tensor([math.nan if x is None else x for x in arguments[key]], dtype=dtype)
+    for key, value in arguments.items():
         if isinstance(value, list) and not isinstance(value, Rows) and all(isinstance(x, float) for x in value):
-            given[key] = torch.tensor(value, dtype=dtype, requires_grad=key.endswith("logprobs"))
+            arguments[key] = torch.tensor(value, dtype=dtype, requires_grad=key.endswith("logprobs"))
     if _nested(options.get("weights")):
         options["weights"] = sheet.lay("weights", options["weights"])
     if isinstance(options.get("denominators"), dict):
         options["denominators"] = Denominators(**options["denominators"])
-    if room == "advantages":
-        found = ESTIMATORS[name].call(given, options)
-        kept = {"advantages": found.advantages, "returns": found.returns, "mask": found.mask}
-        return {key: sheet.read(kept[key]) for key in vector["outputs"]}
-    if room == "kl":
-        result = token_kl(**given, estimator=name, **options)
+    if section == "advantages":
+        outputs = ESTIMATORS[name].call(arguments, options)
+        columns = {"advantages": outputs.advantages, "returns": outputs.returns, "mask": outputs.mask}
+        return {key: sheet.read(columns[key]) for key in vector["outputs"]}
+    if section == "kl":
+        result = token_kl(**arguments, estimator=name, **options)
         (result.values if isinstance(result, Rows) else result).sum().backward()
-        return {"values": sheet.read(result), "gradient": {"logprobs": sheet.slope(given["logprobs"])}}
-    if room == "losses":
-        loss = LOSSES.call(name, given, **options)
+        return {"values": sheet.read(result), "gradient": {"logprobs": sheet.slope(arguments["logprobs"])}}
+    if section == "losses":
+        loss = LOSSES.call(name, arguments, **options)
         if loss.value.requires_grad:
             loss.backward()
-        slopes = {key: sheet.slope(given[key]) for key in vector["outputs"]["gradient"]}
+        slopes = {key: sheet.slope(arguments[key]) for key in vector["outputs"]["gradient"]}
         return {"value": loss.value.item(), "gradient": slopes}
-    result = getattr(importlib.import_module(f"rollbook.algorithms.{room}"), name)(**given, **options)
+    result = getattr(importlib.import_module(f"rollbook.algorithms.{section}"), name)(**arguments, **options)
     if name == "diagnostics":
         return dict(result)
     if name == "importance_weights":
@@ -147,13 +149,13 @@ def _nested(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, list) for row in value)
 
 
-def _plain(room: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) -> dict[str, Any]:
+def _plain(section: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) -> dict[str, Any]:
     """Functions that know no layout."""
-    package = "models" if room == "logprobs" else "algorithms"
-    function = getattr(importlib.import_module(f"rollbook.{package}.{room}"), name)
+    package = "models" if section == "logprobs" else "algorithms"
+    function = getattr(importlib.import_module(f"rollbook.{package}.{section}"), name)
     if name == "clip_filter_like_weight_func":
         return {"weights": function(torch.tensor(inputs.pop("rewards"), dtype=dtype), **inputs, **options).tolist()}
-    if room == "shaping":
+    if section == "shaping":
         return {"penalties": function(torch.tensor(inputs["lengths"], dtype=dtype), **options).tolist()}
     rows = [[-math.inf if x is None else x for x in row] for row in inputs["logits"]]
     logits = torch.tensor(rows, dtype=dtype, requires_grad=True)
@@ -161,27 +163,27 @@ def _plain(room: str, name: str, inputs: Any, options: Any, dtype: torch.dtype) 
         entropy = function(logits, **options)
         entropy.sum().backward()
         return {"entropy": entropy.tolist(), "gradient": {"logits": logits.grad.tolist()}}  # type: ignore[union-attr]
-    found = function(logits, torch.tensor(inputs["labels"]), entropy=True, **options)
-    found.logprobs.sum().backward()
+    outputs = function(logits, torch.tensor(inputs["labels"]), entropy=True, **options)
+    outputs.logprobs.sum().backward()
     slopes = {"logits": logits.grad.tolist()}  # type: ignore[union-attr]
-    return {"logprobs": found.logprobs.tolist(), "entropy": found.entropy.tolist(), "gradient": slopes}
+    return {"logprobs": outputs.logprobs.tolist(), "entropy": outputs.entropy.tolist(), "gradient": slopes}
 
 
-def same(got: Any, wanted: Any, tolerance: float, path: str = "") -> None:
+def same(actual: Any, expected: Any, tolerance: float, path: str = "") -> None:
     """Whether two results are the same, number by number; `None` is NaN."""
-    if isinstance(wanted, dict):
-        assert set(got) == set(wanted), path
-        for key in wanted:
-            same(got[key], wanted[key], tolerance, f"{path}.{key}")
-    elif isinstance(wanted, list):
-        assert len(got) == len(wanted), path
-        for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+    if isinstance(expected, dict):
+        assert set(actual) == set(expected), path
+        for key in expected:
+            same(actual[key], expected[key], tolerance, f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected), path
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
             same(a, b, tolerance, f"{path}[{i}]")
-    elif wanted is None:
-        assert got is None or math.isnan(got), f"{path}: got {got}, expected NaN"
+    elif expected is None:
+        assert actual is None or math.isnan(actual), f"{path}: got {actual}, expected NaN"
     else:
-        assert got is not None, f"{path}: got NaN, expected {wanted}"
-        assert abs(got - wanted) <= tolerance * max(1, abs(wanted)), f"{path}: got {got}, expected {wanted}"
+        assert actual is not None, f"{path}: got NaN, expected {expected}"
+        assert abs(actual - expected) <= tolerance * max(1, abs(expected)), f"{path}: got {actual}, expected {expected}"
 
 
 # --- Rollbook, and the reference ------------------------------------------------------------------------------------
@@ -191,9 +193,9 @@ def same(got: Any, wanted: Any, tolerance: float, path: str = "") -> None:
 @pytest.mark.parametrize("name", VECTORS)
 def test_rollbook_gives_the_vectors(name: str, layout: str) -> None:
     vector = VECTORS[name]
-    same(ours(vector, layout, torch.float32), vector["outputs"], vector["tolerance"])
+    same(computed(vector, layout, torch.float32), vector["outputs"], vector["tolerance"])
     # In float64 only the rounding of the file to ten digits is left.
-    same(ours(vector, layout, torch.float64), vector["outputs"], 1e-9)
+    same(computed(vector, layout, torch.float64), vector["outputs"], 1e-9)
 
 
 def test_divergences_are_elementwise_too() -> None:
@@ -203,9 +205,9 @@ def test_divergences_are_elementwise_too() -> None:
         flat = {key: [x for row in value for x in row] for key, value in rows.items() if key != "mask"}
         flat = {key: [x for x, m in zip(value, keep, strict=True) if m] for key, value in flat.items()}
         tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in flat.items()}
-        found = kl(vector["function"].removeprefix("kl."), **tensors, **vector["options"])
-        wanted = [x for row in vector["outputs"]["values"] for x in row]
-        same(found.tolist(), [x for x, m in zip(wanted, keep, strict=True) if m], 2e-9)
+        divergences = kl(vector["function"].removeprefix("kl."), **tensors, **vector["options"])
+        expected = [x for row in vector["outputs"]["values"] for x in row]
+        same(divergences.tolist(), [x for x, m in zip(expected, keep, strict=True) if m], 2e-9)
 
 
 def test_the_reference_makes_the_file_byte_for_byte() -> None:
@@ -217,16 +219,16 @@ def test_the_file_is_strict_json_with_one_schema() -> None:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    found = json.loads(make.FILE.read_text(), parse_constant=refuse)
-    assert found["format"] == 1 and len(VECTORS) == len(found["vectors"])
-    for vector in found["vectors"]:
+    document = json.loads(make.FILE.read_text(), parse_constant=refuse)
+    assert document["format"] == 1 and len(VECTORS) == len(document["vectors"])
+    for vector in document["vectors"]:
         keys = ["id", "function", "cites", "inputs", "options", "outputs", "tolerance", "peers"]
         assert list(vector) == keys, vector["id"]
 
 
 def test_every_function_has_vectors() -> None:
     """A new function without one fails here."""
-    registered = {f"{room}.{name}" for room, registry in REGISTRIES.items() for name in registry.names()}
+    registered = {f"{section}.{name}" for section, registry in REGISTRIES.items() for name in registry.names()}
     assert set(FUNCTIONS) == registered | BESIDE
 
 
@@ -236,18 +238,18 @@ REGISTRIES = {"advantages": ESTIMATORS, "kl": KL, "losses": LOSSES}
 def test_options_of_vectors_exist_and_most_functions_have_several() -> None:
     count = dict.fromkeys(FUNCTIONS, 0)
     for vector in FILE["vectors"]:
-        room, name = vector["function"].split(".")
+        section, name = vector["function"].split(".")
         count[vector["function"]] += 1
-        if room in REGISTRIES:
-            assert set(vector["options"]) <= set(REGISTRIES[room][name].options), vector["id"]
-    few = {function for function, n in count.items() if n < 2}
-    assert few <= {"kl.none", "kl.k1", "kl.k2", "kl.k3", "kl.abs"}, few
+        if section in REGISTRIES:
+            assert set(vector["options"]) <= set(REGISTRIES[section][name].options), vector["id"]
+    with_one_vector = {function for function, n in count.items() if n < 2}
+    assert with_one_vector <= {"kl.none", "kl.k1", "kl.k2", "kl.k3", "kl.abs"}, with_one_vector
 
 
 def test_registries_cite_what_the_vectors_cite() -> None:
-    for room, registry in (("advantages", ESTIMATORS), ("kl", KL), ("losses", LOSSES)):
+    for section, registry in (("advantages", ESTIMATORS), ("kl", KL), ("losses", LOSSES)):
         for name in registry.names():
-            assert registry[name].source == make.CITES[f"{room}.{name}"]
+            assert registry[name].source == make.CITES[f"{section}.{name}"]
 
 
 def test_shared_cases_that_are_named_exist() -> None:
@@ -263,16 +265,16 @@ def test_shared_cases_that_are_named_exist() -> None:
 @pytest.mark.parametrize("function", sorted({function for calls in peers.CALLS.values() for function in calls}))
 def test_peers_give_what_the_file_says(function: str) -> None:
     for vector in (vector for vector in FILE["vectors"] if vector["function"] == function):
-        found = peers.measured(vector)
-        assert list(found) == list(vector["peers"]), vector["id"]
-        for peer, entry in found.items():
-            told = vector["peers"][peer]
-            assert set(entry) == set(told), (vector["id"], peer)
+        measured = peers.measured(vector)
+        assert list(measured) == list(vector["peers"]), vector["id"]
+        for peer, entry in measured.items():
+            listed = vector["peers"][peer]
+            assert set(entry) == set(listed), (vector["id"], peer)
             for key, value in entry.items():
                 if key in ("call", "raises", "note"):
-                    assert value == told[key], (vector["id"], peer)
+                    assert value == listed[key], (vector["id"], peer)
                 else:
-                    same(value, told[key], vector["tolerance"], f"{vector['id']}: {peer}")
+                    same(value, listed[key], vector["tolerance"], f"{vector['id']}: {peer}")
 
 
 def test_a_peer_has_a_note_exactly_where_its_number_is_another() -> None:
@@ -302,17 +304,17 @@ WORDS = {name: getattr(math, name) for name in ("comb", "cos", "exp", "log", "pi
 WORDS |= {"abs": abs, "max": max, "min": min, "sigmoid": lambda x: 1 / (1 + math.exp(-x))}
 
 
-def shown(text: str, wanted: Any, where: str) -> None:
+def shown(text: str, expected: Any, place: str) -> None:
     """Whether numbers as they are printed are those wanted, to the digits printed."""
     printed = re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?|NaN", text)
-    numbers = list(leaves(wanted))
-    assert len(printed) == len(numbers), f"{where}: {text}"
+    numbers = list(leaves(expected))
+    assert len(printed) == len(numbers), f"{place}: {text}"
     for word, number in zip(printed, numbers, strict=True):
         if word == "NaN":
-            assert number is None or math.isnan(number), f"{where}: {text}"
+            assert number is None or math.isnan(number), f"{place}: {text}"
             continue
         unit = 10.0 ** -len(word.partition(".")[2])
-        assert number is not None and abs(float(word) - number) <= 0.51 * unit, f"{where}: {word} is {number}"
+        assert number is not None and abs(float(word) - number) <= 0.51 * unit, f"{place}: {word} is {number}"
 
 
 def leaves(value: Any) -> Any:
@@ -345,12 +347,12 @@ def test_what_is_worked_by_hand_is_right(function: str) -> None:
         left, right = span.split(" = ")
         path = left.split(".")
         if path[0] in vector["outputs"]:
-            wanted = vector["outputs"]
+            expected = vector["outputs"]
             for key in path:
-                wanted = wanted[key]
+                expected = expected[key]
             assert json.loads(right) is not None
-            shown(right, wanted, f"{function}: {left}")
-            results += list(leaves(wanted))
+            shown(right, expected, f"{function}: {left}")
+            results += list(leaves(expected))
         else:
             value = float(eval(left, {"__builtins__": {}}, WORDS))
             shown(right, value, f"{function}: {left}")
@@ -400,13 +402,13 @@ def test_numbers_of_the_page_about_peers() -> None:
         table = {row[0]: row for row in rows_of(text)}
         assert set(table) == set(peers.PAGE[title]), title
         column = next(i for i, name in enumerate(table_head(text)) if name not in ("framework", "eps"))
-        for who, row in table.items():
-            shown(row[column], peers.PAGE[title][who](), f"{title}: {who}")
+        for peer, row in table.items():
+            shown(row[column], peers.PAGE[title][peer](), f"{title}: {peer}")
             for call in re.findall(r"`([^`]+)`", row[-1]):
-                given = re.match(r"(\d+): ", row[-1])
+                match = re.match(r"(\d+): ", row[-1])
                 value = list(leaves(eval(call, scope)))
-                if given:  # Rollbook's own number stands before its expression
-                    assert set(value) == {float(given[1])}, (title, who)
+                if match:  # Rollbook's own number stands before its expression
+                    assert set(value) == {float(match[1])}, (title, peer)
                 else:
                     shown(row[column], value, f"{title}: {call}")
                 compared += 1
@@ -421,12 +423,12 @@ def table_head(text: str) -> list[str]:
 
 def test_the_list_of_differences_is_the_files() -> None:
     text = (DOCS / "vectors.md").read_text().split("## Differences of released packages\n")[1].split("\n# ")[0]
-    told = {(row[0], row[1]): re.findall(r"`([^`]+)`", row[2]) for row in rows_of(text)}
-    found: dict[tuple[str, str], list[str]] = {}
+    listed = {(row[0], row[1]): re.findall(r"`([^`]+)`", row[2]) for row in rows_of(text)}
+    by_note: dict[tuple[str, str], list[str]] = {}
     entries = [(vector["id"], peer, entry) for vector in FILE["vectors"] for peer, entry in vector["peers"].items()]
     for name, peer, entry in entries:
         if "note" in entry:
-            found.setdefault((peer, entry["note"]), []).append(name)
-    assert told == found
-    differ = sum(map(len, found.values()))
+            by_note.setdefault((peer, entry["note"]), []).append(name)
+    assert listed == by_note
+    differ = sum(map(len, by_note.values()))
     assert f"That is {differ} of {len(entries)} calls; the other {len(entries) - differ} agree" in text
