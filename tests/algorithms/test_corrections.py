@@ -30,8 +30,8 @@ class Ragged:
 
     def rows(self, number: int = 0) -> list[list[float]]:
         """Numbers for each token, another set for each `number`."""
-        made = torch.Generator().manual_seed(self.seed * 10 + number)
-        return [torch.randn(length, generator=made, dtype=torch.float64).tolist() for length in self.lengths]
+        generator = torch.Generator().manual_seed(self.seed * 10 + number)
+        return [torch.randn(length, generator=generator, dtype=torch.float64).tolist() for length in self.lengths]
 
     def padded(self, rows: list[list[Any]], fill: float = math.nan) -> torch.Tensor:
         """[B, A] Rows on one side, with rubbish, or `fill`, around them."""
@@ -72,10 +72,10 @@ def flat(rows: list[list[Any]]) -> list[Any]:
     return [x for row in rows for x in row]
 
 
-def close(got: list[float], wanted: list[float], tolerance: float = 1e-9) -> None:
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
-        assert math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12), (got, wanted)
+def close(actual: list[float], expected: list[float], tolerance: float = 1e-9) -> None:
+    assert len(actual) == len(expected)
+    for number, reference in zip(actual, expected, strict=True):
+        assert math.isclose(number, reference, rel_tol=tolerance, abs_tol=1e-12), (actual, expected)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ def naive_weights(
             raw = [max(w, options["low"]) for w in raw]
         weights.append([w if k else 0.0 for w, k in zip(raw, keep, strict=True)])
         masks.append(keep)
-        kept = [w for w, k in zip(raw, keep, strict=True) if k]
-        units += kept if level == "token" else kept[:1]
+        selected = [w for w, k in zip(raw, keep, strict=True) if k]
+        units += selected if level == "token" else selected[:1]
     if options["normalize"] and units:
         mean = sum(units) / len(units)
         weights = [[w / mean for w in row] for row in weights]
@@ -144,8 +144,8 @@ def test_importance_weights_are_the_loop_in_every_layout(data: Ragged, options: 
     lost = [i for i, (old, new) in enumerate(zip(data.masks, masks, strict=True)) if any(old) and not any(new)]
     assert padded.report.which("nothing left") == lost
     tokens = sum(map(sum, data.masks))
-    gone = tokens - sum(map(sum, masks))
-    assert math.isclose(padded.report.metrics["masked"], gone / tokens if tokens else 0.0, abs_tol=1e-12)
+    masked = tokens - sum(map(sum, masks))
+    assert math.isclose(padded.report.metrics["masked"], masked / tokens if tokens else 0.0, abs_tol=1e-12)
     units = [w for row, mask in zip(weights, masks, strict=True) for w, m in zip(row, mask, strict=True) if m]
     if options["level"] == "token" and not options["normalize"] and units:
         metrics = padded.report.metrics
@@ -159,11 +159,11 @@ def test_importance_weights_are_the_loop_in_every_layout(data: Ragged, options: 
 def test_rows_do_not_see_each_other(data: Ragged, options: dict[str, Any], random: Any) -> None:
     options = {**options, "normalize": False}
     policy, behaviour, mask = data.padded(data.rows(0)), data.padded(data.rows(1)), data.padded_mask
-    whole = importance_weights(policy, behaviour, mask, **options)
+    together = importance_weights(policy, behaviour, mask, **options)
     order = list(range(len(data.lengths)))
     random.shuffle(order)
     mixed = importance_weights(policy[order], behaviour[order], mask[order], **options)
-    assert torch.equal(mixed.weights, whole.weights[order]) and torch.equal(mixed.mask, whole.mask[order])
+    assert torch.equal(mixed.weights, together.weights[order]) and torch.equal(mixed.mask, together.mask[order])
     parts = [importance_weights(policy[i : i + 1], behaviour[i : i + 1], mask[i : i + 1], **options) for i in order]
     assert torch.equal(torch.cat([part.weights for part in parts]), mixed.weights)
 
@@ -171,9 +171,9 @@ def test_rows_do_not_see_each_other(data: Ragged, options: dict[str, Any], rando
 def test_weights_have_no_gradient_and_leave_their_arguments_alone() -> None:
     policy = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     behaviour, mask = torch.tensor([[-1.5, -1.0]]), torch.tensor([[True, True]])
-    found = importance_weights(policy, behaviour, mask)
-    assert not found.weights.requires_grad and found.weights.dtype == torch.float32
-    found.mask[:] = False
+    correction = importance_weights(policy, behaviour, mask)
+    assert not correction.weights.requires_grad and correction.weights.dtype == torch.float32
+    correction.mask[:] = False
     assert mask.all() and behaviour.tolist() == [[-1.5, -1.0]]
     assert importance_weights(policy.double(), behaviour).weights.dtype == torch.float64
     assert importance_weights([[-1, -2]], [[-1, -1]]).weights[0].dtype == torch.float32
@@ -181,8 +181,8 @@ def test_weights_have_no_gradient_and_leave_their_arguments_alone() -> None:
 
 def test_one_impossible_token_vetoes_its_row_below_the_clamp_too() -> None:
     policy, behaviour = torch.tensor([[-60.0, -1.0], [-25.0, -1.0]]), torch.tensor([[-1.0, -1.0], [-1.0, -1.0]])
-    found = importance_weights(policy, behaviour, veto=1e-15, log_clamp=20.0)
-    assert found.report.which("vetoed") == [0] and found.mask.tolist() == [[False, False], [True, True]]
+    correction = importance_weights(policy, behaviour, veto=1e-15, log_clamp=20.0)
+    assert correction.report.which("vetoed") == [0] and correction.mask.tolist() == [[False, False], [True, True]]
 
 
 def test_a_sequence_is_masked_as_a_whole_and_a_token_alone() -> None:
@@ -196,18 +196,18 @@ def test_a_sequence_is_masked_as_a_whole_and_a_token_alone() -> None:
 def test_equal_policies_weigh_exactly_one() -> None:
     logprobs = torch.randn(4, 9).exp().neg()
     for level in ("token", "sequence", "geometric"):
-        found = importance_weights(logprobs, logprobs, level=level, normalize=True)
-        assert torch.equal(found.weights, torch.ones(4, 9)) and found.report.metrics["weight_ess"] == 1.0
-        assert found.report.metrics["capped"] == 0.0
+        correction = importance_weights(logprobs, logprobs, level=level, normalize=True)
+        assert torch.equal(correction.weights, torch.ones(4, 9)) and correction.report.metrics["weight_ess"] == 1.0
+        assert correction.report.metrics["capped"] == 0.0
 
 
 def test_old_tokens_are_cut_and_still_count_in_their_row() -> None:
     policy, behaviour = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.5, -1.0, -1.25]])
-    found = importance_weights(
+    correction = importance_weights(
         policy, behaviour, versions=[[1, 4, 5]], current=5, max_staleness=1, level="sequence", truncate=None
     )
-    assert found.mask.tolist() == [[False, True, True]] and found.report.which("stale") == [0]
-    assert found.weights[0].tolist() == pytest.approx([0.0, math.exp(0.75), math.exp(0.75)])
+    assert correction.mask.tolist() == [[False, True, True]] and correction.report.which("stale") == [0]
+    assert correction.weights[0].tolist() == pytest.approx([0.0, math.exp(0.75), math.exp(0.75)])
 
 
 # --- extremes -------------------------------------------------------------------------------------------------------
@@ -224,23 +224,23 @@ def test_finite_log_probs_give_finite_numbers(pairs: list[tuple[float, float]], 
     behaviour = policy.flip(0)
     for value in (*diagnostics(policy, behaviour).values(),):
         assert type(value) is float and math.isfinite(value)
-    found = importance_weights(policy, behaviour, level=level, truncate=None, normalize=True)
-    assert found.weights.isfinite().all() and all(map(math.isfinite, found.report.metrics.values()))
-    assert 0 <= found.report.metrics["ess_token"] <= 1 and found.report.metrics["kl_k3"] >= 0
+    correction = importance_weights(policy, behaviour, level=level, truncate=None, normalize=True)
+    assert correction.weights.isfinite().all() and all(map(math.isfinite, correction.report.metrics.values()))
+    assert 0 <= correction.report.metrics["ess_token"] <= 1 and correction.report.metrics["kl_k3"] >= 0
 
 
 def test_a_ratio_beyond_all_bounds_is_cut_on_its_own_side() -> None:
-    found = diagnostics([[3e38]], [[-3e38]])
-    assert math.exp(79) < found["kl_k3"] < math.exp(81) and math.exp(79) < found["chi2_token"] < math.exp(81)
-    assert found["log_diff_max_abs"] > 5e38 and found["ess_token"] == 1.0
+    metrics = diagnostics([[3e38]], [[-3e38]])
+    assert math.exp(79) < metrics["kl_k3"] < math.exp(81) and math.exp(79) < metrics["chi2_token"] < math.exp(81)
+    assert metrics["log_diff_max_abs"] > 5e38 and metrics["ess_token"] == 1.0
     assert diagnostics([[-3e38]], [[3e38]])["chi2_sequence"] == -1.0
 
 
 @pytest.mark.parametrize("off", [1e-4, -1e-8, 1e-12, -1e-15])
 def test_a_small_distance_keeps_its_digits(off: float) -> None:
     policy = torch.tensor([[off]], dtype=torch.float64)
-    wanted = off**2 / 2 + off**3 / 6 + off**4 / 24
-    assert diagnostics(policy, torch.zeros_like(policy))["kl_k3"] == pytest.approx(wanted, rel=1e-13, abs=0)
+    expected = off**2 / 2 + off**3 / 6 + off**4 / 24
+    assert diagnostics(policy, torch.zeros_like(policy))["kl_k3"] == pytest.approx(expected, rel=1e-13, abs=0)
 
 
 def test_what_is_masked_touches_nothing_and_what_counts_is_not_hidden() -> None:
@@ -298,13 +298,13 @@ def test_diagnostics_are_their_formulas(data: Ragged) -> None:
     padded = diagnostics(data.padded(policy), data.padded(behaviour), data.padded_mask)
     packed = diagnostics(data.packed(policy), data.packed(behaviour), data.packed_mask)
     if sum(map(sum, data.masks)):
-        wanted = naive_diagnostics(data, policy, behaviour)
+        expected = naive_diagnostics(data, policy, behaviour)
     else:
         ones = {"ess_token", "ess_sequence", "policy_perplexity", "engine_perplexity", "perplexity_ratio"}
-        wanted = {name: float(name in ones) for name in padded}
-    assert list(padded) == list(packed) == list(wanted)
-    close(list(padded.values()), list(wanted.values()), 1e-7)
-    close(list(packed.values()), list(wanted.values()), 1e-7)
+        expected = {name: float(name in ones) for name in padded}
+    assert list(padded) == list(packed) == list(expected)
+    close(list(padded.values()), list(expected.values()), 1e-7)
+    close(list(packed.values()), list(expected.values()), 1e-7)
 
 
 # --- staleness ------------------------------------------------------------------------------------------------------
@@ -319,19 +319,25 @@ def test_diagnostics_are_their_formulas(data: Ragged) -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_staleness_is_the_loop(data: Ragged, kind: str, most: int, decay: float, by_row: bool, unbounded: bool) -> None:
-    made = torch.Generator().manual_seed(data.seed)
-    versions = [torch.randint(3, 9, (n,), generator=made).tolist() for n in data.lengths]
+def test_staleness_is_the_loop(
+    data: Ragged, kind: str, max_staleness: int, decay: float, by_row: bool, unbounded: bool
+) -> None:
+    generator = torch.Generator().manual_seed(data.seed)
+    versions = [torch.randint(3, 9, (n,), generator=generator).tolist() for n in data.lengths]
     if by_row:
         versions = [[3 + i % 6] * n for i, n in enumerate(data.lengths)]
-    limit = None if unbounded and kind == "exponential" else most
+    limit = None if unbounded and kind == "exponential" else max_staleness
     options: dict[str, Any] = {"kind": kind, "max_staleness": limit, "decay": decay}
     masks, weights = [], []
     for row, mask in zip(versions, data.masks, strict=True):
         age = [8 - v for v in row]
         masks.append([m and (limit is None or s <= limit) for s, m in zip(age, mask, strict=True)])
-        each = {"cut": lambda s: 1.0, "linear": lambda s: 1 - s / (most + 1), "exponential": lambda s: decay**s}[kind]
-        weights.append([each(s) if m else 0.0 for s, m in zip(age, masks[-1], strict=True)])
+        decay_of = {
+            "cut": lambda s: 1.0,
+            "linear": lambda s: 1 - s / (max_staleness + 1),
+            "exponential": lambda s: decay**s,
+        }[kind]
+        weights.append([decay_of(s) if m else 0.0 for s, m in zip(age, masks[-1], strict=True)])
     # What stands at masked tokens and padding, a version of the future too, does not matter.
     given_padded: Any = data.padded(versions, 99.0).long()
     given_packed: Any = data.packed(versions)
@@ -352,19 +358,19 @@ def test_staleness_is_the_loop(data: Ragged, kind: str, most: int, decay: float,
 
 def test_one_version_for_each_of_packed_tokens() -> None:
     mask = Rows(torch.ones(3, dtype=torch.bool), [2, 1])
-    found = staleness_weights(torch.tensor([1, 5, 5]), 5, mask, max_staleness=2)
-    assert [row.tolist() for row in found.mask] == [[False, True], [True]]
-    found = staleness_weights(torch.tensor([1, 5]), 5, mask, max_staleness=2)
-    assert [row.tolist() for row in found.mask] == [[False, False], [True]]
+    correction = staleness_weights(torch.tensor([1, 5, 5]), 5, mask, max_staleness=2)
+    assert [row.tolist() for row in correction.mask] == [[False, True], [True]]
+    correction = staleness_weights(torch.tensor([1, 5]), 5, mask, max_staleness=2)
+    assert [row.tolist() for row in correction.mask] == [[False, False], [True]]
     # Two rows and two tokens, but not one each: a flat tensor is of rows, as a list is, unless other tokens are flat.
     uneven, zeros = Rows(torch.ones(2, dtype=torch.bool), [0, 2]), Rows(torch.zeros(2), [0, 2])
     options: Any = {"current": 5, "max_staleness": 2}
     for versions in ([5, 1], torch.tensor([5, 1]), np.array([5, 1])):
-        for found in (
+        for correction in (
             staleness_weights(versions, mask=uneven, **options),
             importance_weights(zeros, zeros, uneven, versions, **options),
         ):
-            assert found.mask.values.tolist() == [False, False]
+            assert correction.mask.values.tolist() == [False, False]
     by_token = staleness_weights(Rows(torch.tensor([5, 1]), [0, 2]), 5, uneven, max_staleness=2)
     assert by_token.mask.values.tolist() == [True, False]
     with pytest.raises(ValueError, match="versions: got 2 numbers for as many rows and as many tokens, expected Rows"):
@@ -375,14 +381,14 @@ def test_one_version_for_all() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     for version in (3, np.int64(3), torch.tensor(3), np.array(3)):
         for current in (5, np.int64(5)):
-            found = staleness_weights(version, current, mask, kind="linear", max_staleness=3)
-            assert found.weights.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]
-            assert found.report.metrics["staleness_max"] == 2.0
+            correction = staleness_weights(version, current, mask, kind="linear", max_staleness=3)
+            assert correction.weights.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]
+            assert correction.report.metrics["staleness_max"] == 2.0
     packed = staleness_weights(3, 5, [[1, 1], [], [1]], max_staleness=1)
     assert packed.weights.values.tolist() == [0.0] * 3 and packed.report.which("stale") == [0, 2]
     zeros = torch.zeros(2, 3)
-    found = importance_weights(zeros, zeros, mask, 3, current=5, max_staleness=1)
-    assert not found.mask.any()
+    correction = importance_weights(zeros, zeros, mask, 3, current=5, max_staleness=1)
+    assert not correction.mask.any()
     assert staleness_weights([[3, 3], []], 5, max_staleness=3).weights.values.tolist() == [1.0, 1.0]
 
 
@@ -452,8 +458,8 @@ def test_a_correction_fits_a_loss() -> None:
     from rollbook.algorithms.aggregate import aggregate
 
     losses, mask = torch.tensor([[1.0, 3.0, 5.0]]), torch.tensor([[True, True, True]])
-    found: Correction = importance_weights(
+    correction: Correction = importance_weights(
         torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.0, -9.0, -1.0]]), mask, mask_outside=(0.5, 2.0)
     )
-    assert aggregate(losses, found.mask, weights=found.weights).item() == 3.0
-    assert aggregate(losses, mask, weights=found.weights).item() == 2.0
+    assert aggregate(losses, correction.mask, weights=correction.weights).item() == 3.0
+    assert aggregate(losses, mask, weights=correction.weights).item() == 2.0

@@ -56,19 +56,19 @@ RECORDS = st.lists(
 
 @given(rows=RECORDS)
 def test_numbers_tell_groups_and_runs_apart_as_ids_do(rows: list[Any]) -> None:
-    many = Experiences([record(*row) for row in rows])
-    groups, runs = group_numbers(many)
-    runs = np.arange(len(many)) if runs is None else runs
-    for numbers, ids in ((groups, map(group_id, many.eids())), (runs, map(run_id, many.eids()))):
+    experiences = Experiences([record(*row) for row in rows])
+    groups, runs = group_numbers(experiences)
+    runs = np.arange(len(experiences)) if runs is None else runs
+    for numbers, ids in ((groups, map(group_id, experiences.eids())), (runs, map(run_id, experiences.eids()))):
         names = list(ids)
         assert all((numbers[i] == numbers[j]) == (a == b) for i, a in enumerate(names) for j, b in enumerate(names))
 
 
 def test_a_record_that_was_never_given_a_task_is_a_group_of_its_own() -> None:
-    many = [Experience(tokens=[1, 2], reward=float(i)) for i in range(3)]
-    found = estimate("grpo", many)
-    assert found.scores.tolist() == [0, 0, 0]
-    assert found.report.which("singleton group") == [row.eid.uid for row in many]
+    records = [Experience(tokens=[1, 2], reward=float(i)) for i in range(3)]
+    estimated = estimate("grpo", records)
+    assert estimated.scores.tolist() == [0, 0, 0]
+    assert estimated.report.which("singleton group") == [row.eid.uid for row in records]
 
 
 NAMES = ["grpo", "rloo", "dr_grpo", "opmd", "asymre", "rec", "cpgd", "reinforce", "reinforce++", "reinforce_baseline"]
@@ -77,24 +77,24 @@ NAMES = ["grpo", "rloo", "dr_grpo", "opmd", "asymre", "rec", "cpgd", "reinforce"
 @pytest.mark.parametrize("name", NAMES)
 @given(rows=RECORDS, seed=st.integers(0, 99))
 def test_records_batches_and_plain_inputs_agree_in_any_order(name: str, rows: list[Any], seed: int) -> None:
-    many = Experiences([record(*row) for row in rows])
-    found = estimate(name, many)
-    padded = estimate(name, from_experiences(many))
-    packed = estimate(name, from_experiences(many, packing_samples=True))
-    inputs = read_inputs(many)
-    given = {key: inputs[key] for key in ("rewards", "groups", "runs", "mask")}
-    plain = estimate(name, given)
-    order = list(range(len(many)))
+    experiences = Experiences([record(*row) for row in rows])
+    estimated = estimate(name, experiences)
+    padded = estimate(name, from_experiences(experiences))
+    packed = estimate(name, from_experiences(experiences, packing_samples=True))
+    inputs = read_inputs(experiences)
+    columns = {key: inputs[key] for key in ("rewards", "groups", "runs", "mask")}
+    plain = estimate(name, columns)
+    order = list(range(len(experiences)))
     random.Random(seed).shuffle(order)
-    shuffled = estimate(name, many.take(order))
-    for i, row in enumerate(found.advantages):
+    shuffled = estimate(name, experiences.take(order))
+    for i, row in enumerate(estimated.advantages):
         close = {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(plain.advantages[i], row, **close)
         torch.testing.assert_close(packed.advantages[i], row, **close)
         width = padded.advantages.shape[1]
         torch.testing.assert_close(padded.advantages[i, width - len(row) :], row, **close)
         torch.testing.assert_close(shuffled.advantages[order.index(i)], row, **close)
-    assert found.report.ids is not None and list(found.report.ids) == [eid.uid for eid in many.eids()]
+    assert estimated.report.ids is not None and list(estimated.report.ids) == [eid.uid for eid in experiences.eids()]
 
 
 def test_every_estimator_takes_records_or_a_batch() -> None:
@@ -104,22 +104,24 @@ def test_every_estimator_takes_records_or_a_batch() -> None:
         for r in (0, 1)
         for s in (0, 1)
     ]
-    many = Experiences(rows)
-    batch = from_experiences(many)
+    experiences = Experiences(rows)
+    batch = from_experiences(experiences)
     batch.values = torch.full(batch.action_mask.shape, 0.5)
     batch.action_entropy = torch.rand(batch.action_mask.shape)
     for name in ESTIMATORS.names():
         needs = ESTIMATORS[name].inputs
-        given = {need: value for need, value in read_inputs(batch).items() if need in needs} if name == "clip_v" else {}
-        data = {**given, "necs": batch.action_entropy} if name == "clip_v" else batch
-        found = estimate(name, data)
-        assert found.advantages.shape == batch.action_mask.shape, name
-        assert not found.advantages[~batch.action_mask].any(), name
-        assert torch.isfinite(found.advantages).all(), name
+        needed = (
+            {need: value for need, value in read_inputs(batch).items() if need in needs} if name == "clip_v" else {}
+        )
+        data = {**needed, "necs": batch.action_entropy} if name == "clip_v" else batch
+        estimated = estimate(name, data)
+        assert estimated.advantages.shape == batch.action_mask.shape, name
+        assert not estimated.advantages[~batch.action_mask].any(), name
+        assert torch.isfinite(estimated.advantages).all(), name
         if "values" not in ESTIMATORS[name].inputs and "entropy" not in ESTIMATORS[name].inputs:
-            from_records = estimate(name, many)
+            from_records = estimate(name, experiences)
             for i, row in enumerate(from_records.advantages):
-                torch.testing.assert_close(batch_row(found.advantages, i, len(row)), row, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(batch_row(estimated.advantages, i, len(row)), row, rtol=1e-5, atol=1e-6)
 
 
 def batch_row(matrix: torch.Tensor, i: int, length: int) -> torch.Tensor:
@@ -132,11 +134,11 @@ def test_token_level_rewards_without_a_reward_and_beside_one_that_could_not_be_c
     rewards = (None, 3.0, float("nan"))
     rows = [Experience(eid={"task": 0, "run": run}, reward=reward, **common) for run, reward in enumerate(rewards)]
     for data in (rows, from_experiences(Experiences(rows)), from_experiences(Experiences(rows), packing_samples=True)):
-        found = estimate("dr_grpo", data)
-        assert [torch.as_tensor(row).tolist() for row in found.advantages] == [[-1.0] * 3, [1.0] * 3, [0.0] * 3]
-        found = estimate("reinforce", data)
-        assert [torch.as_tensor(row).tolist() for row in found.advantages] == [[1.0, 0.75, 0.5]] * 2 + [[0.0] * 3]
-        assert found.report.count("missing reward") == 1
+        estimated = estimate("dr_grpo", data)
+        assert [torch.as_tensor(row).tolist() for row in estimated.advantages] == [[-1.0] * 3, [1.0] * 3, [0.0] * 3]
+        estimated = estimate("reinforce", data)
+        assert [torch.as_tensor(row).tolist() for row in estimated.advantages] == [[1.0, 0.75, 0.5]] * 2 + [[0.0] * 3]
+        assert estimated.report.count("missing reward") == 1
 
 
 def test_a_record_without_a_mask_beside_one_with_a_mask() -> None:
@@ -144,45 +146,45 @@ def test_a_record_without_a_mask_beside_one_with_a_mask() -> None:
     common: dict[str, Any] = {"reward": 1.0, "experience_type": "multi_turn"}
     rows = [Experience(tokens=[1, 2, 3], prompt_length=length, **common) for length in (0, 1)]
     rows.append(Experience(tokens=[1, 2, 3], action_mask=[True, False], **common))
-    found = [row.tolist() for row in estimate("reinforce", rows).advantages]
-    assert found == [[0, 1, 1], [1, 1], [1, 0]]
-    assert found == [
+    advantages = [row.tolist() for row in estimate("reinforce", rows).advantages]
+    assert advantages == [[0, 1, 1], [1, 1], [1, 0]]
+    assert advantages == [
         row.tolist()
         for row in estimate("reinforce", from_experiences(Experiences(rows), packing_samples=True)).advantages
     ]
 
 
 def test_token_level_rewards_win_over_the_reward() -> None:
-    one = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0, token_level_reward=[0.25, 0.25, 0.5])
-    assert estimate("reinforce", [one]).advantages[0].tolist() == [1.0, 0.75, 0.5]
+    row = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0, token_level_reward=[0.25, 0.25, 0.5])
+    assert estimate("reinforce", [row]).advantages[0].tolist() == [1.0, 0.75, 0.5]
     plain = Experience(tokens=[1, 2, 3, 4], prompt_length=1, reward=9.0)
     assert estimate("reinforce", [plain], gamma=0.5).advantages[0].tolist() == [2.25, 4.5, 9.0]
 
 
 def test_results_go_back_into_records_and_batches() -> None:
-    many = Experiences([record({"task": 0, "run": r}, float(r), [True, False, True]) for r in (0, 1)])
-    found = estimate("dr_grpo", many)
-    more = many.assign(advantages=found.advantages, returns=found.returns)
+    experiences = Experiences([record({"task": 0, "run": r}, float(r), [True, False, True]) for r in (0, 1)])
+    estimated = estimate("dr_grpo", experiences)
+    more = experiences.assign(advantages=estimated.advantages, returns=estimated.returns)
     assert more[1].advantages.tolist() == [0.5, 0.0, 0.5]
-    assert many[1].advantages is None
+    assert experiences[1].advantages is None
     assert decode(encode(more)) == more
     more[1].advantages[0] = 7.0
     assert more[1].returns[0].item() == 0.5
-    batch = from_experiences(many, packing_samples=True)
+    batch = from_experiences(experiences, packing_samples=True)
     batch.advantages = estimate("dr_grpo", batch).advantages
     assert batch.pad().advantages.tolist() == [[-0.5, 0.0, -0.5], [0.5, 0.0, 0.5]]
 
 
 def test_assign_refuses_what_does_not_fit() -> None:
-    many = Experiences([record({"task": 0}, 1.0, [True, True])])
+    experiences = Experiences([record({"task": 0}, 1.0, [True, True])])
     with pytest.raises(ValueError, match="assign: 'advantage' is not a field"):
-        many.assign(advantage=[[1.0, 1.0]])
+        experiences.assign(advantage=[[1.0, 1.0]])
     with pytest.raises(ValueError, match="assign: 'reward' has 2 rows, expected 1"):
-        many.assign(reward=[1.0, 2.0])
+        experiences.assign(reward=[1.0, 2.0])
     with pytest.raises(ValueError, match="advantages: got length 3, expected 2|advantages.*expected 2"):
-        many.assign(advantages=[[1.0, 1.0, 1.0]])
-    assert many.assign(reward=[None])[0].reward is None
-    assert many.assign(reward=np.array([2.5]))[0].reward == 2.5
+        experiences.assign(advantages=[[1.0, 1.0, 1.0]])
+    assert experiences.assign(reward=[None])[0].reward is None
+    assert experiences.assign(reward=np.array([2.5]))[0].reward == 2.5
 
 
 def test_a_batch_without_ids_says_so() -> None:
@@ -248,10 +250,10 @@ def test_groups_that_lie_across_processes_are_still_groups(tmp_path: Path) -> No
     parts = [[0, 1, 2, 4, 8], [], [3, 5, 6, 7]]
     mp.start_processes(worker, args=(parts, str(tmp_path)), nprocs=3, start_method="fork")
     together = across(list(range(9)), SINGLE_PROCESS)
-    for name, whole in together.items():
+    for name, expected in together.items():
         for rank, rows in enumerate(parts):
-            found = torch.load(tmp_path / f"{rank}.pt")[name]
-            assert found == pytest.approx([whole[i] for i in rows], abs=1e-6), name
+            advantages = torch.load(tmp_path / f"{rank}.pt")[name]
+            assert advantages == pytest.approx([expected[i] for i in rows], abs=1e-6), name
 
 
 def test_ranks_need_a_process_group() -> None:
@@ -265,28 +267,30 @@ def partial(run: int, **more: Any) -> Experience:
     )
 
 
-def sources_of(many: Experiences) -> list[Any]:
-    return [many, from_experiences(many), from_experiences(many, packing_samples=True)]
+def sources_of(experiences: Experiences) -> list[Any]:
+    return [experiences, from_experiences(experiences), from_experiences(experiences, packing_samples=True)]
 
 
-def rows_of(found: Any, many: Experiences) -> list[list[float]]:
-    tokens = found.advantages
+def rows_of(estimated: Any, experiences: Experiences) -> list[list[float]]:
+    tokens = estimated.advantages
     if isinstance(tokens, torch.Tensor):
-        return [batch_row(tokens, i, len(m)).tolist() for i, m in enumerate(many.values("action_mask"))]
+        return [batch_row(tokens, i, len(m)).tolist() for i, m in enumerate(experiences.values("action_mask"))]
     return [row.tolist() for row in tokens]
 
 
 def test_a_record_without_token_rewards_keeps_its_reward() -> None:
-    many = Experiences([partial(0, reward=9.0, token_level_reward=[0, 0, 1.0]), partial(1, reward=2.0), partial(2)])
-    for source in sources_of(many):
-        found = estimate("reinforce", source)
-        assert rows_of(found, many) == [[1, 1, 1], [2, 2, 2], [0, 0, 0]]
-        assert found.report.which("missing reward") == [many[2].eid.uid]
+    experiences = Experiences(
+        [partial(0, reward=9.0, token_level_reward=[0, 0, 1.0]), partial(1, reward=2.0), partial(2)]
+    )
+    for source in sources_of(experiences):
+        estimated = estimate("reinforce", source)
+        assert rows_of(estimated, experiences) == [[1, 1, 1], [2, 2, 2], [0, 0, 0]]
+        assert estimated.report.which("missing reward") == [experiences[2].eid.uid]
 
 
 def test_a_record_without_a_teacher_is_not_taught_by_padding() -> None:
-    many = Experiences([partial(0, teacher_logprobs=[-0.2] * 3), partial(1)])
-    for source in sources_of(many):
+    experiences = Experiences([partial(0, teacher_logprobs=[-0.2] * 3), partial(1)])
+    for source in sources_of(experiences):
         with pytest.raises(ValueError, match=r"teacher_logprobs: missing in (row|record) 1.*expected it in every"):
             estimate("on_policy_distill", source)
 
@@ -295,7 +299,7 @@ def test_a_record_without_a_teacher_is_not_taught_by_padding() -> None:
 @pytest.mark.parametrize("carry", ["drop", "carry"])
 def test_tool_tokens_at_the_end_count_alike_in_every_layout(observations: str, carry: str) -> None:
     rows = [([1, 0, 1, 0, 0], [0, 0, 1.0, 0, 0.5]), ([1, 1, 1, 1], [0.0, 0.25, 0, 0]), ([0, 1, 0], [0.0, 0, 2])]
-    many = Experiences(
+    experiences = Experiences(
         Experience(
             eid={"batch": 0, "task": 0, "run": i},
             tokens=list(range(len(m) + 1)),
@@ -307,16 +311,16 @@ def test_tool_tokens_at_the_end_count_alike_in_every_layout(observations: str, c
         for i, (m, t) in enumerate(rows)
     )
     options = {"observations": observations, "off_action_rewards": carry, "gamma": 0.9}
-    sources = [*sources_of(many), from_experiences(many, layout="prompt_left_response_right")]
+    sources = [*sources_of(experiences), from_experiences(experiences, layout="prompt_left_response_right")]
     first = estimate("reinforce", sources[0], **options)
     for source in sources[1:3]:
-        found = estimate("reinforce", source, **options)
-        assert rows_of(found, many) == [pytest.approx(row) for row in rows_of(first, many)]
-        assert found.report.reasons == first.report.reasons
-        assert found.report.metrics == pytest.approx(first.report.metrics)
+        estimated = estimate("reinforce", source, **options)
+        assert rows_of(estimated, experiences) == [pytest.approx(row) for row in rows_of(first, experiences)]
+        assert estimated.report.reasons == first.report.reasons
+        assert estimated.report.metrics == pytest.approx(first.report.metrics)
     right = estimate("reinforce", sources[3], **options).advantages
-    mine = [right[i, : len(m)].tolist() for i, (m, _) in enumerate(rows)]
-    assert mine == [pytest.approx(row) for row in rows_of(first, many)]
+    trained_tokens = [right[i, : len(m)].tolist() for i, (m, _) in enumerate(rows)]
+    assert trained_tokens == [pytest.approx(row) for row in rows_of(first, experiences)]
 
 
 @pytest.mark.parametrize(
@@ -332,8 +336,8 @@ def test_no_records_have_no_advantages(name: str) -> None:
         with pytest.raises(ValueError, match="missing input|baselines: got None"):
             estimate(name, Experiences([]))
         return
-    found = estimate(name, Experiences([]))
-    assert len(found.advantages) == 0 and found.report.rows == 0
+    estimated = estimate(name, Experiences([]))
+    assert len(estimated.advantages) == 0 and estimated.report.rows == 0
 
 
 def test_what_needs_no_ids_does_without() -> None:
@@ -354,13 +358,13 @@ def test_names_among_the_data_that_nobody_takes_are_refused() -> None:
 def test_what_an_estimator_of_ones_own_gives_back_is_checked() -> None:
     from rollbook.algorithms.results import Advantages
 
-    many = Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in (0, 1)])
+    experiences = Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in (0, 1)])
     ESTIMATORS.register("own", source="a test")(lambda rewards, groups, mask=None: torch.zeros(2))
     ESTIMATORS.register("plain", source="a test")(lambda rewards: Advantages(torch.zeros(2)))
     try:
         with pytest.raises(ValueError, match="own: returned Tensor, expected Advantages"):
-            estimate("own", many)
-        assert estimate("plain", many).report.rows == 2
+            estimate("own", experiences)
+        assert estimate("plain", experiences).report.rows == 2
     finally:
         ESTIMATORS.unregister("own")
         ESTIMATORS.unregister("plain")
@@ -375,7 +379,7 @@ def test_values_of_records_may_stand_in_their_info() -> None:
 
 
 def test_what_is_shown_is_short() -> None:
-    found = estimate("grpo", Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in range(50)]))
-    assert len(repr(found)) < 300 and "constant group 50" in repr(found)
-    assert "Ragged(50 rows" in repr(found.advantages) and "groups 1" in str(found.report)
+    estimated = estimate("grpo", Experiences([record({"task": 0, "run": i}, 1.0, [True]) for i in range(50)]))
+    assert len(repr(estimated)) < 300 and "constant group 50" in repr(estimated)
+    assert "Ragged(50 rows" in repr(estimated.advantages) and "groups 1" in str(estimated.report)
     assert repr(SINGLE_PROCESS) == "SINGLE_PROCESS" and "grpo" in repr(ESTIMATORS)

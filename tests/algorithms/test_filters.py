@@ -43,19 +43,19 @@ def by_group(rows: list[Row]) -> dict[Any, list[float]]:
     return groups
 
 
-def agree(kept: FilterResult, rows: list[Row], reasons: dict[Any, str | None]) -> None:
+def agree(filtered: FilterResult, rows: list[Row], reasons: dict[Any, str | None]) -> None:
     """What was kept, and each group's reason."""
-    assert kept.keep.dtype == torch.bool
-    assert kept.keep.tolist() == [reasons[group] is None for _, group in rows]
-    assert kept.rows == [i for i, (_, group) in enumerate(rows) if reasons[group] is None]
-    for reason in kept.groups:
-        assert kept.groups[reason] == [group for group, why in reasons.items() if why == reason]
-        assert kept.report.which(reason) == [i for i, (_, group) in enumerate(rows) if reasons[group] == reason]
-    assert {why for why in reasons.values() if why} <= set(kept.groups)
+    assert filtered.keep.dtype == torch.bool
+    assert filtered.keep.tolist() == [reasons[group] is None for _, group in rows]
+    assert filtered.rows == [i for i, (_, group) in enumerate(rows) if reasons[group] is None]
+    for reason in filtered.groups:
+        assert filtered.groups[reason] == [group for group, cause in reasons.items() if cause == reason]
+        assert filtered.report.which(reason) == [i for i, (_, group) in enumerate(rows) if reasons[group] == reason]
+    assert {cause for cause in reasons.values() if cause} <= set(filtered.groups)
     without = [i for i, (reward, group) in enumerate(rows) if reasons[group] is None and not finite(reward)]
-    assert kept.report.which("kept without a finite reward") == without
-    assert kept.report.metrics["groups"] == len(reasons)
-    assert kept.report.metrics["groups_kept"] == sum(why is None for why in reasons.values())
+    assert filtered.report.which("kept without a finite reward") == without
+    assert filtered.report.metrics["groups"] == len(reasons)
+    assert filtered.report.metrics["groups_kept"] == sum(cause is None for cause in reasons.values())
 
 
 @USUAL
@@ -75,8 +75,10 @@ def test_zero_variance_is_the_loop(rows: list[Row], threshold: float, std: str, 
             reasons[group] = "small deviation" if spread <= threshold + 1e-12 else None
             if abs(spread - threshold) < 1e-9:
                 return  # on the edge rounding decides
-    kept = zero_variance([r for r, _ in rows], [g for _, g in rows], threshold=threshold, std=std, singleton=singleton)
-    agree(kept, rows, reasons)
+    filtered = zero_variance(
+        [r for r, _ in rows], [g for _, g in rows], threshold=threshold, std=std, singleton=singleton
+    )
+    agree(filtered, rows, reasons)
 
 
 @USUAL
@@ -101,24 +103,24 @@ def test_order_does_not_matter_and_nothing_is_reordered(rows: list[Row], random:
     random.shuffle(order)
     mixed = [rows[i] for i in order]
     for judge in (zero_variance, dynamic_sampling):
-        one = judge([r for r, _ in rows], [g for _, g in rows]).keep
+        in_order = judge([r for r, _ in rows], [g for _, g in rows]).keep
         other = judge([r for r, _ in mixed], [g for _, g in mixed]).keep
-        assert other.tolist() == one[order].tolist()
+        assert other.tolist() == in_order[order].tolist()
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.5, 0.7, 0.9, 1.0, -3.3, 1e-9])
 @pytest.mark.parametrize("size", [2, 5, 7, 8, 64])
 def test_equal_rewards_are_dropped_whatever_their_value(value: float, size: int) -> None:
     """Upstream drops a group only if it is all 0 or all 1."""
-    kept = zero_variance(torch.full((size,), value), ["a"] * size)
-    assert not kept.keep.any() and kept.groups["constant group"] == ["a"]
+    filtered = zero_variance(torch.full((size,), value), ["a"] * size)
+    assert not filtered.keep.any() and filtered.groups["constant group"] == ["a"]
 
 
 def test_a_run_of_several_rows_is_one_sample() -> None:
     rewards, groups, runs = [1.0, 1.0, 0.0, 5.0, 5.0], list("aaabb"), [0, 0, 1, 0, 0]
-    kept = zero_variance(rewards, groups, runs, list("vwxyz"))
-    assert kept.keep.tolist() == [True, True, True, False, False]
-    assert kept.report.which("singleton group") == ["y", "z"]
+    filtered = zero_variance(rewards, groups, runs, list("vwxyz"))
+    assert filtered.keep.tolist() == [True, True, True, False, False]
+    assert filtered.report.which("singleton group") == ["y", "z"]
     solved = dynamic_sampling([1.0, 0.0, 1.0, 1.0], ["a"] * 4, [0, 0, 1, 1])
     assert solved.groups["all correct"] == ["a"]
 
@@ -139,8 +141,8 @@ def test_filters_of_rows_are_the_loop(rewards: list[float | None], threshold: fl
     assert dropped.keep.tolist() == [finite(r) for r in rewards]
     assert dropped.report.which("missing reward") == [i for i, x in enumerate(missing) if x]
     assert dropped.report.which("infinite reward") == [i for i, x in enumerate(infinite) if x]
-    kept = invalid_rewards(rewards, infinite="keep")
-    assert kept.keep.tolist() == [not x for x in missing] and kept.report.count("infinite reward") == 0
+    filtered = invalid_rewards(rewards, infinite="keep")
+    assert filtered.keep.tolist() == [not x for x in missing] and filtered.report.count("infinite reward") == 0
     above = reward_at_least(rewards, threshold, list(range(100, 100 + len(rewards))))
     assert above.keep.tolist() == [not m and r >= threshold for r, m in zip(rewards, missing, strict=True)]
     low = [100 + i for i, (r, m) in enumerate(zip(rewards, missing, strict=True)) if not m and r < threshold]
@@ -151,25 +153,25 @@ def test_filters_of_rows_are_the_loop(rewards: list[float | None], threshold: fl
 @given(ragged(), st.lists(st.sampled_from(["stop", "length", "abort", None]), min_size=6, max_size=6))
 def test_truncated_rows_keep_their_place_and_lose_their_tokens(data: Ragged, finish: list[str | None]) -> None:
     finish = finish[: len(data.lengths)]
-    wanted = [[m and why != "length" for m in mask] for mask, why in zip(data.masks, finish, strict=True)]
+    expected = [[m and reason != "length" for m in mask] for mask, reason in zip(data.masks, finish, strict=True)]
     before = data.padded_mask
     padded = truncated(finish, before)
     packed = truncated(finish, data.packed_mask)
-    assert padded.mask.dtype == torch.bool and data.unpadded(padded.mask) == wanted
-    assert isinstance(packed.mask, Rows) and [row.tolist() for row in packed.mask] == wanted
+    assert padded.mask.dtype == torch.bool and data.unpadded(padded.mask) == expected
+    assert isinstance(packed.mask, Rows) and [row.tolist() for row in packed.mask] == expected
     assert torch.equal(before, data.padded_mask)
-    for found in (padded, packed):
-        assert found.report.which("truncated") == [i for i, why in enumerate(finish) if why == "length"]
-        assert found.report.which("unknown finish") == [i for i, why in enumerate(finish) if why is None]
-        assert found.report.metrics["masked_tokens"] == sum(map(sum, data.masks)) - sum(map(sum, wanted))
+    for filtered in (padded, packed):
+        assert filtered.report.which("truncated") == [i for i, reason in enumerate(finish) if reason == "length"]
+        assert filtered.report.which("unknown finish") == [i for i, reason in enumerate(finish) if reason is None]
+        assert filtered.report.metrics["masked_tokens"] == sum(map(sum, data.masks)) - sum(map(sum, expected))
 
 
 def test_truncated_by_flag_and_by_status() -> None:
     mask = torch.ones(3, 2)
     for flags in ([True, False, None], torch.tensor([True, False, False]), np.array([1, 0, 0])):
         assert truncated(flags, mask).mask[:, 0].tolist() == [False, True, True]
-    found = truncated(["response_truncated", "prompt_truncated", None], mask, list("xyz"))
-    assert found.report.which("truncated") == ["x"]
+    filtered = truncated(["response_truncated", "prompt_truncated", None], mask, list("xyz"))
+    assert filtered.report.which("truncated") == ["x"]
     assert truncated(["abort", "stop", "stop"], mask, reasons=("abort",)).report.which("truncated") == [0]
     # One reason as a text is that reason, and not all that it contains.
     assert truncated(["length", "len", ""], mask, reasons="length").report.which("truncated") == [0]

@@ -59,9 +59,9 @@ def layouts(rows: list[list[tuple[float, bool]]]) -> list[tuple[Any, Any]]:
 
 @given(rows=ROWS, mode=st.sampled_from(MODES))
 def test_aggregates_equal_their_loop_in_every_layout(rows: list[list[tuple[float, bool]]], mode: str) -> None:
-    kept = [[v for v, m in row if m] for row in rows]
-    tokens = [v for row in kept for v in row]
-    full = [row for row in kept if row]
+    unmasked = [[v for v, m in row if m] for row in rows]
+    tokens = [v for row in unmasked for v in row]
+    full = [row for row in unmasked if row]
     expected = {
         "token-mean": sum(tokens) / max(len(tokens), 1),
         "seq-mean-token-mean": sum(sum(row) / len(row) for row in full) / max(len(full), 1),
@@ -72,24 +72,26 @@ def test_aggregates_equal_their_loop_in_every_layout(rows: list[list[tuple[float
         assert aggregate(values, mask, mode=mode, norm=7.5).item() == pytest.approx(expected, abs=1e-9)
 
 
-@given(rows=ROWS, mode=st.sampled_from(MODES), cut=st.integers(0, 6))
-def test_micro_batches_add_up_in_value_and_gradient(rows: list[list[tuple[float, bool]]], mode: str, cut: int) -> None:
+@given(rows=ROWS, mode=st.sampled_from(MODES), split=st.integers(0, 6))
+def test_micro_batches_add_up_in_value_and_gradient(
+    rows: list[list[tuple[float, bool]]], mode: str, split: int
+) -> None:
     values, mask = parts(rows)
-    kept = [sum(row) for row in mask]
-    whole = Denominators(sum(kept), sum(map(bool, kept)), len(rows))
+    counts = [sum(row) for row in mask]
+    denominators = Denominators(sum(counts), sum(map(bool, counts)), len(rows))
     matrix = padded(values, "left", 0, math.nan, torch.float64).requires_grad_()
     bits = padded(mask, "left", 0, False, torch.bool)
-    one = aggregate(matrix, bits, mode=mode, norm=3)
-    (right,) = torch.autograd.grad(one, matrix)
+    full_loss = aggregate(matrix, bits, mode=mode, norm=3)
+    (right,) = torch.autograd.grad(full_loss, matrix)
     halves = [
-        aggregate(matrix[p], bits[p], mode=mode, norm=3, denominators=whole)
-        for p in (slice(0, cut), slice(cut, None))
+        aggregate(matrix[p], bits[p], mode=mode, norm=3, denominators=denominators)
+        for p in (slice(0, split), slice(split, None))
         if len(matrix[p])
     ]
     total = sum(halves)
-    (mine,) = torch.autograd.grad(total, matrix)
-    torch.testing.assert_close(total, one)
-    torch.testing.assert_close(mine, right)
+    (summed_gradient,) = torch.autograd.grad(total, matrix)
+    torch.testing.assert_close(total, full_loss)
+    torch.testing.assert_close(summed_gradient, right)
     assert torch.isfinite(right).all()
 
 
@@ -113,10 +115,10 @@ def test_row_sums_and_counts_have_gradients_that_agree(rows: list[list[tuple[flo
 
 @given(rows=ROWS, std=st.sampled_from(["sample", "population"]), eps_in=st.sampled_from(["variance", "std", "floor"]))
 def test_whitening_equals_its_loop_in_every_layout(rows: list[list[tuple[float, bool]]], std: str, eps_in: str) -> None:
-    kept = [v for row in rows for v, m in row if m]
-    same = len(kept) < 2 or min(kept) == max(kept)
-    mean = statistics.fmean(kept) if kept else 0.0
-    deviation = 0.0 if same else (statistics.stdev if std == "sample" else statistics.pstdev)(kept)
+    unmasked = [v for row in rows for v, m in row if m]
+    same = len(unmasked) < 2 or min(unmasked) == max(unmasked)
+    mean = statistics.fmean(unmasked) if unmasked else 0.0
+    deviation = 0.0 if same else (statistics.stdev if std == "sample" else statistics.pstdev)(unmasked)
     eps = 1e-4
     divisor = {
         "variance": math.sqrt(deviation**2 + eps),
@@ -125,9 +127,9 @@ def test_whitening_equals_its_loop_in_every_layout(rows: list[list[tuple[float, 
     }
     expected = [[0.0 if same or not m else (v - mean) / divisor[eps_in] for v, m in row] for row in rows]
     for values, mask in layouts(rows):
-        found = whiten(values, mask, std=std, eps=eps, eps_in=eps_in)
+        whitened = whiten(values, mask, std=std, eps=eps, eps_in=eps_in)
         layout = Layout.from_tokens(mask, values=values)
-        tokens = layout.tensor("found", found)
+        tokens = layout.tensor("found", whitened)
         assert tokens[layout.mask].tolist() == pytest.approx(
             [v for row, r in zip(expected, rows, strict=True) for v, (_, m) in zip(row, r, strict=True) if m], abs=1e-6
         )
@@ -139,8 +141,8 @@ def test_whitening_can_keep_mean_or_deviation() -> None:
     assert whiten(values, scale=False).tolist() == [[-1.0, 1.0]]
     assert whiten(values, shift_mean=False, std="population").tolist() == [[pytest.approx(1.0), pytest.approx(3.0)]]
     # The mean over all tokens, not over padding: an unmasked sum over a masked count was LightRFT's.
-    found = whiten(torch.tensor([[1.0, 100.0, 3.0]]), torch.tensor([[1, 0, 1]]), std="population")
-    assert found[0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
+    whitened = whiten(torch.tensor([[1.0, 100.0, 3.0]]), torch.tensor([[1, 0, 1]]), std="population")
+    assert whitened[0].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +204,15 @@ def test_a_matrix_beside_lists_makes_them_matrices() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_only_a_way_to_write_numbers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    given = (torch.rand(8, 4096) + 1).to(dtype)
-    packed, exact = Rows(given.reshape(-1), [4096] * 8), given.to(torch.float64)
+    matrix = (torch.rand(8, 4096) + 1).to(dtype)
+    packed, exact = Rows(matrix.reshape(-1), [4096] * 8), matrix.to(torch.float64)
     for mode in MODES:
         right = aggregate(exact, mode=mode, norm=7.0).item()
-        for values in (given, packed):
-            found = aggregate(values, mode=mode, norm=7.0)
-            assert found.dtype == torch.float32 and found.item() == pytest.approx(right, rel=1e-5)
+        for values in (matrix, packed):
+            loss = aggregate(values, mode=mode, norm=7.0)
+            assert loss.dtype == torch.float32 and loss.item() == pytest.approx(right, rel=1e-5)
     assert masked_mean(torch.ones(8, 16384, dtype=dtype)).item() == 1
-    white = whiten(given)
+    white = whiten(matrix)
     assert white.dtype == torch.float32
     torch.testing.assert_close(white.to(torch.float64), whiten(exact), rtol=1e-5, atol=1e-5)
 
@@ -236,20 +238,22 @@ def test_arrays_of_any_kind_are_read() -> None:
     assert check_float("gamma", np.float32(0.5), 0, 1) == 0.5
 
 
-@pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2)])
-def test_denominators_are_denominators(whole: Any) -> None:
+@pytest.mark.parametrize("invalid", [5, {"tokens": 3}, (1, 2)])
+def test_denominators_are_denominators(invalid: Any) -> None:
     with pytest.raises(ValueError, match="denominators: got .*, expected the Denominators of the whole batch"):
-        aggregate([[1.0]], denominators=whole)
+        aggregate([[1.0]], denominators=invalid)
 
 
 def test_denominators_of_a_narrowed_mask_make_micro_batches_add_up() -> None:
     from rollbook.algorithms.aggregate import count_denominators
 
     values, mask = torch.arange(12.0).reshape(3, 4), torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 0]])
-    whole = count_denominators(mask)
-    assert whole == Denominators(3, 2, 3)
+    denominators = count_denominators(mask)
+    assert denominators == Denominators(3, 2, 3)
     for mode in MODES[:3]:
-        parts = sum(aggregate(values[i : i + 1], mask[i : i + 1], mode=mode, denominators=whole) for i in range(3))
+        parts = sum(
+            aggregate(values[i : i + 1], mask[i : i + 1], mode=mode, denominators=denominators) for i in range(3)
+        )
         assert parts.item() == pytest.approx(aggregate(values, mask, mode=mode).item())
 
 

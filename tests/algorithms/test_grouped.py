@@ -24,16 +24,16 @@ REWARDS = st.one_of(
 ROWS = st.lists(st.tuples(st.sampled_from("abcd"), REWARDS), min_size=1, max_size=24)
 
 
-def known(reward: float | None) -> bool:
+def has_reward(reward: float | None) -> bool:
     return reward is not None and math.isfinite(reward)
 
 
 def by_group(rows: list[tuple[str, float | None]]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
+    groups: dict[str, list[float]] = defaultdict(list)
     for group, reward in rows:
-        if known(reward):
-            found[group].append(reward)
-    return found
+        if has_reward(reward):
+            groups[group].append(reward)
+    return groups
 
 
 def reference(name: str, rows: list[tuple[str, float | None]], **options: Any) -> list[float]:
@@ -42,7 +42,7 @@ def reference(name: str, rows: list[tuple[str, float | None]], **options: Any) -
     scores = []
     for group, reward in rows:
         members = groups[group]
-        if not known(reward):
+        if not has_reward(reward):
             scores.append(0.0)
             continue
         if len(members) == 1:
@@ -82,11 +82,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @given(rows=ROWS, singleton=st.sampled_from(["zero", "raw"]))
 def test_every_estimator_equals_its_loop(name: str, rows: list[tuple[str, float | None]], singleton: str) -> None:
     options = {**OPTIONS[name], "singleton": singleton}
-    found = ESTIMATORS.call(name, {"rewards": [r for _, r in rows], "groups": [g for g, _ in rows]}, **options)
+    estimated = ESTIMATORS.call(name, {"rewards": [r for _, r in rows], "groups": [g for g, _ in rows]}, **options)
     expected = reference(name, rows, **options)
-    assert found.advantages.tolist() == pytest.approx(expected, rel=2e-6, abs=2e-5)
-    assert torch.equal(found.advantages, found.returns)
-    assert found.report.which("missing reward") == [i for i, (_, r) in enumerate(rows) if not known(r)]
+    assert estimated.advantages.tolist() == pytest.approx(expected, rel=2e-6, abs=2e-5)
+    assert torch.equal(estimated.advantages, estimated.returns)
+    assert estimated.report.which("missing reward") == [i for i, (_, r) in enumerate(rows) if not has_reward(r)]
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "cpgd", "pass_at_k"])
@@ -96,8 +96,8 @@ def test_the_order_of_rows_changes_nothing_not_even_the_last_bit(
 ) -> None:
     def scores(picked: list[int]) -> dict[int, float]:
         data = {"rewards": [rows[i][1] for i in picked], "groups": [rows[i][0] for i in picked]}
-        found = ESTIMATORS.call(name, data, **({"k": 2} if name == "pass_at_k" else {}))
-        return dict(zip(picked, found.advantages.tolist(), strict=True))
+        estimated = ESTIMATORS.call(name, data, **({"k": 2} if name == "pass_at_k" else {}))
+        return dict(zip(picked, estimated.advantages.tolist(), strict=True))
 
     order = list(range(len(rows)))
     before = scores(order)
@@ -108,9 +108,9 @@ def test_the_order_of_rows_changes_nothing_not_even_the_last_bit(
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opmd", "rec", "cpgd", "pass_at_k"])
 @given(value=st.floats(-1e30, 1e30, allow_nan=False), n=st.integers(2, 64))
 def test_a_constant_group_is_exactly_zero(name: str, value: float, n: int) -> None:
-    found = ESTIMATORS.call(name, {"rewards": [value] * n, "groups": ["a"] * n})
-    assert found.advantages.tolist() == [0.0] * n
-    assert found.report.count("constant group") == n
+    estimated = ESTIMATORS.call(name, {"rewards": [value] * n, "groups": ["a"] * n})
+    assert estimated.advantages.tolist() == [0.0] * n
+    assert estimated.report.count("constant group") == n
     narrow = ESTIMATORS.call(name, {"rewards": torch.full((n,), value, dtype=torch.float32), "groups": ["a"] * n})
     assert narrow.advantages.tolist() == [0.0] * n
 
@@ -119,30 +119,30 @@ def test_a_constant_group_is_exactly_zero(name: str, value: float, n: int) -> No
 def test_rows_without_a_reward_are_as_if_they_were_not_there(
     rows: list[tuple[str, float | None]], keep: list[bool]
 ) -> None:
-    gone = [(g, r if kept else None) for (g, r), kept in zip(rows, keep, strict=False)]
-    left = [(i, g, r) for i, (g, r) in enumerate(gone) if known(r)]
-    whole = grouped.grpo([r for _, r in gone], [g for g, _ in gone]).advantages
+    partial = [(g, r if keeps else None) for (g, r), keeps in zip(rows, keep, strict=False)]
+    left = [(i, g, r) for i, (g, r) in enumerate(partial) if has_reward(r)]
+    advantages = grouped.grpo([r for _, r in partial], [g for g, _ in partial]).advantages
     if left:
         part = grouped.grpo([r for _, _, r in left], [g for _, g, _ in left]).advantages
-        assert torch.equal(whole[[i for i, _, _ in left]], part)
-    assert all(whole[i] == 0 for i, (_, r) in enumerate(gone) if not known(r))
+        assert torch.equal(advantages[[i for i, _, _ in left]], part)
+    assert all(advantages[i] == 0 for i, (_, r) in enumerate(partial) if not has_reward(r))
 
 
 def test_an_infinite_reward_is_left_out_and_counted_apart() -> None:
-    found = grouped.grpo([math.inf, 1.0, 0.0], ["a"] * 3, eps=0.0)
-    assert found.advantages.tolist() == pytest.approx([0.0, math.sqrt(0.5), -math.sqrt(0.5)])
-    assert found.report.which("infinite reward") == [0]
-    assert found.report.count("missing reward") == 0
+    estimated = grouped.grpo([math.inf, 1.0, 0.0], ["a"] * 3, eps=0.0)
+    assert estimated.advantages.tolist() == pytest.approx([0.0, math.sqrt(0.5), -math.sqrt(0.5)])
+    assert estimated.report.which("infinite reward") == [0]
+    assert estimated.report.count("missing reward") == 0
 
 
 def test_a_run_of_several_rows_counts_once() -> None:
     # Run 0 branched into three rows: its reward of 1 is one sample, not three.
-    found = grouped.dr_grpo([1.0, 1.0, 1.0, 0.0], ["a"] * 4, runs=[0, 0, 0, 1])
-    assert found.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+    estimated = grouped.dr_grpo([1.0, 1.0, 1.0, 0.0], ["a"] * 4, runs=[0, 0, 0, 1])
+    assert estimated.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
     assert grouped.dr_grpo([1.0, 1.0, 1.0, 0.0], ["a"] * 4).advantages.tolist() == [0.25, 0.25, 0.25, -0.75]
     # Branches that were rewarded apart: their mean is the run's.
-    found = grouped.dr_grpo([1.0, 0.0, 2.5], ["a"] * 3, runs=[0, 0, 1])
-    assert found.advantages.tolist() == [-0.5, -1.5, 1.0]
+    estimated = grouped.dr_grpo([1.0, 0.0, 2.5], ["a"] * 3, runs=[0, 0, 1])
+    assert estimated.advantages.tolist() == [-0.5, -1.5, 1.0]
 
 
 def test_runs_of_other_groups_are_other_runs() -> None:
@@ -161,14 +161,17 @@ def test_scores_stand_on_tokens_that_count_and_nowhere_else(
     padded = torch.zeros(len(rows), 6, dtype=torch.bool)
     for i, row in enumerate(packed):
         padded[i, 6 - len(row) :] = torch.tensor(row, dtype=torch.bool)
-    found = grouped.grpo(rewards, groups, packed)
+    estimated = grouped.grpo(rewards, groups, packed)
     matrix = grouped.grpo(rewards, groups, padded)
     for i, row in enumerate(packed):
-        score = found.scores[i].item()
-        assert found.advantages[i].tolist() == [score if on else 0.0 for on in row]
-        assert matrix.advantages[i, 6 - len(row) :].tolist() == found.advantages[i].tolist()
+        score = estimated.scores[i].item()
+        assert estimated.advantages[i].tolist() == [score if on else 0.0 for on in row]
+        assert matrix.advantages[i, 6 - len(row) :].tolist() == estimated.advantages[i].tolist()
         assert not matrix.advantages[i, : 6 - len(row)].any()
-    assert found.returns.values.data_ptr() != found.advantages.values.data_ptr() or not found.advantages.values.numel()
+    assert (
+        estimated.returns.values.data_ptr() != estimated.advantages.values.data_ptr()
+        or not estimated.advantages.values.numel()
+    )
 
 
 def test_types_and_devices_follow_the_rewards() -> None:
@@ -189,8 +192,8 @@ def test_rank_of_std_and_level() -> None:
 
 def test_surplus_negatives_are_drawn_by_id() -> None:
     rewards, ids = [0.0, 0.0, 0.0, 1.0, 0.0], list("vwxyz")
-    found = grouped.rec(rewards, ["a"] * 5, ids=ids, drop="balance", seed=3)
-    dropped = set(found.report.which("dropped negative"))
+    estimated = grouped.rec(rewards, ["a"] * 5, ids=ids, drop="balance", seed=3)
+    dropped = set(estimated.report.which("dropped negative"))
     assert len(dropped) == 3 and 3 not in dropped
     again = grouped.rec(rewards[::-1], ["a"] * 5, ids=ids[::-1], drop="balance", seed=3)
     assert {4 - i for i in again.report.which("dropped negative")} == dropped
@@ -269,7 +272,7 @@ def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: f
     order = list(range(len(table)))
     seed.shuffle(order)
     picked = [table[i] for i in order]
-    found = grouped.gigpo(
+    estimated = grouped.gigpo(
         *(list(column) for column in zip(*[(r, t, u, s, h) for t, u, s, r, h in picked], strict=True)),
         omega=0.5,
         gamma=gamma,
@@ -277,22 +280,22 @@ def test_gigpo_equals_its_loop_in_any_order(rows: list[Any], seed: Any, gamma: f
     )
     # Near-equal members differ by rounding alone, and a deviation that small magnifies it.
     tolerance = 1e-2 if normalize == "std" else 1e-4
-    assert found.advantages.tolist() == pytest.approx([expected[i] for i in order], rel=1e-4, abs=tolerance)
+    assert estimated.advantages.tolist() == pytest.approx([expected[i] for i in order], rel=1e-4, abs=tolerance)
 
 
 def test_gigpo_does_not_compare_states_across_tasks() -> None:
-    found = grouped.gigpo([0.0, 1.0, 5.0, 7.0], ["a", "a", "b", "b"], [0, 1, 0, 1], [0] * 4, ["same"] * 4)
-    assert found.advantages.tolist() == [-1, 1, -2, 2]
+    estimated = grouped.gigpo([0.0, 1.0, 5.0, 7.0], ["a", "a", "b", "b"], [0, 1, 0, 1], [0] * 4, ["same"] * 4)
+    assert estimated.advantages.tolist() == [-1, 1, -2, 2]
 
 
 def test_the_last_step_is_the_largest_wherever_it_stands() -> None:
     rows = [(0, 1, 1.0), (0, 0, 5.0), (1, 0, 0.0), (1, 2, 3.0), (1, 1, 9.0)]
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 4, 0, 2, 3]):
         picked = [rows[i] for i in order]
-        found = grouped.step_wise_grpo(
+        estimated = grouped.step_wise_grpo(
             [r for *_, r in picked], ["t"] * 5, [u for u, *_ in picked], [s for _, s, _ in picked]
         )
-        by_run = {u: score for (u, _, _), score in zip(picked, found.advantages.tolist(), strict=True)}
+        by_run = {u: score for (u, _, _), score in zip(picked, estimated.advantages.tolist(), strict=True)}
         assert by_run == pytest.approx({0: -math.sqrt(0.5), 1: math.sqrt(0.5)}, rel=1e-5)
 
 
@@ -330,17 +333,17 @@ def test_bad_input_is_named(call: Any, message: str) -> None:
 
 
 def test_no_rows_at_all() -> None:
-    found = grouped.grpo([], [])
-    assert found.advantages.shape == (0,) and found.report.rows == 0
+    estimated = grouped.grpo([], [])
+    assert estimated.advantages.shape == (0,) and estimated.report.rows == 0
     assert Grouped([], []).batch_std() == 0.0
 
 
 def test_a_run_that_lacks_a_reward_is_in_no_statistic_of_gigpo() -> None:
     rows = {"groups": ["t"] * 4, "runs": [0, 0, 1, 1], "steps": [0, 1, 0, 1], "states": [None] * 4}
-    found = grouped.gigpo([math.nan, math.nan, 1.0, 1.0], **rows)
-    assert found.advantages.tolist() == [0, 0, 0, 0]
-    assert found.report.which("missing reward") == [0, 1]
-    assert found.report.which("singleton group") == [2, 3]
+    estimated = grouped.gigpo([math.nan, math.nan, 1.0, 1.0], **rows)
+    assert estimated.advantages.tolist() == [0, 0, 0, 0]
+    assert estimated.report.which("missing reward") == [0, 1]
+    assert estimated.report.which("singleton group") == [2, 3]
     half = grouped.gigpo([0.0, None, 1.0, 1.0], **rows)
     assert half.report.which("missing reward") == [0, 1] and half.advantages.tolist() == [0, 0, 0, 0]
     upstream = grouped.gigpo([0.0, None, 1.0, 1.0], **rows, missing="zero")
@@ -352,10 +355,10 @@ def test_a_run_that_lacks_a_reward_is_in_no_statistic_of_gigpo() -> None:
 
 def test_runs_of_the_same_rewards_in_another_order_are_equal() -> None:
     rewards = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], dtype=torch.float64)
-    found = grouped.gigpo(
+    estimated = grouped.gigpo(
         rewards, ["t"] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 2] * 2, list("abcdef"), normalize="std", eps=0.0
     )
-    assert found.advantages.tolist() == [0.0] * 6 and found.report.count("constant group") == 6
+    assert estimated.advantages.tolist() == [0.0] * 6 and estimated.report.count("constant group") == 6
 
 
 def test_a_lone_row_of_float32_residue_is_not_magnified() -> None:
@@ -367,20 +370,20 @@ def test_a_lone_row_of_float32_residue_is_not_magnified() -> None:
 
 
 def test_asymre_reports_the_rewards_and_not_its_baseline() -> None:
-    found = grouped.asymre([0.7], ["a"], singleton="raw")
-    assert found.report.metrics["reward_mean/mean"] == 0.7 and found.advantages.tolist() == pytest.approx([0.7])
+    estimated = grouped.asymre([0.7], ["a"], singleton="raw")
+    assert estimated.report.metrics["reward_mean/mean"] == 0.7 and estimated.advantages.tolist() == pytest.approx([0.7])
 
 
 def test_rewards_too_large_for_the_result_are_reported() -> None:
-    found = grouped.dr_grpo([1e40, 0.0], ["a", "a"])
-    assert found.report.which("not finite") == [0, 1]
+    estimated = grouped.dr_grpo([1e40, 0.0], ["a", "a"])
+    assert estimated.report.which("not finite") == [0, 1]
     assert grouped.dr_grpo(torch.tensor([1e40, 0.0], dtype=torch.float64), ["a", "a"]).report.count("not finite") == 0
 
 
 def test_scores_and_advantages_are_not_one_tensor() -> None:
-    found = grouped.grpo([1.0, 0.0], ["a", "a"])
-    found.advantages.zero_()
-    assert found.scores.abs().min() > 0 and found.returns.tolist() == [0, 0]
+    estimated = grouped.grpo([1.0, 0.0], ["a", "a"])
+    estimated.advantages.zero_()
+    assert estimated.scores.abs().min() > 0 and estimated.returns.tolist() == [0, 0]
 
 
 def test_a_draw_needs_ids() -> None:
@@ -423,38 +426,38 @@ def test_runs_of_several_rows_count_once_whatever_their_rewards(rows: list[Any],
     groups, runs, rewards = ([row[j] for row in rows] for j in range(3))
     members: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for group, run, reward in rows:
-        if known(reward):
+        if has_reward(reward):
             members[group][run].append(reward)
     expected: dict[str, list[float]] = {"grpo": [], "rloo": []}
     for group, run, reward in rows:
         of_runs = members[group]
-        every = [r for each in of_runs.values() for r in each]
-        if not known(reward) or len(of_runs) < 2 or min(every) == max(every):
+        every = [r for run_rewards in of_runs.values() for r in run_rewards]
+        if not has_reward(reward) or len(of_runs) < 2 or min(every) == max(every):
             expected["grpo"].append(0.0)
             expected["rloo"].append(0.0)
             continue
-        means = {u: statistics.fmean(each) for u, each in of_runs.items()}
+        means = {u: statistics.fmean(run_rewards) for u, run_rewards in of_runs.items()}
         middle = statistics.fmean(means.values())
-        squares = sum(statistics.fmean([(r - middle) ** 2 for r in each]) for each in of_runs.values())
+        squares = sum(statistics.fmean([(r - middle) ** 2 for r in run_rewards]) for run_rewards in of_runs.values())
         expected["grpo"].append((reward - middle) / (math.sqrt(squares / (len(of_runs) - 1)) + 1e-6))
         expected["rloo"].append(reward - statistics.fmean([m for u, m in means.items() if u != run]))
     for name, right in expected.items():
-        found = ESTIMATORS.call(name, {"rewards": rewards, "groups": groups, "runs": runs})
-        assert found.advantages.tolist() == pytest.approx(right, rel=1e-4, abs=1e-4), name
+        estimated = ESTIMATORS.call(name, {"rewards": rewards, "groups": groups, "runs": runs})
+        assert estimated.advantages.tolist() == pytest.approx(right, rel=1e-4, abs=1e-4), name
 
 
 def test_runs_of_equal_means_are_not_a_constant_group() -> None:
     # Two runs of two steps, rewarded at the last one: their means are equal, their rows are not.
-    found = grouped.grpo([0.0, 1.0, 0.0, 1.0], ["a"] * 4, runs=[0, 0, 1, 1])
-    assert found.advantages.abs().max() < 2 and found.report.count("constant group") == 0
-    assert found.advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2, rel=1e-4)
+    estimated = grouped.grpo([0.0, 1.0, 0.0, 1.0], ["a"] * 4, runs=[0, 0, 1, 1])
+    assert estimated.advantages.abs().max() < 2 and estimated.report.count("constant group") == 0
+    assert estimated.advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5] * 2, rel=1e-4)
 
 
 def test_samples_that_were_never_told_apart_are_said_to_be_one_run() -> None:
-    found = grouped.grpo([0.0, 1.0, 1.0], ["a"] * 3, runs=["same"] * 3)
-    assert found.advantages.tolist() == [0, 0, 0]
-    assert found.report.which("one run alone, in several rows") == [0, 1, 2]
-    assert found.report.metrics["singleton_groups"] == 1 and found.report.metrics["constant_groups"] == 0
+    estimated = grouped.grpo([0.0, 1.0, 1.0], ["a"] * 3, runs=["same"] * 3)
+    assert estimated.advantages.tolist() == [0, 0, 0]
+    assert estimated.report.which("one run alone, in several rows") == [0, 1, 2]
+    assert estimated.report.metrics["singleton_groups"] == 1 and estimated.report.metrics["constant_groups"] == 0
 
 
 def test_one_formula_for_weights_of_useful_groups() -> None:
@@ -462,8 +465,8 @@ def test_one_formula_for_weights_of_useful_groups() -> None:
 
     rewards, groups = [0.0, 1.0, 5.0], ["a", "a", "b"]
     weights = clip_filter_weights(rewards, groups).weights
-    found = grouped.cpgd(rewards, groups, weight="clip_filter_like").advantages
-    assert found.tolist() == pytest.approx((weights * torch.tensor([-0.5, 0.5, 0.0])).tolist())
+    advantages = grouped.cpgd(rewards, groups, weight="clip_filter_like").advantages
+    assert advantages.tolist() == pytest.approx((weights * torch.tensor([-0.5, 0.5, 0.0])).tolist())
     assert weights.tolist()[0] == 2
 
 

@@ -20,8 +20,8 @@ def naive(name: str, lp: float, ref: float, old: float | None = None) -> float:
     d = lp - ref
     third = math.exp(-d) - 1 + d
     if name == "low_var_kl":
-        held = min(max(d, -20.0), 20.0)
-        return min(max(math.exp(-held) - 1 + held, -10.0), 10.0)
+        clamped = min(max(d, -20.0), 20.0)
+        return min(max(math.exp(-clamped) - 1 + clamped, -10.0), 10.0)
     if name == "corrected_k3":
         return third if old is None else min(math.exp(lp - old), 2.0) * third
     return {"none": 0.0, "k1": d, "k2": d * d / 2, "k3": third, "abs": abs(d)}[name]
@@ -41,9 +41,9 @@ def test_estimators(name, tokens):
     lp, ref, old = (doubles(part) for part in zip(*tokens, strict=True))
     expected = [naive(name, *token) for token in tokens]
     for shape in ((-1,), (1, -1), (-1, 1, 1)):
-        found = kl(name, lp.reshape(shape), ref.reshape(shape), old.reshape(shape))
-        assert found.shape == lp.reshape(shape).shape and found.dtype == torch.float64
-        assert found.flatten().tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        estimated = kl(name, lp.reshape(shape), ref.reshape(shape), old.reshape(shape))
+        assert estimated.shape == lp.reshape(shape).shape and estimated.dtype == torch.float64
+        assert estimated.flatten().tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert kl(name, lp.tolist(), ref.tolist(), old.tolist()).dtype == torch.float32
     same = kl(name, lp, lp, old)
     assert (same == 0).all()
@@ -83,19 +83,19 @@ def test_k3_is_right_to_rounding_near_zero_and_far_from_it(name, dtype, toleranc
     """exp(x) - 1 - x as it stands is off by 9 parts in 100 at x = 1e-6, and its gradient by 2 at 3e-8, in float32."""
     sizes = [10.0**power for power in range(-15, 1)] + [3e-8, 3e-7, 0.3, 0.49, 0.499999, 0.5, 0.500001, 0.51, 2.0, 19.0]
     x = torch.tensor([sign * size for size in sizes for sign in (1, -1)], dtype=dtype)
-    ours = (-x).requires_grad_()
+    logprobs = (-x).requires_grad_()
     options = {"bound": 1e30} if name == "low_var_kl" else {"detach_ratio": True} if name == "corrected_k3" else {}
-    found = kl(name, ours, torch.zeros_like(x), ours.detach(), **options)
-    found.sum().backward()
-    expected = [exact(each) for each in x.tolist()]
-    assert found.tolist() == pytest.approx([value for value, _ in expected], rel=tolerance, abs=0)
-    assert ours.grad.tolist() == pytest.approx([-slope for _, slope in expected], rel=tolerance, abs=0)
+    estimated = kl(name, logprobs, torch.zeros_like(x), logprobs.detach(), **options)
+    estimated.sum().backward()
+    expected = [exact(gap) for gap in x.tolist()]
+    assert estimated.tolist() == pytest.approx([value for value, _ in expected], rel=tolerance, abs=0)
+    assert logprobs.grad.tolist() == pytest.approx([-slope for _, slope in expected], rel=tolerance, abs=0)
 
 
 def test_k3_has_every_derivative_and_maps():
     x = doubles([-2.0, -1e-3, 0.0, 1e-5, 0.4, 3.0]).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda leaf: k3(leaf, torch.zeros_like(leaf)), (x,))
-    slopes = torch.func.vmap(torch.func.grad(lambda one: k3(one, torch.zeros_like(one))))(x.detach())
+    slopes = torch.func.vmap(torch.func.grad(lambda gap: k3(gap, torch.zeros_like(gap))))(x.detach())
     assert torch.equal(slopes, -torch.expm1(-x.detach()))
     assert k3([-math.inf, math.nan], [0.0, 0.0]).isinf().tolist() == [True, False]  # never infinity less infinity
     assert math.isnan(k3([math.nan], [0.0]).item())
@@ -104,9 +104,9 @@ def test_k3_has_every_derivative_and_maps():
 def exact_corrected(lp: float, ref: float, old: float, cap: float, detach: bool) -> tuple[float, float]:
     with localcontext(prec=80):
         ratio, power, x = (Decimal(lp) - Decimal(old)).exp(), (Decimal(ref) - Decimal(lp)).exp(), Decimal(ref - lp)
-        held = min(ratio, Decimal(cap))
-        slope = -held * (power - 1) + (0 if detach or ratio > cap else held * (power - 1 - x))
-        return float(held * (power - 1 - x)), float(slope)
+        capped = min(ratio, Decimal(cap))
+        slope = -capped * (power - 1) + (0 if detach or ratio > cap else capped * (power - 1 - x))
+        return float(capped * (power - 1 - x)), float(slope)
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -115,13 +115,13 @@ def test_corrected_k3_is_finite_and_right_where_k3_overflows(cap, detach):
     draw, drawn = random.Random(0), [(-200.0, -1.0, -1.0), (-110.0, -1.0, -80.0), (-200.0, -1.0, -1.25)]
     # Quarters, whose differences are exact in float32; an exponent near 80 then still costs half a digit.
     drawn += [(-draw.randint(0, 800) / 4, -draw.randint(0, 20) / 4, -draw.randint(0, 400) / 4) for _ in range(400)]
-    held = [(token, exact_corrected(*token, cap, detach)) for token in drawn]
-    tokens, expected = zip(*(each for each in held if max(map(abs, each[1])) < 1e38), strict=True)
+    cases = [(token, exact_corrected(*token, cap, detach)) for token in drawn]
+    tokens, expected = zip(*(case for case in cases if max(map(abs, case[1])) < 1e38), strict=True)
     assert sum(ref - lp > 89 for lp, ref, _ in tokens) > 50  # of which k3 alone is infinite
     lp, ref, old = (torch.tensor(part) for part in zip(*tokens, strict=True))
-    found = corrected_k3(lp.requires_grad_(), ref, old, cap=cap, detach_ratio=detach)
-    found.sum().backward()
-    assert found.tolist() == pytest.approx([value for value, _ in expected], rel=5e-6, abs=1e-37)
+    estimated = corrected_k3(lp.requires_grad_(), ref, old, cap=cap, detach_ratio=detach)
+    estimated.sum().backward()
+    assert estimated.tolist() == pytest.approx([value for value, _ in expected], rel=5e-6, abs=1e-37)
     assert lp.grad.tolist() == pytest.approx([slope for _, slope in expected], rel=5e-6, abs=1e-37)
 
 
@@ -149,8 +149,8 @@ def test_corrected_k3_gradient_with_and_without_the_ratio():
     true = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True)[0]
 
     def expected(detach: bool) -> torch.Tensor:
-        found = corrected_k3(log_p, ref, old, detach_ratio=detach)
-        return torch.autograd.grad((old.exp() * found).sum(), logits, retain_graph=True)[0]
+        estimated = corrected_k3(log_p, ref, old, detach_ratio=detach)
+        return torch.autograd.grad((old.exp() * estimated).sum(), logits, retain_graph=True)[0]
 
     assert torch.allclose(expected(False), true)
     assert not torch.allclose(expected(True), true, atol=1e-2)
@@ -176,12 +176,12 @@ def test_k2_has_the_gradient_of_kl_and_k1_has_none_in_expectation():
 
 
 def test_lists_join_what_is_on_a_device():
-    there = torch.zeros(2, device="meta")
+    on_device = torch.zeros(2, device="meta")
     for name in KL.names():
-        assert kl(name, [-1.0, -2.0], there).device.type == kl(name, there, [-1.0, -2.0]).device.type == "meta"
-    assert corrected_k3([-1.0, -2.0], [-1.0, -2.0], there).device.type == "meta"
+        assert kl(name, [-1.0, -2.0], on_device).device.type == kl(name, on_device, [-1.0, -2.0]).device.type == "meta"
+    assert corrected_k3([-1.0, -2.0], [-1.0, -2.0], on_device).device.type == "meta"
     with pytest.raises(ValueError, match="ref_logprobs: got device cpu, expected meta"):
-        k3(there, torch.zeros(2))
+        k3(on_device, torch.zeros(2))
     with pytest.raises(ValueError, match=r"old_logprobs: got shape \[3\], expected \[2\], as logprobs have"):
         corrected_k3([-1.0, -2.0], [-1.0, -2.0], torch.zeros(3))
 
@@ -210,8 +210,8 @@ def test_kl_loss_takes_the_reference_as_constant():
     loss.backward()
     assert lp.grad.tolist() == [[1.0, 1.0]]
     options = {"cap": 1.0}
-    found = kl_loss([[-1.0]], [[-2.0]], None, [[-3.0]], estimator="corrected_k3", coef=1.0, estimator_options=options)
-    assert found.value.item() == pytest.approx(math.exp(-1))
+    outcome = kl_loss([[-1.0]], [[-2.0]], None, [[-3.0]], estimator="corrected_k3", coef=1.0, estimator_options=options)
+    assert outcome.value.item() == pytest.approx(math.exp(-1))
     with pytest.raises(ValueError, match="coef: got nan"):
         kl_loss([[-1.0]], [[-2.0]], coef=math.nan)
 
@@ -220,10 +220,10 @@ def test_kl_loss_takes_weights_of_rows():
     lp, ref = torch.tensor([[-1.0, -2.0, -0.3], [-0.5, -1.0, -9.0]]), torch.full((2, 3), -1.5)
     mask, weights = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([2.0, 0.5])
     expected = kl_loss(lp, ref, mask, weights=weights[:, None].expand(2, 3)).value
-    packed = [Rows(each[mask.bool()], [3, 2]) for each in (lp, ref)]
-    for given_ in (weights, [2.0, 0.5], weights.numpy()):
-        assert kl_loss(lp, ref, mask, weights=given_).value == expected
-        assert kl_loss(*packed, weights=given_).value.item() == pytest.approx(expected.item())
+    packed = [Rows(column[mask.bool()], [3, 2]) for column in (lp, ref)]
+    for row_weights in (weights, [2.0, 0.5], weights.numpy()):
+        assert kl_loss(lp, ref, mask, weights=row_weights).value == expected
+        assert kl_loss(*packed, weights=row_weights).value.item() == pytest.approx(expected.item())
     assert expected != kl_loss(lp, ref, mask).value
     with pytest.raises(ValueError, match=r"weights: got 5, expected one number for each row or token"):
         kl_loss(lp, ref, mask, weights=5)
@@ -240,24 +240,24 @@ def test_penalize(seed, coef, clip):
     draw = random.Random(seed)
     lengths = [draw.randint(0, 5) for _ in range(draw.randint(1, 4))]
     mask = [[draw.random() < 0.6 for _ in range(n)] for n in lengths]
-    kls = [[draw.gauss(0, 1) if kept else math.nan for kept in row] for row in mask]
+    kls = [[draw.gauss(0, 1) if on else math.nan for on in row] for row in mask]
     rewards = [draw.choice([draw.gauss(0, 1), math.nan]) for _ in lengths]
     low, high = (-math.inf, math.inf) if clip is None else (-0.5, 0.5) if clip == 0.5 else (-0.1, 2.0)
     expected, no_actions = [], []
     for i, row in enumerate(mask):
-        last = max((j for j, kept in enumerate(row) if kept), default=None)
+        last = max((j for j, on in enumerate(row) if on), default=None)
         if last is None:
             no_actions.append(i)
         reward = 0.0 if math.isnan(rewards[i]) else rewards[i]
         reward = min(max(reward, low), high)
-        penalties = [-max(coef, 0) * kls[i][j] if kept else 0.0 for j, kept in enumerate(row)]
+        penalties = [-max(coef, 0) * kls[i][j] if on else 0.0 for j, on in enumerate(row)]
         expected.append([penalty + (reward if j == last else 0.0) for j, penalty in enumerate(penalties)])
     missing = [i for i, reward in enumerate(rewards) if math.isnan(reward)]
 
     flat = doubles([x for row in kls for x in row])
-    kept = Rows(torch.tensor([x for row in mask for x in row], dtype=torch.bool), lengths)
-    found, report = penalize(rewards, Rows(flat, lengths), kept, coef=coef, reward_clip=clip)
-    assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-6) for row in expected]
+    kept_tokens = Rows(torch.tensor([x for row in mask for x in row], dtype=torch.bool), lengths)
+    penalized, report = penalize(rewards, Rows(flat, lengths), kept_tokens, coef=coef, reward_clip=clip)
+    assert [row.tolist() for row in penalized] == [pytest.approx(row, abs=1e-6) for row in expected]
     assert report.reasons == {"no actions": no_actions, "missing reward": missing} and report.rows == len(lengths)
 
     width = max(lengths) + 1
@@ -272,14 +272,14 @@ def test_penalize(seed, coef, clip):
 
 def test_penalize_rewards_of_tokens_and_none():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    given_ = torch.tensor([[1.0, 5.0, 9.0], [0.0, math.nan, 2.0]])
-    found, report = penalize(given_, torch.ones(2, 3), mask, coef=0.5, reward_clip=3.0)
-    assert found.tolist() == [[0.5, 2.5, 0.0], [-0.5, -0.5, 1.5]]
+    token_rewards = torch.tensor([[1.0, 5.0, 9.0], [0.0, math.nan, 2.0]])
+    penalized, report = penalize(token_rewards, torch.ones(2, 3), mask, coef=0.5, reward_clip=3.0)
+    assert penalized.tolist() == [[0.5, 2.5, 0.0], [-0.5, -0.5, 1.5]]
     assert report.which("missing reward") == [1] and report.metrics == {"kl": 1.0, "kl_coef": 0.5}
-    found, report = penalize([None, 2.0], None, mask)
-    assert found.tolist() == [[0, 0, 0], [0, 0, 2.0]] and report.reasons["missing reward"] == [0]
-    found, _ = penalize([[1.0, 2.0], [3.0]], [[0.1, 0.2], [0.3]], coef=1.0)
-    assert [row.tolist() for row in found] == [pytest.approx([0.9, 1.8]), pytest.approx([2.7])]
+    penalized, report = penalize([None, 2.0], None, mask)
+    assert penalized.tolist() == [[0, 0, 0], [0, 0, 2.0]] and report.reasons["missing reward"] == [0]
+    penalized, _ = penalize([[1.0, 2.0], [3.0]], [[0.1, 0.2], [0.3]], coef=1.0)
+    assert [row.tolist() for row in penalized] == [pytest.approx([0.9, 1.8]), pytest.approx([2.7])]
     assert penalize(doubles([1.0]), doubles([[1.0]]), coef=1.0).rewards.dtype == torch.float64
 
 
@@ -359,9 +359,9 @@ def test_coefficients_check_their_numbers():
         ({"valeu": 1.0}, "state: got valeu, expected value"),
         (None, "state: got NoneType, expected a mapping of value"),
     ):
-        for each in (control, fixed):
+        for coefficient in (control, fixed):
             with pytest.raises(ValueError, match=words):
-                each.load_state_dict(state)
+                coefficient.load_state_dict(state)
     for measured, words in ((torch.ones(2), r"shape \[2\]"), (None, "None"), ("much", "'much'")):
         with pytest.raises(ValueError, match=f"kl: got {words}, expected one number"):
             control.update(measured, 1)

@@ -62,18 +62,20 @@ class Batch:
             length, share = draw.randint(0, 6), draw.choice([0.0, 0.5, 1.0, 1.0])
             advantage = draw.gauss(0, 1)
             spread = draw.choice([0.0, 0.5])
-            near = draw.choice([0.05, 0.3, 1.5])
+            ratio_spread = draw.choice([0.05, 0.3, 1.5])
             slots = []
             for _ in range(length):
                 lp = -draw.expovariate(1) - 0.01
-                slots.append((lp, lp + draw.gauss(0, near), advantage + draw.gauss(0, spread), lp + draw.gauss(0, 1)))
+                slots.append(
+                    (lp, lp + draw.gauss(0, ratio_spread), advantage + draw.gauss(0, spread), lp + draw.gauss(0, 1))
+                )
             self.slots.append(slots)
             self.mask.append([draw.random() < share for _ in range(length)])
 
     def rows(self) -> list[Row]:
         """Only what counts, for the references."""
         pairs = zip(self.slots, self.mask, strict=True)
-        return [[slot for slot, kept in zip(slots, mask, strict=True) if kept] for slots, mask in pairs]  # type: ignore[misc]
+        return [[slot for slot, on in zip(slots, mask, strict=True) if on] for slots, mask in pairs]  # type: ignore[misc]
 
     def sub(self, rows: list[int]) -> Batch:
         part = Batch(0, 0)
@@ -86,26 +88,26 @@ class Batch:
     def padded(self, side: str, extra: int = 0) -> dict[str, torch.Tensor]:
         """Matrices with rubbish wherever the mask is False."""
         width = max(self.lengths(), default=0) + extra
-        made = {name: torch.full((len(self.slots), width), math.nan, dtype=torch.float64) for name in NAMES}
-        made["mask"] = torch.zeros(len(self.slots), width, dtype=torch.bool)
+        tensors = {name: torch.full((len(self.slots), width), math.nan, dtype=torch.float64) for name in NAMES}
+        tensors["mask"] = torch.zeros(len(self.slots), width, dtype=torch.bool)
         for i, (slots, mask) in enumerate(zip(self.slots, self.mask, strict=True)):
             start = width - len(slots) if side == "left" else 0
-            for j, (slot, kept) in enumerate(zip(slots, mask, strict=True)):
-                made["mask"][i, start + j] = kept
+            for j, (slot, on) in enumerate(zip(slots, mask, strict=True)):
+                tensors["mask"][i, start + j] = on
                 for name, value in zip(NAMES, slot, strict=True):
-                    made[name][i, start + j] = value if kept else math.inf
-        return made
+                    tensors[name][i, start + j] = value if on else math.inf
+        return tensors
 
     def packed(self) -> dict[str, Any]:
         flat = [slot for slots in self.slots for slot in slots]
         table = torch.tensor(flat, dtype=torch.float64).reshape(-1, 4)
-        made: dict[str, Any] = {name: table[:, k].clone() for k, name in enumerate(NAMES)}
-        kept = torch.tensor([kept for mask in self.mask for kept in mask], dtype=torch.bool)
-        made["mask"] = Rows(kept, self.lengths())
+        tensors: dict[str, Any] = {name: table[:, k].clone() for k, name in enumerate(NAMES)}
+        on_tokens = torch.tensor([on for mask in self.mask for on in mask], dtype=torch.bool)
+        tensors["mask"] = Rows(on_tokens, self.lengths())
         for name in NAMES:
-            made[name][~kept] = math.nan
-        made["adv"] = Rows(made["adv"], self.lengths())
-        return made
+            tensors[name][~on_tokens] = math.nan
+        tensors["adv"] = Rows(tensors["adv"], self.lengths())
+        return tensors
 
 
 def data_of(arrays: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
@@ -122,9 +124,9 @@ def grads_of(batch: Batch, leaf: torch.Tensor, mask: Any) -> list[list[float]]:
     if isinstance(mask, Rows):
         mask = mask.values
     assert (grad[~mask] == 0).all()
-    kept = grad[mask].tolist()  # in the order of rows, whatever the layout
+    slopes = grad[mask].tolist()  # in the order of rows, whatever the layout
     ends = list(itertools.accumulate(sum(row) for row in batch.mask))
-    return [kept[end - sum(row) : end] for end, row in zip(ends, batch.mask, strict=True)]
+    return [slopes[end - sum(row) : end] for end, row in zip(ends, batch.mask, strict=True)]
 
 
 def layouts(batch: Batch) -> dict[str, dict[str, Any]]:
@@ -145,7 +147,7 @@ def denominators(rows: list[Row]) -> Denominators:
 def naive_ppo(
     row: Row, low=0.2, high=0.2, dual: float | None = 3.0, delta: float | None = None, plain: bool = False
 ) -> Found:
-    found = []
+    terms = []
     distance = sum(old - lp for lp, old, *_ in row) / max(len(row), 1)
     for lp, old, a, _ in row:
         r = 1.0 if plain else math.exp(lp - old)
@@ -158,21 +160,21 @@ def naive_ppo(
             value, slope = -a * dual, 0.0
         if delta is not None and a < 0 and distance > delta:
             value, slope = 0.0, 0.0
-        found.append((value, slope))
-    return found
+        terms.append((value, slope))
+    return terms
 
 
 def naive_gspo(row: Row, low=3e-4, high=4e-4) -> Found:
     s = math.exp(sum(lp - old for lp, old, *_ in row) / max(len(row), 1))
-    found = []
+    terms = []
     for _, _, a, _ in row:
         if a > 0 and s > 1 + high:
-            found.append((-a * (1 + high), 0.0))
+            terms.append((-a * (1 + high), 0.0))
         elif a < 0 and s < 1 - low:
-            found.append((-a * (1 - low), 0.0))
+            terms.append((-a * (1 - low), 0.0))
         else:
-            found.append((-a * s, -a * s))
-    return found
+            terms.append((-a * s, -a * s))
+    return terms
 
 
 def naive_gmpo(row: Row, low=0.4, high=0.4) -> Found:
@@ -182,33 +184,33 @@ def naive_gmpo(row: Row, low=0.4, high=0.4) -> Found:
     inside, product = [], 1.0
     for lp, old, *_ in row:
         r = math.exp(lp - old)
-        held = min(r, math.exp(high)) if a > 0 else max(r, math.exp(-low))
-        inside.append(held == r)
-        product *= held
+        clipped = min(r, math.exp(high)) if a > 0 else max(r, math.exp(-low))
+        inside.append(clipped == r)
+        product *= clipped
     mean = product ** (1 / len(row))
     # every token carries the row's loss, so the slopes of all of them add up on each: n * (1 / n)
     return [(-a * mean, -a * mean if free else 0.0) for free in inside]
 
 
 def naive_sapo(row: Row, tau_pos=1.0, tau_neg=1.05, detached=False) -> Found:
-    found = []
+    terms = []
     for lp, old, a, _ in row:
         tau, r = (tau_pos if a > 0 else tau_neg), math.exp(lp - old)
         s = 1 / (1 + math.exp(-tau * (r - 1)))
         gate = 4 / tau * s
-        found.append((-a * gate * lp, -a * gate) if detached else (-a * gate, -a * 4 * s * (1 - s) * r))
-    return found
+        terms.append((-a * gate * lp, -a * gate) if detached else (-a * gate, -a * 4 * s * (1 - s) * r))
+    return terms
 
 
 def naive_cpg(row: Row, low=0.2, high=0.2) -> Found:
-    found = []
+    terms = []
     for lp, old, a, _ in row:
         top, bottom = old + math.log(1 + high), old + math.log(1 - low)
         if a > 0:
-            found.append((-a * min(lp, top), -a if lp < top else 0.0))
+            terms.append((-a * min(lp, top), -a if lp < top else 0.0))
         else:
-            found.append((-a * max(lp, bottom), -a if lp > bottom else 0.0))
-    return found
+            terms.append((-a * max(lp, bottom), -a if lp > bottom else 0.0))
+    return terms
 
 
 def naive_is(row: Row) -> Found:
@@ -216,24 +218,24 @@ def naive_is(row: Row) -> Found:
 
 
 def naive_cispo(row: Row, low=1.0, high=0.28, mask=False, mask_low=1.0, mask_high=0.28) -> Found:
-    found = []
+    terms = []
     for lp, old, a, _ in row:
         r = math.exp(lp - old)
         weight = -a * min(max(r, 1 - low), 1 + high)
         if mask and ((a > 0 and r > 1 + mask_high) or (a < 0 and r < 1 - mask_low)):
             weight = 0.0
-        found.append((weight * lp, weight))
-    return found
+        terms.append((weight * lp, weight))
+    return terms
 
 
 def naive_topr(row: Row, threshold=0.0, level="token") -> Found:
-    whole = math.exp(min(sum(lp - old for lp, old, *_ in row), 20))
-    found = []
+    row_ratio = math.exp(min(sum(lp - old for lp, old, *_ in row), 20))
+    terms = []
     for lp, old, a, _ in row:
-        r = math.exp(lp - old) if level == "token" else whole
+        r = math.exp(lp - old) if level == "token" else row_ratio
         weight = -a if a > threshold else -a * min(r, 1.0)
-        found.append((weight * lp, weight))
-    return found
+        terms.append((weight * lp, weight))
+    return terms
 
 
 def naive_opmd(row: Row, tau=1.0) -> Found:
@@ -241,16 +243,16 @@ def naive_opmd(row: Row, tau=1.0) -> Found:
 
 
 def naive_sppo(row: Row, epsilon=0.3) -> Found:
-    found = []
+    terms = []
     for lp, old, a, _ in row:
         inside = 1 / (1 + epsilon) <= math.exp(lp - old) <= 1 + epsilon
-        found.append((-a * (lp - old), -a) if inside else (0.0, 0.0))
-    return found
+        terms.append((-a * (lp - old), -a) if inside else (0.0, 0.0))
+    return terms
 
 
 def naive_rec(row: Row, clip="none", weight="none", regularizer="none", coef=0.0, temperature=1.0) -> Found:
     s = math.exp(sum(lp - old for lp, old, *_ in row) / max(len(row), 1))
-    found = []
+    terms = []
     for lp, old, a, _ in row:
         r = math.exp(lp - old)
         inside = {
@@ -272,8 +274,8 @@ def naive_rec(row: Row, clip="none", weight="none", regularizer="none", coef=0.0
             value, slope = value + coef * (lp - old) ** 2, slope + 2 * coef * (lp - old)
         if regularizer == "forward-kl":
             value, slope = value - coef * lp, slope - coef
-        found.append((value, slope))
-    return found
+        terms.append((value, slope))
+    return terms
 
 
 def naive_sft(row: Row) -> Found:
@@ -285,23 +287,23 @@ def naive_sft_is(row: Row) -> Found:
 
 
 def naive_sft_phi(row: Row, cutoff=1.0) -> Found:
-    found = []
+    terms = []
     for lp, *_ in row:
         p = math.exp(lp)
-        found.append((-p * (1 - p) * min(lp, math.log(cutoff)), -p * (1 - p) if p < cutoff else 0.0))
-    return found
+        terms.append((-p * (1 - p) * min(lp, math.log(cutoff)), -p * (1 - p) if p < cutoff else 0.0))
+    return terms
 
 
 def naive_value(row: Row, clip: float | None = 0.2) -> Found:
-    found = []
+    terms = []
     for v, old, target, _ in row:
         value, slope = (v - target) ** 2 / 2, v - target
         if clip is not None:
-            held = min(max(v, old - clip), old + clip)
-            if (held - target) ** 2 > (v - target) ** 2:
-                value, slope = (held - target) ** 2 / 2, 0.0
-        found.append((value, slope))
-    return found
+            clipped = min(max(v, old - clip), old + clip)
+            if (clipped - target) ** 2 > (v - target) ** 2:
+                value, slope = (clipped - target) ** 2 / 2, 0.0
+        terms.append((value, slope))
+    return terms
 
 
 def naive_entropy(row: Row, coef=0.0) -> Found:
@@ -309,7 +311,7 @@ def naive_entropy(row: Row, coef=0.0) -> Found:
 
 
 def naive_kl(row: Row, estimator="k2", coef=0.001) -> Found:
-    found = []
+    terms = []
     for lp, old, _, ref in row:
         d, r = lp - ref, math.exp(lp - old)
         k3 = math.exp(-d) - 1 + d
@@ -323,8 +325,8 @@ def naive_kl(row: Row, estimator="k2", coef=0.001) -> Found:
             "corrected_k3": corrected,
             "none": (0.0, 0.0),
         }[estimator]
-        found.append((coef * value, coef * slope))
-    return found
+        terms.append((coef * value, coef * slope))
+    return terms
 
 
 MEAN, ROWS, SUMS = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum"
@@ -380,17 +382,17 @@ PLAIN = list({case[0]: case for case in reversed(CASES)}.values())
 ids = pytest.mark.parametrize(
     ("name", "options", "naive", "expected", "mode"), CASES, ids=lambda part: part if isinstance(part, str) else None
 )
-each = pytest.mark.parametrize(("name", "options"), [case[:2] for case in PLAIN], ids=[case[0] for case in PLAIN])
+every_loss = pytest.mark.parametrize(("name", "options"), [case[:2] for case in PLAIN], ids=[case[0] for case in PLAIN])
 
 
-def coefficients(rows: list[Row], mode: str, whole: Denominators | None = None) -> list[float]:
+def coefficients(rows: list[Row], mode: str, counts: Denominators | None = None) -> list[float]:
     """What the loss of each of a row's tokens is multiplied by."""
-    whole = whole or denominators(rows)
+    counts = counts or denominators(rows)
     return [
         {
-            MEAN: 1 / max(whole.tokens, 1),
-            ROWS: 1 / max(whole.sequences, 1) / max(len(row), 1),
-            SUMS: 1 / max(whole.sequences, 1),
+            MEAN: 1 / max(counts.tokens, 1),
+            ROWS: 1 / max(counts.sequences, 1) / max(len(row), 1),
+            SUMS: 1 / max(counts.sequences, 1),
             "seq-mean-token-sum-norm": 1 / 7.0,
         }[mode]
         for row in rows
@@ -400,16 +402,16 @@ def coefficients(rows: list[Row], mode: str, whole: Denominators | None = None) 
 def reference(rows: list[Row], naive: Callable[..., Found], expected: dict[str, Any], mode: str) -> tuple[float, Any]:
     value, grads = 0.0, []
     for row, coefficient in zip(rows, coefficients(rows, mode), strict=True):
-        found = naive(row, **expected)
-        value += sum(coefficient * loss for loss, _ in found)
-        grads.append([coefficient * slope for _, slope in found])
+        terms = naive(row, **expected)
+        value += sum(coefficient * loss for loss, _ in terms)
+        grads.append([coefficient * slope for _, slope in terms])
     return value, grads
 
 
-def close(found: list[list[float]], expected: list[list[float]]) -> bool:
+def close(actual: list[list[float]], expected: list[list[float]]) -> bool:
     return all(
         a == pytest.approx(b, rel=1e-8, abs=1e-10)
-        for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+        for a, b in zip(itertools.chain(*actual), itertools.chain(*expected), strict=True)
     )
 
 
@@ -439,22 +441,22 @@ def test_micro_batches_add_up_in_any_order(name, options, naive, expected, mode,
     value, grads = reference(batch.rows(), naive, expected, mode)
     order = list(range(6))
     batch.draw.shuffle(order)
-    cut = batch.draw.randint(1, 5)
-    whole, parts = denominators(batch.rows()), [order[:cut], order[cut:]]
-    total, sums, found = 0.0, {}, [[]] * 6
+    split = batch.draw.randint(1, 5)
+    counts, parts = denominators(batch.rows()), [order[:split], order[split:]]
+    total, sums, slopes = 0.0, {}, [[]] * 6
     for k, part in enumerate(parts):
         small = batch.sub(part)
         arrays = small.packed() if k else small.padded("left")
         data, leaf = data_of(arrays)
-        loss = LOSSES.call(name, data, **options, denominators=whole)
+        loss = LOSSES.call(name, data, **options, denominators=counts)
         loss.backward()
         total += loss.value.item()
         for metric, number in loss.metrics.items():
             sums[metric] = sums.get(metric, 0.0) + number.item()
         for i, grad in zip(part, grads_of(small, leaf, arrays["mask"]), strict=True):
-            found[i] = grad
+            slopes[i] = grad
     assert total == pytest.approx(value, rel=1e-9, abs=1e-11)
-    assert close(found, grads)
+    assert close(slopes, grads)
     data, _ = data_of(batch.padded("right"))
     whole_metrics = LOSSES.call(name, data, **options).metrics
     assert {m: n.item() for m, n in whole_metrics.items()} == pytest.approx(sums, rel=1e-5, abs=1e-6)
@@ -478,8 +480,8 @@ def test_gradcheck(name, layout):
         data |= {"new_logprobs": leaf, "values": leaf, "entropy": leaf}
         return LOSSES.call(name, data, **({"coef": 0.5} if name in ("entropy", "kl") else {})).value
 
-    kept = arrays["mask"].values if layout == "packed" else arrays["mask"]
-    start = torch.where(kept, arrays["lp"], 0.0).requires_grad_()
+    on = arrays["mask"].values if layout == "packed" else arrays["mask"]
+    start = torch.where(on, arrays["lp"], 0.0).requires_grad_()
     assert torch.autograd.gradcheck(value, (start,))
 
 
@@ -494,7 +496,7 @@ def test_on_policy_gradient_is_the_policy_gradient(name):
 # --- what all losses hold -------------------------------------------------------------------------------------------
 
 
-@each
+@every_loss
 def test_rows_without_tokens_change_nothing(name, options):
     batch = Batch(33, rows=4)
     batch.mask[1] = [False] * len(batch.mask[1])
@@ -510,11 +512,11 @@ def test_rows_without_tokens_change_nothing(name, options):
     )
     loss.backward()
     expected.backward()
-    kept, other = leaf.grad[data["mask"]], small.grad[rest["mask"]]
-    assert torch.allclose(kept, other) and other.any()
+    slopes, small_slopes = leaf.grad[data["mask"]], small.grad[rest["mask"]]
+    assert torch.allclose(slopes, small_slopes) and small_slopes.any()
 
 
-@each
+@every_loss
 def test_no_token_at_all_is_zero_with_a_gradient(name, options):
     leaf = torch.full((2, 3), math.nan, requires_grad=True)
     junk = torch.full((2, 3), math.nan)
@@ -528,13 +530,13 @@ def test_no_token_at_all_is_zero_with_a_gradient(name, options):
     assert LOSSES.call(name, empty, **options).value.item() == 0
 
 
-@each
+@every_loss
 @pytest.mark.parametrize("argument", ["lp", "old", "adv"])
 def test_nan_where_it_counts_is_not_hidden(name, options, argument):
     batch = Batch(33, rows=3)
     arrays = batch.padded("right")
-    where = arrays["mask"].nonzero()[0]
-    arrays[argument][where[0], where[1]] = math.nan
+    place = arrays["mask"].nonzero()[0]
+    arrays[argument][place[0], place[1]] = math.nan
     reads = {
         "sft": "lp", "sft_is": "lp", "sft_phi": "lp", "entropy": "lp", "opmd": "lp adv", "rec": "lp adv", "kl": "lp",
     }.get(name, "lp old adv")  # fmt: skip
@@ -551,10 +553,10 @@ REPORTED = {"importance_sampling": "approx_kl"} | dict.fromkeys(
 @pytest.mark.parametrize("name", REPORTED)
 def test_the_kl_that_is_reported_is_of_the_ratio_as_it_is(name):
     data = {"new_logprobs": [[-1.0, -52.0, -0.5]], "old_logprobs": [[-1.5, -2.0, -40.5]], "advantages": [1.0]}
-    found = LOSSES.call(name, data).metrics[REPORTED[name]]
-    assert found.item() == pytest.approx((-0.5 + 50.0 - 40.0) / 3)
+    reported = LOSSES.call(name, data).metrics[REPORTED[name]]
+    assert reported.item() == pytest.approx((-0.5 + 50.0 - 40.0) / 3)
     mixed = LOSSES.call("mix", data | {"expert_mask": [False]}).metrics["usual/ppo_kl"]
-    assert mixed.item() == found.item()
+    assert mixed.item() == reported.item()
 
 
 def test_a_plain_policy_gradient_clips_nothing_and_reports_the_true_distance():
@@ -572,7 +574,7 @@ def test_extreme_ratios_stay_finite(name):
     assert loss.value.isfinite() and x.grad.isfinite().all()
 
 
-@each
+@every_loss
 def test_lists_and_half_precision(name, options):
     batch = Batch(33, rows=3)
     arrays = batch.padded("right")
@@ -583,13 +585,13 @@ def test_lists_and_half_precision(name, options):
     listed = {key: value.tolist() for key, value in data.items()}
     assert LOSSES.call(name, listed, **options).value.item() == pytest.approx(expected.item(), rel=1e-6)
     half = {key: value.to(torch.bfloat16) if key != "mask" else value for key, value in data.items()}
-    found = LOSSES.call(name, half, **options).value
-    assert found.dtype == torch.float32
+    loss = LOSSES.call(name, half, **options).value
+    assert loss.dtype == torch.float32
     wide = {key: value.float() if key != "mask" else value for key, value in half.items()}
-    assert found.item() == LOSSES.call(name, wide, **options).value.item()
+    assert loss.item() == LOSSES.call(name, wide, **options).value.item()
 
 
-@each
+@every_loss
 def test_weights_multiply_and_leave_denominators_alone(name, options):
     batch = Batch(33, rows=4)
     arrays = batch.padded("right")
@@ -602,13 +604,13 @@ def test_weights_multiply_and_leave_denominators_alone(name, options):
     weights = torch.rand(arrays["mask"].shape, dtype=torch.float64).requires_grad_()
     total = 0.0
     for i, j in arrays["mask"].nonzero().tolist():  # one token at a time: the others weigh 0
-        one = torch.zeros_like(double)
-        one[i, j] = 1.0
-        share = LOSSES.call(name, data, mode=MEAN, weights=one, **options).value.item()
+        one_hot = torch.zeros_like(double)
+        one_hot[i, j] = 1.0
+        share = LOSSES.call(name, data, mode=MEAN, weights=one_hot, **options).value.item()
         total += share * weights[i, j].item()
-    found = LOSSES.call(name, data, mode=MEAN, weights=weights, **options).value
-    assert found.item() == pytest.approx(total, rel=1e-9)
-    found.backward()
+    loss = LOSSES.call(name, data, mode=MEAN, weights=weights, **options).value
+    assert loss.item() == pytest.approx(total, rel=1e-9)
+    loss.backward()
     assert weights.grad is None
 
 
@@ -648,9 +650,9 @@ def test_registry_refuses_what_it_does_not_know(name):
 
 
 def test_the_registry_is_complete():
-    wanted = """ppo gspo gmpo sapo cpg importance_sampling cispo topr opmd sppo rec sft sft_is sft_phi mix mix_chord dpo
-    dpo_sums value entropy kl"""
-    assert set(LOSSES.names()) == set(wanted.split())
+    expected = """ppo gspo gmpo sapo cpg importance_sampling cispo topr opmd sppo rec sft sft_is sft_phi mix
+    mix_chord dpo dpo_sums value entropy kl"""
+    assert set(LOSSES.names()) == set(expected.split())
     assert {case[0] for case in CASES} == set(LOSSES.names()) - {"mix", "mix_chord", "dpo", "dpo_sums"}
     assert all(name in vars(losses) for name in losses.__all__)
 
@@ -756,12 +758,12 @@ def test_errors_name_field_value_and_expectation(call, message):
         call()
 
 
-@each
-@pytest.mark.parametrize("whole", [5, {"tokens": 3}, (1, 2, 3)])
-def test_the_denominators_of_the_batch_have_one_type(name, options, whole):
+@every_loss
+@pytest.mark.parametrize("invalid", [5, {"tokens": 3}, (1, 2, 3)])
+def test_the_denominators_of_the_batch_have_one_type(name, options, invalid):
     data, _ = data_of(Batch(33, rows=4).padded("right"))
-    with pytest.raises(ValueError, match=rf"denominators: got {type(whole).__name__}, expected the Denominators"):
-        LOSSES.call(name, data, denominators=whole, **options)
+    with pytest.raises(ValueError, match=rf"denominators: got {type(invalid).__name__}, expected the Denominators"):
+        LOSSES.call(name, data, denominators=invalid, **options)
 
 
 def test_numbers_of_numpy_are_options():
@@ -876,13 +878,13 @@ def test_mix(name, mode, seed):
         assert loss.value.item() == pytest.approx(value, rel=1e-9, abs=1e-11)
         loss.backward()
         assert close(grads_of(batch, leaf, arrays["mask"]), grads)
-    whole = mix_denominators(batch.padded("right")["mask"], expert)
+    counts = mix_denominators(batch.padded("right")["mask"], expert)
     total, sums = 0.0, {}
     for part in ([3, 0], [1, 2, 4]):
         arrays = batch.sub(part).packed()
         data, leaf = data_of(arrays)
         flags = torch.tensor(expert)[part]
-        small = LOSSES.call(name, data | {"expert_mask": flags, "step": 20}, mode=mode, denominators=whole, **options)
+        small = LOSSES.call(name, data | {"expert_mask": flags, "step": 20}, mode=mode, denominators=counts, **options)
         total += small.value.item()
         for metric, number in small.metrics.items():
             sums[metric] = sums.get(metric, 0.0) + number.item()
@@ -901,17 +903,17 @@ def test_mix_of_one_kind_is_that_loss():
 
 def test_a_chord_step_may_come_with_no_row():
     rows, options = torch.zeros(0, 3), {"warmup": 10, "peak": 0.9, "valley": 0.1}
-    whole = (Denominators(3, 1, 1), Denominators(3, 1, 1))
+    counts = (Denominators(3, 1, 1), Denominators(3, 1, 1))
     for step in (torch.zeros(0, dtype=torch.int64), [], 5):
-        loss = mix_chord(rows, rows, rows, torch.zeros(0, dtype=torch.bool), step, denominators=whole, **options)
+        loss = mix_chord(rows, rows, rows, torch.zeros(0, dtype=torch.bool), step, denominators=counts, **options)
         assert loss.value.item() == 0.0 and loss.metrics["mu"].item() == 0.0
     packed = Rows(torch.zeros(0), [])
-    assert mix_chord(packed, packed, [], [], [], denominators=whole, **options).value.item() == 0.0
+    assert mix_chord(packed, packed, [], [], [], denominators=counts, **options).value.item() == 0.0
     data, _ = data_of(Batch(33, rows=2).padded("right"))
-    one = LOSSES.call("mix_chord", data | {"expert_mask": [0, 1], "step": torch.tensor([5.0, 5.0])}, **options)
+    later = LOSSES.call("mix_chord", data | {"expert_mask": [0, 1], "step": torch.tensor([5.0, 5.0])}, **options)
     for step in (5, np.int64(5), 5.0, torch.tensor(5)):
         same = LOSSES.call("mix_chord", data | {"expert_mask": [0, 1], "step": step}, **options)
-        assert same.value == one.value and same.metrics["mu"].item() == pytest.approx(0.45)
+        assert same.value == later.value and same.metrics["mu"].item() == pytest.approx(0.45)
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
@@ -985,9 +987,9 @@ def test_dpo_gradcheck(variant):
 
 
 def test_sums_in_lists_join_those_on_a_device():
-    there = torch.zeros(2, device="meta")
-    assert dpo_sums([1.0, 2.0], there, reference_free=True).value.device.type == "meta"
-    assert dpo_sums([1.0, 2.0], [0.0, 0.0], np.zeros(2), there).value.device.type == "meta"
+    on_device = torch.zeros(2, device="meta")
+    assert dpo_sums([1.0, 2.0], on_device, reference_free=True).value.device.type == "meta"
+    assert dpo_sums([1.0, 2.0], [0.0, 0.0], np.zeros(2), on_device).value.device.type == "meta"
 
 
 def test_dpo_does_not_pool_pairs():
@@ -1009,20 +1011,20 @@ def test_dpo_of_long_rows_is_right_in_float32_in_every_layout():
     ref = lp * torch.tensor([1.0001, 1.00012, 1.0003, 0.9999])[:, None]
     pairs, chosen = interleaved(4)
 
-    def found(dtype: torch.dtype, packed: bool) -> tuple[dict[str, float], torch.Tensor]:
+    def metrics_and_slopes(dtype: torch.dtype, packed: bool) -> tuple[dict[str, float], torch.Tensor]:
         leaf = lp.to(dtype, copy=True).requires_grad_()
-        ours, theirs = leaf, ref.to(dtype)
+        policy, reference = leaf, ref.to(dtype)
         if packed:
-            ours, theirs = (Rows(each.reshape(-1), [n] * 4) for each in (ours, theirs))
-        loss = dpo(ours, pairs, chosen, theirs)
+            policy, reference = (Rows(column.reshape(-1), [n] * 4) for column in (policy, reference))
+        loss = dpo(policy, pairs, chosen, reference)
         assert loss.value.dtype == dtype
         loss.backward()
-        return {name: each.item() for name, each in loss.metrics.items()}, leaf.grad
+        return {name: metric.item() for name, metric in loss.metrics.items()}, leaf.grad
 
-    metrics, slopes = found(torch.float64, False)
+    metrics, slopes = metrics_and_slopes(torch.float64, False)
     assert abs(metrics["chosen_reward"]) > 0.05
     for dtype, packed in ((torch.float64, True), (torch.float32, False), (torch.float32, True)):
-        others, grads = found(dtype, packed)
+        others, grads = metrics_and_slopes(dtype, packed)
         assert others == pytest.approx(metrics, rel=1e-5, abs=1e-6)
         assert torch.allclose(grads.double(), slopes, rtol=1e-5, atol=0)
     sums = [part.double().sum(-1) for part in (lp[::2], lp[1::2], ref[::2], ref[1::2])]

@@ -45,14 +45,14 @@ def test_the_mask_is_the_loop_in_every_layout(
     data: Ragged, ratio: float, over: str, random: Any, dtype: torch.dtype
 ) -> None:
     rows = [[random.choice(ODD) for _ in range(length)] for length in data.lengths]
-    wanted = naive([torch.tensor(row).to(dtype).tolist() for row in rows], data.masks, ratio, over)
+    expected = naive([torch.tensor(row).to(dtype).tolist() for row in rows], data.masks, ratio, over)
     padded = high_entropy_mask(data.padded(rows, 9.0).to(dtype), data.padded_mask, ratio, over=over)
-    assert padded.dtype == torch.bool and data.unpadded(padded) == wanted
+    assert padded.dtype == torch.bool and data.unpadded(padded) == expected
     assert not (padded & ~data.padded_mask).any()
     values = data.packed(rows)
     packed = high_entropy_mask(Rows(values.values.to(dtype), data.lengths), data.packed_mask, ratio, over=over)
     assert isinstance(packed, Rows) and packed.values.dtype == torch.bool
-    assert [row.tolist() for row in packed] == wanted
+    assert [row.tolist() for row in packed] == expected
 
 
 def test_a_hundred_tokens_are_cut_as_python_multiplies() -> None:
@@ -65,9 +65,9 @@ def test_the_whole_mask_is_a_copy_and_a_row_without_actions_has_none() -> None:
     mask = torch.tensor([[True, False], [False, False]])
     entropy = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     for ratio in (0.0, 1.0, -1.0, 2.0):
-        found = high_entropy_mask(entropy, mask, ratio)
-        assert torch.equal(found, mask)
-        found[:] = True
+        selected = high_entropy_mask(entropy, mask, ratio)
+        assert torch.equal(selected, mask)
+        selected[:] = True
     assert mask.tolist() == [[True, False], [False, False]]
     assert high_entropy_mask(entropy, mask, 0.5).tolist() == [[True, False], [False, False]]
     assert high_entropy_mask(entropy, torch.zeros(2, 2), 0.5).tolist() == [[False, False], [False, False]]

@@ -110,8 +110,8 @@ def padded(column: list[list[Any]], dtype: torch.dtype, side: str, fill: Any) ->
     """Rows in a matrix a little wider than the longest."""
     width = max(map(len, column)) + 2
     gap = [[fill] * (width - len(row)) for row in column]
-    made = [hole + row if side == "left" else row + hole for row, hole in zip(column, gap, strict=True)]
-    return torch.tensor(made, dtype=dtype).reshape(len(column), width)
+    filled = [hole + row if side == "left" else row + hole for row, hole in zip(column, gap, strict=True)]
+    return torch.tensor(filled, dtype=dtype).reshape(len(column), width)
 
 
 def unpadded(matrix: torch.Tensor, lengths: list[int], side: str) -> torch.Tensor:
@@ -135,38 +135,41 @@ def test_every_way_and_layout_is_the_naive_loop(
     gamma: float,
     lam: float,
     observations: str,
-    told: bool,
+    use_response: bool,
     side: str,
     dtype: torch.dtype,
 ) -> None:
     rewards, values, mask, response = columns(rows)
     lengths = [len(row) for row in rows]
-    known = response if told else [None] * len(rows)
+    responses = response if use_response else [None] * len(rows)
     expected = [
-        naive_gae(*one, gamma, lam, observations, told_)
-        for *one, told_ in zip(rewards, values, mask, known, strict=True)
+        naive_gae(*row, gamma, lam, observations, is_response)
+        for *row, is_response in zip(rewards, values, mask, responses, strict=True)
     ]
-    to_go = [naive_returns(r, m, gamma, observations, told_) for r, m, told_ in zip(rewards, mask, known, strict=True)]
+    to_go = [
+        naive_returns(r, m, gamma, observations, is_response)
+        for r, m, is_response in zip(rewards, mask, responses, strict=True)
+    ]
     flat = packed(rewards, dtype), packed(values, dtype), packed(mask, torch.bool)
-    said = packed(response, torch.bool) if told else None
+    packed_response = packed(response, torch.bool) if use_response else None
     matrix = padded(rewards, dtype, side, nan), padded(values, dtype, side, nan), padded(mask, torch.bool, side, False)
-    said_matrix = padded(response, torch.bool, side, False) if told else None
+    said_matrix = padded(response, torch.bool, side, False) if use_response else None
     exact = []
-    for each in WAYS:
-        with forced(each):
-            found = scan.gae_scan(*flat, lengths, gamma, lam, observations, said)
-            found = (*found, scan.return_scan(flat[0], flat[2], lengths, gamma, observations, said))
+    for implementation in WAYS:
+        with forced(implementation):
+            scanned = scan.gae_scan(*flat, lengths, gamma, lam, observations, packed_response)
+            scanned = (*scanned, scan.return_scan(flat[0], flat[2], lengths, gamma, observations, packed_response))
             wide = scan.gae_scan(*matrix, None, gamma, lam, observations, said_matrix)
             wide = (*wide, scan.return_scan(matrix[0], matrix[2], None, gamma, observations, said_matrix))
-        assert all(one.dtype == dtype for one in found)
+        assert all(column.dtype == dtype for column in scanned)
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-12}
         for k in range(2):
-            torch.testing.assert_close(found[k], packed([pair[k] for pair in expected], dtype), **tolerance)
-        torch.testing.assert_close(found[2], packed(to_go, dtype), **tolerance)
-        for one, other in zip(found, wide, strict=True):
-            assert torch.equal(one, unpadded(other, lengths, side))
+            torch.testing.assert_close(scanned[k], packed([pair[k] for pair in expected], dtype), **tolerance)
+        torch.testing.assert_close(scanned[2], packed(to_go, dtype), **tolerance)
+        for column, other in zip(scanned, wide, strict=True):
+            assert torch.equal(column, unpadded(other, lengths, side))
             assert other[~matrix[2]].count_nonzero() == 0
-        exact.append(found)
+        exact.append(scanned)
     assert all(torch.equal(*pair) for pair in zip(*exact, strict=True))
 
 
@@ -178,9 +181,9 @@ def test_rows_of_several_blocks_are_equal_bit_for_bit(dtype: torch.dtype, lam: f
     generator = torch.Generator().manual_seed(1)
     total = sum(lengths)
     rewards, values = (torch.randn(total, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    whole = torch.ones(total, dtype=torch.bool)
+    everything = torch.ones(total, dtype=torch.bool)
     ends = torch.arange(total) % block > block // 3  # rows whose tokens begin late, with a hole in long ones
-    for mask in (whole, ends, torch.rand(total, generator=generator) < 0.5, ~whole):
+    for mask in (everything, ends, torch.rand(total, generator=generator) < 0.5, ~everything):
         with forced("numba"):
             compiled = (*scan.gae_scan(rewards, values, mask, lengths, 0.99, lam),)
             compiled = (*compiled, scan.return_scan(rewards, mask, lengths, 0.97))
@@ -192,12 +195,12 @@ def test_rows_of_several_blocks_are_equal_bit_for_bit(dtype: torch.dtype, lam: f
         assert all(map(torch.equal, compiled, plain))
         starts = np.cumsum([0, *lengths])
         for row in (0, 2, 5):
-            cut = slice(int(starts[row]), int(starts[row + 1]))
-            expected = naive_gae(*(x[cut].tolist() for x in (rewards, values, mask)), 0.99, lam)
+            span = slice(int(starts[row]), int(starts[row + 1]))
+            expected = naive_gae(*(x[span].tolist() for x in (rewards, values, mask)), 0.99, lam)
             for k in range(2):
                 tolerance = 1e-5 if dtype == torch.float32 else 1e-11
-                made = torch.tensor(expected[k], dtype=dtype)
-                torch.testing.assert_close(compiled[k][cut], made, rtol=tolerance, atol=tolerance)
+                expected_row = torch.tensor(expected[k], dtype=dtype)
+                torch.testing.assert_close(compiled[k][span], expected_row, rtol=tolerance, atol=tolerance)
 
 
 def test_three_ways_through_a_tools_reply_as_peers_have_them(way: str) -> None:
@@ -206,13 +209,13 @@ def test_three_ways_through_a_tools_reply_as_peers_have_them(way: str) -> None:
     values = [0.5, 0.6, 0.9, 0.1, 0.8, 0.7, 0.9]
     rewards = [0.0] * 6 + [1.0]
     mask = [True, True, False, False, False, True, True]
-    found = {}
+    first_advantages = {}
     for observations in scan.OBSERVATIONS:
         tensors = torch.tensor([rewards]), torch.tensor([values]), torch.tensor([mask])
         advantages = scan.gae_scan(*tensors, None, 0.95, 0.95, observations)[0][0].tolist()
         assert advantages == pytest.approx(naive_gae(rewards, values, mask, 0.95, 0.95, observations)[0], abs=1e-6)
-        found[observations] = round(advantages[0], 3)
-    assert found == {"skip": 0.328, "through": 0.187, "zeroed": 0.117}
+        first_advantages[observations] = round(advantages[0], 3)
+    assert first_advantages == {"skip": 0.328, "through": 0.187, "zeroed": 0.117}
 
 
 def test_a_reward_on_a_tools_last_token_as_peers_have_it(way: str) -> None:
@@ -248,14 +251,14 @@ def test_what_is_not_finite_among_tokens_that_count_shows_and_spreads_to_earlier
 def test_results_are_new_and_have_no_gradient(way: str) -> None:
     rewards, values = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
     mask = torch.tensor([[True, False, True], [True, True, True]])
-    kept = rewards.detach().clone(), values.detach().clone(), mask.clone()
+    originals = rewards.detach().clone(), values.detach().clone(), mask.clone()
     for observations in scan.OBSERVATIONS:
-        found = (*scan.gae_scan(rewards, values, mask, None, 0.9, 0.9, observations),)
-        found = (*found, scan.return_scan(rewards, mask, None, 0.9, observations))
-        assert not any(one.requires_grad for one in found)
-        for one in found:
-            one.add_(1)
-    assert torch.equal(rewards, kept[0]) and torch.equal(values, kept[1]) and torch.equal(mask, kept[2])
+        scanned = (*scan.gae_scan(rewards, values, mask, None, 0.9, 0.9, observations),)
+        scanned = (*scanned, scan.return_scan(rewards, mask, None, 0.9, observations))
+        assert not any(column.requires_grad for column in scanned)
+        for column in scanned:
+            column.add_(1)
+    assert torch.equal(rewards, originals[0]) and torch.equal(values, originals[1]) and torch.equal(mask, originals[2])
 
 
 def test_types_of_any_kind_and_tensors_that_are_not_contiguous(way: str) -> None:
@@ -264,9 +267,9 @@ def test_types_of_any_kind_and_tensors_that_are_not_contiguous(way: str) -> None
     plain = scan.gae_scan(rewards.contiguous(), values, mask.contiguous(), None, 0.9, 0.8)
     assert all(map(torch.equal, plain, scan.gae_scan(rewards, values, mask, None, 0.9, 0.8)))
     for dtype in (torch.bfloat16, torch.float16, torch.int64):
-        found = scan.gae_scan(rewards.to(dtype), values.to(dtype), mask, None, 0.9, 0.8)
+        scanned = scan.gae_scan(rewards.to(dtype), values.to(dtype), mask, None, 0.9, 0.8)
         expected = scan.gae_scan(rewards.to(dtype).float(), values.to(dtype).float(), mask, None, 0.9, 0.8)
-        assert found[0].dtype == torch.float32 and all(map(torch.equal, found, expected))
+        assert scanned[0].dtype == torch.float32 and all(map(torch.equal, scanned, expected))
     assert scan.gae_scan(rewards.double(), values, mask)[0].dtype == torch.float64
     assert scan.count_rewards(rewards.bfloat16(), mask).counts.tolist() == mask.sum(1).tolist()
 
@@ -297,10 +300,10 @@ def test_the_survey_counts_by_row(rows: list[list[tuple[Any, ...]]]) -> None:
             for pair in zip(rewards, taken, strict=True)
         ],
     ]
-    for each in WAYS:
-        with forced(each):
-            found = scan.count_rewards(packed(rewards, torch.float32), packed(taken, torch.bool), lengths)
-        assert [part.tolist() for part in found] == expected
+    for implementation in WAYS:
+        with forced(implementation):
+            counted = scan.count_rewards(packed(rewards, torch.float32), packed(taken, torch.bool), lengths)
+        assert [part.tolist() for part in counted] == expected
 
 
 @given(rows_of_tokens)
@@ -322,14 +325,14 @@ def test_places_finds_the_nearest_action(rows: list[list[tuple[Any, ...]]]) -> N
 
 
 def run(code: str) -> str:
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert made.returncode == 0, made.stderr
-    return made.stdout.strip()
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
 
 
 @pytest.mark.slow
 def test_only_a_large_call_loads_numba() -> None:
-    found = run(
+    printed = run(
         "import sys, torch\n"
         "from rollbook.algorithms import scan\n"
         "small, large = torch.ones(4, 64, dtype=torch.bool), torch.ones(1, scan.LARGE, dtype=torch.bool)\n"
@@ -338,12 +341,12 @@ def test_only_a_large_call_loads_numba() -> None:
         "scan.return_scan(large.float(), large)\n"
         "print(first, 'numba' in sys.modules, scan.backend(64))"
     )
-    assert found == "(False, 'numpy') True numba"
+    assert printed == "(False, 'numpy') True numba"
 
 
 @pytest.mark.slow
 def test_without_numba_a_large_call_gives_the_same_numbers() -> None:
-    found = run(
+    printed = run(
         "import sys\n"
         "sys.modules['numba'] = None\n"
         "import torch\n"
@@ -355,13 +358,13 @@ def test_without_numba_a_large_call_gives_the_same_numbers() -> None:
     )
     values = torch.randn(2, scan.LARGE, generator=torch.Generator().manual_seed(0))
     with forced("numba"):
-        made = scan.gae_scan(values, values, values > -2, None, 0.99, 0.9)
-    assert found == f"numpy {made[0].double().sum().item()} {made[1].double().sum().item()}"
+        scanned = scan.gae_scan(values, values, values > -2, None, 0.99, 0.9)
+    assert printed == f"numpy {scanned[0].double().sum().item()} {scanned[1].double().sum().item()}"
 
 
 def test_kernels_of_a_device_get_what_takes_part_and_their_results_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands between a device's kernels and the caller, with kernels that are loops over Python numbers."""
-    asked = []
+    masks = []
 
     def rows(*tensors: torch.Tensor, offsets: torch.Tensor | None) -> Iterator[list[list[Any]]]:
         bounds = [0, *(offsets.tolist()[1:])] if offsets is not None else None
@@ -369,14 +372,14 @@ def test_kernels_of_a_device_get_what_takes_part_and_their_results_are_masked(mo
             yield [(t[i] if bounds is None else t[bounds[i] : bounds[i + 1]]).tolist() for t in tensors]
 
     def gae(rewards: Any, values: Any, mask: Any, offsets: Any, gamma: float, lam: float) -> Any:
-        asked.append(mask.tolist())
-        assert all(one.is_contiguous() for one in (rewards, values, mask)) and mask.dtype == torch.bool
-        found = [naive_gae(*row, gamma, lam) for row in rows(rewards, values, mask, offsets=offsets)]
-        return tuple(torch.tensor([x for pair in found for x in pair[k]]).reshape(mask.shape) for k in range(2))
+        masks.append(mask.tolist())
+        assert all(column.is_contiguous() for column in (rewards, values, mask)) and mask.dtype == torch.bool
+        pairs = [naive_gae(*row, gamma, lam) for row in rows(rewards, values, mask, offsets=offsets)]
+        return tuple(torch.tensor([x for pair in pairs for x in pair[k]]).reshape(mask.shape) for k in range(2))
 
     def discounted(rewards: Any, mask: Any, offsets: Any, gamma: float) -> Any:
-        found = [naive_returns(*row, gamma) for row in rows(rewards, mask, offsets=offsets)]
-        return torch.tensor([x for row in found for x in row]).reshape(mask.shape)
+        to_go = [naive_returns(*row, gamma) for row in rows(rewards, mask, offsets=offsets)]
+        return torch.tensor([x for row in to_go for x in row]).reshape(mask.shape)
 
     values = torch.tensor([[0.5, 0.6, 0.9, 0.7], [0.1, 0.2, 0.3, 0.4]])
     mask = torch.tensor([[True, False, False, True], [False, True, True, False]])
@@ -387,12 +390,12 @@ def test_kernels_of_a_device_get_what_takes_part_and_their_results_are_masked(mo
             expected = (*expected, scan.return_scan(data[0], data[2], lengths, 0.9, observations))
             with monkeypatch.context() as patch:
                 patch.setattr(scan, "_triton_module", lambda _: SimpleNamespace(gae=gae, discounted=discounted))
-                found = (*scan.gae_scan(*data, lengths, 0.9, 0.8, observations),)
-                found = (*found, scan.return_scan(data[0], data[2], lengths, 0.9, observations))
-            for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(one, other)
-    assert asked[0] == mask.tolist()
-    assert asked[1] == [[True] * 4, [False, True, True, False]]
+                scanned = (*scan.gae_scan(*data, lengths, 0.9, 0.8, observations),)
+                scanned = (*scanned, scan.return_scan(data[0], data[2], lengths, 0.9, observations))
+            for column, other in zip(scanned, expected, strict=True):
+                torch.testing.assert_close(column, other)
+    assert masks[0] == mask.tolist()
+    assert masks[1] == [[True] * 4, [False, True, True, False]]
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -417,6 +420,6 @@ def test_kernels_of_a_device_get_what_takes_part_and_their_results_are_masked(mo
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    given_ = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool)}
+    arguments = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool)}
     with pytest.raises(ValueError, match=message):
-        scan.gae_scan(**{**given_, **change})
+        scan.gae_scan(**{**arguments, **change})

@@ -51,11 +51,15 @@ def missing(reward: float | None) -> bool:
     return reward is None or math.isnan(reward)
 
 
-def same_shape(got: torch.Tensor, wanted: list[float | None], tolerance: float = 1e-5) -> None:
-    assert got.dtype == torch.float32 and got.shape == (len(wanted),)
-    for one, other in zip(got.tolist(), wanted, strict=True):
-        same = math.isnan(one) if missing(other) else math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-6)
-        assert same, (got, wanted)
+def same_shape(actual: torch.Tensor, expected: list[float | None], tolerance: float = 1e-5) -> None:
+    assert actual.dtype == torch.float32 and actual.shape == (len(expected),)
+    for number, reference in zip(actual.tolist(), expected, strict=True):
+        same = (
+            math.isnan(number)
+            if missing(reference)
+            else math.isclose(number, reference, rel_tol=tolerance, abs_tol=1e-6)
+        )
+        assert same, (actual, expected)
 
 
 # --- length ---------------------------------------------------------------------------------------------------------
@@ -97,10 +101,10 @@ def test_overlong_has_no_minus_zero_and_keeps_float64_and_its_argument() -> None
 
 @USUAL
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(0, 200), st.floats(0, 0.1), st.floats(0, 2))
-def test_length_penalty_is_the_formula(lengths: list[int], target: int, per_token: float, most: float) -> None:
-    found = length_penalty(lengths, target=target, per_token=per_token, max_penalty=most)
-    same_shape(found, [-min(max(0, n - target) * per_token, most) for n in lengths])
-    assert all(math.copysign(1, x) > 0 for x, n in zip(found.tolist(), lengths, strict=True) if n <= target)
+def test_length_penalty_is_the_formula(lengths: list[int], target: int, per_token: float, max_penalty: float) -> None:
+    penalties = length_penalty(lengths, target=target, per_token=per_token, max_penalty=max_penalty)
+    same_shape(penalties, [-min(max(0, n - target) * per_token, max_penalty) for n in lengths])
+    assert all(math.copysign(1, x) > 0 for x, n in zip(penalties.tolist(), lengths, strict=True) if n <= target)
 
 
 @USUAL
@@ -112,20 +116,20 @@ def test_length_penalty_is_the_formula(lengths: list[int], target: int, per_toke
     st.randoms(use_true_random=False),
 )
 def test_length_bonus_is_the_formula(rows: list[tuple[int, Any, str]], random: python_random.Random) -> None:
-    wanted: list[float | None] = []
+    expected: list[float | None] = []
     for length, correct, group in rows:
         sizes = [n for n, c, g in rows if g == group and not missing(c)]
         if missing(correct) or min(sizes) == max(sizes):
-            wanted.append(0.0)
+            expected.append(0.0)
             continue
         bonus = 0.5 - (length - min(sizes)) / (max(sizes) - min(sizes))
-        wanted.append(bonus if correct else min(0.0, bonus))
-    same_shape(length_bonus([n for n, _, _ in rows], [c for _, c, _ in rows], [g for _, _, g in rows]), wanted)
+        expected.append(bonus if correct else min(0.0, bonus))
+    same_shape(length_bonus([n for n, _, _ in rows], [c for _, c, _ in rows], [g for _, _, g in rows]), expected)
     order = list(range(len(rows)))
     random.shuffle(order)
     mixed = [rows[i] for i in order]
-    found = length_bonus([n for n, _, _ in mixed], [c for _, c, _ in mixed], [g for _, _, g in mixed])
-    same_shape(found, [wanted[i] for i in order])
+    bonuses = length_bonus([n for n, _, _ in mixed], [c for _, c, _ in mixed], [g for _, _, g in mixed])
+    same_shape(bonuses, [expected[i] for i in order])
 
 
 @USUAL
@@ -146,8 +150,10 @@ def test_penalties_say_how_many_which_and_why(rows: list[tuple[float | None, int
         torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64), groups, likely
     )
     lost = (lost * 2).tolist()
-    same_shape(unlikely.rewards, [None if missing(r) else r + gone for r, gone in zip(rewards, lost, strict=True)])
-    assert unlikely.report.which("likely") == [name for name, gone in zip(ids, lost, strict=True) if gone]
+    same_shape(
+        unlikely.rewards, [None if missing(r) else r + penalty for r, penalty in zip(rewards, lost, strict=True)]
+    )
+    assert unlikely.report.which("likely") == [name for name, penalty in zip(ids, lost, strict=True) if penalty]
     for shaped in (long, again, unlikely):
         assert shaped.report.which("missing reward") == [n for n, r in zip(ids, rewards, strict=True) if missing(r)]
         assert shaped.report.rows == len(rows) and bool(shaped.report.metrics) == bool(rows)
@@ -170,27 +176,31 @@ def test_shaped_rewards_keep_float64_and_their_argument() -> None:
 # --- repetition -----------------------------------------------------------------------------------------------------
 
 
-def naive_repetition(tokens: list[list[int]], masks: list[list[bool]], n: int, most: float) -> list[float | None]:
-    found: list[float | None] = []
+def naive_repetition(
+    tokens: list[list[int]], masks: list[list[bool]], n: int, max_penalty: float
+) -> list[float | None]:
+    penalties: list[float | None] = []
     for row, mask in zip(tokens, masks, strict=True):
         starts = [i for i in range(len(row) - n + 1) if all(mask[i : i + n])]
         grams = [tuple(row[i : i + n]) for i in starts]
-        found.append(-most * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
-    return found
+        penalties.append(-max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0)
+    return penalties
 
 
 @USUAL
 @given(ragged(), st.integers(1, 9), st.sampled_from([1.0, 0.05]), st.sampled_from([1, 2, 3]), st.integers(1, 8))
-def test_repetition_is_the_loop_in_every_layout(data: Ragged, n: int, most: float, letters: int, longer: int) -> None:
+def test_repetition_is_the_loop_in_every_layout(
+    data: Ragged, n: int, max_penalty: float, letters: int, longer: int
+) -> None:
     data.lengths = [length * longer for length in data.lengths]
     data.masks = [[m for m in mask for _ in range(longer)] for mask in data.masks]
     random = python_random.Random(data.seed)
     tokens = [[random.choice([5, 151_935, -1][:letters]) for _ in range(length)] for length in data.lengths]
-    wanted = naive_repetition(tokens, data.masks, n, most)
+    expected = naive_repetition(tokens, data.masks, n, max_penalty)
     padded = data.padded(tokens, 7.0).long()
-    same_shape(repetition_penalty(padded, data.padded_mask, n=n, max_penalty=most), wanted)
+    same_shape(repetition_penalty(padded, data.padded_mask, n=n, max_penalty=max_penalty), expected)
     packed = Rows(data.packed(tokens).values.long(), data.lengths)
-    same_shape(repetition_penalty(packed, data.packed_mask, n=n, max_penalty=most), wanted)
+    same_shape(repetition_penalty(packed, data.packed_mask, n=n, max_penalty=max_penalty), expected)
 
 
 def test_a_loop_of_any_period_costs_nearly_all_and_plain_counting_nothing() -> None:
@@ -220,29 +230,31 @@ def test_every_width_of_ngram_tells_all_apart() -> None:
     st.sampled_from([0.0, 1.0, -2.0, 0.5]),
 )
 def test_shape_by_is_the_loop(rows: list[tuple[float | None, float | None]], op: str, weight: float) -> None:
-    wanted: list[float | None] = []
+    expected: list[float | None] = []
     skipped, unknown = [], []
     for i, (reward, value) in enumerate(rows):
         if missing(reward) or missing(value):
-            wanted.append(reward)
+            expected.append(reward)
             unknown += [i] if not missing(reward) else []
             continue
         by = weight * value
         if op.lower() == "div" and by == 0:
-            wanted.append(reward)
+            expected.append(reward)
             skipped.append(i)
             continue
-        wanted.append({"add": reward + by, "sub": reward - by, "mul": reward * by}.get(op.lower(), reward / (by or 1)))
+        expected.append(
+            {"add": reward + by, "sub": reward - by, "mul": reward * by}.get(op.lower(), reward / (by or 1))
+        )
     rewards = [r for r, _ in rows]
     shaped = shape_by(rewards, [v for _, v in rows], op, weight)
-    kept = [w if w is None or abs(w) < 1e30 else None for w in wanted]
-    same_shape(shaped.rewards[[k is not None for k in kept]], [k for k in kept if k is not None])
+    finite = [w if w is None or abs(w) < 1e30 else None for w in expected]
+    same_shape(shaped.rewards[[k is not None for k in finite]], [k for k in finite if k is not None])
     assert shaped.report.which("zero divisor") == skipped and shaped.report.which("missing value") == unknown
     assert shaped.report.which("missing reward") == [i for i, (r, _) in enumerate(rows) if missing(r)]
     assert rewards == [r for r, _ in rows]
     # A quotient may overflow: what became infinite has no size to report.
-    changes = [0.0 if missing(r) or math.isinf(w) else w - r for r, w in zip(rewards, wanted, strict=True)]
-    moved = [i for i, (r, w) in enumerate(zip(rewards, wanted, strict=True)) if not missing(r) and r != w]
+    changes = [0.0 if missing(r) or math.isinf(w) else w - r for r, w in zip(rewards, expected, strict=True)]
+    moved = [i for i, (r, w) in enumerate(zip(rewards, expected, strict=True)) if not missing(r) and r != w]
     assert shaped.report.which("changed") == moved
     assert shape_by(rewards, [v for _, v in rows], op, weight, reason="style").report.which("style") == moved
     if rows:
@@ -252,22 +264,22 @@ def test_shape_by_is_the_loop(rows: list[tuple[float | None, float | None]], op:
 @USUAL
 @given(REWARDS, st.none() | st.floats(-50, 0), st.none() | st.floats(0, 50))
 def test_clipped_rewards_are_counted(rewards: list[float | None], low: float | None, high: float | None) -> None:
-    least, most = -math.inf if low is None else low, math.inf if high is None else high
-    found = clip_rewards(rewards, low, high)
-    same_shape(found.rewards, [None if missing(r) else min(max(r, least), most) for r in rewards])
-    assert found.report.which("below") == [i for i, r in enumerate(rewards) if not missing(r) and r < least]
-    assert found.report.which("above") == [i for i, r in enumerate(rewards) if not missing(r) and r > most]
+    lower, upper = -math.inf if low is None else low, math.inf if high is None else high
+    clipped = clip_rewards(rewards, low, high)
+    same_shape(clipped.rewards, [None if missing(r) else min(max(r, lower), upper) for r in rewards])
+    assert clipped.report.which("below") == [i for i, r in enumerate(rewards) if not missing(r) and r < lower]
+    assert clipped.report.which("above") == [i for i, r in enumerate(rewards) if not missing(r) and r > upper]
 
 
 def test_infinite_rewards_are_clipped_and_do_not_spoil_the_numbers() -> None:
-    found = clip_rewards([math.inf, -math.inf, 0.0], -1.0, 2.0)
-    assert found.rewards.tolist() == [2.0, -1.0, 0.0]
-    assert all(map(math.isfinite, found.report.metrics.values())) and difference([], []) == {}
+    clipped = clip_rewards([math.inf, -math.inf, 0.0], -1.0, 2.0)
+    assert clipped.rewards.tolist() == [2.0, -1.0, 0.0]
+    assert all(map(math.isfinite, clipped.report.metrics.values())) and difference([], []) == {}
 
 
 def test_every_shaper_names_infinite_and_missing_rewards() -> None:
     rewards, lengths, ids = [1.0, math.inf, None, -math.inf], [1, 2, 3, 4], list("abcd")
-    for found in (
+    for shaped in (
         clip_rewards(rewards, -1.0, 2.0, ids),
         shape_by(rewards, [1.0] * 4, ids=ids),
         shape_length(rewards, lengths, ids, target=2),
@@ -276,7 +288,7 @@ def test_every_shaper_names_infinite_and_missing_rewards() -> None:
         shape_rank(rewards, ["x"] * 4, [-1.0] * 4, None, ids),
         RunningNorm()(rewards, ids),
     ):
-        assert found.report.which("infinite reward") == ["b", "d"] and found.report.which("missing reward") == ["c"]
+        assert shaped.report.which("infinite reward") == ["b", "d"] and shaped.report.which("missing reward") == ["c"]
 
 
 @USUAL
@@ -293,19 +305,19 @@ def test_the_clipped_share_is_of_tokens_that_count_before_they_are_clipped(data:
     ]
     padded = clip_advantages(data.padded(rows), data.padded_mask, bound)
     packed = clip_advantages(data.packed(rows), data.packed_mask, bound)
-    for found, tokens in (
+    for clipped, tokens in (
         (padded, data.unpadded(padded.advantages)),
         (packed, [r.tolist() for r in packed.advantages]),
     ):
-        assert tokens == values and found.fraction == pytest.approx(share)
-        same_shape(found.fractions, list(shares))
-        assert found.report.which("clipped") == [i for i, x in enumerate(shares) if x]
+        assert tokens == values and clipped.fraction == pytest.approx(share)
+        same_shape(clipped.fractions, list(shares))
+        assert clipped.report.which("clipped") == [i for i, x in enumerate(shares) if x]
 
 
 def test_clipping_moves_nothing_it_was_given() -> None:
     advantages = torch.tensor([[3.0, math.nan]])
-    found = clip_advantages(advantages, [[1, 1]], 1.0)
-    assert found.advantages[0, 0] == 1.0 and math.isnan(found.advantages[0, 1]) and advantages[0, 0] == 3.0
+    clipped = clip_advantages(advantages, [[1, 1]], 1.0)
+    assert clipped.advantages[0, 0] == 1.0 and math.isnan(clipped.advantages[0, 1]) and advantages[0, 0] == 3.0
 
 
 # --- the running norm -----------------------------------------------------------------------------------------------
@@ -320,7 +332,7 @@ def test_clipping_moves_nothing_it_was_given() -> None:
 def test_running_norm_is_the_deviation_of_all_in_any_order(
     rollouts: list[list[float | None]], minus_mean: bool, random: python_random.Random
 ) -> None:
-    known = [r for rollout in rollouts for r in rollout if not missing(r) and math.isfinite(r)]
+    finite = [r for rollout in rollouts for r in rollout if not missing(r) and math.isfinite(r)]
     norm, other = RunningNorm(minus_mean=minus_mean), RunningNorm(minus_mean=minus_mean)
     for rollout in rollouts:
         norm.update(rollout)
@@ -328,16 +340,16 @@ def test_running_norm_is_the_deviation_of_all_in_any_order(
     random.shuffle(mixed)
     for i in range(0, len(mixed), 4):
         other.update(mixed[i : i + 4])
-    mean = statistics.fmean(known) if known else 0.0
-    flat = len(set(known)) < 2
-    std = 0.0 if flat else statistics.stdev(known)
-    for each in (norm, other):
-        assert each.count == len(known)
-        assert each.mean == pytest.approx(mean, rel=1e-9, abs=1e-9)
-        assert each.std == pytest.approx(std, rel=1e-6, abs=1e-9)
-        scale = each.std if each.std > 1e-3 else 1.0
-        wanted = [None if missing(r) else (r - (each.mean if minus_mean else 0.0)) / scale for r in mixed]
-        same_shape(each.apply(mixed).rewards, wanted)
+    mean = statistics.fmean(finite) if finite else 0.0
+    flat = len(set(finite)) < 2
+    std = 0.0 if flat else statistics.stdev(finite)
+    for running in (norm, other):
+        assert running.count == len(finite)
+        assert running.mean == pytest.approx(mean, rel=1e-9, abs=1e-9)
+        assert running.std == pytest.approx(std, rel=1e-6, abs=1e-9)
+        scale = running.std if running.std > 1e-3 else 1.0
+        expected = [None if missing(r) else (r - (running.mean if minus_mean else 0.0)) / scale for r in mixed]
+        same_shape(running.apply(mixed).rewards, expected)
 
 
 def test_equal_first_rewards_stay_finite() -> None:
@@ -350,9 +362,9 @@ def test_equal_first_rewards_stay_finite() -> None:
     for _ in range(50):
         norm.update([0.1] * 7)
     assert norm.std == 0.0 and norm.mean == 0.1
-    near = RunningNorm()
-    assert near([1.0, 1.0 + 1e-9]).rewards.tolist() == [1.0, 1.0]  # as equal ones, and not a thousand times as large
-    assert near.std > 0 and near.scale == 1.0
+    running = RunningNorm()
+    assert running([1.0, 1.0 + 1e-9]).rewards.tolist() == [1.0, 1.0]  # as equal ones, and not a thousand times as large
+    assert running.std > 0 and running.scale == 1.0
     wide = RunningNorm(floor=0.5)
     assert wide([0.0, 0.5]).rewards.tolist() == [0.0, 0.5] and wide.scale == 1.0
     assert wide([0.0, 8.0]).rewards.tolist() == pytest.approx([0.0, 8.0 / wide.std])
@@ -362,11 +374,11 @@ def test_what_was_read_of_it_does_not_change_and_evaluation_changes_nothing() ->
     norm = RunningNorm()
     norm.update([1.0, 2.0])
     mean, state = norm.mean, norm.state_dict()
-    kept = dict(state)
+    saved = dict(state)
     norm([100.0, 200.0], update=False)
-    assert norm.state_dict() == kept
+    assert norm.state_dict() == saved
     norm.update([100.0])
-    assert mean == 1.5 and state == kept and norm.count == 3
+    assert mean == 1.5 and state == saved and norm.count == 3
     rewards = torch.tensor([4.0, math.nan])
     norm.apply(rewards)
     assert rewards[0] == 4.0
@@ -377,8 +389,8 @@ def test_its_state_goes_on_elsewhere() -> None:
     norm.update([1.0, 2.0, 5.0])
     other = RunningNorm()
     other.load_state_dict(json.loads(json.dumps(norm.state_dict())))
-    for each in (norm, other):
-        each.update([7.0, None])
+    for running in (norm, other):
+        running.update([7.0, None])
     assert norm.state_dict() == other.state_dict()
     empty = RunningNorm()
     empty.load_state_dict(json.loads(json.dumps(RunningNorm().state_dict())))
@@ -415,13 +427,13 @@ def _rank(rank: int, folder: str) -> None:
     shaped = norm(PARTS[rank], process_group=ranks)
     bonus = length_bonus([[10, 20, 30], [5]][rank], [[1, 0, 1], [1]][rank], GROUPS[rank], process_group=ranks)
     weights = clip_filter_weights(PARTS[rank], GROUPS[rank], process_group=ranks).weights
-    kept = zero_variance(PARTS[rank], GROUPS[rank], process_group=ranks)
+    filtered = zero_variance(PARTS[rank], GROUPS[rank], process_group=ranks)
     off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])[rank : rank + 1]
     scaled = importance_weights(off, torch.zeros(1, 2), truncate=None, normalize=True, process_group=ranks).weights
     likely = shape_rank(*(part[rank] for part in RANKED), process_group=ranks)
-    found = [norm.state_dict(), shaped.rewards.tolist(), bonus.tolist(), weights.tolist(), kept.keep.tolist()]
-    found += [scaled[0].tolist(), likely.rewards.tolist(), likely.report.which("likely")]
-    Path(folder, str(rank)).write_text(json.dumps(found))
+    numbers = [norm.state_dict(), shaped.rewards.tolist(), bonus.tolist(), weights.tolist(), filtered.keep.tolist()]
+    numbers += [scaled[0].tolist(), likely.rewards.tolist(), likely.report.which("likely")]
+    Path(folder, str(rank)).write_text(json.dumps(numbers))
     torch.distributed.destroy_process_group()
 
 
@@ -438,9 +450,9 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     assert first[3] + second[3] == clip_filter_weights(PARTS[0] + PARTS[1], GROUPS[0] + GROUPS[1]).weights.tolist()
     assert first[4] + second[4] == zero_variance(PARTS[0] + PARTS[1], GROUPS[0] + GROUPS[1]).keep.tolist()
     off = torch.tensor([[0.5, 0.2], [0.1, 0.0]])
-    whole = importance_weights(off, torch.zeros(2, 2), truncate=None, normalize=True).weights
-    assert np.allclose([first[5], second[5]], whole.tolist()) and whole.mean().item() == pytest.approx(1.0)
-    likely = shape_rank(*(one + other for one, other in RANKED))
+    together = importance_weights(off, torch.zeros(2, 2), truncate=None, normalize=True).weights
+    assert np.allclose([first[5], second[5]], together.tolist()) and together.mean().item() == pytest.approx(1.0)
+    likely = shape_rank(*(left + right for left, right in RANKED))
     assert first[6] + second[6] == likely.rewards.tolist()
     assert first[7] + [3 + row for row in second[7]] == likely.report.which("likely") == [0, 2, 4]
 
@@ -461,15 +473,15 @@ def test_clip_filter_weights_are_the_formula_by_place_and_by_id(
 ) -> None:
     flat = [len(set(group)) == 1 for group in groups]
     useful = flat.count(False)
-    each = [1.0 if not useful else lam if dull else min(len(groups) / useful, clip) for dull in flat]
+    group_weights = [1.0 if not useful else lam if dull else min(len(groups) / useful, clip) for dull in flat]
     matrix = clip_filter_like_weight_func(groups, clip, lam)
     assert matrix.dtype == torch.float32
-    for row, weight in zip(matrix, each, strict=True):
+    for row, weight in zip(matrix, group_weights, strict=True):
         same_shape(row, [weight] * len(groups[0]))
     rows = [(reward, i) for i, group in enumerate(groups) for reward in group]
     python_random.Random(0).shuffle(rows)
     by_id = clip_filter_weights([r for r, _ in rows], [i for _, i in rows], clip=clip, lam=lam)
-    same_shape(by_id.weights, [each[i] for _, i in rows])
+    same_shape(by_id.weights, [group_weights[i] for _, i in rows])
 
 
 def test_clip_filter_weights_of_odd_shapes(recwarn: pytest.WarningsRecorder) -> None:
@@ -497,21 +509,21 @@ def test_a_group_with_too_few_known_rewards_does_not_differ() -> None:
 @USUAL
 @given(st.lists(st.tuples(REWARD, st.tuples(st.integers(0, 1), st.integers(0, 2))), max_size=12))
 def test_pass_rates_are_means_by_key(rows: list[tuple[float | None, tuple[int, int]]]) -> None:
-    found = pass_rates([r for r, _ in rows], [k for _, k in rows])
+    summary = pass_rates([r for r, _ in rows], [k for _, k in rows])
     keys = list(dict.fromkeys(k for _, k in rows))
-    assert found.keys == keys
+    assert summary.keys == keys
     rates = []
-    for key, rate, count in zip(keys, found.rates, found.counts, strict=True):
-        known = [r for r, k in rows if k == key and not missing(r)]
-        assert count == len(known)
-        if known:
+    for key, rate, count in zip(keys, summary.rates, summary.counts, strict=True):
+        rewards = [r for r, k in rows if k == key and not missing(r)]
+        assert count == len(rewards)
+        if rewards:
             rates.append(rate)
-            assert rate == pytest.approx(statistics.fmean(known), rel=1e-9, abs=1e-9)
+            assert rate == pytest.approx(statistics.fmean(rewards), rel=1e-9, abs=1e-9)
         else:
             assert math.isnan(rate)
     share = sum(0 < r < 1 for r in rates) / len(rates) if rates else 0.0
-    assert found.report.metrics["valid_ratio"] == pytest.approx(share)
-    listed = [v for part in found.by_taskset().values() for v in part["values"]]
+    assert summary.report.metrics["valid_ratio"] == pytest.approx(share)
+    listed = [v for part in summary.by_taskset().values() for v in part["values"]]
     assert sorted(listed) == sorted(rates)
 
 
@@ -612,8 +624,8 @@ def test_rank_penalty_equals_its_loop_in_any_order(rows: list[tuple[str, float |
     order = list(range(len(rows)))
     seed.shuffle(order)
     columns = [[rows[i][j] for i in order] for j in (1, 0, 2)]
-    found = rank_penalty(*columns, penalty=0.3).tolist()
-    assert found == pytest.approx([expected[i] for i in order], abs=1e-6)
+    penalties = rank_penalty(*columns, penalty=0.3).tolist()
+    assert penalties == pytest.approx([expected[i] for i in order], abs=1e-6)
 
 
 def test_equal_rewards_with_a_rank_penalty_score_against_each_other() -> None:
@@ -651,16 +663,16 @@ def test_rank_penalty_names_what_is_wrong() -> None:
 def test_a_run_has_one_rank(rows: list[tuple[str, str, float | None, float]], random: python_random.Random) -> None:
     means: dict[tuple[str, str], float] = {}
     for key in {(g, r) for g, r, _, _ in rows}:
-        known = sorted(p for g, r, reward, p in rows if (g, r) == key and reward is not None)
-        if known:
-            means[key] = known[0] if known[0] == known[-1] else sum(known) / len(known)
+        likelihoods = sorted(p for g, r, reward, p in rows if (g, r) == key and reward is not None)
+        if likelihoods:
+            means[key] = likelihoods[0] if likelihoods[0] == likelihoods[-1] else sum(likelihoods) / len(likelihoods)
     expected = []
     for group, run, reward, _ in rows:
         if reward is None:
             expected.append(0.0)
             continue
-        mine, peers = means[group, run], [mean for (g, _), mean in means.items() if g == group]
-        below, equal = sum(p < mine for p in peers), sum(p == mine for p in peers)
+        own_mean, peers = means[group, run], [mean for (g, _), mean in means.items() if g == group]
+        below, equal = sum(p < own_mean for p in peers), sum(p == own_mean for p in peers)
         expected.append(-0.3 * reward * (below + (equal - 1) / 2) / len(peers))
     order = list(range(len(rows)))
     random.shuffle(order)
@@ -673,16 +685,16 @@ def test_a_run_has_one_rank(rows: list[tuple[str, str, float | None, float]], ra
 def test_rows_of_a_run_do_not_push_others_up() -> None:
     """A run in three rows was three likelier answers, so that the other one's rank rose by what it was cut into."""
     rewards, groups, likely = [1.0] * 5, ["a"] * 5, [-0.9, -0.8, -0.7, -0.1, -2.0]
-    whole = rank_penalty([1.0, 1.0, 1.0], ["a"] * 3, [-0.8, -0.1, -2.0], penalty=0.6)
+    shaped = rank_penalty([1.0, 1.0, 1.0], ["a"] * 3, [-0.8, -0.1, -2.0], penalty=0.6)
     assert rank_penalty(rewards, groups, likely, list("xxxyz"), penalty=0.6).tolist() == pytest.approx(
-        [whole[0].item()] * 3 + whole[1:].tolist()
+        [shaped[0].item()] * 3 + shaped[1:].tolist()
     )
-    assert rank_penalty(rewards, groups, likely, penalty=0.6)[3] != whole[1]
+    assert rank_penalty(rewards, groups, likely, penalty=0.6)[3] != shaped[1]
 
 
 def test_ranks_of_many_groups() -> None:
     size = 40_000
     likely = torch.linspace(-5, -1, 2 * size, dtype=torch.float64)
     groups = torch.arange(size).repeat(2)
-    found = rank_penalty(torch.ones(2 * size), groups, likely, penalty=1.0)
-    assert found[:size].abs().max() == 0 and (found[size:] == -0.5).all()
+    shaped = rank_penalty(torch.ones(2 * size), groups, likely, penalty=1.0)
+    assert shaped[:size].abs().max() == 0 and (shaped[size:] == -0.5).all()

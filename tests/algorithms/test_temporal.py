@@ -31,8 +31,8 @@ def batches(draw: Any) -> dict[str, list[list[Any]]]:
     """Rows of tokens: rewards (many of them 0), values and a mask with holes; rows may be empty or without actions."""
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
 
-    def column(each: Any) -> list[list[Any]]:
-        return [draw(st.lists(each, min_size=n, max_size=n)) for n in lengths]
+    def column(elements: Any) -> list[list[Any]]:
+        return [draw(st.lists(elements, min_size=n, max_size=n)) for n in lengths]
 
     rewards = column(st.one_of(st.just(0.0), number))
     return {"token_rewards": rewards, "values": column(number), "mask": column(st.booleans())}
@@ -40,31 +40,31 @@ def batches(draw: Any) -> dict[str, list[list[Any]]]:
 
 def tensors(batch: dict[str, list[list[Any]]], side: str | None, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """A batch packed (`side=None`), or padded with NaN on one side."""
-    made: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, rows in batch.items():
         kind = torch.bool if name == "mask" else dtype
         if side is None:
-            made[name] = Rows([torch.tensor(row, dtype=kind) for row in rows])
+            columns[name] = Rows([torch.tensor(row, dtype=kind) for row in rows])
             continue
         width = max(map(len, rows)) + 1
         fill: Any = False if name == "mask" else nan
         gaps = [[fill] * (width - len(row)) for row in rows]
         joined = [gap + row if side == "left" else row + gap for row, gap in zip(rows, gaps, strict=True)]
-        made[name] = torch.tensor(joined, dtype=kind)
-    return made
+        columns[name] = torch.tensor(joined, dtype=kind)
+    return columns
 
 
-def unpadded(found: Any, batch: dict[str, list[list[Any]]], side: str | None) -> list[list[float]]:
+def unpadded(padded: Any, batch: dict[str, list[list[Any]]], side: str | None) -> list[list[float]]:
     lengths = map(len, batch["mask"])
     if side is None:
-        return [row.tolist() for row in found]
+        return [row.tolist() for row in padded]
     return [
         row.tolist()[len(row) - n :] if side == "left" else row.tolist()[:n]
-        for row, n in zip(found, lengths, strict=True)
+        for row, n in zip(padded, lengths, strict=True)
     ]
 
 
-def near(expected: list[list[float]], tolerance: float = 1e-9) -> Any:
+def approximately(expected: list[list[float]], tolerance: float = 1e-9) -> Any:
     return [pytest.approx(row, rel=tolerance, abs=tolerance) for row in expected]
 
 
@@ -81,10 +81,10 @@ def naive_carry(rewards: list[float], mask: list[bool], part: list[bool]) -> lis
 
 
 def naive_whiten(rows: list[list[float]], mask: list[list[bool]]) -> list[list[float]]:
-    kept = [x for row, hits in zip(rows, mask, strict=True) for x, hit in zip(row, hits, strict=True) if hit]
-    if len(kept) < 2 or min(kept) == max(kept):
+    unmasked = [x for row, hits in zip(rows, mask, strict=True) for x, hit in zip(row, hits, strict=True) if hit]
+    if len(unmasked) < 2 or min(unmasked) == max(unmasked):
         return [[0.0] * len(row) for row in rows]
-    mean, scale = statistics.fmean(kept), math.sqrt(statistics.variance(kept) + 1e-8)
+    mean, scale = statistics.fmean(unmasked), math.sqrt(statistics.variance(unmasked) + 1e-8)
     return [
         [(x - mean) / scale if hit else 0.0 for x, hit in zip(*pair, strict=True)]
         for pair in zip(rows, mask, strict=True)
@@ -105,22 +105,22 @@ def test_gae_in_every_layout(
         total += outside
         lost += outside if off == "drop" or not any(mask) else 0.0
         placed = naive_carry(rewards, mask, part) if off == "carry" else rewards
-        made = naive_gae(placed, values, mask, gamma, lam, observations)
-        advantages.append(made[0])
-        returns.append(made[1])
+        pair = naive_gae(placed, values, mask, gamma, lam, observations)
+        advantages.append(pair[0])
+        returns.append(pair[1])
     if whiten:
         advantages = naive_whiten(advantages, batch["mask"])
     for side in (None, "left", "right"):
-        given_ = tensors(batch, side)
+        columns = tensors(batch, side)
         options = {"observations": observations, "off_action_rewards": off, "whiten": whiten}
-        found = temporal.gae(**given_, gamma=gamma, lam=lam, **options)
-        assert unpadded(found.advantages, batch, side) == near(advantages, 1e-6 if whiten else 1e-9)
-        assert unpadded(found.returns, batch, side) == near(returns)
-        assert found.report.metrics["off_action_reward_sum"] == pytest.approx(total)
-        assert found.report.metrics["lost_reward_sum"] == pytest.approx(lost)
-        assert found.report.which("no actions") == [i for i, mask in enumerate(batch["mask"]) if not any(mask)]
+        estimated = temporal.gae(**columns, gamma=gamma, lam=lam, **options)
+        assert unpadded(estimated.advantages, batch, side) == approximately(advantages, 1e-6 if whiten else 1e-9)
+        assert unpadded(estimated.returns, batch, side) == approximately(returns)
+        assert estimated.report.metrics["off_action_reward_sum"] == pytest.approx(total)
+        assert estimated.report.metrics["lost_reward_sum"] == pytest.approx(lost)
+        assert estimated.report.which("no actions") == [i for i, mask in enumerate(batch["mask"]) if not any(mask)]
         if side is not None:
-            assert found.advantages[~given_["mask"]].count_nonzero() == 0
+            assert estimated.advantages[~columns["mask"]].count_nonzero() == 0
 
 
 @given(batches(), discount, st.data())
@@ -136,25 +136,25 @@ def test_returns_to_go_of_tokens_and_rows(batch: dict[str, Any], gamma: float, d
     del batch["values"]
     whitened = naive_whiten(expected, batch["mask"])
     for side in (None, "left", "right"):
-        given_ = tensors(batch, side)
+        columns = tensors(batch, side)
         per_row = torch.tensor(rewards, dtype=torch.float64)
-        found = temporal.reinforce(**given_, rewards=per_row, gamma=gamma)
-        assert unpadded(found.advantages, batch, side) == near(expected)
-        assert unpadded(found.returns, batch, side) == near(expected)
-        plus = temporal.reinforce_plus_plus(**given_, rewards=per_row, gamma=gamma)
-        assert unpadded(plus.advantages, batch, side) == near(whitened, 1e-6)
-        assert unpadded(plus.returns, batch, side) == near(expected)
-        tokens_only = temporal.cumulative_returns(given_["token_rewards"], given_["mask"], gamma=gamma)
+        estimated = temporal.reinforce(**columns, rewards=per_row, gamma=gamma)
+        assert unpadded(estimated.advantages, batch, side) == approximately(expected)
+        assert unpadded(estimated.returns, batch, side) == approximately(expected)
+        plus = temporal.reinforce_plus_plus(**columns, rewards=per_row, gamma=gamma)
+        assert unpadded(plus.advantages, batch, side) == approximately(whitened, 1e-6)
+        assert unpadded(plus.returns, batch, side) == approximately(expected)
+        tokens_only = temporal.cumulative_returns(columns["token_rewards"], columns["mask"], gamma=gamma)
         bare = [naive_returns(*row, gamma) for row in zip(batch["token_rewards"], batch["mask"], strict=True)]
-        assert unpadded(tokens_only, batch, side) == near(bare)
-        less = temporal.remax(given_["token_rewards"], per_row, given_["mask"])
+        assert unpadded(tokens_only, batch, side) == approximately(bare)
+        less = temporal.remax(columns["token_rewards"], per_row, columns["mask"])
         undiscounted = [naive_returns(*row, 1.0) for row in zip(batch["token_rewards"], batch["mask"], strict=True)]
         minus = [
             [(x - b) if hit else 0.0 for x, hit in zip(row, mask, strict=True)]
             for row, mask, b in zip(undiscounted, batch["mask"], rewards, strict=True)
         ]
-        assert unpadded(less.advantages, batch, side) == near(minus)
-        assert unpadded(less.returns, batch, side) == near(undiscounted)
+        assert unpadded(less.advantages, batch, side) == approximately(minus)
+        assert unpadded(less.returns, batch, side) == approximately(undiscounted)
 
 
 @given(batches(), st.randoms(use_true_random=False))
@@ -174,9 +174,9 @@ def test_one_gamma_for_every_micro_batch() -> None:
     # Upstream's second micro-batch had gamma 1: [.125, .25, .5, 1], then [1, 1, 1, 1].
     rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     parts = [temporal.reinforce(rewards, gamma=0.5).advantages for _ in range(2)]
-    whole = temporal.reinforce(rewards.repeat(2, 1), gamma=0.5).advantages
-    assert torch.equal(torch.cat(parts), whole)
-    assert whole.tolist() == [[0.125, 0.25, 0.5, 1.0]] * 2
+    together = temporal.reinforce(rewards.repeat(2, 1), gamma=0.5).advantages
+    assert torch.equal(torch.cat(parts), together)
+    assert together.tolist() == [[0.125, 0.25, 0.5, 1.0]] * 2
 
 
 # --- where rewards go -----------------------------------------------------------------------------------------------
@@ -199,11 +199,11 @@ def test_a_rows_reward_goes_to_its_last_action() -> None:
 
 
 def test_a_rows_reward_is_added_to_token_rewards_and_theirs_off_actions_are_counted() -> None:
-    given_ = torch.tensor([[0.5, 7.0, 0.25]])
-    tokens, report = temporal.place_rewards([1.0], torch.tensor([[1, 0, 1]]), token_rewards=given_)
+    token_rewards = torch.tensor([[0.5, 7.0, 0.25]])
+    tokens, report = temporal.place_rewards([1.0], torch.tensor([[1, 0, 1]]), token_rewards=token_rewards)
     assert tokens.tolist() == [[0.5, 0.0, 1.25]]
     assert report.which("reward off actions") == [0] and report.metrics["off_action_reward_sum"] == 7.0
-    assert given_.tolist() == [[0.5, 7.0, 0.25]]
+    assert token_rewards.tolist() == [[0.5, 7.0, 0.25]]
 
 
 def test_a_reward_behind_the_last_action_is_dropped_or_carried_and_never_lost_in_silence() -> None:
@@ -225,9 +225,11 @@ def test_a_reward_behind_the_last_action_is_dropped_or_carried_and_never_lost_in
 
 def test_a_reward_before_the_first_action_is_carried_to_it_and_a_row_without_actions_loses_its_own() -> None:
     rewards = torch.tensor([[2.0, 0.0, 1.0], [3.0, 0.0, 0.0]])
-    found = temporal.reinforce(rewards, mask=torch.tensor([[0, 1, 1], [0, 0, 0]]), off_action_rewards="carry")
-    assert found.advantages.tolist() == [[0.0, 3.0, 1.0], [0.0, 0.0, 0.0]]
-    assert found.report.metrics["off_action_reward_sum"] == 5.0 and found.report.metrics["lost_reward_sum"] == 3.0
+    estimated = temporal.reinforce(rewards, mask=torch.tensor([[0, 1, 1], [0, 0, 0]]), off_action_rewards="carry")
+    assert estimated.advantages.tolist() == [[0.0, 3.0, 1.0], [0.0, 0.0, 0.0]]
+    assert (
+        estimated.report.metrics["off_action_reward_sum"] == 5.0 and estimated.report.metrics["lost_reward_sum"] == 3.0
+    )
 
 
 # --- rewards that are missing ---------------------------------------------------------------------------------------
@@ -243,26 +245,26 @@ def test_a_row_that_lacks_a_reward_is_zero_and_in_no_statistic(bad: float, by_to
     reason = "missing reward" if bad != bad else "infinite reward"
     for name in ("gae", "ppo", "reinforce", "reinforce_plus_plus", "remax"):
         data = {"token_rewards": tokens, "rewards": rewards, "values": values, "baselines": [0.5, 0.5, 0.5]}
-        found = ESTIMATORS.call(name, data, whiten=True)
-        kept = {key: value[:2] for key, value in data.items() if value is not None}
-        without = ESTIMATORS.call(name, kept, whiten=True)
-        assert torch.equal(found.advantages[:2], without.advantages)
-        assert torch.equal(found.returns[:2], without.returns)
-        assert found.advantages[2].tolist() == [0.0, 0.0]
+        estimated = ESTIMATORS.call(name, data, whiten=True)
+        complete = {key: value[:2] for key, value in data.items() if value is not None}
+        without = ESTIMATORS.call(name, complete, whiten=True)
+        assert torch.equal(estimated.advantages[:2], without.advantages)
+        assert torch.equal(estimated.returns[:2], without.returns)
+        assert estimated.advantages[2].tolist() == [0.0, 0.0]
         expected = values[2].tolist() if name in ("gae", "ppo") else [0.0, 0.0]
-        assert found.returns[2].tolist() == pytest.approx(expected)
-        assert found.report.which(reason) == [2] and found.report.count("missing reward") == (bad != bad)
+        assert estimated.returns[2].tolist() == pytest.approx(expected)
+        assert estimated.report.which(reason) == [2] and estimated.report.count("missing reward") == (bad != bad)
 
 
 def test_a_missing_baseline_leaves_its_row_out() -> None:
-    found = temporal.remax([[1.0], [2.0]], [None, 0.5])
-    assert [row.tolist() for row in found.advantages] == [[0.0], [1.5]]
-    assert found.report.which("missing baseline") == [0]
+    estimated = temporal.remax([[1.0], [2.0]], [None, 0.5])
+    assert [row.tolist() for row in estimated.advantages] == [[0.0], [1.5]]
+    assert estimated.report.which("missing baseline") == [0]
 
 
 def test_a_critics_nan_is_not_hidden() -> None:
-    found = temporal.gae(torch.zeros(1, 3), torch.tensor([[0.0, nan, 0.0]]))
-    assert found.advantages.isnan().tolist() == [[True, True, False]]
+    estimated = temporal.gae(torch.zeros(1, 3), torch.tensor([[0.0, nan, 0.0]]))
+    assert estimated.advantages.isnan().tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize("name", ["gae", "ppo", "reinforce", "reinforce_plus_plus", "remax"])
@@ -274,9 +276,9 @@ def test_a_batch_without_actions_is_zero(name: str) -> None:
         "mask": torch.zeros(2, 3),
         "baselines": [1.0, 1.0],
     }
-    found = ESTIMATORS.call(name, data, whiten=True, clip=1.0)
-    assert found.advantages.count_nonzero() == found.returns.count_nonzero() == 0
-    assert found.report.which("no actions") == [0, 1] and found.report.metrics["clip_fraction"] == 0
+    estimated = ESTIMATORS.call(name, data, whiten=True, clip=1.0)
+    assert estimated.advantages.count_nonzero() == estimated.returns.count_nonzero() == 0
+    assert estimated.report.which("no actions") == [0, 1] and estimated.report.metrics["clip_fraction"] == 0
 
 
 # --- whitening and bounds -------------------------------------------------------------------------------------------
@@ -290,16 +292,16 @@ def test_equal_advantages_and_a_single_one_whiten_to_exactly_zero() -> None:
 def test_the_bound_holds_for_what_is_returned_and_its_fraction_counts_actions() -> None:
     rewards = torch.tensor([[0.0, 0.0, 9.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
-    found = temporal.reinforce(rewards, mask=mask, whiten=True, clip=1.2)
-    assert found.advantages.abs().max().item() == pytest.approx(1.2)
+    estimated = temporal.reinforce(rewards, mask=mask, whiten=True, clip=1.2)
+    assert estimated.advantages.abs().max().item() == pytest.approx(1.2)
     free = temporal.reinforce(rewards, mask=mask, whiten=True).advantages
-    assert free[0, 2] > 1.2 and found.report.metrics["clip_fraction"] == 0.25
+    assert free[0, 2] > 1.2 and estimated.report.metrics["clip_fraction"] == 0.25
     assert "clip_fraction" not in temporal.reinforce(rewards, mask=mask).report.metrics
 
 
 def test_population_deviation_by_choice() -> None:
-    found = temporal.reinforce_plus_plus(rewards=[1.0, 3.0], std="population", eps=0.0)
-    assert found.advantages.tolist() == [-1.0, 1.0]
+    estimated = temporal.reinforce_plus_plus(rewards=[1.0, 3.0], std="population", eps=0.0)
+    assert estimated.advantages.tolist() == [-1.0, 1.0]
     assert temporal.reinforce_plus_plus(rewards=[1.0, 3.0], eps=0.0).advantages[1].item() == pytest.approx(0.5**0.5)
 
 
@@ -310,14 +312,14 @@ def test_the_groups_mean_goes_by_id_and_token_rewards_stay() -> None:
     rewards, groups = [1.0, 3.0, 0.0, 2.0, 5.0], ["a", "b", "a", "b", "c"]
     mask = [[1, 1], [1, 0], [1, 1, 1], [0, 1], [1, 1]]
     penalty = [[0.5, 0.25], [0.0, 0.0], [0.0, 0.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
-    found = temporal.reinforce_plus_plus_baseline(penalty, rewards, groups, mask, whiten=False)
+    estimated = temporal.reinforce_plus_plus_baseline(penalty, rewards, groups, mask, whiten=False)
     expected = [[1.25, 0.75], [0.5, 0.0], [-1.5, -1.5, -1.5], [0.0, -0.5], [0.0, 0.0]]
-    assert [row.tolist() for row in found.advantages] == expected
-    assert found.report.which("singleton group") == [4]
+    assert [row.tolist() for row in estimated.advantages] == expected
+    assert estimated.report.which("singleton group") == [4]
     raw = temporal.reinforce_plus_plus_baseline(penalty, rewards, groups, mask, whiten=False, singleton="raw")
     assert raw.advantages[4].tolist() == [5.0, 5.0]
     whitened = temporal.reinforce_plus_plus_baseline(penalty, rewards, groups, mask)
-    assert [row.tolist() for row in whitened.advantages] == near(
+    assert [row.tolist() for row in whitened.advantages] == approximately(
         naive_whiten(expected, [[bool(x) for x in row] for row in mask]), 1e-6
     )
     assert [row.tolist() for row in whitened.returns] == expected
@@ -325,19 +327,19 @@ def test_the_groups_mean_goes_by_id_and_token_rewards_stay() -> None:
 
 def test_a_missing_reward_is_in_no_groups_mean() -> None:
     rewards = [1.0, None, 0.0, math.inf]
-    found = temporal.reinforce_plus_plus_baseline(rewards=rewards, groups=[0, 0, 0, 0])
-    assert found.advantages[[1, 3]].tolist() == [0.0, 0.0]
-    assert found.returns.tolist() == [0.5, 0.0, -0.5, 0.0]
-    assert found.report.which("missing reward") == [1] and found.report.which("infinite reward") == [3]
+    estimated = temporal.reinforce_plus_plus_baseline(rewards=rewards, groups=[0, 0, 0, 0])
+    assert estimated.advantages[[1, 3]].tolist() == [0.0, 0.0]
+    assert estimated.returns.tolist() == [0.5, 0.0, -0.5, 0.0]
+    assert estimated.report.which("missing reward") == [1] and estimated.report.which("infinite reward") == [3]
     alike = temporal.reinforce_plus_plus_baseline(rewards=[0.1] * 8, groups=[0] * 8)
     assert alike.advantages.tolist() == [0.0] * 8 and alike.report.count("constant group") == 8
 
 
 def test_rows_of_one_run_count_once() -> None:
-    found = temporal.reinforce_plus_plus_baseline(
+    estimated = temporal.reinforce_plus_plus_baseline(
         rewards=[1.0, 1.0, 1.0, 0.0], groups=[0] * 4, runs=["x", "x", "x", "y"], whiten=False
     )
-    assert found.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
+    assert estimated.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
 
 
 # --- types, arguments -----------------------------------------------------------------------------------------------
@@ -345,20 +347,20 @@ def test_rows_of_one_run_count_once() -> None:
 
 def test_types_follow_the_data_and_nothing_given_is_changed() -> None:
     for dtype, expected in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
-        given_ = torch.ones(2, 3, dtype=dtype), torch.ones(2, 3, dtype=dtype, requires_grad=True)
-        before = [one.detach().clone() for one in given_]
-        found = temporal.gae(*given_, torch.ones(2, 3), rewards=[1.0, nan], whiten=True, clip=0.5)
-        assert found.advantages.dtype == found.returns.dtype == expected and not found.returns.requires_grad
-        assert all(map(torch.equal, before, given_))
-    whole = torch.ones(2, 3, dtype=torch.int64)
-    assert temporal.gae(whole, whole).advantages.dtype == torch.float32
+        inputs = torch.ones(2, 3, dtype=dtype), torch.ones(2, 3, dtype=dtype, requires_grad=True)
+        before = [tensor.detach().clone() for tensor in inputs]
+        estimated = temporal.gae(*inputs, torch.ones(2, 3), rewards=[1.0, nan], whiten=True, clip=0.5)
+        assert estimated.advantages.dtype == estimated.returns.dtype == expected and not estimated.returns.requires_grad
+        assert all(map(torch.equal, before, inputs))
+    integers = torch.ones(2, 3, dtype=torch.int64)
+    assert temporal.gae(integers, integers).advantages.dtype == torch.float32
     assert temporal.reinforce(rewards=torch.ones(2, dtype=torch.float64)).advantages.dtype == torch.float64
 
 
 def test_advantages_and_returns_share_no_memory() -> None:
-    found = temporal.reinforce(torch.ones(2, 3))
-    found.advantages.zero_()
-    assert found.returns.count_nonzero() == 6
+    estimated = temporal.reinforce(torch.ones(2, 3))
+    estimated.advantages.zero_()
+    assert estimated.returns.count_nonzero() == 6
 
 
 TOKENS = torch.zeros(2, 3)
@@ -412,16 +414,16 @@ ACROSS = ("ppo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseli
 
 def estimates(rows: slice, **options: Any) -> dict[str, Any]:
     data = {name: value[rows] for name, value in SHARED.items()}
-    made = {name: ESTIMATORS.call(name, data, whiten=True, clip=1.3, **options) for name in ACROSS}
-    return {name: [row.tolist() for row in found.advantages] for name, found in made.items()}
+    by_name = {name: ESTIMATORS.call(name, data, whiten=True, clip=1.3, **options) for name in ACROSS}
+    return {name: [row.tolist() for row in estimated.advantages] for name, estimated in by_name.items()}
 
 
 def one_process(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     place = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=len(SPLIT))
-    found = estimates(SPLIT[rank], process_group=ProcessGroup())
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    advantages = estimates(SPLIT[rank], process_group=ProcessGroup())
+    torch.save(advantages, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -432,7 +434,7 @@ def test_several_processes_estimate_what_one_does(tmp_path: Path) -> None:
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(SPLIT))]
     for name in ACROSS:
         joined = [row for part in parts for row in part[name]]
-        assert joined == near(expected[name], 1e-6), name
+        assert joined == approximately(expected[name], 1e-6), name
         assert any(x for row in joined for x in row)
 
 

@@ -35,21 +35,21 @@ def textbook(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float | torch.Tensor = 1.0, ignore: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in float64, in the order of the definitions."""
-    each = torch.as_tensor(temperature, dtype=torch.float64).expand(labels.shape)
-    log_probs = torch.log_softmax(logits.double() / each[..., None], -1)
+    temperatures = torch.as_tensor(temperature, dtype=torch.float64).expand(labels.shape)
+    log_probs = torch.log_softmax(logits.double() / temperatures[..., None], -1)
     probs = log_probs.exp()
     entropy = -torch.where(probs > 0, probs * log_probs, 0).sum(-1)
-    kept = labels != ignore
-    chosen = log_probs.gather(-1, torch.where(kept, labels, 0)[..., None])[..., 0]
-    return torch.where(kept, chosen, 0), entropy
+    labeled = labels != ignore
+    chosen = log_probs.gather(-1, torch.where(labeled, labels, 0)[..., None])[..., 0]
+    return torch.where(labeled, chosen, 0), entropy
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 @contextmanager
-def cut(piece: int, tile: tuple[int, int]) -> Iterator[None]:
+def tile_sizes(piece: int, tile: tuple[int, int]) -> Iterator[None]:
     """Pieces and tiles of another size than the usual."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_vocabulary, "_PIECE_CPU", piece)
@@ -67,13 +67,13 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, float | torch.Te
     labels = torch.randint(0, vocabulary, shape, generator=seeded)
     if draw(st.booleans()):
         # One logit of each row stays, so that there is a distribution.
-        gone = torch.rand(logits.shape, generator=seeded) < 0.5
-        gone.scatter_(-1, torch.randint(0, vocabulary, (*shape, 1), generator=seeded), False)
-        logits = logits.masked_fill(gone, -INF)
+        ruled_out = torch.rand(logits.shape, generator=seeded) < 0.5
+        ruled_out.scatter_(-1, torch.randint(0, vocabulary, (*shape, 1), generator=seeded), False)
+        logits = logits.masked_fill(ruled_out, -INF)
     if draw(st.booleans()):
         labels = labels.masked_fill(torch.rand(shape, generator=seeded) < 0.3, -100)
-    each = torch.rand(shape, generator=seeded, dtype=torch.float64) * 2 + 0.25
-    temperature = draw(st.sampled_from([1.0, 0.7, 3.0, each, torch.tensor(1.5)]))
+    temperatures = torch.rand(shape, generator=seeded, dtype=torch.float64) * 2 + 0.25
+    temperature = draw(st.sampled_from([1.0, 0.7, 3.0, temperatures, torch.tensor(1.5)]))
     return logits, labels, temperature
 
 
@@ -87,12 +87,12 @@ def test_values_are_the_textbooks(
 ) -> None:
     logits, labels, temperature = case
     log_probs, entropy = textbook(logits, labels, temperature)
-    with cut(*size):
-        found = from_logits(logits, labels, temperature=temperature, entropy=True)
-        assert found.entropy is not None
-        assert found.logprobs.dtype == found.entropy.dtype == torch.float64
-        close(found.logprobs, log_probs)
-        close(found.entropy, entropy)
+    with tile_sizes(*size):
+        scored = from_logits(logits, labels, temperature=temperature, entropy=True)
+        assert scored.entropy is not None
+        assert scored.logprobs.dtype == scored.entropy.dtype == torch.float64
+        close(scored.logprobs, log_probs)
+        close(scored.entropy, entropy)
         close(from_logits(logits, labels, temperature=temperature).logprobs, log_probs)
         close(entropy_from_logits(logits, temperature=temperature), entropy)
 
@@ -111,18 +111,18 @@ def test_gradients_are_the_textbooks(
     weights = torch.randn(2, *labels.shape, dtype=torch.float64)
     weights[0] = torch.where(possible, weights[0], 0)
     logits = logits.clone().requires_grad_()
-    with cut(*size):
-        found = from_logits(logits, labels, temperature=temperature, entropy=True)
-        assert found.entropy is not None
-        for ours, theirs in (
-            ((found.logprobs, None), (log_probs, None)),
-            ((None, found.entropy), (None, entropy)),
-            ((found.logprobs, found.entropy), (log_probs, entropy)),
+    with tile_sizes(*size):
+        scored = from_logits(logits, labels, temperature=temperature, entropy=True)
+        assert scored.entropy is not None
+        for outputs, expected in (
+            ((scored.logprobs, None), (log_probs, None)),
+            ((None, scored.entropy), (None, entropy)),
+            ((scored.logprobs, scored.entropy), (log_probs, entropy)),
         ):
-            (one,) = torch.autograd.grad(weighed(ours, weights), logits, retain_graph=True)
-            (other,) = torch.autograd.grad(weighed(theirs, weights), low, retain_graph=True)
-            close(one, other, 1e-8)
-            assert not one[logits == -INF].any()
+            (slopes,) = torch.autograd.grad(weighed(outputs, weights), logits, retain_graph=True)
+            (expected_slopes,) = torch.autograd.grad(weighed(expected, weights), low, retain_graph=True)
+            close(slopes, expected_slopes, 1e-8)
+            assert not slopes[logits == -INF].any()
 
 
 def weighed(parts: tuple[torch.Tensor | None, ...], weights: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def weighed(parts: tuple[torch.Tensor | None, ...], weights: torch.Tensor) -> to
 def test_gradcheck_from_logits(temperature: float | torch.Tensor) -> None:
     logits = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[0, 4, -100], [2, 2, 1]])
-    with cut(5, (1, 1)):
+    with tile_sizes(5, (1, 1)):
         assert torch.autograd.gradcheck(
             lambda x: tuple(from_logits(x, labels, temperature=temperature, entropy=True)), (logits,)
         )
@@ -153,7 +153,7 @@ def test_gradcheck_from_hidden(softcap: float | None, tile: tuple[int, int]) -> 
     weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([6, -100, 0])
-    with cut(7, tile):
+    with tile_sizes(7, tile):
         assert torch.autograd.gradcheck(
             lambda h, w, b: tuple(from_hidden(h, w, labels, bias=b, temperature=0.8, entropy=True, softcap=softcap)),
             (hidden, weight, bias),
@@ -193,39 +193,39 @@ def test_from_hidden_is_from_logits(
     parts = [part.to(dtype) for part in parts]
     labels = torch.randint(0, vocabulary, shape, generator=draw)
     weights = torch.randn(2, *shape, generator=draw, dtype=torch.float64)
-    mine = [part.clone().requires_grad_() for part in parts]
+    leaves = [part.clone().requires_grad_() for part in parts]
     exact = [part.double().requires_grad_() for part in parts]
-    with cut(*size):
-        found = from_hidden(
-            mine[0],
-            mine[1],
+    with tile_sizes(*size):
+        scored = from_hidden(
+            leaves[0],
+            leaves[1],
             labels,
-            bias=mine[2] if biased else None,
+            bias=leaves[2] if biased else None,
             temperature=0.9,
             softcap=softcap,
             entropy=True,
         )
-        assert found.entropy is not None
+        assert scored.entropy is not None
         logits = exact[0] @ exact[1].T + (exact[2] if biased else 0)
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         expected = from_logits(logits, labels, temperature=0.9, entropy=True)
         assert expected.entropy is not None
         close_enough = 1e-10 if dtype == torch.float64 else 2e-5
-        close(found.logprobs, expected.logprobs, close_enough)
-        close(found.entropy, expected.entropy, close_enough)
-        weighed(tuple(found), weights).backward()
+        close(scored.logprobs, expected.logprobs, close_enough)
+        close(scored.entropy, expected.entropy, close_enough)
+        weighed(tuple(scored), weights).backward()
         weighed(tuple(expected), weights).backward()
-    for one, other in zip(mine, exact, strict=True):
-        if one is mine[2] and not biased:
-            assert one.grad is None
+    for tensor, reference in zip(leaves, exact, strict=True):
+        if tensor is leaves[2] and not biased:
+            assert tensor.grad is None
             continue
-        assert one.grad is not None and other.grad is not None
-        assert one.grad.dtype == dtype
+        assert tensor.grad is not None and reference.grad is not None
+        assert tensor.grad.dtype == dtype
         # A gradient in bfloat16 is rounded to it once, at the end.
         torch.testing.assert_close(
-            one.grad.double(),
-            other.grad,
+            tensor.grad.double(),
+            reference.grad,
             rtol=4e-3 if dtype == torch.bfloat16 else close_enough,
             atol=close_enough,
         )
@@ -267,21 +267,23 @@ def test_products_of_sixteen_bits(dtype: torch.dtype, count: int, tile: tuple[in
     parts = [torch.randn(*shape, generator=draw).to(dtype) for shape in ((count, 6), (12, 6), (12,))]
     labels = torch.randint(0, 12, (count,), generator=draw)
     weights = torch.randn(2, count, generator=draw, dtype=torch.float64)
-    mine = [part.clone().requires_grad_() for part in parts]
-    with cut(64, tile), sixteen_bits() as seen:
-        found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, temperature=0.9, entropy=True)
-        weighed(tuple(found), weights).backward()
+    leaves = [part.clone().requires_grad_() for part in parts]
+    with tile_sizes(64, tile), sixteen_bits() as seen:
+        scored = from_hidden(
+            leaves[0], leaves[1], labels, bias=leaves[2], softcap=softcap, temperature=0.9, entropy=True
+        )
+        weighed(tuple(scored), weights).backward()
     assert seen == ({(dtype, dtype, torch.float32)} if count else set())
     hidden, weight, bias = (part.double() for part in parts)
     logits = (hidden @ weight.T + bias).requires_grad_()
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = textbook(capped, labels, 0.9)
-    assert found.entropy is not None
-    close(found.logprobs, expected[0], 2e-5)
-    close(found.entropy, expected[1], 2e-5)
+    assert scored.entropy is not None
+    close(scored.logprobs, expected[0], 2e-5)
+    close(scored.entropy, expected[1], 2e-5)
     (slopes,) = torch.autograd.grad(weighed(expected, weights), logits)
     ones = torch.ones(count, 1, dtype=torch.float64)
-    for leaf, left, right in ((mine[0], slopes, weight), (mine[1], slopes.T, hidden), (mine[2], slopes.T, ones)):
+    for leaf, left, right in ((leaves[0], slopes, weight), (leaves[1], slopes.T, hidden), (leaves[2], slopes.T, ones)):
         assert leaf.grad is not None and leaf.grad.dtype == dtype
         # Each slope is rounded to 16 bits, and so is the gradient: half an eps both times, of terms as large as these.
         bound = 1.1 * torch.finfo(dtype).eps * (left.abs() @ right.abs()) + 1e-5
@@ -294,18 +296,18 @@ def test_few_bits_lose_nothing(dtype: torch.dtype) -> None:
     logits = (torch.randn(6, 40_000) * 4).to(dtype)
     labels = torch.randint(0, 40_000, (6,))
     log_probs, entropy = textbook(logits, labels, 0.9)
-    found = from_logits(logits, labels, temperature=0.9, entropy=True)
-    assert found.entropy is not None
-    assert found.logprobs.dtype == found.entropy.dtype == torch.float32
-    assert (found.logprobs - log_probs).abs().max() < 1e-5
-    assert (found.entropy - entropy).abs().max() < 1e-5
+    scored = from_logits(logits, labels, temperature=0.9, entropy=True)
+    assert scored.entropy is not None
+    assert scored.logprobs.dtype == scored.entropy.dtype == torch.float32
+    assert (scored.logprobs - log_probs).abs().max() < 1e-5
+    assert (scored.entropy - entropy).abs().max() < 1e-5
     hidden, weight = torch.randn(6, 96).to(dtype), torch.randn(5000, 96).to(dtype)
     labels = torch.randint(0, 5000, (6,))
     log_probs, entropy = textbook(hidden.double() @ weight.double().T, labels)
-    found = from_hidden(hidden, weight, labels, entropy=True)
-    assert found.entropy is not None
-    assert (found.logprobs - log_probs).abs().max() < 1e-4
-    assert (found.entropy - entropy).abs().max() < 1e-4
+    scored = from_hidden(hidden, weight, labels, entropy=True)
+    assert scored.entropy is not None
+    assert (scored.logprobs - log_probs).abs().max() < 1e-4
+    assert (scored.entropy - entropy).abs().max() < 1e-4
 
 
 def test_the_gradient_has_the_logits_type() -> None:
@@ -332,22 +334,22 @@ def test_large_logits_lose_no_digits() -> None:
     # The same distribution, far from 0: differences of such numbers are exact, their powers are not touched.
     logits = torch.randn(4, 1000).mul(64).round().div(64)
     labels = torch.tensor([0, 1, 2, 3])
-    near, far = (from_logits(logits + shift, labels, entropy=True) for shift in (0.0, 4096.0))
-    assert near.entropy is not None and far.entropy is not None
-    assert torch.equal(near.logprobs, far.logprobs)
-    assert torch.equal(near.entropy, far.entropy)
+    unshifted, shifted = (from_logits(logits + shift, labels, entropy=True) for shift in (0.0, 4096.0))
+    assert unshifted.entropy is not None and shifted.entropy is not None
+    assert torch.equal(unshifted.logprobs, shifted.logprobs)
+    assert torch.equal(unshifted.entropy, shifted.entropy)
     sharp = torch.tensor([[0.0, -1e4, -3e38]])
-    found = from_logits(sharp, torch.tensor([0]), entropy=True, temperature=1e-3)
-    assert found.logprobs.item() == 0 and found.entropy is not None and found.entropy.item() == 0
+    scored = from_logits(sharp, torch.tensor([0]), entropy=True, temperature=1e-3)
+    assert scored.logprobs.item() == 0 and scored.entropy is not None and scored.entropy.item() == 0
 
 
 def test_tokens_that_cannot_be() -> None:
     logits = torch.tensor([[0.0, -INF, 0.0], [-INF, 5.0, -INF]], requires_grad=True)
-    found = from_logits(logits, torch.tensor([1, 1]), entropy=True)
-    assert found.entropy is not None
-    assert found.logprobs.tolist() == [-INF, 0.0]
-    close(found.entropy, torch.tensor([math.log(2), 0.0]), 1e-6)
-    found.entropy.sum().backward()
+    scored = from_logits(logits, torch.tensor([1, 1]), entropy=True)
+    assert scored.entropy is not None
+    assert scored.logprobs.tolist() == [-INF, 0.0]
+    close(scored.entropy, torch.tensor([math.log(2), 0.0]), 1e-6)
+    scored.entropy.sum().backward()
     assert logits.grad is not None and torch.equal(logits.grad, torch.zeros(2, 3))
     assert from_logits(torch.full((1, 3), -INF), torch.tensor([0])).logprobs.isnan().all()
     assert from_logits(torch.tensor([[1.0, torch.nan]]), torch.tensor([0])).logprobs.isnan().all()
@@ -355,7 +357,7 @@ def test_tokens_that_cannot_be() -> None:
     through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([1]), bias=bias, entropy=True)
     assert through.entropy is not None
     assert through.logprobs.tolist() == [-INF] and through.entropy.item() == pytest.approx(math.log(2))
-    with cut(1, (1, 1)):
+    with tile_sizes(1, (1, 1)):
         through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([0]), bias=bias.flip(0).roll(1))
     assert through.logprobs.item() == pytest.approx(-math.log(2))
 
@@ -363,9 +365,9 @@ def test_tokens_that_cannot_be() -> None:
 def test_ignored_labels() -> None:
     logits = torch.randn(3, 4, requires_grad=True)
     labels = torch.tensor([1, -100, 2])
-    found = from_logits(logits, labels, entropy=True)
-    assert found.logprobs[1] == 0 and found.entropy is not None and found.entropy[1] > 0
-    found.logprobs.sum().backward()
+    scored = from_logits(logits, labels, entropy=True)
+    assert scored.logprobs[1] == 0 and scored.entropy is not None and scored.entropy[1] > 0
+    scored.logprobs.sum().backward()
     assert logits.grad is not None
     assert not logits.grad[1].any() and logits.grad[0].any()
     zero = from_logits(logits, torch.tensor([0, 3, 0]), ignore_index=0).logprobs
@@ -385,30 +387,30 @@ def test_ignored_logits_may_be_anything(
 ) -> None:
     logits = torch.randn(5, 6).to(dtype)
     labels = torch.tensor([2, -100, 5, -100, 0])
-    kept = labels != -100
+    labeled = labels != -100
     spoilt = logits.clone()
     spoilt[1], spoilt[3, 4] = poison, poison
-    mine, alone = spoilt.requires_grad_(), logits[kept].requires_grad_()
-    with cut(*size):
-        found = from_logits(mine, labels, temperature=temperature, entropy=True)
-        expected = from_logits(alone, labels[kept], temperature=temperature, entropy=True)
-        assert found.entropy is not None and expected.entropy is not None
-        assert torch.equal(found.logprobs[kept], expected.logprobs) and not found.logprobs[~kept].any()
+    all_logits, alone = spoilt.requires_grad_(), logits[labeled].requires_grad_()
+    with tile_sizes(*size):
+        scored = from_logits(all_logits, labels, temperature=temperature, entropy=True)
+        expected = from_logits(alone, labels[labeled], temperature=temperature, entropy=True)
+        assert scored.entropy is not None and expected.entropy is not None
+        assert torch.equal(scored.logprobs[labeled], expected.logprobs) and not scored.logprobs[~labeled].any()
         # The log-probs alone; then also the entropies, of which the loss leaves out some.
-        for ours, theirs in (
-            (found.logprobs.sum(), expected.logprobs.sum()),
+        for output, expected_output in (
+            (scored.logprobs.sum(), expected.logprobs.sum()),
             (
-                found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum(),
+                scored.logprobs.sum() + torch.where(labeled, scored.entropy, 0).sum(),
                 expected.logprobs.sum() + expected.entropy.sum(),
             ),
         ):
-            (one,) = torch.autograd.grad(ours, mine, retain_graph=True)
-            (other,) = torch.autograd.grad(theirs, alone, retain_graph=True)
-            assert torch.equal(one[~kept], torch.zeros_like(one[~kept]))
-            assert torch.equal(one[kept], other) and other.any()
+            (slopes,) = torch.autograd.grad(output, all_logits, retain_graph=True)
+            (expected_slopes,) = torch.autograd.grad(expected_output, alone, retain_graph=True)
+            assert torch.equal(slopes[~labeled], torch.zeros_like(slopes[~labeled]))
+            assert torch.equal(slopes[labeled], expected_slopes) and expected_slopes.any()
         # Where an entropy counts it is not hidden that there is none.
-        (one,) = torch.autograd.grad(found.entropy.sum(), mine)
-        assert one[1].isnan().all() and one[kept].isfinite().all()
+        (slopes,) = torch.autograd.grad(scored.entropy.sum(), all_logits)
+        assert slopes[1].isnan().all() and slopes[labeled].isfinite().all()
 
 
 @pytest.mark.parametrize("poison", POISONS)
@@ -421,39 +423,39 @@ def test_ignored_hidden_states_may_be_anything(
 ) -> None:
     parts = [torch.randn(*shape).to(dtype) for shape in ((5, 4), (7, 4), (7,))]
     labels = torch.tensor([-100, 1, -100, 0, 6])
-    kept = labels != -100
+    labeled = labels != -100
     spoilt = parts[0].clone()
     spoilt[0], spoilt[2, 1] = poison, poison
-    mine = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
-    exact = [part.double().requires_grad_() for part in (parts[0][kept], *parts[1:])]
-    with cut(64, tile), sixteen_bits() if narrow else nullcontext():
-        found = from_hidden(mine[0], mine[1], labels, bias=mine[2], softcap=softcap, entropy=True)
-        assert found.entropy is not None
-        (found.logprobs.sum() + torch.where(kept, found.entropy, 0).sum()).backward()
+    leaves = [part.clone().requires_grad_() for part in (spoilt, *parts[1:])]
+    exact = [part.double().requires_grad_() for part in (parts[0][labeled], *parts[1:])]
+    with tile_sizes(64, tile), sixteen_bits() if narrow else nullcontext():
+        scored = from_hidden(leaves[0], leaves[1], labels, bias=leaves[2], softcap=softcap, entropy=True)
+        assert scored.entropy is not None
+        (scored.logprobs.sum() + torch.where(labeled, scored.entropy, 0).sum()).backward()
         # The weight's gradient alone, and the hidden states' alone.
-        by_weight = from_hidden(spoilt, mine[1], labels, softcap=softcap).logprobs.sum()
-        (weight_only,) = torch.autograd.grad(by_weight, mine[1])
-        by_hidden = from_hidden(mine[0], parts[1], labels, softcap=softcap).logprobs.sum()
-        (hidden_only,) = torch.autograd.grad(by_hidden, mine[0])
+        by_weight = from_hidden(spoilt, leaves[1], labels, softcap=softcap).logprobs.sum()
+        (weight_only,) = torch.autograd.grad(by_weight, leaves[1])
+        by_hidden = from_hidden(leaves[0], parts[1], labels, softcap=softcap).logprobs.sum()
+        (hidden_only,) = torch.autograd.grad(by_hidden, leaves[0])
     assert weight_only.isfinite().all() and weight_only.any()
-    assert hidden_only.isfinite().all() and hidden_only[kept].any() and not hidden_only[~kept].any()
-    expected = from_hidden(exact[0], exact[1], labels[kept], bias=exact[2], softcap=softcap, entropy=True)
+    assert hidden_only.isfinite().all() and hidden_only[labeled].any() and not hidden_only[~labeled].any()
+    expected = from_hidden(exact[0], exact[1], labels[labeled], bias=exact[2], softcap=softcap, entropy=True)
     assert expected.entropy is not None
     (expected.logprobs.sum() + expected.entropy.sum()).backward()
-    assert mine[0].grad is not None and not mine[0].grad[~kept].any()
+    assert leaves[0].grad is not None and not leaves[0].grad[~labeled].any()
     close_enough = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}[dtype]
-    for one, other in zip((mine[0].grad[kept], mine[1].grad, mine[2].grad), exact, strict=True):
-        assert one is not None and other.grad is not None
-        close(one, other.grad, close_enough)
-    assert torch.equal(mine[0].detach()[kept], parts[0][kept])  # nothing was changed in place
-    assert torch.equal(spoilt.isfinite(), mine[0].isfinite()) and not spoilt[0].isfinite().any()
+    for slopes, reference in zip((leaves[0].grad[labeled], leaves[1].grad, leaves[2].grad), exact, strict=True):
+        assert slopes is not None and reference.grad is not None
+        close(slopes, reference.grad, close_enough)
+    assert torch.equal(leaves[0].detach()[labeled], parts[0][labeled])  # nothing was changed in place
+    assert torch.equal(spoilt.isfinite(), leaves[0].isfinite()) and not spoilt[0].isfinite().any()
 
 
 def test_what_a_loss_leaves_out_has_no_gradient() -> None:
     # No label is ignored here: it is the loss that takes some tokens only.
     logits = torch.tensor([[torch.nan, 1.0], [0.0, 1.0]], requires_grad=True)
-    found = from_logits(logits, torch.tensor([0, 0])).logprobs
-    torch.where(torch.tensor([False, True]), found, 0).sum().backward()
+    logprobs = from_logits(logits, torch.tensor([0, 0])).logprobs
+    torch.where(torch.tensor([False, True]), logprobs, 0).sum().backward()
     assert logits.grad is not None and logits.grad[0].tolist() == [0, 0]
     assert logits.grad[1, 0].item() == pytest.approx(1 - 1 / (1 + math.e))
     # One that counts is not hidden, and its gradient stays its own.
@@ -466,11 +468,11 @@ def test_what_a_loss_leaves_out_has_no_gradient() -> None:
 def test_where_there_is_no_distribution(cell: tuple[float, ...], size: tuple[int, tuple[int, int]]) -> None:
     logits = torch.tensor([cell, (0.0, 0.0, 0.0)], requires_grad=True)
     bias = torch.tensor(cell, requires_grad=True)
-    with cut(*size):
-        found = from_logits(logits, torch.tensor([0, 0]), entropy=True)
-        assert found.entropy is not None
-        assert found.logprobs.isnan().tolist() == found.entropy.isnan().tolist() == [True, False]
-        (slopes,) = torch.autograd.grad(found.logprobs.sum() + found.entropy.sum(), logits)
+    with tile_sizes(*size):
+        scored = from_logits(logits, torch.tensor([0, 0]), entropy=True)
+        assert scored.entropy is not None
+        assert scored.logprobs.isnan().tolist() == scored.entropy.isnan().tolist() == [True, False]
+        (slopes,) = torch.autograd.grad(scored.logprobs.sum() + scored.entropy.sum(), logits)
         assert slopes[0].isnan().all() and slopes[1].isfinite().all()
         through = from_hidden(torch.zeros(1, 2), torch.ones(3, 2), torch.tensor([0]), bias=bias, entropy=True)
         assert through.entropy is not None
@@ -482,10 +484,10 @@ def test_numbers_may_be_numpys() -> None:
     logits, labels = torch.randn(2, 5), torch.tensor([0, 3])
     expected = from_logits(logits, labels, temperature=0.5, ignore_index=3).logprobs
     for half in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):
-        found = from_logits(logits, labels, temperature=half, ignore_index=np.int64(3))  # type: ignore[arg-type]
-        assert torch.equal(found.logprobs, expected)
-    two = from_logits(logits, labels, temperature=np.int32(2)).logprobs  # type: ignore[arg-type]
-    assert torch.equal(two, from_logits(logits, labels, temperature=2).logprobs)
+        scored = from_logits(logits, labels, temperature=half, ignore_index=np.int64(3))  # type: ignore[arg-type]
+        assert torch.equal(scored.logprobs, expected)
+    by_numpy = from_logits(logits, labels, temperature=np.int32(2)).logprobs  # type: ignore[arg-type]
+    assert torch.equal(by_numpy, from_logits(logits, labels, temperature=2).logprobs)
     assert torch.equal(top_k(logits, np.int64(2)).ids, top_k(logits, 2).ids)  # type: ignore[arg-type]
     hidden, weight = torch.randn(2, 4), torch.randn(5, 4)
     capped = from_hidden(hidden, weight, labels, softcap=np.float32(2)).logprobs  # type: ignore[arg-type]
@@ -502,21 +504,26 @@ def test_the_smallest_temperatures() -> None:
 
 
 def test_slices_are_not_copied() -> None:
-    whole = torch.randn(3, 5, 8, dtype=torch.float64)
+    full_logits = torch.randn(3, 5, 8, dtype=torch.float64)
     labels = torch.randint(0, 8, (3, 4))
-    for view in (whole[:, :-1], whole[:, 1:], whole.flip(-1)[:, :-1], whole.transpose(0, 1)[1:].transpose(0, 1)):
+    for view in (
+        full_logits[:, :-1],
+        full_logits[:, 1:],
+        full_logits.flip(-1)[:, :-1],
+        full_logits.transpose(0, 1)[1:].transpose(0, 1),
+    ):
         log_probs, entropy = textbook(view, labels)
-        with cut(8, (1, 1)):
-            found = from_logits(view, labels, entropy=True)
-        close(found.logprobs, log_probs)
-        assert found.entropy is not None
-        close(found.entropy, entropy)
-    assert _vocabulary.flatten_logits(whole[:, :-1]).data_ptr() == whole.data_ptr()
-    assert _vocabulary.flatten_logits(whole[:, -1:]).shape == (1, 3, 8)
-    odd = torch.randn(2, 3, 4, 5, dtype=torch.float64)[:, :2, :3]
-    close(entropy_from_logits(odd), textbook(odd, torch.zeros(2, 2, 3, dtype=torch.int64))[1])
-    logits = whole.clone().requires_grad_()
-    exact = whole.clone().requires_grad_()
+        with tile_sizes(8, (1, 1)):
+            scored = from_logits(view, labels, entropy=True)
+        close(scored.logprobs, log_probs)
+        assert scored.entropy is not None
+        close(scored.entropy, entropy)
+    assert _vocabulary.flatten_logits(full_logits[:, :-1]).data_ptr() == full_logits.data_ptr()
+    assert _vocabulary.flatten_logits(full_logits[:, -1:]).shape == (1, 3, 8)
+    strided = torch.randn(2, 3, 4, 5, dtype=torch.float64)[:, :2, :3]
+    close(entropy_from_logits(strided), textbook(strided, torch.zeros(2, 2, 3, dtype=torch.int64))[1])
+    logits = full_logits.clone().requires_grad_()
+    exact = full_logits.clone().requires_grad_()
     from_logits(logits[:, :-1], labels).logprobs.sum().backward()
     textbook(exact[:, :-1], labels)[0].sum().backward()
     assert logits.grad is not None and exact.grad is not None
@@ -525,12 +532,12 @@ def test_slices_are_not_copied() -> None:
 
 def test_no_gradient_is_asked_for() -> None:
     logits = torch.randn(2, 3)
-    found = from_logits(logits, torch.tensor([0, 1]), entropy=True)
-    assert not found.logprobs.requires_grad
-    kept = from_logits(logits.requires_grad_(), torch.tensor([0, 1]))
-    assert kept.logprobs.requires_grad
+    scored = from_logits(logits, torch.tensor([0, 1]), entropy=True)
+    assert not scored.logprobs.requires_grad
+    with_gradient = from_logits(logits.requires_grad_(), torch.tensor([0, 1]))
+    assert with_gradient.logprobs.requires_grad
     with pytest.raises(RuntimeError, match="differentiated once"):
-        torch.autograd.grad(kept.logprobs.sum(), logits, create_graph=True)
+        torch.autograd.grad(with_gradient.logprobs.sum(), logits, create_graph=True)
     hidden, weight = torch.randn(2, 4), torch.randn(3, 4, requires_grad=True)
     both = from_hidden(hidden, weight, torch.tensor([0, 1]), entropy=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
@@ -552,8 +559,8 @@ def test_autocast_outside_changes_nothing() -> None:
 def test_types_may_differ() -> None:
     hidden, weight = torch.randn(4, 8).bfloat16(), torch.randn(20, 8)
     labels = torch.tensor([0, 1, 2, 3])
-    found = from_hidden(hidden, weight, labels).logprobs
-    close(found, from_logits(hidden.float() @ weight.T, labels).logprobs, 1e-5)
+    logprobs = from_hidden(hidden, weight, labels).logprobs
+    close(logprobs, from_logits(hidden.float() @ weight.T, labels).logprobs, 1e-5)
 
 
 @given(
@@ -574,32 +581,32 @@ def test_top_k_is_a_stable_sort(
     logits = logits.masked_fill(torch.rand(logits.shape, generator=draw) < 0.1, -INF)
     logits[..., -1] = 0.25
     expected = torch.log_softmax(logits.double() / 0.7, -1).sort(dim=-1, descending=True, stable=True)
-    with cut(*size):
-        found = top_k(logits, k, temperature=0.7)
-    assert torch.equal(found.ids, expected.indices[..., :k])
-    close(found.logprobs, expected.values[..., :k], 1e-5)
+    with tile_sizes(*size):
+        top = top_k(logits, k, temperature=0.7)
+    assert torch.equal(top.ids, expected.indices[..., :k])
+    close(top.logprobs, expected.values[..., :k], 1e-5)
     hidden = torch.eye(vocabulary, dtype=dtype)[0].expand(*shape, vocabulary)
     weight = torch.zeros(vocabulary, vocabulary, dtype=dtype)
     weight[:, 0] = torch.randint(-3, 4, (vocabulary,), generator=draw).to(dtype)
     product = hidden.double() @ weight.double().T
-    with cut(*size):
-        found = top_k_from_hidden(hidden, weight, k, temperature=0.7, softcap=4.0)
+    with tile_sizes(*size):
+        top = top_k_from_hidden(hidden, weight, k, temperature=0.7, softcap=4.0)
     expected = torch.log_softmax(4 * torch.tanh(product / 4) / 0.7, -1).sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(found.ids, expected.indices[..., :k])
-    close(found.logprobs, expected.values[..., :k], 1e-5)
+    assert torch.equal(top.ids, expected.indices[..., :k])
+    close(top.logprobs, expected.values[..., :k], 1e-5)
 
 
 def test_top_k_of_a_real_vocabulary() -> None:
     logits = torch.randn(3, 50_000)
-    found = top_k(logits, 5)
+    top = top_k(logits, 5)
     values, ids = torch.log_softmax(logits.double(), -1).topk(5)
-    assert torch.equal(found.ids, ids)
-    close(found.logprobs, values, 1e-5)
+    assert torch.equal(top.ids, ids)
+    close(top.logprobs, values, 1e-5)
     hidden, weight, bias = torch.randn(3, 16), torch.randn(5000, 16), torch.randn(5000)
-    found = top_k_from_hidden(hidden, weight, 7, bias=bias)
+    top = top_k_from_hidden(hidden, weight, 7, bias=bias)
     values, ids = torch.log_softmax(hidden.double() @ weight.double().T + bias.double(), -1).topk(7)
-    assert torch.equal(found.ids, ids)
-    close(found.logprobs, values, 1e-5)
+    assert torch.equal(top.ids, ids)
+    close(top.logprobs, values, 1e-5)
 
 
 LOGITS, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
