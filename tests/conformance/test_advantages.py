@@ -43,12 +43,12 @@ def records(case: dict[str, Any]) -> Experiences:
     )
 
 
-def ours(case: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def translated(case: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     name, options = call_of(case)
-    made = {TRANSLATE.get(key, key): value for key, value in options.items() if key not in LEFT_OUT}
+    renamed = {TRANSLATE.get(key, key): value for key, value in options.items() if key not in LEFT_OUT}
     if "singleton" in ESTIMATORS[name].options:
-        made["singleton"] = "raw"
-    return name, made
+        renamed["singleton"] = "raw"
+    return name, renamed
 
 
 BY_ROWS = [
@@ -62,64 +62,66 @@ BY_ROWS = [
 def test_trinity_by_rows(case: str) -> None:
     from rollbook.algorithms.advantages import estimate
 
-    name, options = ours(TRINITY[case])
-    many = records(TRINITY[case])
-    found = estimate(name, many, **options)
+    name, options = translated(TRINITY[case])
+    experiences = records(TRINITY[case])
+    estimated = estimate(name, experiences, **options)
     expected = decoded(TRINITY[case]["expected"])
-    assert [eid.uid for eid in many.eids()] == expected["order"]
-    for row, right in zip(found.advantages, expected["advantages"], strict=True):
+    assert [eid.uid for eid in experiences.eids()] == expected["order"]
+    for row, right in zip(estimated.advantages, expected["advantages"], strict=True):
         assert row.tolist() == pytest.approx(right.tolist(), **CLOSE)
-    assert np.array_equal(found.advantages.values, found.returns.values) is expected["returns_equal"]
+    assert np.array_equal(estimated.advantages.values, estimated.returns.values) is expected["returns_equal"]
     for key in ("reward_mean", "reward_std"):
         for end in ("mean", "max", "min"):
-            theirs = expected["metrics"].get(f"group_advantages/{key}/{end}")
-            if theirs is not None and case != "adv_grpo_singleton" and name != "rec":
-                assert found.report.metrics[f"{key}/{end}"] == pytest.approx(theirs, rel=1e-5)
+            metric = expected["metrics"].get(f"group_advantages/{key}/{end}")
+            if metric is not None and case != "adv_grpo_singleton" and name != "rec":
+                assert estimated.report.metrics[f"{key}/{end}"] == pytest.approx(metric, rel=1e-5)
 
 
 def test_trinity_std_threshold_is_a_filter_before_the_estimator() -> None:
     from rollbook.algorithms.advantages import estimate
     from rollbook.algorithms.filters import zero_variance
 
-    many = records(TRINITY["adv_grpo_std_threshold"])
-    kept = zero_variance([row.reward for row in many], [row.eid.tid for row in many])
-    found = estimate("grpo", many.take([i for i, keep in enumerate(kept.keep) if keep]), singleton="raw")
+    experiences = records(TRINITY["adv_grpo_std_threshold"])
+    filtered = zero_variance([row.reward for row in experiences], [row.eid.tid for row in experiences])
+    estimated = estimate("grpo", experiences.take([i for i, keep in enumerate(filtered.keep) if keep]), singleton="raw")
     expected = decoded(TRINITY["adv_grpo_std_threshold"]["expected"])
-    assert [many[i].eid.uid for i, keep in enumerate(kept.keep) if keep] == expected["order"]
-    assert [row.tolist() for row in found.advantages] == [pytest.approx(row.tolist()) for row in expected["advantages"]]
-    assert len(many) - sum(kept.keep) == expected["metrics"]["filtered_count"]
+    assert [experiences[i].eid.uid for i, keep in enumerate(filtered.keep) if keep] == expected["order"]
+    assert [row.tolist() for row in estimated.advantages] == [
+        pytest.approx(row.tolist()) for row in expected["advantages"]
+    ]
+    assert len(experiences) - sum(filtered.keep) == expected["metrics"]["filtered_count"]
 
 
 def test_trinity_nan_reward_no_longer_poisons_its_group() -> None:
     from rollbook.algorithms.advantages import estimate
 
-    name, options = ours(TRINITY["adv_grpo_nan"])
+    name, options = translated(TRINITY["adv_grpo_nan"])
     options.pop("singleton")
-    found = estimate(name, records(TRINITY["adv_grpo_nan"]), **options)
-    assert [row.tolist() for row in found.advantages] == [[0, 0], [0, 0]]
-    assert found.report.which("missing reward") == ["0/0/0/0/s"]
-    assert found.report.which("singleton group") == ["0/0/1/0/s"]
+    estimated = estimate(name, records(TRINITY["adv_grpo_nan"]), **options)
+    assert [row.tolist() for row in estimated.advantages] == [[0, 0], [0, 0]]
+    assert estimated.report.which("missing reward") == ["0/0/0/0/s"]
+    assert estimated.report.which("singleton group") == ["0/0/1/0/s"]
 
 
 def test_trinity_rec_singleton_no_longer_crashes() -> None:
     from rollbook.algorithms.advantages import estimate
 
-    many = records(TRINITY["adv_rec_singleton"])
-    assert estimate("rec", many).advantages[0].tolist() == [0, 0]
-    assert estimate("rec", many, singleton="raw").advantages[0].tolist() == pytest.approx([0.7, 0.7])
+    experiences = records(TRINITY["adv_rec_singleton"])
+    assert estimate("rec", experiences).advantages[0].tolist() == [0, 0]
+    assert estimate("rec", experiences, singleton="raw").advantages[0].tolist() == pytest.approx([0.7, 0.7])
 
 
 def test_trinity_gigpo_compares_states_within_a_task() -> None:
     from rollbook.algorithms.advantages import estimate
 
-    name, options = ours(TRINITY["adv_gigpo_cross_task"])
-    found = estimate(name, records(TRINITY["adv_gigpo_cross_task"]), **options)
-    assert [row.tolist() for row in found.advantages] == [[-1, -1], [1, 1], [-2, -2], [2, 2]]
+    name, options = translated(TRINITY["adv_gigpo_cross_task"])
+    estimated = estimate(name, records(TRINITY["adv_gigpo_cross_task"]), **options)
+    assert [row.tolist() for row in estimated.advantages] == [[-1, -1], [1, 1], [-2, -2], [2, 2]]
 
 
 @pytest.mark.parametrize("case", ["adv_rloo", "adv_grpo_verl", "adv_opd", "adv_clipv_cap"])
 def test_trinity_by_batch(case: str) -> None:
-    name, options = ours(TRINITY[case])
+    name, options = translated(TRINITY[case])
     data = decoded(TRINITY[case]["inputs"])
     mask = torch.tensor(data["response_mask"])
     inputs = {
@@ -133,21 +135,21 @@ def test_trinity_by_batch(case: str) -> None:
     }
     if name == "clipv":
         options |= {"centered": False, "zero_advantage": "uncapped"}
-    found = ESTIMATORS.call(name, inputs, **options)
+    estimated = ESTIMATORS.call(name, inputs, **options)
     expected = decoded(TRINITY[case]["expected"])
-    for mine, theirs in ((found.advantages, expected["advantages"]), (found.returns, expected["returns"])):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-    narrowed = found.mask if name == "clipv" else mask
+    for actual, reference in ((estimated.advantages, expected["advantages"]), (estimated.returns, expected["returns"])):
+        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-6)
+    narrowed = estimated.mask if name == "clipv" else mask
     assert torch.equal(narrowed.to(torch.float32), expected["response_mask"])
     if name == "clipv":
         for key in ("frac_clipped", "frac_clipped_pos", "frac_clipped_neg"):
-            assert found.report.metrics[key] == pytest.approx(expected["metrics"][key])
-        assert found.report.metrics["std_d"] == pytest.approx(expected["metrics"]["stdD"], rel=1e-5)
+            assert estimated.report.metrics[key] == pytest.approx(expected["metrics"][key])
+        assert estimated.report.metrics["std_d"] == pytest.approx(expected["metrics"]["stdD"], rel=1e-5)
 
 
 def test_clip_v_holds_its_cap_unless_told_otherwise() -> None:
     data = decoded(TRINITY["adv_clipv_cap"]["inputs"])
-    found = tokenwise.clip_v(
+    estimated = tokenwise.clip_v(
         torch.tensor(data["token_level_rewards"]).sum(-1),
         data["uid"],
         torch.tensor(data["response_mask"]),
@@ -157,21 +159,21 @@ def test_clip_v_holds_its_cap_unless_told_otherwise() -> None:
         mu=0.1,
         max_frac=1e-4,
     )
-    assert int((~found.mask).sum()) == 1
-    assert bool((found.advantages[~found.mask] < 0).all())
+    assert int((~estimated.mask).sum()) == 1
+    assert bool((estimated.advantages[~estimated.mask] < 0).all())
 
 
 @pytest.mark.parametrize("case", ["adv_jsd", "adv_jsd_beta1"])
 def test_jsd_has_the_sign_of_distillation(case: str) -> None:
-    name, options = ours(TRINITY[case])
+    name, options = translated(TRINITY[case])
     options = {key: value for key, value in options.items() if key in ("beta", "coef")}
     data = decoded(TRINITY[case]["inputs"])
     student, teacher = torch.tensor(data["old_log_probs"]), torch.tensor(data["teacher_logprobs"])
-    found = ESTIMATORS.call(name, {"old_logprobs": student, "teacher_logprobs": teacher}, **options)
-    assert torch.equal(found.advantages.sign(), (teacher - student).sign())
-    assert found.report.metrics["divergence"] >= 0
+    estimated = ESTIMATORS.call(name, {"old_logprobs": student, "teacher_logprobs": teacher}, **options)
+    assert torch.equal(estimated.advantages.sign(), (teacher - student).sign())
+    assert estimated.report.metrics["divergence"] >= 0
     if case == "adv_jsd_beta1":
-        torch.testing.assert_close(found.advantages, teacher - student)
+        torch.testing.assert_close(estimated.advantages, teacher - student)
 
 
 @pytest.mark.parametrize("case", ["naive_process_rloo", "naive_process_reinforce_baseline", "calc_pre_group_norm"])
@@ -182,17 +184,17 @@ def test_lightrft_shaping_by_group(case: str) -> None:
     rewards = [r for part in parts for r in part]
     groups = [i // inputs["n_samples_per_prompt"] for i in range(len(rewards))]
     function = "dr_grpo" if name == "reinforce_baseline" else name
-    found = ESTIMATORS.call(function, {"rewards": rewards, "groups": groups})
-    theirs = LIGHTRFT[case]["lightrft_output"]
-    theirs = theirs["rewards"] if isinstance(theirs, dict) else theirs
-    assert found.scores.tolist() == pytest.approx([r for part in theirs for r in part], rel=1e-5, abs=1e-6)
+    estimated = ESTIMATORS.call(function, {"rewards": rewards, "groups": groups})
+    reference = LIGHTRFT[case]["lightrft_output"]
+    reference = reference["rewards"] if isinstance(reference, dict) else reference
+    assert estimated.scores.tolist() == pytest.approx([r for part in reference for r in part], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", [name for name in LIGHTRFT if name.startswith("grpo_zero_variance")])
 def test_lightrft_equal_rewards_score_exactly_zero(case: str) -> None:
     inputs = LIGHTRFT[case]["inputs"]
-    found = grouped.grpo(inputs["rewards"][0], ["a"] * inputs["n_samples_per_prompt"])
-    assert [found.scores.tolist()] == LIGHTRFT[case]["better"]
+    estimated = grouped.grpo(inputs["rewards"][0], ["a"] * inputs["n_samples_per_prompt"])
+    assert [estimated.scores.tolist()] == LIGHTRFT[case]["better"]
 
 
 @pytest.mark.parametrize("case", ["grpo_n1_nan", "rloo_n1_nan"])
@@ -208,14 +210,14 @@ def test_lightrft_cpgd(case: str) -> None:
     inputs = LIGHTRFT[case]["inputs"]
     mask = torch.tensor(inputs["action_mask"])
     weight = {"STD_weight": "std", "none": "none"}[inputs["weight_factor"]]
-    found = grouped.cpgd(torch.tensor(inputs["reward"]).sum(-1), ["a", "a"], mask, weight=weight)
-    torch.testing.assert_close(found.advantages, decoded(LIGHTRFT[case]["lightrft_output"]), rtol=1e-5, atol=1e-6)
+    estimated = grouped.cpgd(torch.tensor(inputs["reward"]).sum(-1), ["a", "a"], mask, weight=weight)
+    torch.testing.assert_close(estimated.advantages, decoded(LIGHTRFT[case]["lightrft_output"]), rtol=1e-5, atol=1e-6)
 
 
 def test_lightrft_cpgd_learns_from_one_reward_a_row() -> None:
     inputs = LIGHTRFT["cpgd_1d_reward_all_zero"]["inputs"]
-    found = grouped.cpgd(inputs["info.reward"], ["a", "a"], torch.tensor(inputs["action_mask"]))
-    torch.testing.assert_close(found.advantages, torch.tensor([[1.0, 1, 1], [-1, -1, 0]]), rtol=1e-5, atol=1e-5)
+    estimated = grouped.cpgd(inputs["info.reward"], ["a", "a"], torch.tensor(inputs["action_mask"]))
+    torch.testing.assert_close(estimated.advantages, torch.tensor([[1.0, 1, 1], [-1, -1, 0]]), rtol=1e-5, atol=1e-5)
 
 
 def test_lightrft_every_name_of_its_command_line_is_known() -> None:
@@ -232,5 +234,5 @@ def test_lightrft_short_last_micro_batch_keeps_its_size() -> None:
 
 def test_steps_are_ordered_by_number() -> None:
     # The last *listed* step was upstream's final one.
-    found = grouped.step_wise_grpo([1.0, 0.0, 0.0], ["t"] * 3, [0, 0, 1], [1, 0, 0], eps=0.0)
-    assert found.advantages.tolist() == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5)])
+    estimated = grouped.step_wise_grpo([1.0, 0.0, 0.0], ["t"] * 3, [0, 0, 1], [1, 0, 0], eps=0.0)
+    assert estimated.advantages.tolist() == pytest.approx([0.5**0.5, 0.5**0.5, -(0.5**0.5)])

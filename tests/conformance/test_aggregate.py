@@ -19,8 +19,8 @@ ELSEWHERE = {"calc_pre_cpgd": "what CPGD leaves as it is is not an estimate; its
 
 
 def test_every_shared_case_is_tested() -> None:
-    here = Path(__file__).parent
-    files = [*here.glob("test_*.py"), *(here.parent / "algorithms").glob("test_*.py")]
+    folder = Path(__file__).parent
+    files = [*folder.glob("test_*.py"), *(folder.parent / "algorithms").glob("test_*.py")]
     sources = "".join(path.read_text() for path in files)
     for case in [*TRINITY.values(), *LIGHTRFT.values()]:
         name = case["id"]
@@ -53,21 +53,21 @@ def test_trinity_whitening_where_tokens_count() -> None:
     inputs = TRINITY["masked_whiten"]["inputs"]
     values, mask = torch.tensor(inputs["values"]), torch.tensor(inputs["mask"])
     expected = decoded(TRINITY["masked_whiten"]["expected"])
-    found = whiten(values, mask)
-    torch.testing.assert_close(found[mask > 0], expected[mask > 0])
-    assert found[mask == 0].tolist() == [0]
+    whitened = whiten(values, mask)
+    torch.testing.assert_close(whitened[mask > 0], expected[mask > 0])
+    assert whitened[mask == 0].tolist() == [0]
 
 
 def test_lightrft_masked_mean() -> None:
     inputs = LIGHTRFT["masked_mean_dim"]["inputs"]
-    found = masked_mean(inputs["tensor"], inputs["mask"], dim=inputs["dim"])
-    torch.testing.assert_close(found, decoded(LIGHTRFT["masked_mean_dim"]["lightrft_output"]))
+    mean = masked_mean(inputs["tensor"], inputs["mask"], dim=inputs["dim"])
+    torch.testing.assert_close(mean, decoded(LIGHTRFT["masked_mean_dim"]["lightrft_output"]))
     empty = LIGHTRFT["masked_mean_empty_row_nan"]
-    found = masked_mean(empty["inputs"]["tensor"], empty["inputs"]["mask"], dim=empty["inputs"]["dim"])
-    assert found.tolist() == empty["better"]
+    mean = masked_mean(empty["inputs"]["tensor"], empty["inputs"]["mask"], dim=empty["inputs"]["dim"])
+    assert mean.tolist() == empty["better"]
 
 
 def test_lightrft_entropy() -> None:
     case = LIGHTRFT["entropy_from_logits"]
-    found = entropy_from_logits(torch.tensor(case["inputs"]["logits"]))
-    torch.testing.assert_close(found, decoded(case["lightrft_output"]), rtol=1e-6, atol=1e-6)
+    entropy = entropy_from_logits(torch.tensor(case["inputs"]["logits"]))
+    torch.testing.assert_close(entropy, decoded(case["lightrft_output"]), rtol=1e-6, atol=1e-6)

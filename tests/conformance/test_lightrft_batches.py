@@ -62,32 +62,34 @@ def decode(value: Any) -> Any:
 
 def tensor(data: Any, dtype: str = "float32") -> dict[str, Any]:
     """A tensor as the cases write it."""
-    made = torch.tensor(data, dtype=getattr(torch, dtype))
-    return {"__tensor__": True, "dtype": dtype, "shape": list(made.shape), "data": data}
+    built = torch.tensor(data, dtype=getattr(torch, dtype))
+    return {"__tensor__": True, "dtype": dtype, "shape": list(built.shape), "data": data}
 
 
-def agree(got: Any, expected: Any, where: str = "result") -> None:
-    """`got` is what the cases say: of an object the fields they name, of a tensor type, shape and every value."""
+def agree(actual: Any, expected: Any, place: str = "result") -> None:
+    """`actual` is what the cases say: of an object the fields they name, of a tensor type, shape and every value."""
     if isinstance(expected, dict) and "__tensor__" in expected:
-        wanted = decode(expected)
-        assert isinstance(got, torch.Tensor), f"{where}: {got!r}"
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), f"{where}: {got!r}"
-        assert torch.equal(torch.nan_to_num(got, nan=1234.5), torch.nan_to_num(wanted, nan=1234.5)), f"{where}: {got!r}"
-    elif isinstance(expected, dict) and not isinstance(got, dict):
+        reference = decode(expected)
+        assert isinstance(actual, torch.Tensor), f"{place}: {actual!r}"
+        assert (actual.dtype, actual.shape) == (reference.dtype, reference.shape), f"{place}: {actual!r}"
+        assert torch.equal(torch.nan_to_num(actual, nan=1234.5), torch.nan_to_num(reference, nan=1234.5)), (
+            f"{place}: {actual!r}"
+        )
+    elif isinstance(expected, dict) and not isinstance(actual, dict):
         for name, value in expected.items():
-            agree(getattr(got, name), value, f"{where}.{name}")
+            agree(getattr(actual, name), value, f"{place}.{name}")
     elif isinstance(expected, dict):
-        assert set(got) == set(expected), where
+        assert set(actual) == set(expected), place
         for key, value in expected.items():
-            agree(got[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, list) and isinstance(got, torch.Tensor):
-        assert got.tolist() == expected, f"{where}: a tensor that equals the list"
+            agree(actual[key], value, f"{place}[{key!r}]")
+    elif isinstance(expected, list) and isinstance(actual, torch.Tensor):
+        assert actual.tolist() == expected, f"{place}: a tensor that equals the list"
     elif isinstance(expected, list):
-        assert isinstance(got, list) and len(got) == len(expected), f"{where}: {got!r}"
-        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-            agree(one, other, f"{where}[{i}]")
+        assert isinstance(actual, list) and len(actual) == len(expected), f"{place}: {actual!r}"
+        for i, (actual_part, expected_part) in enumerate(zip(actual, expected, strict=True)):
+            agree(actual_part, expected_part, f"{place}[{i}]")
     else:
-        assert type(got) is type(expected) and got == expected, f"{where}: {got!r}, expected {expected!r}"
+        assert type(actual) is type(expected) and actual == expected, f"{place}: {actual!r}, expected {expected!r}"
 
 
 def experience(inputs: dict[str, Any], make: Callable[..., Any] = Experience) -> Any:
@@ -114,15 +116,15 @@ _RECIPE = {
 
 def padded_item(inputs: dict[str, Any]) -> BufferItem:
     """An item of which a case gives tokens and masks, and says in words that the rest is a multiple of 1 to A."""
-    given = {
+    columns = {
         name: torch.tensor(value) if isinstance(value, list) else decode(value)
         for name, value in inputs.items()
         if name != "others"
     }
     if "others" in inputs:
-        counted = torch.arange(1, len(given["action_mask"]) + 1, dtype=torch.float32)
-        given |= {name: counted * scale for name, scale in _RECIPE.items()}
-    return BufferItem(**{"info": {}} | given)
+        counted = torch.arange(1, len(columns["action_mask"]) + 1, dtype=torch.float32)
+        columns |= {name: counted * scale for name, scale in _RECIPE.items()}
+    return BufferItem(**{"info": {}} | columns)
 
 
 def run_unpad(inputs: dict[str, Any]) -> Any:
@@ -323,12 +325,12 @@ def test_unpadding_leaves_its_argument_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[2, 1], torch.tensor([2, 1]), torch.tensor([2.0, 1.0])], ids=["list", "int tensor", "float tensor"]
+    "counts", [[2, 1], torch.tensor([2, 1]), torch.tensor([2.0, 1.0])], ids=["list", "int tensor", "float tensor"]
 )
-def test_image_counts_of_any_kind(given: Any) -> None:
+def test_image_counts_of_any_kind(counts: Any) -> None:
     """Upstream documents `image_num` as a tensor of floats, and failed on one."""
     case = ALL["vl_split_multi_image"]
-    agree(run_split_vl(case["inputs"] | {"image_num": given}), case["lightrft_output"])
+    agree(run_split_vl(case["inputs"] | {"image_num": counts}), case["lightrft_output"])
 
 
 @pytest.mark.parametrize("counts", [[2, 1], [2, 0], [0, 2], [1, 1], [0, 0], [3, 0, 1, 2]], ids=str)

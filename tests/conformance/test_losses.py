@@ -56,15 +56,15 @@ def close(value: Any, **tolerance: float) -> Any:
     return pytest.approx(value, **({"rel": 1e-5, "abs": 1e-6} | tolerance))
 
 
-def options_of(given: dict[str, Any]) -> dict[str, Any]:
+def options_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Upstream's options under our names."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    options: dict[str, Any] = {}
+    for name, value in arguments.items():
         if name == "clip_range":
-            found |= {"clip_low": value, "clip_high": value}
+            options |= {"clip_low": value, "clip_high": value}
         elif name not in ("enable_sequence_masking", "delta_sequence_masking"):  # off in every case
-            found[OPTIONS.get(name, name)] = value
-    return found
+            options[OPTIONS.get(name, name)] = value
+    return options
 
 
 def data_of(case: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
@@ -83,8 +83,8 @@ PLAIN = [
 @pytest.mark.parametrize("name", PLAIN)
 def test_policy_losses(name):
     case = TRINITY[name]
-    loss_name, given = call_of(case)
-    options, (data, leaf) = options_of(given), data_of(case)
+    loss_name, arguments = call_of(case)
+    options, (data, leaf) = options_of(arguments), data_of(case)
     if loss_name == "sapo":
         options["detach_gate"] = True
     if loss_name in ("mix", "mix_chord"):  # upstream's factor: rows of the kind, over sizes that are 1 here
@@ -130,8 +130,8 @@ def test_sapo_gradient():
 
 def test_mix_metric_scale():
     case = TRINITY["loss_mix_metric_scale"]
-    rows, given = case["inputs"]["rows"], case["inputs"]
-    lp, old, adv = (torch.full((rows, 1), float(given[key])) for key in ("logprob", "old_logprob", "advantages"))
+    rows, inputs = case["inputs"]["rows"], case["inputs"]
+    lp, old, adv = (torch.full((rows, 1), float(inputs[key])) for key in ("logprob", "old_logprob", "advantages"))
     for name, scale in (("placeholder_sizes", float(rows)), ("configured_sizes", 1.0)):
         loss = mix(lp, old, adv, [False] * rows, usual_scale=scale)
         expected = case["expected"][name]
@@ -158,9 +158,9 @@ def test_kl(name):
         assert {key: value.item() for key, value in loss.metrics.items()} == close(case["expected"]["metrics"])
         return
     estimator = "low_var_kl" if name == "kl_low_var_clamped" else name.removeprefix("kl_")
-    found = kl(estimator, inputs["logprob"], inputs["ref_logprob"], inputs.get("old_logprob"))
+    estimated = kl(estimator, inputs["logprob"], inputs["ref_logprob"], inputs.get("old_logprob"))
     expected = torch.tensor(case["expected"]["data"])
-    assert found.dtype == torch.float32 and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert estimated.dtype == torch.float32 and torch.allclose(estimated, expected, rtol=1e-5, atol=1e-6)
 
 
 # --- LightRFT ---------------------------------------------------------------------------------------------------------
@@ -173,48 +173,54 @@ def lightrft(name: str) -> tuple[dict[str, Any], Any]:
 
 @pytest.mark.parametrize("name", ["kl_k2", "kl_k3"])
 def test_token_kl(name):
-    given, expected = lightrft(name)
-    found = token_kl(given["log_probs"], given["log_probs_base"], given["action_mask"], estimator=given["kl_estimator"])
-    assert torch.allclose(found, decoded(expected), atol=1e-6)
+    inputs, expected = lightrft(name)
+    estimated = token_kl(
+        inputs["log_probs"], inputs["log_probs_base"], inputs["action_mask"], estimator=inputs["kl_estimator"]
+    )
+    assert torch.allclose(estimated, decoded(expected), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["reward_with_kl_penalty", "reward_clip_range_and_negative_coef"])
 def test_compute_reward(name):
-    given, expected = lightrft(name)
-    clip = tuple(given["reward_clip_range"]) if "reward_clip_range" in given else None
-    found, report = penalize(given["r"], given["kl"], given["action_mask"], coef=given["kl_coef"], reward_clip=clip)
-    assert torch.allclose(found, decoded(expected), atol=1e-6)
+    inputs, expected = lightrft(name)
+    clip = tuple(inputs["reward_clip_range"]) if "reward_clip_range" in inputs else None
+    penalized, report = penalize(
+        inputs["r"], inputs["kl"], inputs["action_mask"], coef=inputs["kl_coef"], reward_clip=clip
+    )
+    assert torch.allclose(penalized, decoded(expected), atol=1e-6)
     assert report.count("no actions") == 0
 
 
 def test_compute_reward_packed():
-    given, expected = lightrft("reward_packed_lists")
-    found, _ = penalize(given["r"], given["kl"], coef=given["kl_coef"])
-    assert [len(row) for row in found] == given["num_actions"]
-    assert all(torch.allclose(row, decoded(want), atol=1e-6) for row, want in zip(found, expected, strict=True))
+    inputs, expected = lightrft("reward_packed_lists")
+    penalized, _ = penalize(inputs["r"], inputs["kl"], coef=inputs["kl_coef"])
+    assert [len(row) for row in penalized] == inputs["num_actions"]
+    assert all(
+        torch.allclose(row, decoded(encoded), atol=1e-6) for row, encoded in zip(penalized, expected, strict=True)
+    )
 
 
 def test_reward_of_a_row_without_actions():
-    given, _ = lightrft("reward_all_masked_row")
-    mask = torch.tensor(given["action_mask"])
-    found, report = penalize(given["r"], given["kl"], mask, coef=given["kl_coef"])
-    assert (found == 0).all() and report.which("no actions") == [0]
+    inputs, _ = lightrft("reward_all_masked_row")
+    mask = torch.tensor(inputs["action_mask"])
+    penalized, report = penalize(inputs["r"], inputs["kl"], mask, coef=inputs["kl_coef"])
+    assert (penalized == 0).all() and report.which("no actions") == [0]
 
 
 def test_adaptive_kl():
-    given, expected = lightrft("adaptive_kl")
-    control = AdaptiveKL(given["init"], given["target"], given["horizon"])
-    found = []
-    for measured, steps in given["updates"]:
+    inputs, expected = lightrft("adaptive_kl")
+    control = AdaptiveKL(inputs["init"], inputs["target"], inputs["horizon"])
+    coefficients = []
+    for measured, steps in inputs["updates"]:
         control.update(measured, steps)
-        found.append(control.value)
-    assert found == close(expected)
+        coefficients.append(control.value)
+    assert coefficients == close(expected)
 
 
 def actor() -> dict[str, torch.Tensor]:
-    given, _ = lightrft("ppo_policy_loss")
+    inputs, _ = lightrft("ppo_policy_loss")
     names = {"action_mask": "mask", "log_probs": "new_logprobs", "old_log_probs": "old_logprobs"}
-    return {names.get(key, key): value for key, value in given.items()}
+    return {names.get(key, key): value for key, value in inputs.items()}
 
 
 LIKE_LIGHTRFT: dict[str, Any] = {"mode": "seq-mean-token-mean", "dual_clip": None}
@@ -228,23 +234,23 @@ def test_ppo_policy_loss():
     )
     total = LIGHTRFT["total_actor_loss_kl_loss_k3"]
     assert total["inputs"]["kl_coef"] == 0.01
-    found = ppo(**data, **LIKE_LIGHTRFT).value + regular.value
-    assert found.item() == close(total["lightrft_output"]["data"])
+    loss = ppo(**data, **LIKE_LIGHTRFT).value + regular.value
+    assert loss.item() == close(total["lightrft_output"]["data"])
 
 
 def test_ppo_policy_loss_with_a_fully_masked_row():
     data = actor()
     mask = torch.tensor(LIGHTRFT["ppo_policy_loss_fully_masked_row_nan"]["inputs"]["action_mask"])
-    found = ppo(**(data | {"mask": mask}), **LIKE_LIGHTRFT)
+    masked = ppo(**(data | {"mask": mask}), **LIKE_LIGHTRFT)
     rest = ppo(**{key: value[1:] for key, value in (data | {"mask": mask}).items()}, **LIKE_LIGHTRFT)
-    assert found.value.item() == close(rest.value.item()) and found.value.isfinite()
+    assert masked.value.item() == close(rest.value.item()) and masked.value.isfinite()
 
 
 @pytest.mark.parametrize(("name", "clip"), [("value_loss_clipped", 0.2), ("value_loss_unclipped", None)])
 def test_value_loss(name, clip):
-    given, expected = lightrft(name)
+    inputs, expected = lightrft(name)
     values, returns, mask, old = (
-        None if key not in given else torch.tensor(given[key])
+        None if key not in inputs else torch.tensor(inputs[key])
         for key in ("values", "returns", "action_mask", "old_values")
     )
     assert value_loss(values, returns, mask, old, clip=clip).value.item() == close(expected["data"])

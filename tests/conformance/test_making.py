@@ -37,12 +37,12 @@ def maker(**args: Any) -> NaiveExperienceMaker:
 
 def experiences(rewards: list[list[float]], slots: int = 2) -> list[Experience]:
     """Batches as upstream's harness has them: rewards, no ids."""
-    made = []
+    batches = []
     for part in rewards:
         ones = torch.ones(len(part), slots)
         info = {"reward": torch.tensor(part), "response_length": ones.sum(1), "total_length": ones.sum(1)}
-        made.append(Experience(ones.long(), ones, None, None, None, None, ones.long(), ones.bool(), info))
-    return made
+        batches.append(Experience(ones.long(), ones, None, None, None, None, ones.long(), ones.bool(), info))
+    return batches
 
 
 # --- process_sequences -------------------------------------------------------------------------------------------
@@ -50,11 +50,11 @@ def experiences(rewards: list[list[float]], slots: int = 2) -> list[Experience]:
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("procseq_")])
 def test_sequences_are_read_and_never_rewritten(case: str) -> None:
-    given = CASES[case]["inputs"]
-    before = torch.tensor(given["sequences"])
+    inputs = CASES[case]["inputs"]
+    before = torch.tensor(inputs["sequences"])
     actor = Actor(tiny.llama())
     sequences, attention, actions = actor.process_sequences(
-        before.clone(), given["input_len"], given["eos_token_id"], given["pad_token_id"]
+        before.clone(), inputs["input_len"], inputs["eos_token_id"], inputs["pad_token_id"]
     )
     assert torch.equal(sequences, before)
     expected = decoded(CASES[case]["lightrft_output"])
@@ -74,60 +74,62 @@ def test_sequences_are_read_and_never_rewritten(case: str) -> None:
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("naive_process_")])
 def test_processing(case: str) -> None:
     rewards = CASES["naive_process_rloo"]["inputs"]["reward per micro-batch"]
-    given = CASES[case]["inputs"]
-    made = maker(advantage_estimator=given["advantage_estimator"], n_samples_per_prompt=4)
+    inputs = CASES[case]["inputs"]
+    processor = maker(advantage_estimator=inputs["advantage_estimator"], n_samples_per_prompt=4)
     batches = experiences(rewards)
-    same, found = made.process_experiences(batches)
+    same, shaped = processor.process_experiences(batches)
     expected = CASES[case]["lightrft_output"] if CASES[case]["kind"] == "conform" else CASES[case]["better"]
-    assert [one is other for one, other in zip(same, batches, strict=True)] == [True] * len(batches)
-    for part, other in zip(found, expected, strict=True):
+    assert [batch is other for batch, other in zip(same, batches, strict=True)] == [True] * len(batches)
+    for part, other in zip(shaped, expected, strict=True):
         assert part.tolist() == pytest.approx(other, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", ["gae_g1.0_l1.0", "gae_g1.0_l0.95"])
 def test_gae(case: str) -> None:
-    given = decoded(CASES[case]["inputs"])
+    inputs = decoded(CASES[case]["inputs"])
     expected = decoded(CASES[case]["lightrft_output"])
-    found = maker().get_advantages_and_returns(
-        given["values"], given["rewards"], given["action_mask"], given["gamma"], given["lambd"]
+    estimated = maker().get_advantages_and_returns(
+        inputs["values"], inputs["rewards"], inputs["action_mask"], inputs["gamma"], inputs["lambd"]
     )
-    for made, name in zip(found, ("advantages", "returns"), strict=True):
-        torch.testing.assert_close(made, expected[name], rtol=1e-5, atol=1e-6)
+    for column, name in zip(estimated, ("advantages", "returns"), strict=True):
+        torch.testing.assert_close(column, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_gae_of_lists_is_lists() -> None:
     case = CASES["gae_packed_lists"]
-    given = case["inputs"]
-    rows = {name: [torch.tensor(row) for row in given[name]] for name in ("values", "rewards")}
-    found = maker().get_advantages_and_returns(rows["values"], rows["rewards"], None, given["gamma"], given["lambd"])
-    for made, expected in zip(found, decoded(case["lightrft_output"]), strict=True):
-        assert type(made) is list
-        for row, other in zip(made, expected, strict=True):
+    inputs = case["inputs"]
+    rows = {name: [torch.tensor(row) for row in inputs[name]] for name in ("values", "rewards")}
+    estimated = maker().get_advantages_and_returns(
+        rows["values"], rows["rewards"], None, inputs["gamma"], inputs["lambd"]
+    )
+    for column, expected in zip(estimated, decoded(case["lightrft_output"]), strict=True):
+        assert type(column) is list
+        for row, other in zip(column, expected, strict=True):
             torch.testing.assert_close(row, other, rtol=1e-5, atol=1e-6)
 
 
 def test_gae_skips_what_a_tool_wrote() -> None:
     case = CASES["gae_interior_mask_wrong_bootstrap"]
-    given = case["inputs"]
-    values, rewards, mask = (torch.tensor(given[name]) for name in ("values", "rewards", "action_mask"))
-    advantages, _ = maker().get_advantages_and_returns(values, rewards, mask.bool(), given["gamma"], given["lambd"])
+    inputs = case["inputs"]
+    values, rewards, mask = (torch.tensor(inputs[name]) for name in ("values", "rewards", "action_mask"))
+    advantages, _ = maker().get_advantages_and_returns(values, rewards, mask.bool(), inputs["gamma"], inputs["lambd"])
     assert advantages[0].tolist() == pytest.approx(case["better"], abs=1e-6)
 
 
 @pytest.mark.parametrize("case", ["cumret_g1.0", "cumret_g0.5"])
 def test_cumulative_returns(case: str) -> None:
-    given = decoded(CASES[case]["inputs"])
-    found = maker().get_cumulative_returns(given["rewards"], given["action_mask"], given["gamma"])
-    torch.testing.assert_close(found, decoded(CASES[case]["lightrft_output"]), rtol=1e-5, atol=1e-6)
+    inputs = decoded(CASES[case]["inputs"])
+    returns = maker().get_cumulative_returns(inputs["rewards"], inputs["action_mask"], inputs["gamma"])
+    torch.testing.assert_close(returns, decoded(CASES[case]["lightrft_output"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "zero_variance" in name or name.endswith("n1_nan")])
 def test_groups_without_a_difference_say_nothing(case: str) -> None:
     rewards = CASES[case]["inputs"]["rewards"]
     estimator = "rloo" if "rloo" in case else "group_norm"
-    made = maker(advantage_estimator=estimator, n_samples_per_prompt=CASES[case]["inputs"]["n_samples_per_prompt"])
-    _, found = made.process_experiences(experiences([list(row) for row in rewards]))
-    assert all(score == 0 for part in found for score in part.tolist())
+    processor = maker(advantage_estimator=estimator, n_samples_per_prompt=CASES[case]["inputs"]["n_samples_per_prompt"])
+    _, shaped = processor.process_experiences(experiences([list(row) for row in rewards]))
+    assert all(score == 0 for part in shaped for score in part.tolist())
 
 
 def test_batches_of_any_size_get_their_own() -> None:
@@ -135,31 +137,31 @@ def test_batches_of_any_size_get_their_own() -> None:
     sizes, n = case["inputs"]["micro-batch sizes"], case["inputs"]["n_samples_per_prompt"]
     flat = [float(i) for i in range(sum(sizes))]
     rewards = [flat[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
-    _, found = maker(advantage_estimator="rloo", n_samples_per_prompt=n).process_experiences(experiences(rewards))
-    assert [len(part) for part in found] == case["better"]
+    _, shaped = maker(advantage_estimator="rloo", n_samples_per_prompt=n).process_experiences(experiences(rewards))
+    assert [len(part) for part in shaped] == case["better"]
 
 
 def test_an_overlong_response_is_fined_and_its_reward_kept() -> None:
     case = CASES["overlong_penalty"]
-    given = case["inputs"]
-    made = maker(
+    inputs = case["inputs"]
+    processor = maker(
         advantage_estimator="reinforce",
         overlong_buffer=True,
-        overlong_buffer_len=given["overlong_buffer_len"],
-        overlong_buffer_penalty_factor=given["penalty_factor"],
+        overlong_buffer_len=inputs["overlong_buffer_len"],
+        overlong_buffer_penalty_factor=inputs["penalty_factor"],
     )
-    (batch,) = experiences([[given["reward"]] * 3])
-    batch.info["response_length"] = torch.tensor([float(length) for length in given["lengths"]])
-    (batch,), (found,) = made.process_experiences([batch], max_new_tokens=given["max_new_tokens"])
-    assert found.tolist() == pytest.approx(case["lightrft_output"]["shaped"][0])
+    (batch,) = experiences([[inputs["reward"]] * 3])
+    batch.info["response_length"] = torch.tensor([float(length) for length in inputs["lengths"]])
+    (batch,), (shaped,) = processor.process_experiences([batch], max_new_tokens=inputs["max_new_tokens"])
+    assert shaped.tolist() == pytest.approx(case["lightrft_output"]["shaped"][0])
     assert batch.info["reward"].tolist() == decoded(case["lightrft_output"]["info_reward"]).tolist()
 
 
 def test_equal_rewards_stay_finite_in_the_running_norm() -> None:
     rewards = CASES["running_norm_constant_reward_explodes"]["inputs"]["rewards"]
-    made = maker(advantage_estimator="reinforce", reward_running_norm=True)
-    _, (found,) = made.process_experiences(experiences([rewards]))
-    assert found.tolist() == rewards
+    processor = maker(advantage_estimator="reinforce", reward_running_norm=True)
+    _, (normalized,) = processor.process_experiences(experiences([rewards]))
+    assert normalized.tolist() == rewards
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
@@ -167,36 +169,42 @@ def test_equal_rewards_stay_finite_in_the_running_norm() -> None:
 
 def test_each_sample_has_its_prompts_label_and_reference() -> None:
     case = CASES["text_only_prompts_refs_misaligned"]
-    given = case["inputs"]
-    config = MakerConfig.from_args({name: given[name] for name in ("n_samples_per_prompt", "micro_rollout_batch_size")})
+    inputs = case["inputs"]
+    config = MakerConfig.from_args(
+        {name: inputs[name] for name in ("n_samples_per_prompt", "micro_rollout_batch_size")}
+    )
     engine = ScriptedEngine(["x"], tokenizer=tiny.bytes_())
-    made = NaiveExperienceMaker(None, None, None, None, tiny.bytes_(), 16, None, config=config, engine=engine)
-    found = made.generate_samples(given["prompts"], all_labels=given["labels"], all_references=given["references"])
-    shown = [{name: getattr(part, name) for name in ("prompts", "labels", "references")} for part in found]
+    experience_maker = NaiveExperienceMaker(
+        None, None, None, None, tiny.bytes_(), 16, None, config=config, engine=engine
+    )
+    samples = experience_maker.generate_samples(
+        inputs["prompts"], all_labels=inputs["labels"], all_references=inputs["references"]
+    )
+    shown = [{name: getattr(part, name) for name in ("prompts", "labels", "references")} for part in samples]
     assert shown == case["better"]
 
 
 def test_packed_samples() -> None:
     case = CASES["packed_samples_format"]
     engine = ScriptedEngine(case["inputs"]["outputs"])
-    found = make_samples(engine.generate(case["inputs"]["prompts tokens"]), packed=True)
+    samples = make_samples(engine.generate(case["inputs"]["prompts tokens"]), packed=True)
     for name, expected in decoded(case["lightrft_output"]).items():
-        value = getattr(found, name)
+        value = getattr(samples, name)
         if isinstance(expected, torch.Tensor):
             assert torch.equal(value, expected) and value.dtype == expected.dtype
         else:
             assert value == expected
-    for counts in (found.num_actions, copy.deepcopy(found).packed_seq_lens, found.to_device("cpu").num_actions):
+    for counts in (samples.num_actions, copy.deepcopy(samples).packed_seq_lens, samples.to_device("cpu").num_actions):
         assert counts.dtype == torch.int64 and counts.shape == (2,)
         assert counts != [2] and torch.equal(counts == torch.tensor([0, 1]), torch.tensor([False, False]))
 
 
 def test_packed_experience_is_the_padded_one() -> None:
     """`packed_make_experience_list_crashes`: per-sample experiences equal to the unpacked path."""
-    found = {}
+    by_packing = {}
     for packing in (False, True):
         engine = ScriptedEngine({"a": [[20, 2], [21, 21, 2]], "b": [[22, 2], [23, 2]]})
-        made = NaiveExperienceMaker(
+        experience_maker = NaiveExperienceMaker(
             None,
             None,
             None,
@@ -208,8 +216,8 @@ def test_packed_experience_is_the_padded_one() -> None:
             config=MakerConfig(n_samples_per_prompt=2, packing_samples=packing, advantage_estimator="dr_grpo", seed=1),
             engine=engine,
         )
-        found[packing] = made.make_experience_list(["a", "b"])
-    (padded,), (packed,) = found[False], found[True]
+        by_packing[packing] = experience_maker.make_experience_list(["a", "b"])
+    (padded,), (packed,) = by_packing[False], by_packing[True]
     assert packed.layout == "packed" and padded.layout == "padded"
     for name in ("sequences", "advantages", "returns", "action_log_probs"):
         for row, other in zip(getattr(packed, name), getattr(padded.pack(), name), strict=True):
@@ -222,13 +230,13 @@ def test_packed_experience_is_the_padded_one() -> None:
 
 def test_images_are_counted_by_prompt() -> None:
     picture = tiny.picture()
-    made = make_prompts(["a", "b", "c"], images=[picture, None, [picture, picture]])
-    assert [len(prompt.images) for prompt in made] == CASES["images_num"]["lightrft_output"]
+    prompts = make_prompts(["a", "b", "c"], images=[picture, None, [picture, picture]])
+    assert [len(prompt.images) for prompt in prompts] == CASES["images_num"]["lightrft_output"]
 
 
 def test_each_prompt_is_sent_with_its_own_images() -> None:
     case = CASES["mixed_batch_image_dropped_at_rollout"]
-    given = case["inputs"]
+    inputs = case["inputs"]
     seen: list[dict[str, Any]] = []
 
     def look(prompt: Prompt, run: int) -> list[int]:
@@ -236,8 +244,8 @@ def test_each_prompt_is_sent_with_its_own_images() -> None:
         seen.append({"prompt": prompt.text, **media})
         return [2]
 
-    made = NaiveExperienceMaker(None, None, None, None, None, 16, None, engine=ScriptedEngine(look))
-    made.generate_samples(given["prompts"], all_images=given["images"])
+    experience_maker = NaiveExperienceMaker(None, None, None, None, None, 16, None, engine=ScriptedEngine(look))
+    experience_maker.generate_samples(inputs["prompts"], all_images=inputs["images"])
     assert seen == case["better"]
 
 
@@ -286,7 +294,7 @@ def test_a_remote_model_gets_every_image_and_label() -> None:
         scores = as_reward(server.url)(inputs)
     body = server.requests[0]
     assert sorted(body) == case["better"]["payload_keys"]
-    sizes = [list(Image.open(io.BytesIO(base64.b64decode(one))).size) for one in body["images"][0]]
+    sizes = [list(Image.open(io.BytesIO(base64.b64decode(encoded))).size) for encoded in body["images"][0]]
     assert sizes == case["better"]["decoded_sizes"]
     assert scores.rewards == [1.0] and scores.to_tensors()[0].dtype == torch.float32
 
@@ -296,44 +304,44 @@ def test_a_remote_model_gets_every_image_and_label() -> None:
 
 def test_the_kl_penalty_lies_on_every_token() -> None:
     case = CASES["reward_with_kl_penalty"]
-    given = decoded(case["inputs"])
-    mask = given["action_mask"].bool()
+    inputs = decoded(case["inputs"])
+    mask = inputs["action_mask"].bool()
     rows, slots = mask.shape
 
     def policy(sequences: Any, num_actions: int, attention_mask: Any, **_: Any) -> torch.Tensor:
-        return given["kl"]  # against a reference of 0, k1 is this
+        return inputs["kl"]  # against a reference of 0, k1 is this
 
     def reference(sequences: Any, num_actions: int, attention_mask: Any, **_: Any) -> torch.Tensor:
         return torch.zeros(rows, slots)
 
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         policy,
         None,
-        lambda sequences, attention_mask: given["r"],
+        lambda sequences, attention_mask: inputs["r"],
         reference,
         None,
         8,
-        given["kl_coef"],
+        inputs["kl_coef"],
         config=MakerConfig(advantage_estimator="reinforce"),
     )
     attention = torch.cat([torch.ones(rows, 1), mask], dim=1).long()
     samples = Samples(
         attention, attention, mask, slots, None, mask.sum(1).float(), attention.sum(1).float(), None, None, None
     )
-    batch = made.make_experience(samples)
+    batch = experience_maker.make_experience(samples)
     expected = decoded(case["lightrft_output"])
-    _, scored = made.process_experiences([batch])
+    _, scored = experience_maker.process_experiences([batch])
     from rollbook.algorithms.kl import penalize
 
-    found, _ = penalize(scored[0], batch.kl, batch.action_mask, coef=given["kl_coef"])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    penalized, _ = penalize(scored[0], batch.kl, batch.action_mask, coef=inputs["kl_coef"])
+    torch.testing.assert_close(penalized, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_reinforce_baseline_takes_gamma_1() -> None:
     case = CASES["reinforce_baseline_forces_gamma1"]
     engine = ScriptedEngine([[20, 21, 2], [20, 21, 2]])
     rewards = iter([2.0, 0.0])
-    made = NaiveExperienceMaker(
+    experience_maker = NaiveExperienceMaker(
         None,
         None,
         None,
@@ -346,7 +354,7 @@ def test_reinforce_baseline_takes_gamma_1() -> None:
         engine=engine,
     )
     with pytest.warns(UserWarning, match="gamma"):
-        (batch,) = made.make_experience_list([[5, 6]], gamma=case["inputs"]["gamma"])
+        (batch,) = experience_maker.make_experience_list([[5, 6]], gamma=case["inputs"]["gamma"])
     assert batch.advantages[:1].tolist() == decoded(case["lightrft_output"])["advantages"].tolist()
 
 

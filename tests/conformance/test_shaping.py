@@ -30,8 +30,8 @@ from tests.conformance.algorithms import LIGHTRFT, TRINITY, call_of, decoded
 
 def tensor(value: Any) -> torch.Tensor:
     """A tensor of the cases, which is written as one, or as nested lists."""
-    found = decoded(value)
-    return found if isinstance(found, torch.Tensor) else torch.tensor(found)
+    parsed = decoded(value)
+    return parsed if isinstance(parsed, torch.Tensor) else torch.tensor(parsed)
 
 
 # --- LightRFT -------------------------------------------------------------------------------------------------------
@@ -40,22 +40,22 @@ def tensor(value: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["cfw_half_degenerate", "cfw_all_degenerate", "cfw_clipped_to_3", "cfw_no_degenerate"])
 def test_clip_filter_like_weight(name: str) -> None:
     case = LIGHTRFT[name]
-    wanted = tensor(case["lightrft_output"])
+    expected = tensor(case["lightrft_output"])
     for rewards in (case["inputs"]["rewards"], tensor(case["inputs"]["rewards"])):
-        got = clip_filter_like_weight_func(rewards)
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
+        actual = clip_filter_like_weight_func(rewards)
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 def test_overlong_penalty() -> None:
     case = LIGHTRFT["overlong_penalty"]
-    given = case["inputs"]
-    raw = torch.full((len(given["lengths"]),), given["reward"])
+    inputs = case["inputs"]
+    raw = torch.full((len(inputs["lengths"]),), inputs["reward"])
     shaped = shape_overlong(
         raw,
-        given["lengths"],
-        max_length=given["max_new_tokens"],
-        buffer=given["overlong_buffer_len"],
-        factor=given["penalty_factor"],
+        inputs["lengths"],
+        max_length=inputs["max_new_tokens"],
+        buffer=inputs["overlong_buffer_len"],
+        factor=inputs["penalty_factor"],
     )
     assert shaped.rewards.tolist() == case["lightrft_output"]["shaped"][0]
     assert torch.equal(raw, tensor(case["lightrft_output"]["info_reward"]))
@@ -64,38 +64,38 @@ def test_overlong_penalty() -> None:
 def test_reinforce_compute_clip() -> None:
     """The bound and LightRFT's share, of all slots of the batch; by default it is of the tokens that count."""
     case = LIGHTRFT["reinforce_compute_clip"]
-    given, wanted = case["inputs"], case["lightrft_output"]
-    returns, mask = tensor(wanted["returns"]), tensor(given["action_mask"])
-    assert given["gamma"] == 1.0
-    assert torch.equal(tensor(given["final_reward"]).flip(-1).cumsum(-1).flip(-1) * mask, returns)
-    found = clip_advantages(returns, mask, given["advantage_clip"], over="slots")
-    assert torch.equal(found.advantages, tensor(wanted["advantages"]))
-    share = tensor(wanted["info"]["advantage_clip_frac"])
-    assert torch.allclose(torch.full_like(share, found.fraction), share, atol=1e-6)
-    ours = clip_advantages(returns, mask, given["advantage_clip"])
-    assert (ours.fraction, ours.fractions.tolist()) == (2 / 5, [0.0, 1.0])
+    inputs, expected = case["inputs"], case["lightrft_output"]
+    returns, mask = tensor(expected["returns"]), tensor(inputs["action_mask"])
+    assert inputs["gamma"] == 1.0
+    assert torch.equal(tensor(inputs["final_reward"]).flip(-1).cumsum(-1).flip(-1) * mask, returns)
+    over_slots = clip_advantages(returns, mask, inputs["advantage_clip"], over="slots")
+    assert torch.equal(over_slots.advantages, tensor(expected["advantages"]))
+    share = tensor(expected["info"]["advantage_clip_frac"])
+    assert torch.allclose(torch.full_like(share, over_slots.fraction), share, atol=1e-6)
+    over_actions = clip_advantages(returns, mask, inputs["advantage_clip"])
+    assert (over_actions.fraction, over_actions.fractions.tolist()) == (2 / 5, [0.0, 1.0])
 
 
 def test_gae_compute_norm_clip() -> None:
     """Better: the share of tokens that count beyond the bound, before they are clipped; upstream always says 0."""
     case = LIGHTRFT["gae_compute_norm_clip"]
-    given = case["inputs"]
+    inputs = case["inputs"]
     advantages = []
-    for rewards, values, mask in zip(given["final_reward"], given["values"], given["action_mask"], strict=True):
+    for rewards, values, mask in zip(inputs["final_reward"], inputs["values"], inputs["action_mask"], strict=True):
         row, ahead, value = [0.0] * len(rewards), 0.0, 0.0
         for t in range(sum(mask) - 1, -1, -1):  # nothing is masked but the end
-            ahead = rewards[t] + given["gamma"] * value - values[t] + given["gamma"] * given["lambd"] * ahead
+            ahead = rewards[t] + inputs["gamma"] * value - values[t] + inputs["gamma"] * inputs["lambd"] * ahead
             row[t], value = ahead, values[t]
         advantages.append(row)
-    mask = tensor(given["action_mask"])
+    mask = tensor(inputs["action_mask"])
     white = whiten(torch.tensor(advantages), mask, eps=1e-9, eps_in="std")
-    found = clip_advantages(white, mask, given["advantage_clip"])
-    wanted = tensor(case["lightrft_output"]["advantages"])
-    assert torch.allclose(found.advantages[mask.bool()], wanted[mask.bool()], atol=1e-5)
-    beyond = (white.abs() > given["advantage_clip"]) & mask.bool()
-    assert found.fraction == pytest.approx(beyond.sum().item() / mask.sum().item()) and found.fraction == 0.2
-    assert found.fractions.tolist() == [0.0, 0.5]
-    assert found.advantages[1, 2] == 0.0
+    clipped = clip_advantages(white, mask, inputs["advantage_clip"])
+    expected = tensor(case["lightrft_output"]["advantages"])
+    assert torch.allclose(clipped.advantages[mask.bool()], expected[mask.bool()], atol=1e-5)
+    beyond = (white.abs() > inputs["advantage_clip"]) & mask.bool()
+    assert clipped.fraction == pytest.approx(beyond.sum().item() / mask.sum().item()) and clipped.fraction == 0.2
+    assert clipped.fractions.tolist() == [0.0, 0.5]
+    assert clipped.advantages[1, 2] == 0.0
 
 
 def test_running_norm_constant_reward() -> None:
@@ -112,19 +112,19 @@ def test_running_norm_constant_reward() -> None:
 )
 def test_high_entropy_mask(name: str) -> None:
     case = LIGHTRFT[name]
-    given = case["inputs"]
-    entropy, mask = tensor(given["entropy"]), tensor(given["action_mask"])
-    got = high_entropy_mask(entropy, mask, given["ratio"])
-    assert got.tolist() == tensor(case["lightrft_output"]).bool().tolist()
-    rows = high_entropy_mask(list(entropy), list(mask), given["ratio"])
-    assert [row.tolist() for row in rows] == got.tolist()
+    inputs = case["inputs"]
+    entropy, mask = tensor(inputs["entropy"]), tensor(inputs["action_mask"])
+    selected = high_entropy_mask(entropy, mask, inputs["ratio"])
+    assert selected.tolist() == tensor(case["lightrft_output"]).bool().tolist()
+    rows = high_entropy_mask(list(entropy), list(mask), inputs["ratio"])
+    assert [row.tolist() for row in rows] == selected.tolist()
 
 
 def test_high_entropy_picks_no_masked_token() -> None:
     case = LIGHTRFT["high_entropy_picks_masked_token"]
-    given = case["inputs"]
-    got = high_entropy_mask(tensor(given["entropy"]), tensor(given["action_mask"]), given["ratio"])
-    assert got.int().tolist() == case["better"]
+    inputs = case["inputs"]
+    selected = high_entropy_mask(tensor(inputs["entropy"]), tensor(inputs["action_mask"]), inputs["ratio"])
+    assert selected.int().tolist() == case["better"]
 
 
 # --- Trinity's operators --------------------------------------------------------------------------------------------
@@ -136,9 +136,9 @@ def rows_of(case: dict[str, Any]) -> tuple[list[Any], list[int], list[int]]:
     return [decoded(row["r"]) for row in rows], [row["task"] for row in rows], [row["run"] for row in rows]
 
 
-def kept_of(case: dict[str, Any], kept: list[int]) -> list[list[Any]]:
+def kept_of(case: dict[str, Any], rows: list[int]) -> list[list[Any]]:
     rewards, tasks, runs = rows_of(case)
-    return [[tasks[i], runs[i], rewards[i]] for i in kept]
+    return [[tasks[i], runs[i], rewards[i]] for i in rows]
 
 
 def wanted_of(case: dict[str, Any]) -> Any:
@@ -147,40 +147,40 @@ def wanted_of(case: dict[str, Any]) -> Any:
 
 def test_op_reward_filter() -> None:
     case = TRINITY["op_reward_filter"]
-    found = reward_at_least(rows_of(case)[0])
-    assert kept_of(case, found.rows) == wanted_of(case)
-    assert found.report.count("below threshold") == case["expected"]["metrics"]["filtered_count"]
+    filtered = reward_at_least(rows_of(case)[0])
+    assert kept_of(case, filtered.rows) == wanted_of(case)
+    assert filtered.report.count("below threshold") == case["expected"]["metrics"]["filtered_count"]
 
 
 def test_op_reward_std() -> None:
     case = TRINITY["op_reward_std"]
     rewards, tasks, _ = rows_of(case)
-    found = zero_variance(rewards, tasks)
-    assert kept_of(case, found.rows) == wanted_of(case)
+    filtered = zero_variance(rewards, tasks)
+    assert kept_of(case, filtered.rows) == wanted_of(case)
     metrics = dict(case["expected"]["metrics"])
-    assert len(rewards) - len(found.rows) == metrics.pop("operator_filtered_count")
+    assert len(rewards) - len(filtered.rows) == metrics.pop("operator_filtered_count")
     start = "origin_group_advantages/"
-    assert {name: found.report.metrics[name.removeprefix(start)] for name in metrics} == metrics
+    assert {name: filtered.report.metrics[name.removeprefix(start)] for name in metrics} == metrics
 
 
 def test_op_dapo() -> None:
     case = TRINITY["op_dapo"]
     rewards, tasks, _ = rows_of(case)
-    found = dynamic_sampling(rewards, tasks)
-    assert kept_of(case, found.rows) == wanted_of(case)
+    filtered = dynamic_sampling(rewards, tasks)
+    assert kept_of(case, filtered.rows) == wanted_of(case)
     metrics = case["expected"]["metrics"]
-    assert found.report.count("all correct") == metrics["dropped_all_correct"]
-    assert found.report.count("all wrong") == metrics["dropped_all_wrong"]
-    assert len(rewards) - len(found.rows) == metrics["filtered_count"]
-    assert found.report.which("singleton group") == [6]  # which upstream's counters leave out
+    assert filtered.report.count("all correct") == metrics["dropped_all_correct"]
+    assert filtered.report.count("all wrong") == metrics["dropped_all_wrong"]
+    assert len(rewards) - len(filtered.rows) == metrics["filtered_count"]
+    assert filtered.report.which("singleton group") == [6]  # which upstream's counters leave out
 
 
 def test_op_invalid() -> None:
     case = TRINITY["op_invalid"]
     rewards = rows_of(case)[0]
-    found = invalid_rewards(rewards, infinite="keep")
-    assert kept_of(case, found.rows) == wanted_of(case)
-    assert found.report.count("missing reward") == case["expected"]["metrics"]["filtered_count"]
+    filtered = invalid_rewards(rewards, infinite="keep")
+    assert kept_of(case, filtered.rows) == wanted_of(case)
+    assert filtered.report.count("missing reward") == case["expected"]["metrics"]["filtered_count"]
     assert invalid_rewards(rewards).rows == [3]  # an infinite reward makes its whole group NaN: dropped by default
 
 
@@ -192,8 +192,8 @@ def test_op_shaping() -> None:
     for step in steps["reward_shaping_configs"]:
         values = [row.get("info", {}).get(step["stats_key"]) for row in case["inputs"]]
         shaped = shape_by(shaped, values, step["op_type"], step["weight"]).rewards
-    got = [None if math.isnan(reward) else reward for reward in shaped.tolist()]
-    assert got == [reward for _, _, reward in case["expected"]["kept"]]
+    shaped_rewards = [None if math.isnan(reward) else reward for reward in shaped.tolist()]
+    assert shaped_rewards == [reward for _, _, reward in case["expected"]["kept"]]
     assert difference(rewards, shaped) == pytest.approx(case["expected"]["metrics"])
     assert rewards == rows_of(case)[0]
 
@@ -201,8 +201,8 @@ def test_op_shaping() -> None:
 def test_op_pass_rate() -> None:
     case = TRINITY["op_pass_rate"]
     tasks = [row["info"]["task_index"] for row in case["inputs"]]
-    found = pass_rates(rows_of(case)[0], [(task["taskset_id"], task["index"]) for task in tasks])
+    rates = pass_rates(rows_of(case)[0], [(task["taskset_id"], task["index"]) for task in tasks])
     metrics = dict(case["expected"]["metrics"])
-    assert {str(name): part for name, part in found.by_taskset().items()} == metrics.pop("selector_metric")
-    assert {f"selection/{name}": value for name, value in found.report.metrics.items()} == metrics
+    assert {str(name): part for name, part in rates.by_taskset().items()} == metrics.pop("selector_metric")
+    assert {f"selection/{name}": value for name, value in rates.report.metrics.items()} == metrics
     assert pass_rates([], []).report.metrics["valid_ratio"] == 0.0  # NaN upstream

@@ -123,12 +123,14 @@ def test_signature(module: str, promise: str) -> None:
     own_parameters = parameters(actual)
     own_by_place = [p for p in own_parameters if p.kind is not p.KEYWORD_ONLY]
     own_by_keyword = [p for p in own_parameters if p.kind is p.KEYWORD_ONLY]
-    for expected, own in [
+    for expected, parameter in [
         *zip(by_place, own_by_place, strict=False),
         *zip(by_keyword, own_by_keyword, strict=False),
     ]:
-        assert (own.name, own.kind) == (expected.name, expected.kind)
-        assert own.default == expected.default or (expected.default is ANY and own.default is not own.empty)
+        assert (parameter.name, parameter.kind) == (expected.name, expected.kind)
+        assert parameter.default == expected.default or (
+            expected.default is ANY and parameter.default is not parameter.empty
+        )
     assert len(own_by_place) >= len(by_place) and len(own_by_keyword) >= len(by_keyword)
     for added in [*own_by_place[len(by_place) :], *own_by_keyword[len(by_keyword) :]]:
         assert added.default is not added.empty

@@ -65,8 +65,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def tensor(given: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor(given["data"], dtype=getattr(torch, given["dtype"])).reshape(given["shape"])
+def tensor(encoded: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(encoded["data"], dtype=getattr(torch, encoded["dtype"])).reshape(encoded["shape"])
 
 
 def build(inputs: dict[str, Any]) -> Experience:
@@ -75,10 +75,10 @@ def build(inputs: dict[str, Any]) -> Experience:
 
 def expected_fields(record: Experience, expected: dict[str, Any]) -> None:
     for name, value in expected.items():
-        got = getattr(record, name)
+        actual = getattr(record, name)
         if name == "custom_fields":
-            got = [custom.to_dict() for custom in got]
-        assert plain(got) == value, name
+            actual = [custom.to_dict() for custom in actual]
+        assert plain(actual) == value, name
 
 
 def test_every_quirk_has_its_reason() -> None:
@@ -152,17 +152,17 @@ def test_constructor_refuses(name: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[1, 2, 3], (1, 2, 3), range(1, 4), np.array([1, 2, 3])], ids=lambda v: type(v).__name__
+    "tokens", [[1, 2, 3], (1, 2, 3), range(1, 4), np.array([1, 2, 3])], ids=lambda v: type(v).__name__
 )
-def test_ctor_tuple_tokens_dtype(given: Any) -> None:
-    record = Experience(tokens=given)
+def test_ctor_tuple_tokens_dtype(tokens: Any) -> None:
+    record = Experience(tokens=tokens)
     assert plain(record.tokens) == {"dtype": "int32", "shape": [3], "data": [1, 2, 3]}
 
 
 def test_ctor_np_logprobs_dtype() -> None:
     assert Experience(tokens=[1, 2, 3], logprobs=np.array([0.1, 0.2])).logprobs.dtype == torch.float32
-    kept = torch.tensor([0.1, 0.2], dtype=torch.float64)
-    assert Experience(tokens=[1, 2, 3], logprobs=kept).logprobs is kept, "a tensor is kept as given"
+    double = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    assert Experience(tokens=[1, 2, 3], logprobs=double).logprobs is double, "a tensor is kept as given"
 
 
 def test_ctor_eid_dict() -> None:
@@ -179,8 +179,8 @@ def test_to_dict_single() -> None:
 
 def test_to_dict_dpo() -> None:
     case = CASES["to_dict_dpo"]
-    got = build(case["inputs"] | {"eid": EID(**case["inputs"]["eid"])}).to_dict()
-    assert got == case["expected"] | {"response_length": 2, "chosen_length": 1, "rejected_length": 1}
+    plain_record = build(case["inputs"] | {"eid": EID(**case["inputs"]["eid"])}).to_dict()
+    assert plain_record == case["expected"] | {"response_length": 2, "chosen_length": 1, "rejected_length": 1}
 
 
 def test_split_dpo() -> None:
@@ -211,12 +211,12 @@ def test_split_dpo() -> None:
 def test_group_by(name: str, id_type: str) -> None:
     case = CASES[name]
     records = [Experience(tokens=[1, 2], eid=eid) for eid in case["inputs"]]
-    for many in (records, Experiences(records)):
-        groups = group_by(many, id_type)
+    for source in (records, Experiences(records)):
+        groups = group_by(source, id_type)
         assert {key: [row.eid.uid for row in rows] for key, rows in groups.items()} == case["expected"]
         assert list(groups) == list(case["expected"])
         with pytest.raises(ValueError, match="id_type"):
-            group_by(many, "epoch")
+            group_by(source, "epoch")
 
 
 # --- gathers --------------------------------------------------------------------------------------------------------
@@ -232,29 +232,29 @@ def gathered(name: str) -> list[Any]:
 
 
 def test_gathers() -> None:
-    for many in gathered("gather_tokens"):
-        assert plain(gather_token_ids(many, 2, 3, pad_token_id=9)) == CASES["gather_tokens"]["expected"]
-        assert plain(gather_attention_masks(many, 2, 3)) == CASES["gather_attn"]["expected"]
-        assert plain(gather_response_attrs(many, "logprobs", 3)) == CASES["gather_logprobs"]["expected"]
-        assert plain(gather_response_attrs(many, "logprobs", 4, -1)) == CASES["gather_logprobs_pad"]["expected"]
-        assert gather_action_masks(many, 3).tolist() == [[True, True, False], [True, False, True]]
+    for rows in gathered("gather_tokens"):
+        assert plain(gather_token_ids(rows, 2, 3, pad_token_id=9)) == CASES["gather_tokens"]["expected"]
+        assert plain(gather_attention_masks(rows, 2, 3)) == CASES["gather_attn"]["expected"]
+        assert plain(gather_response_attrs(rows, "logprobs", 3)) == CASES["gather_logprobs"]["expected"]
+        assert plain(gather_response_attrs(rows, "logprobs", 4, -1)) == CASES["gather_logprobs_pad"]["expected"]
+        assert gather_action_masks(rows, 3).tolist() == [[True, True, False], [True, False, True]]
 
 
 def test_gather_too_small() -> None:
-    for many in gathered("gather_too_small"):
+    for rows in gathered("gather_too_small"):
         with pytest.raises(ValueError, match="max_prompt_length: got 1.*record 1"):
-            gather_token_ids(many, 1, 3, 0)
+            gather_token_ids(rows, 1, 3, 0)
         with pytest.raises(ValueError, match="max_prompt_length: got 1.*record 1"):
-            gather_attention_masks(many, 1, 3)
+            gather_attention_masks(rows, 1, 3)
         with pytest.raises(ValueError, match="max_response_length: got 2.*record 1"):
-            gather_response_attrs(many, "logprobs", 2)
+            gather_response_attrs(rows, "logprobs", 2)
 
 
 def test_gather_empty() -> None:
-    for many in ([], Experiences()):
-        assert gather_token_ids(many, 1, 1, 0).shape == (0, 2)
-        assert gather_attention_masks(many, 1, 1).shape == (0, 2)
-        assert gather_action_masks(many, 1).shape == (0, 1)
+    for rows in ([], Experiences()):
+        assert gather_token_ids(rows, 1, 1, 0).shape == (0, 2)
+        assert gather_attention_masks(rows, 1, 1).shape == (0, 2)
+        assert gather_action_masks(rows, 1).shape == (0, 1)
 
 
 def test_gather_mm() -> None:
@@ -262,10 +262,10 @@ def test_gather_mm() -> None:
         Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.ones(2, 2)}),
         Experience(tokens=[1, 2], multi_modal_inputs={"p": torch.zeros(1, 2), "extra": torch.ones(1)}),
     ]
-    for many in (rows, Experiences(rows)):
-        got = gather_multi_modal_inputs(many)
-        assert [plain(item) for item in got["p"]] == CASES["gather_mm"]["expected"]["p"]
-        assert [item.numel() for item in got["extra"]] == [0, 1], "keys are the union; nothing is dropped"
+    for source in (rows, Experiences(rows)):
+        gathered_inputs = gather_multi_modal_inputs(source)
+        assert [plain(item) for item in gathered_inputs["p"]] == CASES["gather_mm"]["expected"]["p"]
+        assert [item.numel() for item in gathered_inputs["extra"]] == [0, 1], "keys are the union; nothing is dropped"
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -288,15 +288,15 @@ def test_hf_single_int64() -> None:
 
 
 def test_serialize() -> None:
-    two = Experience.serialize_many([Experience(tokens=[1, 2]), Experience(tokens=[1, 2])])
+    two_records = Experience.serialize_many([Experience(tokens=[1, 2]), Experience(tokens=[1, 2])])
     with pytest.raises(ValueError, match="got 2.*deserialize_many"):
-        Experience.deserialize(two)
+        Experience.deserialize(two_records)
     assert Experience.deserialize_many(Experience.serialize_many([])) == CASES["ser_empty_batch"]["expected"]
     with pytest.raises(ValueError, match="no bytes"):
         Experience.deserialize_many(b"")
-    one = Experience(tokens=[1, 2])
-    for data in (one.serialize(), to_trxp([one])):
-        assert Experience.deserialize(bytearray(data)) == Experience.deserialize(memoryview(data)) == one
+    record = Experience(tokens=[1, 2])
+    for data in (record.serialize(), to_trxp([record])):
+        assert Experience.deserialize(bytearray(data)) == Experience.deserialize(memoryview(data)) == record
         with pytest.raises(WireError):
             Experience.deserialize(data + b"junk")
 

@@ -51,8 +51,8 @@ def test_every_case_is_tested_or_has_a_reason() -> None:
 @pytest.fixture
 def data_proto(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for verl, as the cases were made with."""
-    made = SimpleNamespace(from_dict=lambda tensors, non_tensors: SimpleNamespace(batch=tensors, rows=non_tensors))
-    monkeypatch.setattr(verl, "import_package", lambda *names: SimpleNamespace(DataProto=made))
+    proto = SimpleNamespace(from_dict=lambda tensors, non_tensors: SimpleNamespace(batch=tensors, rows=non_tensors))
+    monkeypatch.setattr(verl, "import_package", lambda *names: SimpleNamespace(DataProto=proto))
 
 
 def check_batch(data: Any, expected: dict[str, Any]) -> None:

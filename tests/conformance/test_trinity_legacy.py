@@ -80,7 +80,7 @@ def test_payload(name: str) -> None:
 @pytest.mark.downloads
 def test_trinity_reads_what_rollbook_writes() -> None:
     """The released wheel, installed by pip when this runs, reads our TRXP: fields, types and kind."""
-    theirs = peers.trinity()
+    trinity = peers.trinity()
     records = [
         Experience(
             eid={"batch": 1, "task": "t", "run": 2, "step": 3},
@@ -102,7 +102,7 @@ def test_trinity_reads_what_rollbook_writes() -> None:
         Experience(tokens=[1, 2, 3], routed_experts=torch.full((2, 2, 2), 300, dtype=torch.int16)),
     ]
     data = to_trxp(records)
-    read = theirs.Experience.deserialize_many(data)
+    read = trinity.Experience.deserialize_many(data)
     assert [item.experience_type for item in read] == [record.experience_type for record in records]
     names = (
         "tokens prompt_length logprobs action_mask truncate_status metrics prompt_text messages tools chosen rejected"
@@ -117,5 +117,5 @@ def test_trinity_reads_what_rollbook_writes() -> None:
     assert read[0].multi_modal_inputs["pixel_values"].shape == (2, 3)
     back = Experience.deserialize_many(data)
     assert back == records, "and nothing is lost on the way back to us"
-    again = Experience.deserialize_many(theirs.Experience.serialize_many(read))
+    again = Experience.deserialize_many(trinity.Experience.serialize_many(read))
     assert [record.experience_type for record in again] == [record.experience_type for record in records]
