@@ -28,7 +28,7 @@ class Run:
         self.runs = runs
         shape = (steps, groups, runs)
         self.n = n = steps * groups * runs
-        self.step, self.task, self.run = (each.reshape(-1) for each in np.indices(shape))
+        self.step, self.task, self.run = (indices.reshape(-1) for indices in np.indices(shape))
         self.group = self.step * groups + self.task
         self.time = self.step / max(steps - 1, 1)
         """[N] from 0 to 1 over the run."""
@@ -87,58 +87,58 @@ class Run:
 
     def centered(self) -> Any:
         """[N] rewards less their group's mean, in its standard deviations."""
-        known = np.isfinite(self.reward)
-        counts = np.maximum(np.bincount(self.group, known), 1)
-        filled = np.where(known, self.reward, 0.0)
-        apart = np.where(known, filled - (np.bincount(self.group, filled) / counts)[self.group], 0.0)
+        scored = np.isfinite(self.reward)
+        counts = np.maximum(np.bincount(self.group, scored), 1)
+        filled = np.where(scored, self.reward, 0.0)
+        apart = np.where(scored, filled - (np.bincount(self.group, filled) / counts)[self.group], 0.0)
         spread = np.sqrt(np.bincount(self.group, apart**2) / counts)[self.group]
         return np.where(spread > 1e-9, apart / np.maximum(spread, 1e-9), 0.0)
 
-    def records(self, mine: Any, advantages: Any) -> Experiences:
+    def records(self, indices: Any, advantages: Any) -> Experiences:
         """Some samples, as columns."""
-        counts = self.lengths[mine]
+        counts = self.lengths[indices]
         sizes = counts + PROMPT
         offsets = np.concatenate([[0], np.cumsum(counts)])
         starts = np.cumsum(sizes) - sizes
-        own = np.array([self.copies.get(int(i), int(i)) for i in mine], np.int64)
+        sources = np.array([self.copies.get(int(i), int(i)) for i in indices], np.int64)
         place = np.arange(int(sizes.sum())) - np.repeat(starts, sizes)
         # Any mixing will do that gives each sample tokens of its own, and copies the same.
-        ids = (np.repeat(own * 2_654_435_761, sizes) + place * 40_503 + place * place * 977) % 65_521 % 30_000 + 10
+        ids = (np.repeat(sources * 2_654_435_761, sizes) + place * 40_503 + place * place * 977) % 65_521 % 30_000 + 10
         prompt = place < PROMPT
-        ids[prompt] = np.repeat(self.group[mine], sizes)[prompt] + place[prompt]
-        for at in np.flatnonzero(self.loop[mine]):
+        ids[prompt] = np.repeat(self.group[indices], sizes)[prompt] + place[prompt]
+        for at in np.flatnonzero(self.loop[indices]):
             end = starts[at] + sizes[at]
             start = starts[at] + PROMPT + counts[at] // 4
             ids[start:end] = np.resize(ids[start : start + 3], end - start)
-        made: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         if self.measured:
             sign = np.where((np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)) % 2, 1.0, -1.0)
-            policy = np.repeat(-self.entropy[mine], counts) + sign * np.repeat(self.mismatch[mine], counts)
-            values = np.repeat(advantages[mine], counts)
-            values[(offsets[:-1] + counts // 2)[self.nan_at[mine]]] = np.nan
-            made = {
-                "logprobs": np.repeat(-self.entropy[mine], counts),
+            policy = np.repeat(-self.entropy[indices], counts) + sign * np.repeat(self.mismatch[indices], counts)
+            values = np.repeat(advantages[indices], counts)
+            values[(offsets[:-1] + counts // 2)[self.nan_at[indices]]] = np.nan
+            columns = {
+                "logprobs": np.repeat(-self.entropy[indices], counts),
                 "old_logprobs": policy,
-                "ref_logprobs": policy + np.repeat(np.interp(self.kl[mine], _K3, _STEPS), counts),
-                "entropy": np.repeat(self.entropy[mine], counts),
+                "ref_logprobs": policy + np.repeat(np.interp(self.kl[indices], _K3, _STEPS), counts),
+                "entropy": np.repeat(self.entropy[indices], counts),
                 "advantages": values,
             }
-            made = {name: (column.astype(np.float32), offsets) for name, column in made.items()}
-            versions = (self.step[mine] + 10) * self.stride - self.staleness[mine]
-            made["policy_versions"] = (np.repeat(versions, counts).astype(np.int32), offsets)
-            made["group_size"] = [self.runs] * len(mine)
+            columns = {name: (column.astype(np.float32), offsets) for name, column in columns.items()}
+            versions = (self.step[indices] + 10) * self.stride - self.staleness[indices]
+            columns["policy_versions"] = (np.repeat(versions, counts).astype(np.int32), offsets)
+            columns["group_size"] = [self.runs] * len(indices)
         if self.scored:
-            made["reward"] = self.reward[mine]
+            columns["reward"] = self.reward[indices]
         if self.parts:
-            made["metrics"] = [{name: float(column[i]) for name, column in self.parts.items()} for i in mine]
+            columns["metrics"] = [{name: float(column[i]) for name, column in self.parts.items()} for i in indices]
         return Experiences.from_columns(
             {
-                "eid": [self.eid(i) for i in mine],
+                "eid": [self.eid(i) for i in indices],
                 "tokens": (ids.astype(np.int32), np.concatenate([starts, [len(ids)]])),
-                "prompt_length": [PROMPT] * len(mine),
-                "truncate_status": ["response_truncated" if self.truncated[i] else None for i in mine],
-                "finish_reason": ["length" if self.truncated[i] else "stop" for i in mine],
-                **made,
+                "prompt_length": [PROMPT] * len(indices),
+                "truncate_status": ["response_truncated" if self.truncated[i] else None for i in indices],
+                "finish_reason": ["length" if self.truncated[i] else "stop" for i in indices],
+                **columns,
             }
         )
 
@@ -147,19 +147,19 @@ class Run:
         book = rollbook.open(path)
         advantages = self.centered() if self.advantages is None else self.advantages
         for step in np.unique(self.step).tolist():
-            mine = np.flatnonzero((self.step == step) & ~self.missing)
-            failed = [self.eid(i) for i in mine if self.failed[i]]
+            of_step = np.flatnonzero((self.step == step) & ~self.missing)
+            failed = [self.eid(i) for i in of_step if self.failed[i]]
             if failed:
                 book.fail(failed, group_size=self.runs)
-            mine = mine[~self.failed[mine]]
-            book.append(self.records(mine, advantages), evaluation=self.evaluation)
+            of_step = of_step[~self.failed[of_step]]
+            book.append(self.records(of_step, advantages), evaluation=self.evaluation)
             if self.evaluation or not self.measured:
                 continue
             book.announce((step + 10) * self.stride)
-            given_up = [self.uid(i) for i in mine if self.dropped[i]]
+            given_up = [self.uid(i) for i in of_step if self.dropped[i]]
             if given_up:
                 book.drop(given_up)
-            with book.lease(len(mine)) as lease:
+            with book.lease(len(of_step)) as lease:
                 lease.ack(step=step)
         return book
 

@@ -19,7 +19,7 @@ from tests.doctor.books import PLANTS, Run
 WIDER = {"keep-rate-bias", "reward-follows-length", "component-dominates"}
 
 
-def made(check: str, dose: float, seed: int, **others: object) -> Run:
+def plant(check: str, dose: float, seed: int, **others: object) -> Run:
     function, _, _, needs = PLANTS[check]
     run = Run(seed, **{**needs, **others})
     function(run, dose)
@@ -27,7 +27,7 @@ def made(check: str, dose: float, seed: int, **others: object) -> Run:
 
 
 def names(diagnosis: Diagnosis) -> set[str]:
-    return {each.check for each in diagnosis.findings}
+    return {finding.check for finding in diagnosis.findings}
 
 
 def test_every_illness_has_a_plant() -> None:
@@ -36,7 +36,7 @@ def test_every_illness_has_a_plant() -> None:
 
 @pytest.mark.parametrize("check", list(PLANTS))
 def test_it_is_found_and_nothing_else(check: str) -> None:
-    run = made(check, PLANTS[check][1], list(PLANTS).index(check))
+    run = plant(check, PLANTS[check][1], list(PLANTS).index(check))
     with Index() as index:
         load(open_source(run.write()), index)
         diagnosis = examine(index)
@@ -56,14 +56,14 @@ def test_it_is_found_and_nothing_else(check: str) -> None:
     assert first <= min(steps)
     assert max(steps) <= last
     assert finding.severity in ("high", "medium")
-    assert {each.check: each.status for each in diagnosis.checks}[check] == "triggered"
+    assert {check_result.check: check_result.status for check_result in diagnosis.checks}[check] == "triggered"
 
 
 @pytest.mark.parametrize("check", list(PLANTS))
 def test_a_small_dose_is_no_illness(check: str) -> None:
-    diagnosis = examine(made(check, PLANTS[check][2], 2).write())
-    assert diagnosis.healthy, [each.title for each in diagnosis.findings]
-    assert {each.check: each.status for each in diagnosis.checks}[check] == "passed"
+    diagnosis = examine(plant(check, PLANTS[check][2], 2).write())
+    assert diagnosis.healthy, [finding.title for finding in diagnosis.findings]
+    assert {check_result.check: check_result.status for check_result in diagnosis.checks}[check] == "passed"
 
 
 @pytest.mark.parametrize(
@@ -78,16 +78,16 @@ def test_a_small_dose_is_no_illness(check: str) -> None:
     ],
 )
 def test_thresholds_decide(check: str, thresholds: object) -> None:
-    book = made(check, PLANTS[check][1], 0).write()
+    book = plant(check, PLANTS[check][1], 0).write()
     assert names(examine(book)) == {check}
     assert examine(book, thresholds=thresholds).healthy  # type: ignore[arg-type]
 
 
 def test_what_is_said_twice_is_the_same() -> None:
-    book = made("truncation-rewarded", 0.9, 3).write()
-    one, two = examine(book), examine(book)
-    assert one == two
-    assert json.loads(json.dumps(one.as_dict(), allow_nan=False)) == one.as_dict()
+    book = plant("truncation-rewarded", 0.9, 3).write()
+    first, second = examine(book), examine(book)
+    assert first == second
+    assert json.loads(json.dumps(first.as_dict(), allow_nan=False)) == first.as_dict()
 
 
 # --- causes that one check can have ----------------------------------------------------------------------------
@@ -106,14 +106,14 @@ def test_zero_variance_tells_solved_from_unsolved(value: float, word: str) -> No
 
 
 def test_zero_variance_that_was_filtered_costs_only_generation() -> None:
-    run = made("zero-variance", 0.9, 0)
+    run = plant("zero-variance", 0.9, 0)
     run.dropped = run.planted.copy()
     (finding,) = examine(run.write()).findings
     assert (finding.check, finding.severity) == ("zero-variance", "low")
 
 
 def test_a_policy_that_is_sure_because_it_is_right_is_hardly_ill() -> None:
-    run = made("entropy-collapse", PLANTS["entropy-collapse"][1], 0)
+    run = plant("entropy-collapse", PLANTS["entropy-collapse"][1], 0)
     solved = (run.dice.random(run.n) < 0.2 + 0.72 * run.time).astype(float)
     (collapse,) = examine(run.write()).findings
     assert (collapse.check, collapse.severity) == (
@@ -122,14 +122,14 @@ def test_a_policy_that_is_sure_because_it_is_right_is_hardly_ill() -> None:
     ) and "clip-higher" in collapse.recommendation
     run.truncated[:] = False
     run.reward = solved
-    (sure,) = [each for each in examine(run.write()).findings if each.check == "entropy-collapse"]
+    (sure,) = [finding for finding in examine(run.write()).findings if finding.check == "entropy-collapse"]
     assert (
         sure.severity == "low"
         and "as the prompts were solved" in sure.title
         and "harder prompts" in sure.recommendation
     )
     run.reward = solved[::-1].copy()  # as good, but before: the entropy did not fall for that
-    (after,) = [each for each in examine(run.write()).findings if each.check == "entropy-collapse"]
+    (after,) = [finding for finding in examine(run.write()).findings if finding.check == "entropy-collapse"]
     assert after.severity == "high"
 
 
@@ -148,9 +148,9 @@ def test_one_reward_everywhere(value: float, check: str) -> None:
     run.reward[:] = value
     diagnosis = examine(run.write())
     assert names(diagnosis) == {check}
-    said = {each.check: each for each in diagnosis.checks}
-    assert said["zero-variance"].status == "explained"
-    assert check in said["zero-variance"].reason
+    by_check = {check_result.check: check_result for check_result in diagnosis.checks}
+    assert by_check["zero-variance"].status == "explained"
+    assert check in by_check["zero-variance"].reason
 
 
 def test_one_step_alone_can_differ_between_engine_and_trainer() -> None:
@@ -169,11 +169,14 @@ def test_old_samples_may_differ() -> None:
 
 
 def test_length_that_pays_is_no_explosion() -> None:
-    run = made("length-explosion", 4.0, 0)
+    run = plant("length-explosion", 4.0, 0)
     run.reward = (run.dice.random(run.n) < 0.2 + 0.5 * run.time).astype(float)
     diagnosis = examine(run.write())
     assert diagnosis.healthy
-    assert "rose with it" in {each.check: each.reason for each in diagnosis.checks}["length-explosion"]
+    assert (
+        "rose with it"
+        in {check_result.check: check_result.reason for check_result in diagnosis.checks}["length-explosion"]
+    )
 
 
 def test_loops_explain_length() -> None:
@@ -186,7 +189,9 @@ def test_loops_explain_length() -> None:
     run.reward[late] = run.dice.random(int(late.sum())) < 0.5
     diagnosis = examine(run.write())
     assert names(diagnosis) == {"repetition-loops"}
-    assert {each.check: each.status for each in diagnosis.checks}["length-explosion"] == "explained"
+    assert {check_result.check: check_result.status for check_result in diagnosis.checks}[
+        "length-explosion"
+    ] == "explained"
 
 
 def test_copies_of_right_answers_have_low_severity() -> None:
@@ -197,10 +202,10 @@ def test_copies_of_right_answers_have_low_severity() -> None:
         getattr(run, name)[:] = getattr(run, name)[run.group * run.runs]
     run.truncated[:] = False
     run.reward = (run.group % 10 > 0).astype(float)
-    (copies,) = [each for each in examine(run.write()).findings if each.check == "duplicates"]
+    (copies,) = [finding for finding in examine(run.write()).findings if finding.check == "duplicates"]
     assert copies.severity == "low" and copies.title == "75% of responses are duplicates, most of them correct"
     run.reward = 1 - run.reward
-    (copies,) = [each for each in examine(run.write()).findings if each.check == "duplicates"]
+    (copies,) = [finding for finding in examine(run.write()).findings if finding.check == "duplicates"]
     assert copies.severity == "high" and "raise the temperature" in copies.recommendation
 
 
@@ -216,7 +221,7 @@ def test_a_tiny_length_penalty_does_not_make_the_reward_follow_length() -> None:
 
 
 def test_zero_variance_is_advised_on_for_each_kind_of_group() -> None:
-    run = made("zero-variance", 0.9, 0)
+    run = plant("zero-variance", 0.9, 0)
     (both,) = examine(run.write()).findings
     assert "Solved groups" in both.recommendation and "Unsolved groups" in both.recommendation
 
@@ -238,7 +243,10 @@ def test_a_fall_of_the_held_out_reward_is_found(first: float, last: float, falls
         (finding,) = diagnosis.findings
         assert finding.title == "The held-out reward dropped from 0.5 to 0.2" and finding.severity == "high"
         assert finding.steps == (0, 12) and all(uid.startswith("eval-12/") for uid in finding.uids)
-    assert {each.check: each.status for each in diagnosis.checks}["evaluation-falls"] in ("triggered", "passed")
+    assert {check_result.check: check_result.status for check_result in diagnosis.checks}["evaluation-falls"] in (
+        "triggered",
+        "passed",
+    )
 
 
 def test_tool_output_is_not_the_models_own_loop() -> None:
@@ -267,7 +275,7 @@ def test_rewards_that_could_not_be_scored() -> None:
 
 
 def test_a_shorter_answer_can_be_what_pays() -> None:
-    run = made("reward-follows-length", 1.0, 0)
+    run = plant("reward-follows-length", 1.0, 0)
     run.reward = -run.reward
     (finding,) = examine(run.write()).findings
     assert finding.check == "reward-follows-length"
@@ -275,7 +283,7 @@ def test_a_shorter_answer_can_be_what_pays() -> None:
 
 
 def test_failed_runs_complete_their_groups() -> None:
-    run = made("groups-incomplete", 0.4, 0)
+    run = plant("groups-incomplete", 0.4, 0)
     run.failed, run.missing = run.missing, np.zeros(run.n, bool)
     assert examine(run.write()).healthy
 
@@ -313,5 +321,5 @@ def test_two_illnesses_are_two_findings() -> None:
         PLANTS[check][0](run, PLANTS[check][1])
     diagnosis = examine(run.write())
     assert names(diagnosis) == {"nans", "stale-data", "groups-incomplete"}
-    ranks = [("high", "medium", "low").index(each.severity) for each in diagnosis.findings]
+    ranks = [("high", "medium", "low").index(finding.severity) for finding in diagnosis.findings]
     assert ranks == sorted(ranks)

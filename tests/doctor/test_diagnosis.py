@@ -33,8 +33,8 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> str:
     beside.evaluation = True
     beside.loop[:] = True
     for step in range(2):
-        mine = np.flatnonzero(beside.step == step)
-        book.append(beside.records(mine, np.zeros(beside.n)), evaluation=True)
+        of_step = np.flatnonzero(beside.step == step)
+        book.append(beside.records(of_step, np.zeros(beside.n)), evaluation=True)
     book.close()
     return str(path)
 
@@ -43,11 +43,11 @@ def test_every_kind_of_source(loops: str) -> None:
     source = open_source(loops)
     with Index() as index:
         load(source, index)
-        found = [examine(loops), examine(Path(loops)), examine(source), examine(source.book), examine(index)]  # type: ignore[attr-defined]
-    assert all(each.findings == found[0].findings for each in found)
-    assert [each.check for each in found[0].findings] == ["repetition-loops"]
-    assert found[0].source == "loops"
-    source.record(found[0].findings[0].uids[0])  # It is still open.
+        diagnoses = [examine(loops), examine(Path(loops)), examine(source), examine(source.book), examine(index)]  # type: ignore[attr-defined]
+    assert all(diagnosis.findings == diagnoses[0].findings for diagnosis in diagnoses)
+    assert [finding.check for finding in diagnoses[0].findings] == ["repetition-loops"]
+    assert diagnoses[0].source == "loops"
+    source.record(diagnoses[0].findings[0].uids[0])  # It is still open.
     source.close()
 
 
@@ -61,7 +61,7 @@ def test_what_is_no_source() -> None:
 def test_some_steps(loops: str) -> None:
     assert examine(loops, steps="0-3").healthy
     late = examine(loops, steps=(4, None))
-    assert [each.check for each in late.findings] == ["repetition-loops"]
+    assert [finding.check for finding in late.findings] == ["repetition-loops"]
     assert late.steps == (4, 7)
     assert examine(loops, steps=5).steps == (5, 5)
 
@@ -94,10 +94,10 @@ def test_torch_is_not_imported(loops: str) -> None:
         "format_report(found)\n"
         "print(json.dumps([len(found.findings), 'torch' in sys.modules]))\n"
     )
-    made = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", script, loops], capture_output=True, text=True, timeout=120, check=True
     )
-    assert json.loads(made.stdout) == [1, False]
+    assert json.loads(finished.stdout) == [1, False]
 
 
 # --- worth a look ---------------------------------------------------------------------------------------------------
@@ -106,17 +106,17 @@ def test_torch_is_not_imported(loops: str) -> None:
 def queue(run: Run) -> list[tuple[str, str]]:
     with Index() as index:
         load(open_source(run.write()), index)
-        return [(each.check, each.severity) for each in triage(index)]
+        return [(entry.check, entry.severity) for entry in triage(index)]
 
 
 def test_the_queue_has_findings_first() -> None:
     run = Run(0)
     PLANTS["stale-data"][0](run, 7.0)
     run.loop[[40, 90]] = True
-    found = queue(run)
-    assert found[0] == ("stale-data", "high")
-    assert ("repetition-loops", "low") in found
-    assert all(severity == "low" for _, severity in found[1:])
+    entries = queue(run)
+    assert entries[0] == ("stale-data", "high")
+    assert ("repetition-loops", "low") in entries
+    assert all(severity == "low" for _, severity in entries[1:])
 
 
 def test_the_queue_calls_nothing_ill_that_is_not() -> None:
@@ -126,9 +126,11 @@ def test_the_queue_calls_nothing_ill_that_is_not() -> None:
     run.loop[[40, 90]] = True
     with Index() as index:
         load(open_source(run.write()), index)
-        found = {each.check: each.detail for each in triage(index)}
-    assert "Triggered above" in found["stale-data"] and "Not triggered yet" not in found["stale-data"]
-    assert "Triggered" not in found["repetition-loops"] and found["repetition-loops"].endswith(" Not triggered yet.")
+        details = {entry.check: entry.detail for entry in triage(index)}
+    assert "Triggered above" in details["stale-data"] and "Not triggered yet" not in details["stale-data"]
+    assert "Triggered" not in details["repetition-loops"] and details["repetition-loops"].endswith(
+        " Not triggered yet."
+    )
 
 
 def test_the_queue_has_what_is_no_illness_yet() -> None:
@@ -137,17 +139,17 @@ def test_the_queue_has_what_is_no_illness_yet() -> None:
     run.reward[50] = 1.0
     run.truncated[60:68] = True
     run.reward[60:68] = 0.0
-    found = queue(run)
-    assert ("truncation-rewarded", "low") in found
-    assert all(severity == "low" for _, severity in found)
+    entries = queue(run)
+    assert ("truncation-rewarded", "low") in entries
+    assert all(severity == "low" for _, severity in entries)
 
 
 def test_the_queue_does_not_repeat_what_was_explained() -> None:
     run = Run(0)
     run.reward[:] = 1.0
-    found = [check for check, _ in queue(run)]
-    assert found[0] == "reward-saturation"
-    assert "zero-variance" not in found
+    checks = [check for check, _ in queue(run)]
+    assert checks[0] == "reward-saturation"
+    assert "zero-variance" not in checks
 
 
 # --- what a saver chose ---------------------------------------------------------------------------------------------
@@ -158,13 +160,15 @@ def test_records_that_a_saver_chose_do_not_count_for_shares() -> None:
     table = columns(run)
     chosen = run.run == 0
     table["repetition"] = np.where(chosen, 0.9, 0.0)
-    assert [each.check for each in diagnose(Samples(table), Thresholds()).findings] == ["repetition-loops"]
-    table["kept"] = ["worst, longest" if each else "random" for each in chosen]
+    assert [finding.check for finding in diagnose(Samples(table), Thresholds()).findings] == ["repetition-loops"]
+    table["kept"] = ["worst, longest" if is_chosen else "random" for is_chosen in chosen]
     diagnosis = diagnose(Samples(table), Thresholds())
     assert diagnosis.healthy
     assert diagnosis.excluded == int(chosen.sum())
     assert diagnosis.records == run.n - diagnosis.excluded
-    assert {each.check: each.status for each in diagnosis.checks}["groups-incomplete"] == "skipped"
+    assert {check_result.check: check_result.status for check_result in diagnosis.checks}[
+        "groups-incomplete"
+    ] == "skipped"
 
 
 def test_a_nan_counts_wherever_it_is() -> None:

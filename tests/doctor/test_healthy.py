@@ -23,17 +23,17 @@ def test_a_healthy_book(seed: int) -> None:
     steps, groups, runs = SHAPES[seed % len(SHAPES)]
     run = Run(100 + seed, steps=steps, groups=groups, runs=runs, kind=KINDS[seed % len(KINDS)])
     diagnosis = examine(run.write())
-    assert diagnosis.healthy, [(each.title, each.detail) for each in diagnosis.findings]
-    assert [each.check for each in diagnosis.checks] == list(CHECKS)
+    assert diagnosis.healthy, [(finding.title, finding.detail) for finding in diagnosis.findings]
+    assert [check_result.check for check_result in diagnosis.checks] == list(CHECKS)
     assert diagnosis.status("low") == 0
 
 
 def columns(run: Run) -> dict[str, Any]:
     """What an index has of a run, without a book in between."""
-    made = [f"{step}/{task}" for step, task in zip(run.step, run.task, strict=True)]
+    gids = [f"{step}/{task}" for step, task in zip(run.step, run.task, strict=True)]
     return {
-        "uid": [f"{gid}/{i}" for gid, i in zip(made, run.run, strict=True)],
-        "gid": made,
+        "uid": [f"{gid}/{i}" for gid, i in zip(gids, run.run, strict=True)],
+        "gid": gids,
         "step": run.step,
         "run": run.run,
         "reward": run.reward,
@@ -50,8 +50,8 @@ def columns(run: Run) -> dict[str, Any]:
         "repetition": run.dice.beta(1, 20, run.n),
         "digest": np.arange(run.n).tolist(),
         "group_size": np.full(run.n, run.runs),
-        "status": ["truncated" if cut else "finished" for cut in run.truncated],
-        "state": ["dropped" if gone else "trained" for gone in run.dropped],
+        "status": ["truncated" if is_truncated else "finished" for is_truncated in run.truncated],
+        "state": ["dropped" if is_dropped else "trained" for is_dropped in run.dropped],
     }
 
 
@@ -60,10 +60,10 @@ def test_many_healthy_runs(seed: int) -> None:
     """Ten at a time: what reaches the checks is the same as from a book."""
     for i in range(10):
         dice = np.random.default_rng((seed, i))
-        steps, groups, runs = (int(dice.choice(each)) for each in ((1, 3, 4, 8, 30), (2, 4, 8, 16), (1, 2, 4, 8)))
+        steps, groups, runs = (int(dice.choice(choices)) for choices in ((1, 3, 4, 8, 30), (2, 4, 8, 16), (1, 2, 4, 8)))
         run = Run(seed * 1000 + i, steps=steps, groups=groups, runs=runs, kind=str(dice.choice(KINDS)))
         diagnosis = diagnose(Samples(columns(run)), Thresholds())
-        assert diagnosis.healthy, (seed, i, [(each.title, each.detail) for each in diagnosis.findings])
+        assert diagnosis.healthy, (seed, i, [(finding.title, finding.detail) for finding in diagnosis.findings])
 
 
 def test_a_book_without_anything_in_it() -> None:
@@ -85,9 +85,9 @@ def test_demonstrations() -> None:
     book.append([Experience(tokens=dice.integers(0, 999, 60).astype(np.int32), prompt_length=10) for _ in range(200)])
     diagnosis = examine(book)
     assert diagnosis.healthy
-    said = {each.check: each for each in diagnosis.checks}
-    assert said["duplicates"].status == "passed"
-    assert said["zero-variance"] == ("zero-variance", "skipped", "no group has two scored samples")
+    by_check = {check_result.check: check_result for check_result in diagnosis.checks}
+    assert by_check["duplicates"].status == "passed"
+    assert by_check["zero-variance"] == ("zero-variance", "skipped", "no group has two scored samples")
 
 
 def test_preference_pairs() -> None:
@@ -112,9 +112,9 @@ def test_no_log_probs() -> None:
     run.measured = False
     diagnosis = examine(run.write())
     assert diagnosis.healthy
-    said = {each.check: each.status for each in diagnosis.checks}
+    statuses = {check_result.check: check_result.status for check_result in diagnosis.checks}
     for check in ("entropy-collapse", "train-inference-mismatch", "kl-blowup", "advantage-mean", "stale-data"):
-        assert said[check] == "skipped"
+        assert statuses[check] == "skipped"
 
 
 def test_evaluation_alone() -> None:
@@ -125,9 +125,9 @@ def test_evaluation_alone() -> None:
     diagnosis = examine(book, evaluation=True)
     assert diagnosis.healthy
     assert diagnosis.records == run.n
-    said = {each.check: each.status for each in diagnosis.checks}
-    assert said["zero-variance"] == "skipped"
-    assert said["truncation-rewarded"] == "passed"
+    statuses = {check_result.check: check_result.status for check_result in diagnosis.checks}
+    assert statuses["zero-variance"] == "skipped"
+    assert statuses["truncation-rewarded"] == "passed"
 
 
 def test_a_sampler_that_logs_what_is_no_reward() -> None:

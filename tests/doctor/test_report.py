@@ -34,12 +34,12 @@ def diagnosis(*severities: str) -> Diagnosis:
         CheckStatus("zero-variance", "explained", f"explained by duplicates: {HOSTILE}"),
         CheckStatus("stale-data", "skipped", "no policy versions recorded"),
     )
-    return Diagnosis(f"run {HOSTILE}", tuple(finding(each) for each in severities), examined, 5000, (0, 9))
+    return Diagnosis(f"run {HOSTILE}", tuple(finding(severity) for severity in severities), examined, 5000, (0, 9))
 
 
 def test_nothing_from_the_records_reaches_the_terminal_raw() -> None:
     text = "\n".join(format_report(diagnosis("high"), verbose=True))
-    assert all(each.isprintable() or each == "\n" for each in text)
+    assert all(character.isprintable() or character == "\n" for character in text)
     assert "\\x1b[31m" in text
     assert "\\u202e" in text
     text.encode()
@@ -66,10 +66,10 @@ def test_a_healthy_run_says_so() -> None:
 
 
 def test_strict_json() -> None:
-    found = diagnosis("high").as_dict()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert found["findings"][0]["steps"] == [3, 9]
-    assert found["checks"][3] == {
+    exported = diagnosis("high").as_dict()
+    assert json.loads(json.dumps(exported, allow_nan=False)) == exported
+    assert exported["findings"][0]["steps"] == [3, 9]
+    assert exported["checks"][3] == {
         "check": "stale-data",
         "status": "skipped",
         "reason": "no policy versions recorded",

@@ -26,9 +26,9 @@ def numbers(dice: np.random.Generator, n: int) -> list[Any]:
     if kind == 1:
         return [float(dice.normal())] * n
     if kind == 2:
-        return [None if dice.random() < 0.5 else float(each) for each in dice.normal(size=n)]
+        return [None if dice.random() < 0.5 else float(number) for number in dice.normal(size=n)]
     if kind == 3:
-        return [ODD[each] for each in dice.integers(0, len(ODD), n)]
+        return [ODD[choice] for choice in dice.integers(0, len(ODD), n)]
     if kind == 4:
         return list(dice.integers(0, 3, n))
     if kind == 5:
@@ -41,7 +41,7 @@ def anything(seed: int) -> dict[str, Any]:
     n = int(dice.choice([0, 1, 2, 9, 40, 300]))
 
     def pick(*some: Any) -> list[Any]:
-        return [some[each] for each in dice.integers(0, len(some), n)]
+        return [some[index] for index in dice.integers(0, len(some), n)]
 
     groups = max(1, n // int(dice.choice([1, 2, 8])))
     names = ("format", "acc", "x y", '"q"', "b")
@@ -49,7 +49,7 @@ def anything(seed: int) -> dict[str, Any]:
         **{name: numbers(dice, n) for name in NUMBER_COLUMNS},
         "length": dice.integers(0, 50, n).tolist(),
         "uid": [f"u{i}" for i in range(n)],
-        "gid": [f"g{each}" for each in dice.integers(0, groups, n)],
+        "gid": [f"g{index}" for index in dice.integers(0, groups, n)],
         "step": np.sort(dice.integers(-3, int(dice.choice([-2, 1, 5, 40])), n)).tolist(),
         "run": dice.integers(0, int(dice.choice([1, 2, 8])), n).tolist(),
         "scored": dice.integers(0, 3, n).tolist(),

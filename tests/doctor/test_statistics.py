@@ -26,8 +26,8 @@ def test_a_trend_turns_with_its_series(values: np.ndarray) -> None:
 
 def test_noise_has_no_trend() -> None:
     dice = np.random.default_rng(0)
-    found = [abs(trend(dice.normal(size=20))) > 1.64 for _ in range(500)]
-    assert 0.05 < np.mean(found) < 0.15  # Two sides of 5% each.
+    detections = [abs(trend(dice.normal(size=20))) > 1.64 for _ in range(500)]
+    assert 0.05 < np.mean(detections) < 0.15  # Two sides of 5% each.
 
 
 def test_a_long_series_is_thinned() -> None:
@@ -46,16 +46,16 @@ def test_a_share_is_at_least_less_than_it_is(hits: int, more: int) -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=40))
 def test_all_pairs_of_small_blocks(blocks: list[int]) -> None:
-    found = pairs(np.array(blocks, np.int64))
-    got = sorted((min(a, b), max(a, b)) for a, b in zip(found.left.tolist(), found.right.tolist(), strict=True))
-    assert got == [(a, b) for a, b in itertools.combinations(range(len(blocks)), 2) if blocks[a] == blocks[b]]
+    drawn = pairs(np.array(blocks, np.int64))
+    actual = sorted((min(a, b), max(a, b)) for a, b in zip(drawn.left.tolist(), drawn.right.tolist(), strict=True))
+    assert actual == [(a, b) for a, b in itertools.combinations(range(len(blocks)), 2) if blocks[a] == blocks[b]]
 
 
 def test_large_blocks_have_some_pairs_each_once() -> None:
-    found = pairs(np.zeros(1000, np.int64))
-    made = {(min(a, b), max(a, b)) for a, b in zip(found.left.tolist(), found.right.tolist(), strict=True)}
-    assert len(made) == len(found.left) == 32_000
-    assert (found.left != found.right).all()
+    drawn = pairs(np.zeros(1000, np.int64))
+    unique = {(min(a, b), max(a, b)) for a, b in zip(drawn.left.tolist(), drawn.right.tolist(), strict=True)}
+    assert len(unique) == len(drawn.left) == 32_000
+    assert (drawn.left != drawn.right).all()
 
 
 @given(
@@ -65,40 +65,40 @@ def test_orders_by_brute_force(rows: list[tuple[int, int, int | None]]) -> None:
     blocks = np.array([row[0] for row in rows], np.int64)
     reward = np.array([row[1] for row in rows], np.float64)
     other = np.array([np.nan if row[2] is None else row[2] for row in rows], np.float64)
-    found = order(pairs(blocks), reward, other)
+    ordering = order(pairs(blocks), reward, other)
     agree = [
         np.sign(reward[a] - reward[b]) * np.sign(other[a] - other[b])
         for a, b in itertools.combinations(range(len(rows)), 2)
         if blocks[a] == blocks[b] and reward[a] != reward[b] and not np.isnan(other[a] + other[b])
     ]
-    assert found.pairs == len(agree)
+    assert ordering.pairs == len(agree)
     if agree:
-        assert np.isclose(found.d, np.mean(agree))
-        assert np.isclose(found.differs, np.mean(np.abs(agree)))
+        assert np.isclose(ordering.d, np.mean(agree))
+        assert np.isclose(ordering.differs, np.mean(np.abs(agree)))
 
 
 def test_the_error_of_an_order_is_that_of_groups() -> None:
     """Its size against what many draws give."""
-    found = []
+    orderings = []
     for seed in range(300):
         dice = np.random.default_rng(seed)
         blocks = np.repeat(np.arange(40), 6)
         # Whole groups agree or disagree more than chance would have it.
         lean = np.repeat(dice.normal(0, 1, 40), 6)
         length = dice.normal(size=240)
-        found.append(order(pairs(blocks), lean * length + dice.normal(size=240), length))
-    spread = np.std([each.d for each in found])
-    assert 0.8 < np.mean([each.error for each in found]) / spread < 1.2
+        orderings.append(order(pairs(blocks), lean * length + dice.normal(size=240), length))
+    spread = np.std([ordering.d for ordering in orderings])
+    assert 0.8 < np.mean([ordering.error for ordering in orderings]) / spread < 1.2
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-9, 9)), max_size=50))
 def test_medians_of_blocks(rows: list[tuple[int, int]]) -> None:
     place = np.array([row[0] for row in rows], np.int64)
     values = np.array([row[1] for row in rows], np.float64)
-    found = block_medians(place, values, 5)
+    medians = block_medians(place, values, 5)
     for block in range(5):
-        mine = values[place == block]
-        assert found[block] == np.median(mine) if len(mine) else np.isnan(found[block])
+        in_block = values[place == block]
+        assert medians[block] == np.median(in_block) if len(in_block) else np.isnan(medians[block])
 
 
 def test_a_step_that_has_only_begun_is_left_out() -> None:
@@ -110,10 +110,10 @@ def test_a_step_that_has_only_begun_is_left_out() -> None:
 def test_parts_that_add_up() -> None:
     dice = np.random.default_rng(0)
     a, b, c, d = dice.normal(size=(4, 200))
-    found = fit_weights(a + 0.01 * b, {"a": a, "b": b, "c": c, "total": a + 0.01 * b})
-    assert found is not None
-    assert set(found) == {"a", "b"}
-    assert np.allclose([found["a"], found["b"]], [1, 0.01])
+    weights = fit_weights(a + 0.01 * b, {"a": a, "b": b, "c": c, "total": a + 0.01 * b})
+    assert weights is not None
+    assert set(weights) == {"a", "b"}
+    assert np.allclose([weights["a"], weights["b"]], [1, 0.01])
     assert fit_weights(a * b, {"a": a, "b": b}) is None
     assert fit_weights(np.ones(200), {"a": a, "b": b}) is None
     assert fit_weights(a + d, {"a": a, "b": b}) is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollbook.inspect.doctor import CHECKS, Thresholds, describe_checks, render_markdown
 from rollbook.inspect.doctor.checks import threshold_docs
 
-NAMES = [each.name for each in fields(Thresholds)]
+NAMES = [field.name for field in fields(Thresholds)]
 
 
 @given(st.sampled_from(NAMES))
@@ -30,12 +30,12 @@ def test_every_way_to_give_one(name: str) -> None:
 
 
 def test_what_comes_later_wins() -> None:
-    found = Thresholds.of("stale=0.1,loops=0.2", None, {"stale": 0.3}, kl=5)
-    assert (found.stale, found.loops, found.kl) == (0.3, 0.2, 5)
+    thresholds = Thresholds.of("stale=0.1,loops=0.2", None, {"stale": 0.3}, kl=5)
+    assert (thresholds.stale, thresholds.loops, thresholds.kl) == (0.3, 0.2, 5)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ("zero_varianc=1", "did you mean 'zero_variance'"),
         ("qqq=1", "unknown threshold 'qqq'$"),
@@ -53,9 +53,9 @@ def test_what_comes_later_wins() -> None:
         (7, "got int, expected Thresholds, a mapping or text"),
     ],
 )
-def test_what_is_wrong_is_named(given: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Thresholds.of(given)
+def test_what_is_wrong_is_named(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Thresholds.of(settings)
 
 
 def test_each_has_a_meaning_and_the_table_has_what_decides() -> None:
@@ -65,8 +65,8 @@ def test_each_has_a_meaning_and_the_table_has_what_decides() -> None:
     assert [row["id"] for row in rows] == list(CHECKS)
     for row in rows:
         assert row["thresholds"], row["id"]
-        for each in row["thresholds"]:
-            assert each["default"] == getattr(Thresholds(), each["name"])
+        for threshold in row["thresholds"]:
+            assert threshold["default"] == getattr(Thresholds(), threshold["name"])
 
 
 def test_the_page_has_every_illness_and_threshold() -> None:
