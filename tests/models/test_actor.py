@@ -40,20 +40,20 @@ def test_padded_call() -> None:
     model, records = zoo.text("qwen3"), zoo.records([(3, 4), (5, 2), (1, 3)])
     actor = Actor(model, temperature=0.7)
     ids, mask, actions = padded_call(records)
-    found, output = actor(ids, actions, mask, return_output=True, entropy=True)
-    assert torch.equal(actor(ids, actions, mask), found) and found.shape == (3, 4)
+    logprobs, output = actor(ids, actions, mask, return_output=True, entropy=True)
+    assert torch.equal(actor(ids, actions, mask), logprobs) and logprobs.shape == (3, 4)
     for i, record in enumerate(records):
         log_probs, entropy = zoo.naive(model, record, 0.7)
         width = len(log_probs)
-        torch.testing.assert_close(found[i, :width], log_probs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs[i, :width], log_probs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(output["action_entropy"][i, :width], entropy, rtol=1e-5, atol=1e-5)
-        assert not found[i, width:].any() and not output["action_entropy"][i, width:].any()
+        assert not logprobs[i, width:].any() and not output["action_entropy"][i, width:].any()
     _, plain = actor(ids, actions, mask, return_output=True)
     assert "action_entropy" not in plain
-    whole = actor(ids, attention_mask=mask, return_output=True)
-    assert whole.logits.shape == (3, ids.shape[1], 300)
+    full_output = actor(ids, attention_mask=mask, return_output=True)
+    assert full_output.logits.shape == (3, ids.shape[1], 300)
     # Rows that are all attended need no mask.
-    torch.testing.assert_close(actor(ids[:1, 2:], 4), found[:1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actor(ids[:1, 2:], 4), logprobs[:1], rtol=1e-5, atol=1e-5)
 
 
 def test_packed_call() -> None:
@@ -62,13 +62,13 @@ def test_packed_call() -> None:
     ids = torch.cat([r.tokens.long() for r in records])[None]
     lengths = [len(r.tokens) for r in records]
     number = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(lengths))[None]
-    want = torch.cat([zoo.naive(model, r)[0] for r in records])
+    expected = torch.cat([zoo.naive(model, r)[0] for r in records])
     for counts in ([4, 2, 3], torch.tensor([4, 2, 3])):
-        found = actor(ids, counts, number, packed_seq_lens=torch.tensor(lengths))
-        assert found.shape == (1, 9)
-        torch.testing.assert_close(found[0], want, rtol=1e-5, atol=1e-5)
-    whole = actor(ids, None, number, return_output=True, packed_seq_lens=lengths)
-    assert whole.logits.shape == (1, sum(lengths), 300)
+        logprobs = actor(ids, counts, number, packed_seq_lens=torch.tensor(lengths))
+        assert logprobs.shape == (1, 9)
+        torch.testing.assert_close(logprobs[0], expected, rtol=1e-5, atol=1e-5)
+    full_output = actor(ids, None, number, return_output=True, packed_seq_lens=lengths)
+    assert full_output.logits.shape == (1, sum(lengths), 300)
     with pytest.raises(ValueError, match="attention_mask: expected the number of the sample"):
         actor(ids, [4, 2, 3], torch.ones_like(ids), packed_seq_lens=lengths)
     with pytest.raises(ValueError, match=r"num_actions\[1\]: got 9, expected at most its 7 tokens"):
@@ -80,7 +80,7 @@ def test_packed_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"num_actions": None}, "num_actions: got None, expected it, or return_output=True"),
         ({"num_actions": 4}, "num_actions: got 4, expected fewer than the 4 tokens"),
@@ -92,14 +92,14 @@ def test_packed_call() -> None:
         ({"sequences": torch.tensor([[1, 2, 3, 4]]), "num_actions": [1]}, "num_actions"),
     ],
 )
-def test_bad_calls(given: dict[str, Any], message: str) -> None:
-    arguments = {"sequences": torch.tensor([[9, 10, 11, 12]]), "num_actions": 2, **given}
+def test_bad_calls(changes: dict[str, Any], message: str) -> None:
+    arguments = {"sequences": torch.tensor([[9, 10, 11, 12]]), "num_actions": 2, **changes}
     with pytest.raises(ValueError, match=message):
         Actor(zoo.text("llama"))(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"temperature": 0}, "temperature: got 0, expected a positive"),
         ({"suppress": [-1]}, r"suppress\[0\]: got -1"),
@@ -109,9 +109,9 @@ def test_bad_calls(given: dict[str, Any], message: str) -> None:
         ({"model": 7}, "model: got int, expected a module"),
     ],
 )
-def test_bad_actors(given: dict[str, Any], message: str) -> None:
+def test_bad_actors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Actor(**{"model": zoo.text("llama"), **given})
+        Actor(**{"model": zoo.text("llama"), **options})
 
 
 # --- process_sequences ------------------------------------------------------------------------------------------------
@@ -127,16 +127,16 @@ def test_masks_are_those_of_the_lengths(rows: list[tuple[int, int, int]], ended:
     eos, pad = 2, 2 if shared else 0
     before, after = max(p for _, p, _ in rows), max(r for _, _, r in rows) + ended
     ids = torch.full((len(rows), before + after), pad)
-    want = torch.zeros_like(ids)
+    expected = torch.zeros_like(ids)
     for i, (_, prompt, response) in enumerate(rows):
         # A response that does not end itself fills its row: padding after it could not be told from its end.
         count = response + 1 if ended else (after if shared else response)
         ids[i, before - prompt : before + count] = 7
         if ended:
             ids[i, before + count - 1] = eos
-        want[i, before - prompt : before + count] = 1
+        expected[i, before - prompt : before + count] = 1
     _, attended, actions = process_sequences(ids, before, eos, pad)
-    assert torch.equal(attended, want) and torch.equal(actions, want[:, before:].bool())
+    assert torch.equal(attended, expected) and torch.equal(actions, expected[:, before:].bool())
 
 
 def test_padding_that_is_an_end_token() -> None:
@@ -164,18 +164,18 @@ def test_bad_sequences() -> None:
 
 def test_from_a_folder_a_configuration_a_module(tmp_path: Path) -> None:
     model, records = tiny.llama(), zoo.records([(3, 4)])
-    want = policy_log_probs(Actor(model), records).logprobs[0]
+    expected = policy_log_probs(Actor(model), records).logprobs[0]
     Actor(model, tokenizer=tiny.words()).save_pretrained(tmp_path)
     loaded = Actor(tmp_path)
-    assert loaded.dtype == torch.float32 and torch.equal(policy_log_probs(loaded, records).logprobs[0], want)
+    assert loaded.dtype == torch.float32 and torch.equal(policy_log_probs(loaded, records).logprobs[0], expected)
     assert loaded.tokenizer("the quick fox")["input_ids"] == tiny.words()("the quick fox")["input_ids"]
     assert loaded.pad_token_id == 0
     half = Actor(str(tmp_path), dtype="bfloat16", attn_implementation="eager", trainable=False)
     assert half.dtype == torch.bfloat16 and half.config._attn_implementation == "eager"
-    assert not any(one.requires_grad for one in half.parameters()) and not half.training
-    fresh = Actor(model.config, dtype=torch.float64)
-    assert fresh.dtype == torch.float64 and fresh.tokenizer is None and fresh.device.type == "cpu"
-    assert not torch.equal(policy_log_probs(fresh, records).logprobs[0], want)
+    assert not any(parameter.requires_grad for parameter in half.parameters()) and not half.training
+    untrained = Actor(model.config, dtype=torch.float64)
+    assert untrained.dtype == torch.float64 and untrained.tokenizer is None and untrained.device.type == "cpu"
+    assert not torch.equal(policy_log_probs(untrained, records).logprobs[0], expected)
 
 
 def test_vision_models_are_known_by_their_configuration(tmp_path: Path) -> None:
@@ -228,15 +228,15 @@ def test_generate_in_lightrfts_layout() -> None:
     actor = Actor(tiny.llama(), tokenizer=tiny.words(), temperature=0.9)
     ids = torch.tensor([[0, 0, 5, 6], [9, 8, 7, 6], [0, 4, 0, 3]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
-    how = {"max_new_tokens": 6, "do_sample": True, "seed": 5, "top_k": -1, "top_p": 1.0, "num_beams": 1}
-    sequences, attended, actions = actor.generate(ids, mask, eos_token_id=[2, 150, 151, 152, 153], **how)
+    options = {"max_new_tokens": 6, "do_sample": True, "seed": 5, "top_k": -1, "top_p": 1.0, "num_beams": 1}
+    sequences, attended, actions = actor.generate(ids, mask, eos_token_id=[2, 150, 151, 152, 153], **options)
     assert torch.equal(sequences[:, :4], ids) and torch.equal(attended[:, :4], mask)
     assert attended.dtype == torch.int64 and actions.dtype == torch.bool and sequences.shape[1] == 4 + actions.shape[1]
     assert torch.equal(attended[:, 4:].bool(), actions) and not sequences[:, 4:][~actions].any()
-    again = actor.generate(ids, mask, eos_token_id=[2, 150, 151, 152, 153], **how)
+    again = actor.generate(ids, mask, eos_token_id=[2, 150, 151, 152, 153], **options)
     assert all(torch.equal(a, b) for a, b in zip((sequences, attended, actions), again, strict=True))
     # Without a mask what is padding is told by the pad token; inside a prompt it is none.
-    assert torch.equal(actor.generate(ids, eos_token_id=[2, 150, 151, 152, 153], **how)[1], attended)
+    assert torch.equal(actor.generate(ids, eos_token_id=[2, 150, 151, 152, 153], **options)[1], attended)
 
 
 def test_greedy_generation_is_transformers_own() -> None:
@@ -244,9 +244,9 @@ def test_greedy_generation_is_transformers_own() -> None:
     actor = Actor(model, tokenizer=tiny.words())
     ids = torch.tensor([[0, 0, 5, 6], [9, 8, 7, 6]])
     mask = (ids != 0).long()
-    want = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    found = actor.generate(ids, mask, max_length=12, do_sample=False, use_cache=True, early_stopping=False)[0]
-    assert torch.equal(found, want)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    sequences = actor.generate(ids, mask, max_length=12, do_sample=False, use_cache=True, early_stopping=False)[0]
+    assert torch.equal(sequences, expected)
     several, _, actions = actor.generate(ids, mask, max_new_tokens=3, num_return_sequences=2)
     assert torch.equal(several[:, :4], ids.repeat_interleave(2, 0)) and actions.shape == (4, 3)
 
@@ -263,11 +263,11 @@ def test_generation_with_images_made_ready() -> None:
     mask = (ids != 0).long()
     sequences, attended, _ = actor.generate(ids, mask, pixel_values=pixels, max_new_tokens=4, do_sample=False)
     alone = [(10, None), (9, pixels[:1]), (13, pixels[1:])]
-    for i, (tokens, (_, own)) in enumerate(zip(rows, alone, strict=True)):
-        one = torch.tensor([tokens])
-        media = {} if own is None else {"pixel_values": own}
-        want = actor.generate(one, torch.ones_like(one), max_new_tokens=4, do_sample=False, **media)[0][0]
-        assert sequences[i][attended[i] != 0].tolist() == want.tolist()
+    for i, (tokens, (_, image)) in enumerate(zip(rows, alone, strict=True)):
+        prompt = torch.tensor([tokens])
+        media = {} if image is None else {"pixel_values": image}
+        expected = actor.generate(prompt, torch.ones_like(prompt), max_new_tokens=4, do_sample=False, **media)[0][0]
+        assert sequences[i][attended[i] != 0].tolist() == expected.tolist()
     with pytest.raises(ValueError, match="pixel_values: got 2, expected as many images as the prompts' placeholders"):
         actor.generate(ids, mask, pixel_values=pixels[:2], max_new_tokens=4)
 
@@ -275,8 +275,8 @@ def test_generation_with_images_made_ready() -> None:
 def test_what_is_suppressed_is_never_sampled_whoever_asks() -> None:
     model = tiny.llama(vocab=20)
     actor = Actor(model, suppress=tuple(range(4, 20)))
-    found = TransformersEngine(actor).generate([[5, 6]], n=8, max_tokens=8, ignore_eos=True, seed=0)
-    assert {token for sample in found for token in sample.response_ids} <= {0, 1, 2, 3}
+    samples = TransformersEngine(actor).generate([[5, 6]], n=8, max_tokens=8, ignore_eos=True, seed=0)
+    assert {token for sample in samples for token in sample.response_ids} <= {0, 1, 2, 3}
 
 
 def test_a_failure_is_raised() -> None:
@@ -294,10 +294,10 @@ def test_a_failure_is_raised() -> None:
 
 
 def test_options_of_generate() -> None:
-    how = make_sampling(
+    sampling = make_sampling(
         {"stop_strings": ["."], "min_new_tokens": 2, "temperature": None, "suppress_tokens": [4]}, 3, (8,)
     )
-    assert (how.stop, how.min_tokens, how.temperature, how.suppress) == ((".",), 2, 1.0, (8, 4))
+    assert (sampling.stop, sampling.min_tokens, sampling.temperature, sampling.suppress) == ((".",), 2, 1.0, (8, 4))
     assert make_sampling({}, 3, ()).ignore_eos is False
 
 
@@ -308,40 +308,40 @@ def test_the_reference_is_a_frozen_copy() -> None:
     actor = Actor(tiny.llama(), temperature=0.5, suppress=(3,))
     records = zoo.records([(3, 4)])
     reference = actor.reference()
-    want = policy_log_probs(actor, records).logprobs[0]
+    expected = policy_log_probs(actor, records).logprobs[0]
     with torch.no_grad():
         actor.model.lm_head.weight.mul_(2)
-    assert torch.equal(policy_log_probs(reference, records).logprobs[0], want)
-    assert not torch.equal(policy_log_probs(actor, records).logprobs[0], want)
-    torch.testing.assert_close(reference(records[0].tokens[None].long(), 4)[0], want, rtol=1e-5, atol=1e-5)
-    assert not any(one.requires_grad for one in reference.parameters())
-    assert all(one.requires_grad for one in actor.parameters())
+    assert torch.equal(policy_log_probs(reference, records).logprobs[0], expected)
+    assert not torch.equal(policy_log_probs(actor, records).logprobs[0], expected)
+    torch.testing.assert_close(reference(records[0].tokens[None].long(), 4)[0], expected, rtol=1e-5, atol=1e-5)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert all(parameter.requires_grad for parameter in actor.parameters())
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
     batch = zoo.batch_of(zoo.records([(3, 4), (2, 6)]))
-    found = []
+    gradients = []
     for on in (False, True):
         actor = Actor(tiny.llama()).train()
         if on:
             actor.gradient_checkpointing_enable()
             assert actor.model.is_gradient_checkpointing
         actor.token_stats(batch).logprobs.sum().backward()
-        found.append(actor.model.model.layers[0].self_attn.q_proj.weight.grad)
+        gradients.append(actor.model.model.layers[0].self_attn.q_proj.weight.grad)
         actor.gradient_checkpointing_disable()
         assert not actor.model.is_gradient_checkpointing
-    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 def test_records_go_through_in_one_pass_with_gradients() -> None:
     actor, records = Actor(tiny.llama()), zoo.records([(3, 4), (2, 0), (2, 6)])
     for packed in (None, False, True):
-        found = zoo.stats_of(actor, records, packed, entropy=True)
-        assert [len(row) for row in found.logprobs] == [4, 0, 6]
+        stats = zoo.stats_of(actor, records, packed, entropy=True)
+        assert [len(row) for row in stats.logprobs] == [4, 0, 6]
         actor.zero_grad()
-        found.logprobs.values.sum().backward()
+        stats.logprobs.values.sum().backward()
         assert actor.model.lm_head.weight.grad.abs().sum() > 0
-        for row, record in zip(found.logprobs, records, strict=True):
+        for row, record in zip(stats.logprobs, records, strict=True):
             torch.testing.assert_close(row, zoo.naive(actor.model, record)[0], rtol=1e-5, atol=1e-5)
 
 

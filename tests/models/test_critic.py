@@ -31,21 +31,21 @@ def test_values_are_of_the_state_before(make: Any) -> None:
     torch.manual_seed(0)
     critic, records = Critic(make(), value_head="normal"), zoo.records(SHAPES)
     torch.nn.init.ones_(critic.value_head.bias)
-    want = [naive(critic, record) for record in records]
+    expected = [naive(critic, record) for record in records]
     for layout in ("left", "prompt_left_response_right"):
         batch = from_experiences(records, layout=layout)
-        found = critic.token_values(native_batch(batch))
+        state_values = critic.token_values(native_batch(batch))
         called = critic(batch.sequences, batch.action_mask.shape[1], batch.attention_mask)
-        for i, row in enumerate(want):
-            torch.testing.assert_close(found[i][batch.action_mask[i]], row, rtol=1e-5, atol=1e-5)
+        for i, row in enumerate(expected):
+            torch.testing.assert_close(state_values[i][batch.action_mask[i]], row, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(called[i][batch.action_mask[i]], row, rtol=1e-5, atol=1e-5)
-            assert not found[i][~batch.action_mask[i]].any()
+            assert not state_values[i][~batch.action_mask[i]].any()
     packed = from_experiences(records, packing_samples=True)
     lengths = packed.cu_seqlens.diff()
     numbers = torch.repeat_interleave(torch.arange(1, 5), lengths)[None]
     called = critic(packed.sequences.values[None], [4, 0, 6, 2], numbers, packed_seq_lens=lengths)
-    torch.testing.assert_close(called[0], torch.cat(want), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(zoo.values_of(critic, records).values, torch.cat(want), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(called[0], torch.cat(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(zoo.values_of(critic, records).values, torch.cat(expected), rtol=1e-5, atol=1e-5)
     critic.token_values(native_batch(packed)).values.square().sum().backward()
     assert critic.value_head.weight.grad is not None and critic.value_head.weight.grad.abs().sum() > 0
     assert next(critic.backbone.parameters()).grad is not None
@@ -65,7 +65,9 @@ def test_the_actors_backbone_is_copied() -> None:
     critic = Critic(backbone_from=actor, value_head="normal")
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(critic.backbone(ids).last_hidden_state, actor.model.model(ids).last_hidden_state)
-    assert not {id(one) for one in critic.parameters()} & {id(one) for one in actor.parameters()}
+    assert not {id(parameter) for parameter in critic.parameters()} & {
+        id(parameter) for parameter in actor.parameters()
+    }
     output = critic(ids, 2, return_output=True)[1]
     assert output.last_hidden_state.shape == (1, 3, 32)
 
@@ -75,14 +77,14 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     critic, records = Critic(tiny.qwen3(), value_head="normal"), zoo.records(SHAPES)
     critic.save_pretrained(tmp_path)
     again = Critic(tmp_path)
-    want = values(critic, records).values.tensor_of_values()
-    assert torch.equal(values(again, records).values.tensor_of_values(), want) and want.any()
+    expected = values(critic, records).values.tensor_of_values()
+    assert torch.equal(values(again, records).values.tensor_of_values(), expected) and expected.any()
     # A language model's folder is a backbone with a fresh head.
     tiny.qwen3().save_pretrained(tmp_path / "model")
-    fresh = Critic(str(tmp_path / "model"))
+    loaded = Critic(str(tmp_path / "model"))
     ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(fresh.backbone(ids).last_hidden_state, critic.backbone(ids).last_hidden_state)
-    assert not values(fresh, records).values.tensor_of_values().any()
+    assert torch.equal(loaded.backbone(ids).last_hidden_state, critic.backbone(ids).last_hidden_state)
+    assert not values(loaded, records).values.tensor_of_values().any()
 
 
 def test_a_token_classifier_with_one_label(tmp_path: Path) -> None:
@@ -94,11 +96,11 @@ def test_a_token_classifier_with_one_label(tmp_path: Path) -> None:
     records = zoo.records(SHAPES)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
-        want = torch.cat(
+        expected = torch.cat(
             [model(r.tokens.long()[None]).logits[0, r.prompt_length - 1 : -1, 0] for r in records if len(r.tokens)]
         )
     for critic in (Critic(model), Critic(tmp_path)):
-        torch.testing.assert_close(values(critic, records).values.tensor_of_values(), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values(critic, records).values.tensor_of_values(), expected, rtol=1e-5, atol=1e-5)
     config.num_labels = 3
     transformers.LlamaForTokenClassification(config).save_pretrained(tmp_path / "three")
     with pytest.raises(ValueError, match="model: got a classifier of 3 labels, expected one of 1"):

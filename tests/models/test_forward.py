@@ -39,14 +39,14 @@ def test_any_budget_gives_the_same(
     actor: Actor, critic: Critic, shapes: list[tuple[int, int]], budget: int, packed: bool | None, seed: int
 ) -> None:
     records = zoo.records(shapes, seed=seed)
-    found = policy_log_probs(actor, records, token_budget=budget, packed=packed, entropy=True)
-    assert isinstance(found.logprobs, Ragged) and found.logprobs.lengths.tolist() == [r for _, r in shapes]
+    scored = policy_log_probs(actor, records, token_budget=budget, packed=packed, entropy=True)
+    assert isinstance(scored.logprobs, Ragged) and scored.logprobs.lengths.tolist() == [r for _, r in shapes]
     with torch.no_grad():
-        for log_probs, entropy, record in zip(found.logprobs, found.entropy, records, strict=True):
+        for log_probs, entropy, record in zip(scored.logprobs, scored.entropy, records, strict=True):
             if len(log_probs):
-                want = zoo.naive(actor.model, record, 0.8)
-                torch.testing.assert_close(log_probs, want[0], rtol=1e-5, atol=1e-5)
-                torch.testing.assert_close(entropy, want[1], rtol=1e-5, atol=1e-5)
+                expected = zoo.naive(actor.model, record, 0.8)
+                torch.testing.assert_close(log_probs, expected[0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(entropy, expected[1], rtol=1e-5, atol=1e-5)
     some = [float(row.sum()) for row in values(critic, records, token_budget=budget, packed=packed).values]
     every = [float(row.sum()) for row in values(critic, records, token_budget=10**6).values]
     np.testing.assert_allclose(some, every, rtol=1e-4, atol=1e-4)
@@ -61,8 +61,8 @@ def test_the_same_budget_gives_the_same_bits(actor: Actor) -> None:
 
 def test_nothing_and_nothing_to_score(actor: Actor) -> None:
     assert len(policy_log_probs(actor, []).logprobs) == 0
-    found = policy_log_probs(actor, zoo.records([(3, 0), (2, 0)]))
-    assert found.logprobs.lengths.tolist() == [0, 0] and found.stats["micro_batches"] == 0
+    scored = policy_log_probs(actor, zoo.records([(3, 0), (2, 0)]))
+    assert scored.logprobs.lengths.tolist() == [0, 0] and scored.stats["micro_batches"] == 0
 
 
 def test_a_truncated_prompts_record(actor: Actor) -> None:
@@ -83,13 +83,13 @@ def test_a_preference_pair_is_refused(actor: Actor) -> None:
 
 def test_plan_and_progress(actor: Actor) -> None:
     records = zoo.records([(2, 6)] * 5 + [(10, 30), (1, 0)])
-    told: list[tuple[int, int]] = []
-    found = policy_log_probs(actor, records, token_budget=16, progress=lambda done, of: told.append((done, of)))
+    reports: list[tuple[int, int]] = []
+    scored = policy_log_probs(actor, records, token_budget=16, progress=lambda done, of: reports.append((done, of)))
     # The long record is alone; the others two by two; the one without a response is not run.
-    assert found.stats["micro_batches"] == len(told) == 4
-    assert [done for done, _ in told] == sorted(done for done, _ in told) and told[-1] == (80, 80)
-    assert found.stats["tokens"] == 80 and found.stats["slots"] == 60 and found.stats["padding"] == 0
-    assert 0 < found.stats["forward_seconds"] <= found.stats["seconds"]
+    assert scored.stats["micro_batches"] == len(reports) == 4
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports) and reports[-1] == (80, 80)
+    assert scored.stats["tokens"] == 80 and scored.stats["slots"] == 60 and scored.stats["padding"] == 0
+    assert 0 < scored.stats["forward_seconds"] <= scored.stats["seconds"]
     uneven = policy_log_probs(actor, zoo.records([(2, 6), (1, 3)]), token_budget=16)
     assert uneven.stats["padding"] == pytest.approx(0.25)
 
@@ -146,15 +146,15 @@ def test_a_reference_of_ones_own(actor: Actor) -> None:
 def test_forward_gives_columns_by_name(actor: Actor, critic: Critic, packed: bool | None) -> None:
     records = Experiences(zoo.records([(3, 9), (7, 4), (2, 0), (0, 5), (5, 5)]))
     stats: dict[str, float] = {}
-    found = forward(actor, records, ("old_logprobs", "entropy"), token_budget=20, packed=packed, stats=stats)
-    want = policy_log_probs(actor, records, token_budget=20, packed=packed, entropy=True)
-    assert list(found) == ["old_logprobs", "entropy"] and stats.keys() == want.stats.keys()
-    for name, column in (("old_logprobs", want.logprobs), ("entropy", want.entropy)):
-        assert found[name].dtype == "float32" and found[name].lengths.tolist() == [9, 4, 0, 5, 5]
-        assert np.array_equal(found[name].values, column.values)
+    columns = forward(actor, records, ("old_logprobs", "entropy"), token_budget=20, packed=packed, stats=stats)
+    expected = policy_log_probs(actor, records, token_budget=20, packed=packed, entropy=True)
+    assert list(columns) == ["old_logprobs", "entropy"] and stats.keys() == expected.stats.keys()
+    for name, column in (("old_logprobs", expected.logprobs), ("entropy", expected.entropy)):
+        assert columns[name].dtype == "float32" and columns[name].lengths.tolist() == [9, 4, 0, 5, 5]
+        assert np.array_equal(columns[name].values, column.values)
     (state,) = forward(critic, records, ("values",), token_budget=20, packed=packed).values()
     assert np.array_equal(state.values, values(critic, records, token_budget=20, packed=packed).values.values)
-    assert records.assign(old_logprobs=found["old_logprobs"])[1].old_logprobs is not None
+    assert records.assign(old_logprobs=columns["old_logprobs"])[1].old_logprobs is not None
     assert isinstance(actor, Policy) and isinstance(critic, ValueModel) and not isinstance(critic, Policy)
     with pytest.raises(ValueError, match="outputs: got \\['values', 'entropy'\\]"):
         forward(critic, records, ("values", "entropy"))
@@ -167,6 +167,11 @@ def test_forward_is_finite_where_nothing_counts() -> None:
         Experience(tokens=[3, 7, 4, 7], prompt_length=1, action_mask=[False, True, True]),
         Experience(tokens=[3, 7], prompt_length=1),
     ])  # fmt: skip
-    found = forward(actor, records, ("old_logprobs",))["old_logprobs"]
-    assert found[0] is not None and found[0][0] == 0 and found[0][1] < 0 and found[0][2] == -torch.inf
-    assert found[1] is not None and found[1][0] == -torch.inf
+    old_logprobs = forward(actor, records, ("old_logprobs",))["old_logprobs"]
+    assert (
+        old_logprobs[0] is not None
+        and old_logprobs[0][0] == 0
+        and old_logprobs[0][1] < 0
+        and old_logprobs[0][2] == -torch.inf
+    )
+    assert old_logprobs[1] is not None and old_logprobs[1][0] == -torch.inf

@@ -27,12 +27,12 @@ def laid(records: list[Experience], layout: str) -> Batch:
     return zoo.batch_of(records, packed=True) if layout == "packed" else zoo.batch_of(records, side=layout)
 
 
-def by_row(batch: Batch, found: Any) -> list[torch.Tensor]:
+def by_row(batch: Batch, column: Any) -> list[torch.Tensor]:
     """A row for each sample, out of (B, A) or `Rows`; what is padding must be 0."""
     if batch.layout == "packed":
-        return list(found)
-    assert not found[~batch.action_mask].any()
-    return list(zoo.by_record(batch, found))
+        return list(column)
+    assert not column[~batch.action_mask].any()
+    return list(zoo.by_record(batch, column))
 
 
 @pytest.mark.parametrize("name", zoo.TEXTS)
@@ -43,13 +43,13 @@ def test_the_same_as_naively(name: str) -> None:
     assert actor.packs and actor.head_path == "hidden"
     for temperature in (1.0, 0.6, 1.7):
         with torch.no_grad():
-            want = [zoo.naive(model, record, temperature) for record in records]
+            expected = [zoo.naive(model, record, temperature) for record in records]
             for layout in LAYOUTS:
                 batch = laid(records, layout)
-                found = actor.token_stats(batch, entropy=True, temperature=temperature)
-                assert found.entropy is not None
-                for got, i in ((found.logprobs, 0), (found.entropy, 1)):
-                    for row, pair in zip(by_row(batch, got), want, strict=True):
+                stats = actor.token_stats(batch, entropy=True, temperature=temperature)
+                assert stats.entropy is not None
+                for column, i in ((stats.logprobs, 0), (stats.entropy, 1)):
+                    for row, pair in zip(by_row(batch, column), expected, strict=True):
                         assert row.dtype == torch.float32
                         torch.testing.assert_close(row, pair[i], rtol=1e-5, atol=1e-5)
 
@@ -57,24 +57,24 @@ def test_the_same_as_naively(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gptj", "cohere"])
 def test_gradients_are_those_of_the_logits(name: str, layout: str) -> None:
-    mine, theirs = zoo.TEXTS[name](), zoo.TEXTS[name]()
+    model, naive_model = zoo.TEXTS[name](), zoo.TEXTS[name]()
     records = zoo.records(SHAPES)
     weight = torch.randn(sum(r for _, r in SHAPES), generator=torch.Generator().manual_seed(1))
     parts = weight.split([r for _, r in SHAPES])
     batch = laid(records, layout)
-    actor = Actor(mine, suppress=() if name == "gemma2" else (7, 250), temperature=0.8)
-    found = actor.token_stats(batch, entropy=True)
-    rows = zip(by_row(batch, found.logprobs), by_row(batch, found.entropy), parts, strict=True)
+    actor = Actor(model, suppress=() if name == "gemma2" else (7, 250), temperature=0.8)
+    stats = actor.token_stats(batch, entropy=True)
+    rows = zip(by_row(batch, stats.logprobs), by_row(batch, stats.entropy), parts, strict=True)
     sum((w * log).sum() + 0.3 * (w * more).sum() for log, more, w in rows).backward()  # type: ignore[union-attr]
-    pairs = [zoo.naive(theirs, record, 0.8, actor.suppress) for record in records]
+    pairs = [zoo.naive(naive_model, record, 0.8, actor.suppress) for record in records]
     sum((w * log).sum() + 0.3 * (w * more).sum() for (log, more), w in zip(pairs, parts, strict=True)).backward()  # type: ignore[union-attr]
     compared = 0
-    for (which, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        if one.grad is None or other.grad is None:
-            assert one.grad is other.grad, which
+    for (which, parameter), naive_parameter in zip(model.named_parameters(), naive_model.parameters(), strict=True):
+        if parameter.grad is None or naive_parameter.grad is None:
+            assert parameter.grad is naive_parameter.grad, which
             continue
         compared += 1
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=2e-4, msg=which)
+        torch.testing.assert_close(parameter.grad, naive_parameter.grad, rtol=1e-3, atol=2e-4, msg=which)
     assert compared > 10
 
 
@@ -90,15 +90,15 @@ def test_suppressed_tokens_have_no_share(name: str, path: str) -> None:
     actor = Actor(model, suppress=banned)
     assert actor.head_path == path
     with torch.no_grad():
-        want = [zoo.naive(model, record, 1.0, banned) for record in records]
+        expected = [zoo.naive(model, record, 1.0, banned) for record in records]
         other = [zoo.naive(model, record) for record in records]
         for layout in LAYOUTS:
             batch = laid(records, layout)
-            found = actor.token_stats(batch, entropy=True)
-            for got, i in ((found.logprobs, 0), (found.entropy, 1)):
-                for row, pair in zip(by_row(batch, got), want, strict=True):
+            stats = actor.token_stats(batch, entropy=True)
+            for column, i in ((stats.logprobs, 0), (stats.entropy, 1)):
+                for row, pair in zip(by_row(batch, column), expected, strict=True):
                     torch.testing.assert_close(row, pair[i], rtol=1e-5, atol=1e-5)
-    assert max(float((a[0] - b[0]).abs().max()) for a, b in zip(want, other, strict=True) if len(a[0])) > 1e-3
+    assert max(float((a[0] - b[0]).abs().max()) for a, b in zip(expected, other, strict=True) if len(a[0])) > 1e-3
     sampled = zoo.batch_of([Experience(tokens=[9, 8, 10], prompt_length=1)])
     assert actor.token_stats(sampled).logprobs[0, 0] == -torch.inf
 
@@ -116,11 +116,11 @@ class Largest(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(one, torch.Tensor) and one.is_floating_point():
-                self.numel = max(self.numel, one.numel())
-        return made
+        outputs = func(*args, **(kwargs or {}))
+        for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+            if isinstance(output, torch.Tensor) and output.is_floating_point():
+                self.numel = max(self.numel, output.numel())
+        return outputs
 
 
 @pytest.mark.parametrize("layout", ["left", "packed"])
@@ -132,9 +132,9 @@ def test_logits_never_lie_in_memory(layout: str) -> None:
     assert actor.packs and actor.head_path == "hidden"
     for back in (False, True):
         with Largest() as seen:
-            found = actor.token_stats(batch, entropy=True)
+            stats = actor.token_stats(batch, entropy=True)
             if back:
-                log_probs = found.logprobs if layout == "left" else found.logprobs.values
+                log_probs = stats.logprobs if layout == "left" else stats.logprobs.values
                 log_probs.sum().backward()
         assert seen.numel < slots * vocabulary / 3, back
     with Largest() as seen:
@@ -155,15 +155,15 @@ def test_what_the_model_does_to_logits_is_found_out() -> None:
 
 def test_a_cap_that_leaves_no_trace_here_is_kept() -> None:
     config = transformers.Gemma2Config(**{**zoo.TEXT, "initializer_range": 0.001}, head_dim=8)
-    head = Head.from_model(zoo._made(config))
+    head = Head.from_model(zoo._build(config))
     assert (head.path, head.softcap) == ("hidden", config.final_logit_softcapping)
 
 
 class Shifted(transformers.LlamaForCausalLM):
     """Does to its logits what no configuration tells of."""
 
-    def forward(self, *args: Any, **given: Any) -> Any:
-        output = super().forward(*args, **given)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        output = super().forward(*args, **options)
         output.logits = output.logits + torch.linspace(0, 3, output.logits.shape[-1])
         return output
 
@@ -176,8 +176,8 @@ def test_other_logits_are_used_as_they_are(layout: str) -> None:
     records = zoo.records(SHAPES)
     batch = laid(records, layout)
     with torch.no_grad():
-        found = actor.token_stats(batch, entropy=True)
-        for row, record in zip(by_row(batch, found.logprobs), records, strict=True):
+        stats = actor.token_stats(batch, entropy=True)
+        for row, record in zip(by_row(batch, stats.logprobs), records, strict=True):
             torch.testing.assert_close(row, zoo.naive(model, record, 0.7)[0], rtol=1e-5, atol=1e-5)
 
 
@@ -190,9 +190,9 @@ class Bare(torch.nn.Module):
         self.out = torch.nn.Linear(8, 50)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        there = attention_mask[..., None].float()
-        summed = (self.embed(input_ids) * there).cumsum(1)
-        return self.out(summed / there.cumsum(1).clamp(min=1))
+        attended = attention_mask[..., None].float()
+        summed = (self.embed(input_ids) * attended).cumsum(1)
+        return self.out(summed / attended.cumsum(1).clamp(min=1))
 
 
 def test_a_module_of_ones_own() -> None:
@@ -202,8 +202,8 @@ def test_a_module_of_ones_own() -> None:
     assert actor.head_path == "logits" and not actor.packs
     records = zoo.records(SHAPES, vocab=50)
     with torch.no_grad():
-        found = policy_log_probs(actor, records, token_budget=12)
-    for row, record in zip(found.logprobs, records, strict=True):
+        scored = policy_log_probs(actor, records, token_budget=12)
+    for row, record in zip(scored.logprobs, records, strict=True):
         tokens = record.tokens.long()
         every = torch.log_softmax(model(tokens[None], torch.ones_like(tokens)[None])[0], -1)
         naive = torch.cat([torch.zeros(1), every[:-1].gather(1, tokens[1:, None])[:, 0]])[record.prompt_length :]
@@ -218,9 +218,9 @@ def test_a_replaced_output_layer_is_looked_at_again() -> None:
     records = zoo.records([(3, 4)])
     before = policy_log_probs(actor, records).logprobs[0]
     model.lm_head = torch.nn.Linear(32, 300)
-    found = policy_log_probs(actor, records).logprobs[0]
-    torch.testing.assert_close(found, zoo.naive(model, records[0])[0].detach(), rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(before, found)
+    logprobs = policy_log_probs(actor, records).logprobs[0]
+    torch.testing.assert_close(logprobs, zoo.naive(model, records[0])[0].detach(), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before, logprobs)
     model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 300), torch.nn.Tanh())
     assert actor.head_path == "logits" and "Sequential" in actor.head.reason
 
@@ -252,19 +252,19 @@ OTHERS: dict[str, tuple[Any, bool]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_models_that_let_packed_samples_see_each_other_are_told_apart(name: str) -> None:
     config, packs = OTHERS[name]
-    model = zoo._made(config)
+    model = zoo._build(config)
     actor = Actor(model)
     assert actor.packs is packs
     records = zoo.records([(3, 4), (1, 9), (5, 2)])
     with torch.no_grad():
-        want = torch.cat([zoo.naive(model, record)[0] for record in records])
+        expected = torch.cat([zoo.naive(model, record)[0] for record in records])
     for packed in (None, True):
         if packed and not packs:
             with pytest.raises(ValueError, match="does not separate packed samples"):
                 policy_log_probs(actor, records, packed=True)
             continue
-        found = policy_log_probs(actor, records, packed=packed).logprobs
-        torch.testing.assert_close(torch.cat(list(found)), want, rtol=1e-5, atol=1e-5)
+        logprobs = policy_log_probs(actor, records, packed=packed).logprobs
+        torch.testing.assert_close(torch.cat(list(logprobs)), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- modes ------------------------------------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ def test_scoring_leaves_every_part_as_it_was() -> None:
 def test_a_copy_of_an_actor_is_an_actor() -> None:
     actor = Actor(tiny.llama(), temperature=0.5)
     records = zoo.records([(2, 3)])
-    want = policy_log_probs(actor, records).logprobs[0]
+    expected = policy_log_probs(actor, records).logprobs[0]
     assert TransformersEngine(actor).generate([[5, 6]], max_tokens=2)[0].error is None  # which has a lock
     other = copy.deepcopy(actor)
     with torch.no_grad():
         actor.model.lm_head.weight.zero_()
-    assert torch.equal(policy_log_probs(other, records).logprobs[0], want)
+    assert torch.equal(policy_log_probs(other, records).logprobs[0], expected)

@@ -27,14 +27,14 @@ HOW: list[tuple[float, dict[str, Any]]] = [
 ]
 
 
-def differences(actor: Actor, temperature: float, packed: bool | None, **how: Any) -> torch.Tensor:
-    found = TransformersEngine(actor).generate(
-        PROMPTS, n=2, max_tokens=24, temperature=temperature, logprobs="tempered", seed=1, **how
+def differences(actor: Actor, temperature: float, packed: bool | None, **options: Any) -> torch.Tensor:
+    samples = TransformersEngine(actor).generate(
+        PROMPTS, n=2, max_tokens=24, temperature=temperature, logprobs="tempered", seed=1, **options
     )
-    records = [one.to_experience() for one in found]
-    assert all(one.finish_reason in ("stop", "length") for one in records)
+    records = [sample.to_experience() for sample in samples]
+    assert all(record.finish_reason in ("stop", "length") for record in records)
     scored = policy_log_probs(actor, records, temperature=temperature, packed=packed, token_budget=200).logprobs
-    recorded = torch.cat([one.logprobs for one in records])
+    recorded = torch.cat([record.logprobs for record in records])
     assert len(recorded) > 100 and recorded.std() > 0.1
     return (scored.tensor_of_values() - recorded).abs()
 
@@ -47,8 +47,8 @@ def test_sampled_and_scored(
 ) -> None:
     actor = Actor(MODELS[name](dtype=dtype), tokenizer=tiny.words())
     largest, mean = 0.0, 0.0
-    for temperature, how in HOW:
-        off = differences(actor, temperature, packed, **how)
+    for temperature, options in HOW:
+        off = differences(actor, temperature, packed, **options)
         largest, mean = max(largest, float(off.max())), max(mean, float(off.mean()))
     record_property("largest difference", largest)
     record_property("largest mean difference", mean)
@@ -62,9 +62,9 @@ def test_sampled_and_scored(
 def test_another_temperature_is_another_distribution() -> None:
     actor = Actor(tiny.llama(), tokenizer=tiny.words())
     samples = TransformersEngine(actor).generate(PROMPTS, max_tokens=8, temperature=0.5, seed=1)
-    found = [one.to_experience() for one in samples]
-    scored = policy_log_probs(actor, found, temperature=1.0).logprobs.tensor_of_values()
-    assert float((scored - torch.cat([one.logprobs for one in found])).abs().max()) > 0.1
+    records = [sample.to_experience() for sample in samples]
+    scored = policy_log_probs(actor, records, temperature=1.0).logprobs.tensor_of_values()
+    assert float((scored - torch.cat([record.logprobs for record in records])).abs().max()) > 0.1
 
 
 def test_images(record_property: Callable[[str, object], None]) -> None:
@@ -78,14 +78,14 @@ def test_images(record_property: Callable[[str, object], None]) -> None:
     largest = 0.0
     # Nothing is cut off here, so that what was sampled from is what is scored: all tokens but the image's.
     for temperature in (0.7, 1.2):
-        found = TransformersEngine(actor).generate(
+        samples = TransformersEngine(actor).generate(
             prompts, n=3, max_tokens=12, temperature=temperature, logprobs="tempered", seed=2, ignore_eos=True
         )
-        records = [one.to_experience() for one in found]
-        assert [one.error for one in found] == [None] * 9
+        records = [sample.to_experience() for sample in samples]
+        assert [sample.error for sample in samples] == [None] * 9
         for packed in (None, True):
             scored = policy_log_probs(actor, records, temperature=temperature, packed=packed).logprobs
-            off = (scored.tensor_of_values() - torch.cat([one.logprobs for one in records])).abs()
+            off = (scored.tensor_of_values() - torch.cat([sample.logprobs for sample in records])).abs()
             largest = max(largest, float(off.max()))
     record_property("largest difference", largest)
     print(f"\nllava: largest {largest:.3g}")

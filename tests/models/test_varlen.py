@@ -74,8 +74,8 @@ def pair(name: str = "llama", **options: Any) -> tuple[Actor, Actor]:
 
 
 def gradients(actor: Any, loss: torch.Tensor) -> list[torch.Tensor]:
-    found = torch.autograd.grad(loss, list(actor.parameters()), allow_unused=True)
-    return [one for one in found if one is not None]
+    slopes = torch.autograd.grad(loss, list(actor.parameters()), allow_unused=True)
+    return [slope for slope in slopes if slope is not None]
 
 
 def weighted(rows: torch.Tensor) -> torch.Tensor:
@@ -88,21 +88,24 @@ def weighted(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probs_and_gradients_are_those_of_padded_sdpa(name: str) -> None:
-    ours, plain = pair(name)
-    assert ours.config._attn_implementation == NAME and ours.packs and ours.packs_cheaply
+    varlen, plain = pair(name)
+    assert varlen.config._attn_implementation == NAME and varlen.packs and varlen.packs_cheaply
     assert plain.packs and not plain.packs_cheaply
     records = zoo.records(SHAPES)
     with Watch() as watch:
-        got = zoo.stats_of(ours, records, entropy=True)
+        actual = zoo.stats_of(varlen, records, entropy=True)
     lengths = [sum(shape) for shape in SHAPES]
     assert watch.calls[-2 * len(SHAPES) :] == [(1, length, False) for length in lengths] * 2, "each sample, no mask"
-    want = zoo.stats_of(plain, records, entropy=True, packed=False)
-    assert got.entropy is not None and want.entropy is not None
-    torch.testing.assert_close(got.logprobs.values, want.logprobs.values, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.entropy.values, want.entropy.values, rtol=1e-5, atol=1e-5)
-    mine, theirs = gradients(ours, weighted(got.logprobs.values)), gradients(plain, weighted(want.logprobs.values))
-    assert len(mine) == len(theirs) > 10
-    for a, b in zip(mine, theirs, strict=True):
+    expected = zoo.stats_of(plain, records, entropy=True, packed=False)
+    assert actual.entropy is not None and expected.entropy is not None
+    torch.testing.assert_close(actual.logprobs.values, expected.logprobs.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.entropy.values, expected.entropy.values, rtol=1e-5, atol=1e-5)
+    varlen_slopes, sdpa_slopes = (
+        gradients(varlen, weighted(actual.logprobs.values)),
+        gradients(plain, weighted(expected.logprobs.values)),
+    )
+    assert len(varlen_slopes) == len(sdpa_slopes) > 10
+    for a, b in zip(varlen_slopes, sdpa_slopes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -111,47 +114,49 @@ def test_a_samples_share_has_the_bits_of_the_sample_alone() -> None:
     bounds, (query, key, value) = [0, 5, 6, 17], torch.randn(3, 1, 4, 17, 8)
     module = torch.nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
-    given = torch.tensor(bounds, dtype=torch.int32)
-    found, weights = varlen_attention(module, query, key[:, :2], value[:, :2], None, scaling=0.3, cu_seq_lens_q=given)
-    assert found.shape == (1, 17, 4, 8) and weights is None
+    offsets = torch.tensor(bounds, dtype=torch.int32)
+    attended, weights = varlen_attention(
+        module, query, key[:, :2], value[:, :2], None, scaling=0.3, cu_seq_lens_q=offsets
+    )
+    assert attended.shape == (1, 17, 4, 8) and weights is None
     for a, b in itertools.pairwise(bounds):
         parts = (query[:, :, a:b], key[:, :2, a:b], value[:, :2, a:b])
         alone = functional.scaled_dot_product_attention(*parts, is_causal=b - a > 1, scale=0.3, enable_gqa=True)
-        assert torch.equal(found[:, a:b], alone.transpose(1, 2))
+        assert torch.equal(attended[:, a:b], alone.transpose(1, 2))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
-    ours, plain = pair()
+    varlen, plain = pair()
     records = zoo.records(SHAPES)
-    want = gradients(plain, weighted(zoo.stats_of(plain, records, packed=False).logprobs.values))
-    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ours.train()
-    loss = weighted(zoo.stats_of(ours, records).logprobs.values)
+    expected = gradients(plain, weighted(zoo.stats_of(plain, records, packed=False).logprobs.values))
+    varlen.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    varlen.train()
+    loss = weighted(zoo.stats_of(varlen, records).logprobs.values)
     masks: list[Any] = []
-    for layer in ours.model.model.layers:
+    for layer in varlen.model.model.layers:
         layer.self_attn.register_forward_pre_hook(
-            lambda _module, _args, given: masks.append(given["attention_mask"]), with_kwargs=True
+            lambda _module, _args, arguments: masks.append(arguments["attention_mask"]), with_kwargs=True
         )
     torch.autograd.backward(loss)
     assert len(masks) == 2 and masks[0] is masks[1], "computed again, in the backward pass"
     assert isinstance(masks[0], PackedMask) and masks[0]._tensor is None
-    got = [one.grad for one in ours.parameters() if one.grad is not None]
-    for a, b in zip(got, want, strict=True):
+    slopes = [parameter.grad for parameter in varlen.parameters() if parameter.grad is not None]
+    for a, b in zip(slopes, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_critics_and_scores_of_many() -> None:
     records = zoo.records(SHAPES)
-    ours = Critic(tiny.llama(), attn_implementation="varlen", value_head="normal")
+    varlen = Critic(tiny.llama(), attn_implementation="varlen", value_head="normal")
     plain = Critic(tiny.llama())
-    plain.value_head.load_state_dict(ours.value_head.state_dict())
-    assert ours.packs_cheaply and Critic(backbone_from=pair()[0]).packs_cheaply
-    torch.testing.assert_close(zoo.values_of(ours, records).values, zoo.values_of(plain, records).values)
+    plain.value_head.load_state_dict(varlen.value_head.state_dict())
+    assert varlen.packs_cheaply and Critic(backbone_from=pair()[0]).packs_cheaply
+    torch.testing.assert_close(zoo.values_of(varlen, records).values, zoo.values_of(plain, records).values)
     for budget in (1, 60, 1000):
-        found, want = values(ours, records, token_budget=budget), values(plain, records)
-        torch.testing.assert_close(found.values.tensor_of_values(), want.values.tensor_of_values())
-    assert found.stats["padding"] == 0 and found.stats["micro_batches"] == 1
+        scored, expected = values(varlen, records, token_budget=budget), values(plain, records)
+        torch.testing.assert_close(scored.values.tensor_of_values(), expected.values.tensor_of_values())
+    assert scored.stats["padding"] == 0 and scored.stats["micro_batches"] == 1
     actor, other = pair()
     scores = policy_log_probs(actor, records, token_budget=100).logprobs.tensor_of_values()
     torch.testing.assert_close(scores, policy_log_probs(other, records).logprobs.tensor_of_values())
@@ -160,22 +165,25 @@ def test_critics_and_scores_of_many() -> None:
 @pytest.mark.parametrize("name", test_vision_models.MODELS)
 def test_the_part_that_reads_text_of_a_model_that_sees(name: str) -> None:
     make, records = test_vision_models.MODELS[name]
-    ours, plain = Actor(make(), attn_implementation="varlen"), Actor(make())
-    assert ours.packs_cheaply and ours.config.text_config._attn_implementation == NAME
-    assert ours.config.vision_config._attn_implementation == "sdpa"
-    got, want = (policy_log_probs(one, records()).logprobs.tensor_of_values() for one in (ours, plain))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    varlen, plain = Actor(make(), attn_implementation="varlen"), Actor(make())
+    assert varlen.packs_cheaply and varlen.config.text_config._attn_implementation == NAME
+    assert varlen.config.vision_config._attn_implementation == "sdpa"
+    logprobs, expected = (policy_log_probs(actor, records()).logprobs.tensor_of_values() for actor in (varlen, plain))
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast_and_half() -> None:
     records = zoo.records(SHAPES)
-    ours, plain = pair()
+    varlen, plain = pair()
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = zoo.stats_of(ours, records), zoo.stats_of(plain, records)
-    assert (got.logprobs.values - want.logprobs.values).abs().mean() < 0.02
-    halves = [Actor(tiny.llama(dtype=torch.bfloat16), attn_implementation=one) for one in ("varlen", "sdpa")]
-    got, want = (zoo.stats_of(one, records) for one in halves)
-    assert (got.logprobs.values - want.logprobs.values).abs().mean() < 0.02
+        actual, expected = zoo.stats_of(varlen, records), zoo.stats_of(plain, records)
+    assert (actual.logprobs.values - expected.logprobs.values).abs().mean() < 0.02
+    halves = [
+        Actor(tiny.llama(dtype=torch.bfloat16), attn_implementation=implementation)
+        for implementation in ("varlen", "sdpa")
+    ]
+    actual, expected = (zoo.stats_of(actor, records) for actor in halves)
+    assert (actual.logprobs.values - expected.logprobs.values).abs().mean() < 0.02
 
 
 def test_dropout_in_attention_is_not_lost() -> None:
@@ -191,47 +199,49 @@ def test_dropout_in_attention_is_not_lost() -> None:
 
 
 def test_padded_batches_have_sdpas_bits() -> None:
-    ours, plain = pair("qwen3")
+    varlen, plain = pair("qwen3")
     records = zoo.records(SHAPES)
     for side in ("left", "right"):
         batch = zoo.batch_of(records, side=side)
-        assert torch.equal(ours.token_stats(batch).logprobs, plain.token_stats(batch).logprobs)
+        assert torch.equal(varlen.token_stats(batch).logprobs, plain.token_stats(batch).logprobs)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_the_same_is_sampled(name: str) -> None:
-    ours, plain = pair(name, tokenizer=tiny.words())
+    varlen, plain = pair(name, tokenizer=tiny.words())
     prompts = [[5, 6, 7, 9], [8], [10, 11]]
     options = {"n": 3, "max_tokens": 24, "temperature": 0.8, "logprobs": "tempered", "seed": 3}
-    mine, theirs = (TransformersEngine(one).generate(prompts, **options) for one in (ours, plain))
-    assert [one.response_ids for one in mine] == [one.response_ids for one in theirs]
-    assert len({tuple(one.response_ids) for one in mine}) > 3
-    records = [[one.to_experience() for one in found] for found in (mine, theirs)]
-    said, other = (torch.cat([one.logprobs for one in many]) for many in records)
-    assert torch.equal(said, other)
-    scored = policy_log_probs(ours, records[0], temperature=0.8).logprobs.tensor_of_values()
-    torch.testing.assert_close(scored, said, rtol=1e-4, atol=1e-4)
+    varlen_samples, sdpa_samples = (TransformersEngine(actor).generate(prompts, **options) for actor in (varlen, plain))
+    assert [sample.response_ids for sample in varlen_samples] == [sample.response_ids for sample in sdpa_samples]
+    assert len({tuple(sample.response_ids) for sample in varlen_samples}) > 3
+    records = [[sample.to_experience() for sample in samples] for samples in (varlen_samples, sdpa_samples)]
+    varlen_logprobs, sdpa_logprobs = (torch.cat([record.logprobs for record in side]) for side in records)
+    assert torch.equal(varlen_logprobs, sdpa_logprobs)
+    scored = policy_log_probs(varlen, records[0], temperature=0.8).logprobs.tensor_of_values()
+    torch.testing.assert_close(scored, varlen_logprobs, rtol=1e-4, atol=1e-4)
     ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
     mask = (ids != 0).long()
-    greedy = [one.model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for one in (ours, plain)]
+    greedy = [
+        actor.model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for actor in (varlen, plain)
+    ]
     assert torch.equal(*greedy)
 
 
 def test_positions_alone_tell_samples_apart_too() -> None:
     # Without boundaries there is nothing to go by but the mask: it is made, and right.
-    ours, plain = pair()
+    varlen, plain = pair()
     inputs = from_experiences(zoo.records(SHAPES), packing_samples=True).model_inputs()
     bare = {name: inputs[name] for name in ("input_ids", "position_ids", "use_cache")}
     with torch.no_grad(), Watch() as watch:
-        found = ours.model(**bare).logits
+        logits = varlen.model(**bare).logits
     assert watch.calls == [(1, TOTAL, True)] * 2
     with torch.no_grad():
-        assert torch.equal(found, plain.model(**bare).logits)
-        whole = ours.model(**inputs).logits
-        torch.testing.assert_close(whole, found, rtol=1e-5, atol=1e-5)
+        assert torch.equal(logits, plain.model(**bare).logits)
+        with_bounds = varlen.model(**inputs).logits
+        torch.testing.assert_close(with_bounds, logits, rtol=1e-5, atol=1e-5)
         # Boundaries hold with a cache asked for, too, where SDPA would let samples see each other.
-        cached = ours.model(**{**inputs, "use_cache": True}).logits
-        torch.testing.assert_close(cached, found, rtol=1e-5, atol=1e-5)
+        cached = varlen.model(**{**inputs, "use_cache": True}).logits
+        torch.testing.assert_close(cached, logits, rtol=1e-5, atol=1e-5)
 
 
 # --- kept, copied, saved ----------------------------------------------------------------------------------------------
@@ -246,22 +256,22 @@ def test_it_goes_where_the_model_goes(tmp_path: Path) -> None:
     plain = pair()[0]
     frozen = plain.reference()
     assert frozen.packs_cheaply
-    want = policy_log_probs(plain, records).logprobs.tensor_of_values()
-    assert torch.equal(reference_log_probs(frozen, records).logprobs.tensor_of_values(), want)
+    expected = policy_log_probs(plain, records).logprobs.tensor_of_values()
+    assert torch.equal(reference_log_probs(frozen, records).logprobs.tensor_of_values(), expected)
     assert copy.deepcopy(plain).packs_cheaply
     # Another process has not heard of it.
     carried = pickle.dumps(plain)
-    for known in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
-        del known._global_mapping[NAME]
+    for registry in (transformers.AttentionInterface, transformers.AttentionMaskInterface):
+        del registry._global_mapping[NAME]
     again = pickle.loads(carried)
-    assert torch.equal(policy_log_probs(again, records).logprobs.tensor_of_values(), want)
+    assert torch.equal(policy_log_probs(again, records).logprobs.tensor_of_values(), expected)
     # What is written says nothing of it: elsewhere it loads without rollbook.
     plain.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
     loaded = Actor(str(tmp_path), attn_implementation="varlen")
     assert loaded.packs_cheaply
-    assert torch.equal(policy_log_probs(loaded, records).logprobs.tensor_of_values(), want)
+    assert torch.equal(policy_log_probs(loaded, records).logprobs.tensor_of_values(), expected)
 
 
 # --- refused ----------------------------------------------------------------------------------------------------------
@@ -315,27 +325,27 @@ def test_why_not() -> None:
 
 
 def test_boundaries_that_contradict_positions() -> None:
-    ours, _ = pair()
+    varlen, _ = pair()
     inputs = from_experiences(zoo.records([(3, 4), (2, 6)]), packing_samples=True).model_inputs()
     off = torch.tensor([0, 6, 15], dtype=torch.int32)
     for wrong in (off, torch.tensor([0, 15]), torch.tensor([0, 3, 7, 15])):
         with pytest.raises(ValueError, match="cu_seq_lens_q: got boundaries other than"):
-            ours.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
+            varlen.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     for wrong in (torch.tensor([0, 7]), torch.tensor([1, 7, 15]), torch.tensor([0, 9, 7, 15])):
         with pytest.raises(ValueError, match="cu_seq_lens_q: got .* expected boundaries in ascending order"):
-            ours.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
+            varlen.model(**{**inputs, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     with pytest.raises(ValueError, match="cu_seq_lens_k: got other boundaries"):
-        ours.model(**{**inputs, "cu_seq_lens_k": off})
-    cache = transformers.DynamicCache(config=ours.config)
-    ours.model(input_ids=torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
+        varlen.model(**{**inputs, "cu_seq_lens_k": off})
+    cache = transformers.DynamicCache(config=varlen.config)
+    varlen.model(input_ids=torch.tensor([[5, 6]]), past_key_values=cache, use_cache=True)
     with pytest.raises(ValueError, match="1 rows of 15 tokens and 17 keys, expected one row of samples and an empty"):
-        ours.model(**{**inputs, "past_key_values": cache, "use_cache": True})
+        varlen.model(**{**inputs, "past_key_values": cache, "use_cache": True})
     padding = (torch.arange(15) < 14).long()[None]
     with pytest.raises(ValueError, match="attention_mask: got one with cu_seq_lens_q"):
-        ours.model(**{**inputs, "attention_mask": padding})
+        varlen.model(**{**inputs, "attention_mask": padding})
     with torch.no_grad():  # of ones alone it says nothing, and boundaries hold
-        found, bare = ours.model(**{**inputs, "attention_mask": torch.ones_like(padding)}), ours.model(**inputs)
-    assert torch.equal(found.logits, bare.logits)
+        masked, bare = varlen.model(**{**inputs, "attention_mask": torch.ones_like(padding)}), varlen.model(**inputs)
+    assert torch.equal(masked.logits, bare.logits)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.data())

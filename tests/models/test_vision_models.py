@@ -22,18 +22,18 @@ from tests.models.zoo import policy_log_probs, values
 
 def llava_records() -> list[Experience]:
     draw = torch.Generator().manual_seed(0)
-    made = []
+    records = []
     for images, prompt, response in ((1, 3, 4), (0, 2, 3), (2, 1, 5), (0, 4, 1), (1, 2, 2)):
         parts = [torch.randint(9, 260, (prompt,), generator=draw), torch.full((4 * images,), 8)]
         tokens = torch.cat([*parts, torch.randint(9, 260, (response,), generator=draw)])
         media = {"pixel_values": torch.randn(images, 3, 16, 16, generator=draw)} if images else None
-        made.append(Experience(tokens=tokens, prompt_length=prompt + 4 * images, multi_modal_inputs=media))
-    return made
+        records.append(Experience(tokens=tokens, prompt_length=prompt + 4 * images, multi_modal_inputs=media))
+    return records
 
 
 def qwen_records() -> list[Experience]:
     draw = torch.Generator().manual_seed(0)
-    made = []
+    records = []
     for shapes, response in (([(4, 4)], 3), ([], 5), ([(4, 8), (8, 4)], 2), ([(4, 4)], 6)):
         tokens = [5 + response]
         for height, width in shapes:
@@ -46,8 +46,8 @@ def qwen_records() -> list[Experience]:
             patches = sum(height * width for height, width in shapes)
             media["pixel_values"] = torch.randn(patches, 3 * 2 * 14 * 14, generator=draw)
             media["image_grid_thw"] = torch.tensor([[1, h, w] for h, w in shapes])
-        made.append(Experience(tokens=tokens, prompt_length=prompt, multi_modal_inputs=media))
-    return made
+        records.append(Experience(tokens=tokens, prompt_length=prompt, multi_modal_inputs=media))
+    return records
 
 
 MODELS = {"llava": (lambda: tiny.llava()[0], llava_records), "qwen": (tiny.qwen_vl, qwen_records)}
@@ -61,18 +61,20 @@ def test_each_row_as_if_alone(name: str) -> None:
     # Never sampled, never likely: the image, and what begins one.
     assert set(actor.suppress) >= ({8} if name == "llava" else {tiny.IMAGE, tiny.VIDEO})
     with torch.no_grad():
-        want = [zoo.naive(model, one, 0.9, actor.suppress, **(one.multi_modal_inputs or {})) for one in records]
+        expected = [
+            zoo.naive(model, record, 0.9, actor.suppress, **(record.multi_modal_inputs or {})) for record in records
+        ]
     for packed in (None, True):
         for budget in (1, 40, 1000):
-            found = policy_log_probs(actor, records, entropy=True, packed=packed, token_budget=budget)
-            for log_probs, entropy, pair in zip(found.logprobs, found.entropy, want, strict=True):
+            estimated = policy_log_probs(actor, records, entropy=True, packed=packed, token_budget=budget)
+            for log_probs, entropy, pair in zip(estimated.logprobs, estimated.entropy, expected, strict=True):
                 torch.testing.assert_close(log_probs, pair[0], rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(entropy, pair[1], rtol=1e-4, atol=1e-4)
     for layout in ("left", "prompt_left_response_right"):
         batch = from_experiences(records, layout=layout)
         with torch.no_grad():
             scored = actor.token_stats(native_batch(batch)).logprobs
-        for log_probs, inside, pair in zip(scored, batch.action_mask, want, strict=True):
+        for log_probs, inside, pair in zip(scored, batch.action_mask, expected, strict=True):
             torch.testing.assert_close(log_probs[inside], pair[0], rtol=1e-4, atol=1e-4)
 
 
@@ -87,10 +89,10 @@ def test_media_of_a_call_in_lightrfts_way(name: str) -> None:
         if key not in ("input_ids", "attention_mask", "position_ids")
     }
     slots = batch.action_mask.shape[1]
-    found = actor(batch.sequences, slots, batch.attention_mask, **media)
-    want = actor.token_stats(native_batch(batch)).logprobs
+    logprobs = actor(batch.sequences, slots, batch.attention_mask, **media)
+    expected = actor.token_stats(native_batch(batch)).logprobs
     inside = batch.action_mask
-    torch.testing.assert_close(found[inside], want[inside], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logprobs[inside], expected[inside], rtol=1e-5, atol=1e-5)
     if name == "qwen":
         packed = batch.pack()
         lengths, counts = packed.cu_seqlens.diff(), packed.action_cu_seqlens.diff()
@@ -111,38 +113,42 @@ def test_types_of_tokens_are_derived_where_a_batch_has_none() -> None:
     }
     typed = [*qwen_records(), Experience(tokens=video, prompt_length=8, multi_modal_inputs=frames)]
     bare = [
-        one.replace(multi_modal_inputs={k: v for k, v in one.multi_modal_inputs.items() if k != "mm_token_type_ids"})
-        for one in typed
+        record.replace(
+            multi_modal_inputs={k: v for k, v in record.multi_modal_inputs.items() if k != "mm_token_type_ids"}
+        )
+        for record in typed
     ]
     bare[2] = typed[2]  # some have them
     torch.manual_seed(0)
     critic = Critic(backbone_from=actor, value_head="normal")
     with torch.no_grad():
-        want = [zoo.naive(model, one, 1.0, actor.suppress, **one.multi_modal_inputs)[0] for one in typed]
+        expected_rows = [
+            zoo.naive(model, record, 1.0, actor.suppress, **record.multi_modal_inputs)[0] for record in typed
+        ]
         state_values = critic.token_values(zoo.batch_of(typed))
         for packed in (False, True):
             batch = zoo.batch_of(bare, packed=packed)
             rows = [*zoo.by_record(batch, actor.token_stats(batch).logprobs)]
-            for got, expected in zip(rows, want, strict=True):
-                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-            got = critic.token_values(batch)
-            got = got.values if packed else got[batch.action_mask]
-            torch.testing.assert_close(got, state_values[from_experiences(typed).action_mask], rtol=1e-4, atol=1e-4)
+            for actual, expected in zip(rows, expected_rows, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+            actual = critic.token_values(batch)
+            actual = actual.values if packed else actual[batch.action_mask]
+            torch.testing.assert_close(actual, state_values[from_experiences(typed).action_mask], rtol=1e-4, atol=1e-4)
     images = from_experiences(bare[:2])
     media = {"pixel_values": images.pixel_values, "image_grid_thw": images.image_grid_thws}
     slots = images.action_mask.shape[1]
-    got = actor(images.sequences, slots, images.attention_mask, **media)
-    torch.testing.assert_close(got[images.action_mask], torch.cat(want[:2]), rtol=1e-4, atol=1e-4)
-    own = ExperienceVL(
+    actual = actor(images.sequences, slots, images.attention_mask, **media)
+    torch.testing.assert_close(actual[images.action_mask], torch.cat(expected_rows[:2]), rtol=1e-4, atol=1e-4)
+    legacy = ExperienceVL(
         images.sequences, images.pixel_values, images.image_grid_thws, action_log_probs=torch.zeros(2, slots),
         attention_mask=images.attention_mask, action_mask=images.action_mask, info={"image_num": [1, 0]},
     )  # fmt: skip
-    got = actor.token_stats(native_batch(own)).logprobs
-    torch.testing.assert_close(got[images.action_mask], torch.cat(want[:2]), rtol=1e-4, atol=1e-4)
+    actual = actor.token_stats(native_batch(legacy)).logprobs
+    torch.testing.assert_close(actual[images.action_mask], torch.cat(expected_rows[:2]), rtol=1e-4, atol=1e-4)
     divergences = []
     for records in (typed, bare):
-        ready = [one.replace(logprobs=log_probs - 0.1, advantages=torch.ones_like(log_probs), reward=1.0)
-                 for one, log_probs in zip(records, want, strict=True)]  # fmt: skip
+        ready = [record.replace(logprobs=log_probs - 0.1, advantages=torch.ones_like(log_probs), reward=1.0)
+                 for record, log_probs in zip(records, expected_rows, strict=True)]  # fmt: skip
         learner = Learner(Actor(tiny.qwen_vl()), AlgorithmConfig.preset("grpo", kl_coef=0.0))
         divergences.append(learner.update(ready, step=1).metrics["policy/ppo_kl"])
     assert divergences[0] == pytest.approx(divergences[1], abs=1e-5) == pytest.approx(-0.1, abs=1e-4)
@@ -156,8 +162,10 @@ def test_types_of_a_prompt_are_completed_for_an_image_in_the_response(packed: bo
     types = (torch.tensor(tokens) == tiny.IMAGE).int()[None]
     media = {"pixel_values": torch.randn(32, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
     actor, rows = Actor(model), []
-    for given in (types, types[:, :8], types[:, :0]):
-        typed = Experience(tokens=tokens, prompt_length=8, multi_modal_inputs={**media, "mm_token_type_ids": given})
+    for token_types in (types, types[:, :8], types[:, :0]):
+        typed = Experience(
+            tokens=tokens, prompt_length=8, multi_modal_inputs={**media, "mm_token_type_ids": token_types}
+        )
         batch = zoo.batch_of([qwen_records()[0], typed], packed=packed)
         rows.append([*zoo.by_record(batch, actor.token_stats(batch).logprobs)][1])
     for row in rows[1:]:
@@ -202,10 +210,10 @@ def test_a_critic_sees_images() -> None:
     critic = Critic(backbone_from=Actor(model), value_head="normal")
     every = values(critic, records).values
     for budget, packed in ((1, None), (30, True)):
-        found = values(critic, records, token_budget=budget, packed=packed).values
-        torch.testing.assert_close(found.tensor_of_values(), every.tensor_of_values(), rtol=1e-5, atol=1e-5)
-    blind = [Experience(tokens=one.tokens, prompt_length=one.prompt_length,
-                        multi_modal_inputs=None if one.multi_modal_inputs is None
-                        else {"pixel_values": torch.zeros_like(one.multi_modal_inputs["pixel_values"])})
-             for one in records]  # fmt: skip
+        predicted = values(critic, records, token_budget=budget, packed=packed).values
+        torch.testing.assert_close(predicted.tensor_of_values(), every.tensor_of_values(), rtol=1e-5, atol=1e-5)
+    blind = [Experience(tokens=record.tokens, prompt_length=record.prompt_length,
+                        multi_modal_inputs=None if record.multi_modal_inputs is None
+                        else {"pixel_values": torch.zeros_like(record.multi_modal_inputs["pixel_values"])})
+             for record in records]  # fmt: skip
     assert not torch.allclose(values(critic, blind).values[0], every[0])

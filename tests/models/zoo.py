@@ -21,7 +21,7 @@ from tests import tiny
 TEXT: dict[str, Any] = {"vocab_size": 300, **tiny.SIZES}
 
 
-def _made(config: Any) -> Any:
+def _build(config: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -29,17 +29,17 @@ def _made(config: Any) -> Any:
 
 def gemma2() -> Any:
     """A soft cap that is small enough to bend these logits."""
-    return _made(transformers.Gemma2Config(**TEXT, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8))
+    return _build(transformers.Gemma2Config(**TEXT, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8))
 
 
 def cohere() -> Any:
     """Logits are multiplied."""
-    return _made(transformers.CohereConfig(**TEXT, logit_scale=0.25))
+    return _build(transformers.CohereConfig(**TEXT, logit_scale=0.25))
 
 
 def granite() -> Any:
     """Logits are divided, and embeddings and residuals scaled."""
-    return _made(transformers.GraniteConfig(**TEXT, logits_scaling=4.0, embedding_multiplier=2.0))
+    return _build(transformers.GraniteConfig(**TEXT, logits_scaling=4.0, embedding_multiplier=2.0))
 
 
 def gptj() -> Any:
@@ -48,7 +48,7 @@ def gptj() -> Any:
         vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=256, rotary_dim=4, initializer_range=0.2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = _made(config)
+    model = _build(config)
     torch.nn.init.normal_(model.lm_head.bias, std=1.0, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -73,24 +73,24 @@ def text(name: str) -> Any:
 def records(shapes: Sequence[tuple[int, int]], vocab: int = 300, seed: int = 0) -> list[Experience]:
     """Random tokens: (prompt, response) lengths."""
     draw = torch.Generator().manual_seed(seed)
-    made = []
+    rows = []
     for prompt, response in shapes:
         ids = torch.randint(9, vocab, (prompt + response,), generator=draw)
         kind = {} if prompt and response else {"experience_type": "multi_turn", "action_mask": [True] * response}
-        made.append(Experience(tokens=ids, prompt_length=prompt, **kind))
-    return made
+        rows.append(Experience(tokens=ids, prompt_length=prompt, **kind))
+    return rows
 
 
-def batch_of(records: Sequence[Experience], **how: Any) -> Batch:
+def batch_of(records: Sequence[Experience], **options: Any) -> Batch:
     """What a model needs of records."""
-    return Batch.from_records(Experiences(records), ("tokens",), **how)
+    return Batch.from_records(Experiences(records), ("tokens",), **options)
 
 
 def stats_of(actor: Any, records: Sequence[Experience], packed: bool | None = None, **options: Any) -> TokenStats:
     """Log-probs and entropies of records in one pass, a row for each."""
     batch = batch_of(records, packed=actor.packs_cheaply if packed is None else packed)
-    found = actor.token_stats(batch, **options)
-    return TokenStats(*(None if one is None else by_record(batch, one) for one in found))  # type: ignore[arg-type]
+    stats = actor.token_stats(batch, **options)
+    return TokenStats(*(None if column is None else by_record(batch, column) for column in stats))  # type: ignore[arg-type]
 
 
 def values_of(critic: Any, records: Sequence[Experience]) -> Rows:
@@ -99,9 +99,9 @@ def values_of(critic: Any, records: Sequence[Experience]) -> Rows:
     return by_record(batch, critic.token_values(batch))
 
 
-def by_record(batch: Batch, found: Any) -> Rows:
+def by_record(batch: Batch, column: Any) -> Rows:
     """A row for each record, out of (B, A) or `Rows`."""
-    return Rows(batch.flatten_response(found), batch.pack().response_cu_seqlens.diff().tolist())
+    return Rows(batch.flatten_response(column), batch.pack().response_cu_seqlens.diff().tolist())
 
 
 def naive(model: Any, record: Experience, temperature: float = 1.0, suppress: Sequence[int] = (), **media: Any) -> Any:
