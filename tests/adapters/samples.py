@@ -29,7 +29,7 @@ def make_records(
     rows = []
     for i in range(count):
         prompt, response = int(rng.integers(1, 5)), int(rng.integers(1, 6))
-        given: dict[str, Any] = {
+        columns: dict[str, Any] = {
             "eid": EID(batch="b/1", task=int(rng.integers(2)), run=i, step=0, suffix=f"s{i}"),
             "tokens": rng.integers(1, 50, prompt + response).tolist(),
             "prompt_length": prompt,
@@ -42,19 +42,19 @@ def make_records(
         if rng.random() < 0.5 and response > 1:
             mask = rng.integers(0, 2, response)
             mask[-1] = 1
-            given["action_mask"] = mask.tolist()
+            columns["action_mask"] = mask.tolist()
         for name in names:
             field = FIELDS[name]
             shape = (response, *[2] * field.trailing)
             if field.accepts == "integer":
-                given[name] = torch.from_numpy(rng.integers(0, 9, shape).astype(field.dtype))
+                columns[name] = torch.from_numpy(rng.integers(0, 9, shape).astype(field.dtype))
             else:
-                given[name] = torch.from_numpy(rng.normal(size=shape).astype(field.dtype))
+                columns[name] = torch.from_numpy(rng.normal(size=shape).astype(field.dtype))
         if media and i % 3:
             grids = torch.tensor([[1, 2, 2 + j] for j in range(i % 3)])
             pixels = torch.from_numpy(rng.normal(size=(int(grids.prod(-1).sum()), 6)).astype(np.float32))
-            given["multi_modal_inputs"] = {"pixel_values": pixels, "image_grid_thw": grids}
-        rows.append(Experience(**{**given, **changes}))
+            columns["multi_modal_inputs"] = {"pixel_values": pixels, "image_grid_thw": grids}
+        rows.append(Experience(**{**columns, **changes}))
     return Experiences(rows)
 
 
@@ -74,8 +74,8 @@ def scored_records(seed: int, count: int = 4, spread: float = 0.2) -> Experience
     rows = []
     for row in make_records(seed, count=count, names=TRL_NAMES):
         advantages = row.action_mask.float() * row.reward
-        near = -4.16 + spread * row.old_logprobs
-        rows.append(row.replace(advantages=advantages, old_logprobs=near, logprobs=near + 0.1))
+        old_logprobs = -4.16 + spread * row.old_logprobs
+        rows.append(row.replace(advantages=advantages, old_logprobs=old_logprobs, logprobs=old_logprobs + 0.1))
     return Experiences(rows)
 
 

@@ -92,28 +92,28 @@ def test_a_record_over_the_cap_is_named() -> None:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_kind_of_source_gives_every_record(tmp_path: Path, shuffle: bool) -> None:
-    one = write_file(tmp_path / "one", RECORDS, [4, 1, 10, 8])
-    two = [write_file(tmp_path / "a", RECORDS[:9], [9]), write_file(tmp_path / "b", RECORDS[9:], [7, 7])]
+    file = write_file(tmp_path / "one", RECORDS, [4, 1, 10, 8])
+    files = [write_file(tmp_path / "a", RECORDS[:9], [9]), write_file(tmp_path / "b", RECORDS[9:], [7, 7])]
     sources: list[Any] = [
         RECORDS,
         list(RECORDS),
         [RECORDS[:5], *RECORDS[5:8], RECORDS[8:]],
-        one,
-        str(one),
-        two,
+        file,
+        str(file),
+        files,
         Again([RECORDS[:5], *RECORDS[5:8], RECORDS[8:]]),
         Again(list(RECORDS)),
     ]
     for source in sources:
         for batch_size in (None, 4):
             data = ExperienceDataset(source, batch_size=batch_size, shuffle=shuffle, shuffle_rows=6)
-            found = flat(data)
-            assert sorted(found) == sorted(UIDS)
-            assert (found == UIDS) is not shuffle
+            seen = flat(data)
+            assert sorted(seen) == sorted(UIDS)
+            assert (seen == UIDS) is not shuffle
             # The next epoch has another order, the same epoch the same.
-            assert (flat(data) == found) is not shuffle
+            assert (flat(data) == seen) is not shuffle
             data.set_epoch(0)
-            assert flat(data) == found
+            assert flat(data) == seen
             if not isinstance(source, Again):
                 assert len(data) == (23 if batch_size is None else 6)
     with pytest.raises(TypeError, match="len: unknown with max_tokens, or for a source without a length"):
@@ -131,9 +131,9 @@ def test_files_are_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     loaded: list[int] = []
     decode = module.decode
 
-    def counting(memory: Any, **given: Any) -> Experiences:
+    def counting(memory: Any, **options: Any) -> Experiences:
         loaded.append(len(memory))
-        return decode(memory, **given)
+        return decode(memory, **options)
 
     monkeypatch.setattr(module, "decode", counting)
     units = iter(ExperienceDataset(path, batch_size=2))
@@ -148,11 +148,11 @@ def test_files_are_read_a_block_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = write_file(tmp_path / "frames", RECORDS, [10, 13])
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-64])
+    content = path.read_bytes()
+    path.write_bytes(content[:-64])
     with pytest.raises(WireError, match=r"frames: the frame takes"):
         ExperienceDataset(path)
-    path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
     with pytest.raises(WireError, match=r"frames: the body does not match its checksum"):
         list(ExperienceDataset(path))
     path.write_bytes(b"something else entirely" * 9)
@@ -236,11 +236,11 @@ def test_ranks_are_torchs_unless_given() -> None:
 def test_it_goes_on_where_it_was(workers: int) -> None:
     """At every place of an epoch, through a loader; with another number of workers afterwards, too."""
     settings = {"batch_size": 4, "shuffle": True, "seed": 5}
-    whole = [[uids(unit) for unit in ExperienceDataset(RECORDS, **settings)]]
+    epochs = [[uids(unit) for unit in ExperienceDataset(RECORDS, **settings)]]
     data = ExperienceDataset(RECORDS, **settings)
     data.set_epoch(1)
-    whole.append([uids(unit) for unit in data])
-    for stop in range(len(whole[0]) + 1):
+    epochs.append([uids(unit) for unit in data])
+    for stop in range(len(epochs[0]) + 1):
         data = ExperienceDataset(RECORDS, **settings)
         seen = []
         units = data.tracked(DataLoader(data, batch_size=None, num_workers=workers))
@@ -253,10 +253,10 @@ def test_it_goes_on_where_it_was(workers: int) -> None:
             again = ExperienceDataset(RECORDS, **settings)
             again.load_state_dict(state)
             rest = [uids(unit) for unit in again.tracked(DataLoader(again, batch_size=None, num_workers=after))]
-            assert seen + rest == whole[0], (stop, after)
+            assert seen + rest == epochs[0], (stop, after)
             assert again.epoch == 1 and again.state_dict()["start"] == 0
             following = [uids(unit) for unit in again.tracked(DataLoader(again, batch_size=None, num_workers=after))]
-            assert following == whole[1]
+            assert following == epochs[1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -301,14 +301,14 @@ def test_torchdatas_loader_keeps_the_place(workers: int, size: int | None) -> No
         data = ExperienceDataset(RECORDS, batch_size=size, shuffle=True, seed=1)
         return stateful(data, batch_size=None, num_workers=workers)
 
-    whole = [uids(unit) for unit in make()]
+    uninterrupted = [uids(unit) for unit in make()]
     for stop in (1, 2, 5):
         loader = make()
         units = iter(loader)
         head = [uids(next(units)) for _ in range(stop)]
         again = make()
         again.load_state_dict(loader.state_dict())
-        assert head + [uids(unit) for unit in again] == whole
+        assert head + [uids(unit) for unit in again] == uninterrupted
 
 
 def test_torchs_checkpoints_keep_the_place(tmp_path: Path) -> None:

@@ -84,9 +84,9 @@ def test_importance_ratios_pass_through() -> None:
     ratio = torch.rand_like(batch.advantages)
     batch.extras = {**(batch.extras or {}), "importance_sampling_ratio": ratio}
     sent = to_trl(batch, pad_token_id=0)
-    own = sent["completion_mask"] != 0
-    given = batch.pack().extras["importance_sampling_ratio"].values
-    assert sent["importance_sampling_ratio"][own].tolist() == given.tolist()
+    completion = sent["completion_mask"] != 0
+    ratios = batch.pack().extras["importance_sampling_ratio"].values
+    assert sent["importance_sampling_ratio"][completion].tolist() == ratios.tolist()
     assert same_samples(from_trl(sent), batch)
 
 
@@ -105,15 +105,15 @@ def test_a_batch_that_trl_made() -> None:
         "importance_sampling_ratio": torch.tensor([[1.0], [2.0]]),
         "ref_per_token_logps": None,
     }
-    found = from_trl(batch, layout="packed")
-    assert [row.tolist() for row in found.sequences] == [[1, 4, 5], [2, 3, 6, 7, 8]]
-    assert [row.tolist() for row in found.action_mask] == [[True, True], [True, False, True]]
-    assert [row.tolist() for row in found.advantages] == [[0.5, 0.5], [-0.5, 0.0, -0.5]]
-    assert [row.tolist() for row in found.action_log_probs] == [[-1.0, -2.0], [-3.0, -4.0, -5.0]]
-    assert [row.tolist() for row in found.extras["logprobs"]] == [[-1.5, -2.5], [-3.5, -4.5, -5.5]]
-    assert found.base_action_log_probs is None and found.ids is None
-    assert found.info["trl"]["importance_sampling_ratio"].tolist() == [[1.0], [2.0]]
-    again = to_trl(found, pad_token_id=0)
+    packed = from_trl(batch, layout="packed")
+    assert [row.tolist() for row in packed.sequences] == [[1, 4, 5], [2, 3, 6, 7, 8]]
+    assert [row.tolist() for row in packed.action_mask] == [[True, True], [True, False, True]]
+    assert [row.tolist() for row in packed.advantages] == [[0.5, 0.5], [-0.5, 0.0, -0.5]]
+    assert [row.tolist() for row in packed.action_log_probs] == [[-1.0, -2.0], [-3.0, -4.0, -5.0]]
+    assert [row.tolist() for row in packed.extras["logprobs"]] == [[-1.5, -2.5], [-3.5, -4.5, -5.5]]
+    assert packed.base_action_log_probs is None and packed.ids is None
+    assert packed.info["trl"]["importance_sampling_ratio"].tolist() == [[1.0], [2.0]]
+    again = to_trl(packed, pad_token_id=0)
     del batch["ref_per_token_logps"]
     for key, value in batch.items():
         assert again[key].dtype == value.dtype and again[key].tolist() == value.tolist(), key

@@ -159,21 +159,21 @@ def trinity_conversion() -> Any:
 def test_as_trinity_makes_it(seed: int, names: list[str]) -> None:
     peers.verl()
     experience, convert = trinity_conversion()
-    ours = make_records(seed, names=("logprobs", *names), custom_fields=[EXPERT])
+    records = make_records(seed, names=("logprobs", *names), custom_fields=[EXPERT])
     fields = ("tokens", "prompt_length", "reward", "info", "action_mask", "logprobs", "custom_fields", *names)
-    theirs = [experience.Experience(**{name: getattr(row, name) for name in fields}) for row in ours]
-    for row, other in zip(ours, theirs, strict=True):
+    trinity_records = [experience.Experience(**{name: getattr(row, name) for name in fields}) for row in records]
+    for row, other in zip(records, trinity_records, strict=True):
         other.eid = experience.EID(batch=row.eid.batch, task=row.eid.task, run=row.eid.run, suffix=row.eid.suffix)
-    expected = convert(theirs, 3, None, logging.getLogger())
-    found = to_verl(ours, pad_token_id=3, mask_dtype=torch.bool)
-    assert set(found.batch.keys()) == set(expected.batch.keys())
+    expected = convert(trinity_records, 3, None, logging.getLogger())
+    converted = to_verl(records, pad_token_id=3, mask_dtype=torch.bool)
+    assert set(converted.batch.keys()) == set(expected.batch.keys())
     for key, value in expected.batch.items():
-        assert plain(found.batch[key]) == plain(value), key
+        assert plain(converted.batch[key]) == plain(value), key
     # Trinity does not escape the slash in a batch's name.
-    assert [uid.replace("%2F", "/") for uid in found.non_tensor_batch["uid"]] == expected.non_tensor_batch[
+    assert [uid.replace("%2F", "/") for uid in converted.non_tensor_batch["uid"]] == expected.non_tensor_batch[
         "uid"
     ].tolist()
-    assert found.non_tensor_batch["model_versions"].tolist() == expected.meta_info["model_versions"].tolist()
+    assert converted.non_tensor_batch["model_versions"].tolist() == expected.meta_info["model_versions"].tolist()
 
 
 # --- there and back -----------------------------------------------------------------------------------------------
@@ -218,14 +218,14 @@ def test_types_nans_and_truncated_prompts_come_back(verl: Any) -> None:
 def test_batches_come_back(verl: Any, layout: str, media: bool) -> None:
     batch = make_batch(3, layout, media)
     data = to_verl(batch, pad_token_id=0, max_response_length=9)
-    for ours, key in (
+    for column, key in (
         ("action_log_probs", "old_log_probs"),
         ("base_action_log_probs", "ref_log_prob"),
         ("values", "values"),
         ("action_entropy", "entropys"),
         ("kl", "kl"),
     ):
-        first = batch.pack().__getattribute__(ours)[0]
+        first = batch.pack().__getattribute__(column)[0]
         assert data.batch[key][0, : len(first)].tolist() == first.tolist()
     assert data.batch["rollout_log_probs"].tolist() != data.batch["old_log_probs"].tolist()
     assert same_samples(from_verl(data), batch)
@@ -279,7 +279,7 @@ def test_what_verl_adds_comes_back(verl: Any, algorithms: Any) -> None:
     for group in records.group_by("task").values():
         rewards = torch.tensor([row.reward for row in group])
         for row in group:
-            i = [one.uid for one in records.eids()].index(row.eid.uid)
+            i = [eid.uid for eid in records.eids()].index(row.eid.uid)
             expected = (row.reward - rewards.mean()) / (rewards.std() + 1e-6) if len(group) > 1 else row.reward
             assert advantages[i][mask[i] != 0].tolist() == pytest.approx(
                 [float(expected)] * int(mask[i].sum()), rel=1e-4
@@ -296,13 +296,15 @@ def test_what_verl_adds_comes_back(verl: Any, algorithms: Any) -> None:
         assert row.values.tolist() == [0.0] * width
         assert row.replace(info=old.info, old_logprobs=None, advantages=None, returns=None, values=None) == old
     batch = from_verl(data)
-    assert batch.action_log_probs.tolist() == data.batch["old_log_probs"].masked_fill(~_own(batch), 0).tolist()
+    assert (
+        batch.action_log_probs.tolist() == data.batch["old_log_probs"].masked_fill(~_action_tokens(batch), 0).tolist()
+    )
     assert batch.extras["logprobs"].tolist() == data.batch["rollout_log_probs"].tolist()
     data.batch["token_level_scores"] = data.batch["token_level_scores"] * 2
     assert float(experiences_from_verl(data)[0].token_level_reward.sum()) == pytest.approx(2 * records[0].reward)
 
 
-def _own(batch: ExperienceBatch) -> torch.Tensor:
+def _action_tokens(batch: ExperienceBatch) -> torch.Tensor:
     return batch.attention_mask[:, -batch.action_mask.shape[1] :] != 0
 
 
@@ -376,10 +378,10 @@ def test_a_rollout_that_verl_made(verl: Any) -> None:
     again = to_verl(batch, pad_token_id=0, max_prompt_length=4, max_response_length=5)
     attended = data.batch["attention_mask"] != 0
     for key, value in data.batch.items():
-        found = again.batch["old_log_probs" if key == "rollout_log_probs" else key]
+        column = again.batch["old_log_probs" if key == "rollout_log_probs" else key]
         if key == "teacher_ids":
             value = value.masked_fill(~attended[..., None], 0)  # what stood on padding is not kept
-        assert plain(found) == plain(value), key
+        assert plain(column) == plain(value), key
     assert again.non_tensor_batch["data_source"].tolist() == ["a", "b"]
     assert again.non_tensor_batch["extra_info"].tolist() == [{"n": 1}, {"n": 2}]
     assert again.non_tensor_batch["uid"].tolist() == ["/q", "/q"]
@@ -436,10 +438,10 @@ def test_positions_of_a_vision_model(verl: Any) -> None:
         positions = data.batch["position_ids"]
         assert positions.shape == (2, 4, 11)
         alone = torch.tensor([tokens])
-        whole = torch.zeros_like(alone)
-        whole[:, :8] = kinds
+        token_types = torch.zeros_like(alone)
+        token_types[:, :8] = kinds
         expected, _ = model.get_rope_index(
-            input_ids=alone, image_grid_thw=grid, attention_mask=torch.ones_like(alone), mm_token_type_ids=whole
+            input_ids=alone, image_grid_thw=grid, attention_mask=torch.ones_like(alone), mm_token_type_ids=token_types
         )
         assert positions[0, 1:, :10].tolist() == expected[:, 0].tolist()
         assert positions[0, 0, :10].tolist() == list(range(10))

@@ -108,10 +108,10 @@ def test_trls_loss_is_the_loss(tmp_path: Path, kind: str, layout: str) -> None:
     batch = from_experiences(scored_records(1), pad_token_id=PAD, layout=layout)
     batch.base_action_log_probs = batch.action_log_probs - 0.3
     trainer.model.train()
-    found = trainer._compute_loss(trainer.model, to_trl(batch, pad_token_id=PAD))
+    loss = trainer._compute_loss(trainer.model, to_trl(batch, pad_token_id=PAD))
     expected = loss_by_hand(trainer.model, batch, trainer, kind)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4) and found.item() != 0
-    found_gradient = torch.autograd.grad(found, list(trainer.model.parameters()))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4) and loss.item() != 0
+    found_gradient = torch.autograd.grad(loss, list(trainer.model.parameters()))
     gradient = torch.autograd.grad(expected, list(trainer.model.parameters()))
     for a, b in zip(found_gradient, gradient, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
@@ -135,15 +135,15 @@ def test_advantages_by_token(tmp_path: Path) -> None:
     assert even["advantages"].shape == (4,)
     by_token = to_trl(batch, pad_token_id=PAD, per_token_advantages=True)
     assert by_token["advantages"].shape == by_token["completion_ids"].shape
-    losses = [trainer._compute_loss(trainer.model, given).item() for given in (even, by_token)]
+    losses = [trainer._compute_loss(trainer.model, inputs).item() for inputs in (even, by_token)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
     batch.advantages = torch.arange(batch.advantages.numel()).reshape(batch.advantages.shape) * batch.action_mask * 0.1
     with pytest.raises(ValueError, match=r"advantages: got .* to .* in row \d \(b%2F1.*per_token_advantages=True"):
         to_trl(batch, pad_token_id=PAD)
-    found = trainer._compute_loss(trainer.model, to_trl(batch, pad_token_id=PAD, per_token_advantages=True))
+    loss = trainer._compute_loss(trainer.model, to_trl(batch, pad_token_id=PAD, per_token_advantages=True))
     expected = loss_by_hand(trainer.model, batch, trainer, "grpo")
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 # --- in a trainer -------------------------------------------------------------------------------------------------
