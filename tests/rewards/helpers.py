@@ -53,7 +53,7 @@ def process_id(response: str) -> int:
 
 
 def doubled(responses: list[str], references: list[str]) -> list[float]:
-    return [2.0 * float(one) + float(other) for one, other in zip(responses, references, strict=True)]
+    return [2.0 * float(response) + float(reference) for response, reference in zip(responses, references, strict=True)]
 
 
 async def later(response: str) -> float:

@@ -30,12 +30,12 @@ def lengths(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 class Server:
-    """A running server: `url`, what it was sent (`requests`, `headers`), and `most`, how many requests at once."""
+    """A running server: `url`, what it was sent (`requests`, `headers`), and the most requests at once."""
 
     def __init__(self, answer: Answer, faults: Faults, delay: float) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.most = 0
+        self.max_concurrent = 0
         self._now = 0
         self._answer = answer
         self._faults = faults
@@ -77,7 +77,7 @@ class Server:
             self.requests.append(payload)
             self.headers.append(dict(request.headers.items()))
             self._now += 1
-            self.most = max(self.most, self._now)
+            self.max_concurrent = max(self.max_concurrent, self._now)
         try:
             self._reply(request, payload, self._fault(number, payload))
         except OSError:

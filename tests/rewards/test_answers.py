@@ -69,12 +69,12 @@ def test_boxes(text: str, inside: str | None) -> None:
 @pytest.mark.parametrize("text", ["\\boxed{", "1 ", "$ ", "1,111", "\\text{", "#### 1 "])
 def test_looking_for_an_answer_takes_linear_time(text: str) -> None:
     def seconds(n: int) -> float:
-        given = "\\boxed{1" + text * n + "}" * n
+        response = "\\boxed{1" + text * n + "}" * n
         times = []
         for _ in range(3):
             start = time.process_time()
-            gsm8k(given, "3")
-            numeric_match(given, "3")
+            gsm8k(response, "3")
+            numeric_match(response, "3")
             times.append(time.process_time() - start)
         return min(times)
 
@@ -109,10 +109,10 @@ def test_decimals_are_exact(value: Any) -> None:
 
 
 @given(st.integers(0, 999), st.integers(1, 9), st.integers(10, 99))
-def test_mixed_numbers(whole: int, top: int, bottom: int) -> None:
-    value = whole + Fraction(top, bottom)
-    assert parse_number(f"{whole} {top}/{bottom}") == value
-    assert parse_number(rf"{whole}\frac{{{top}}}{{{bottom}}}") == value
+def test_mixed_numbers(units: int, top: int, bottom: int) -> None:
+    value = units + Fraction(top, bottom)
+    assert parse_number(f"{units} {top}/{bottom}") == value
+    assert parse_number(rf"{units}\frac{{{top}}}{{{bottom}}}") == value
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def test_gsm8k() -> None:
         ("#### ", 0, 0),
         ("72", 0, 0),
     ]:
-        found = gsm8k(response, f"{work}\n#### 72")
-        assert (found["accuracy"], found["format"]) == (accuracy, form), response
+        score = gsm8k(response, f"{work}\n#### 72")
+        assert (score["accuracy"], score["format"]) == (accuracy, form), response
     assert gsm8k("#### 1,072", "#### 1072")["accuracy"] == 1.0
     scores = as_reward("gsm8k")([sample(good, prompt=r"<think> </think> \boxed{}", reference="72")])
     assert scores.rewards == [1.0] and scores.metrics == {"accuracy": [1.0], "format": [1.0]}

@@ -27,12 +27,12 @@ def run(source: str, stdin: str = "", limits: Limits = SHORT, **more: Any) -> Sa
 
 def running(mark: str) -> list[str]:
     """The processes whose command line has the mark."""
-    found = []
+    names = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                found.append(name)
-    return found
+                names.append(name)
+    return names
 
 
 # --- judging -------------------------------------------------------------------------------------------------------
@@ -50,8 +50,8 @@ def test_input_and_output() -> None:
 def test_statements() -> None:
     text = "```py\ndef double(x):\n    return 2 * x\n```"
     tests = ["assert double(1) == 2", "assert double(2) == 5", "assert double('a') == 'aa'", "1 / 0"]
-    found = code_match(text, tests)
-    assert (found["passed"], found["cases"]) == (2.0, 4.0)
+    score = code_match(text, tests)
+    assert (score["passed"], score["cases"]) == (2.0, 4.0)
     assert code_match(text, "assert double(1) == 2\nassert double(2) == 4")["reward"] == 1.0
     assert code_match(text, '["assert double(1) == 2"]')["reward"] == 1.0
 
@@ -76,8 +76,8 @@ def test_a_program_that_ends_early_or_pretends_passes_nothing(text: str) -> None
 
 def test_what_passed_before_a_hang_counts() -> None:
     text = "def double(x):\n    while x == 2: pass\n    return 2 * x"
-    found = code_match(text, ["assert double(1) == 2", "assert double(2) == 4"], limits=Limits(wall=2.0))
-    assert (found["passed"], found["timed_out"]) == (1.0, 1.0)
+    score = code_match(text, ["assert double(1) == 2", "assert double(2) == 4"], limits=Limits(wall=2.0))
+    assert (score["passed"], score["timed_out"]) == (1.0, 1.0)
 
 
 def test_one_case_does_not_see_another() -> None:
@@ -90,9 +90,9 @@ def test_cases_past_the_time_of_all_fail() -> None:
     tests = {"inputs": ["0", "9", "0", "0"], "outputs": ["0"] * 4}
     text = "n = int(input())\nimport time; time.sleep(10 * n)\nprint(0)"
     start = time.monotonic()
-    found = code_match(text, tests, time_limit=3.0)
+    score = code_match(text, tests, time_limit=3.0)
     assert time.monotonic() - start < 30
-    assert found == {"reward": 0.25, "passed": 1.0, "cases": 4.0, "timed_out": 3.0}
+    assert score == {"reward": 0.25, "passed": 1.0, "cases": 4.0, "timed_out": 3.0}
 
 
 def test_numbers_within_a_tolerance() -> None:
@@ -154,8 +154,8 @@ def test_memory_is_bounded() -> None:
 
 def test_output_is_bounded() -> None:
     start = time.monotonic()
-    for where in ("stdout", "stderr"):
-        ran = run(f"import sys\nwhile True: sys.{where}.write('x' * 10000)", limits=Limits(wall=30.0, output=100_000))
+    for stream in ("stdout", "stderr"):
+        ran = run(f"import sys\nwhile True: sys.{stream}.write('x' * 10000)", limits=Limits(wall=30.0, output=100_000))
         assert ran.flooded and not ran.timed_out and len(ran.stdout) + len(ran.stderr) <= 100_000
     assert time.monotonic() - start < 25
 
@@ -234,12 +234,12 @@ def test_there_is_no_network_or_it_is_said() -> None:
 
 
 def test_files_are_bounded_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    folders: list[str] = []
     make = tempfile.mkdtemp
 
-    def noted(*given: Any, **options: Any) -> str:
-        made.append(make(*given, **options))
-        return made[-1]
+    def noted(*arguments: Any, **options: Any) -> str:
+        folders.append(make(*arguments, **options))
+        return folders[-1]
 
     monkeypatch.setattr(tempfile, "mkdtemp", noted)
     ran = run(
@@ -249,7 +249,7 @@ def test_files_are_bounded_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = run("fs = [open(f'f{i}', 'w') for i in range(100)]\nprint('all')", limits=Limits(files=32))
     assert b"Too many open files" in ran.stderr
     run("import os\nos.makedirs('a/b'); open('a/b/c', 'w').write('x'); os.chmod('a', 0)")
-    assert len(made) == 3 and not any(map(os.path.exists, made))
+    assert len(folders) == 3 and not any(map(os.path.exists, folders))
 
 
 def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,9 +467,9 @@ def test_what_is_isolated_is_what_is_said(spaces: str, user: int) -> None:
         seen["disk space"] = (folder / "written").exists()  # elsewhere it is the program's own
         (folder / "written").unlink(missing_ok=True)
         assert not running(name) and "leftovers" not in unprotected
-        assert {one for one, is_seen in seen.items() if is_seen} == set(unprotected) & seen.keys()
+        assert {protection for protection, is_seen in seen.items() if is_seen} == set(unprotected) & seen.keys()
         assert sorted(folder.iterdir()) == before
-        assert len(warned) == (1 if unprotected else 0) and all(one in warned[0] for one in unprotected)
+        assert len(warned) == (1 if unprotected else 0) and all(protection in warned[0] for protection in unprotected)
         if spaces == "without":
             assert {"files of its user", "disk space", "other processes of its user"} <= set(unprotected)
         elif user != os.geteuid():

@@ -45,7 +45,7 @@ def test_a_function_sees_the_response_alone() -> None:
 
 
 def test_a_function_gets_what_it_names() -> None:
-    one = RewardInput(
+    sample = RewardInput(
         prompt="p",
         response="r",
         reference="f",
@@ -60,17 +60,17 @@ def test_a_function_gets_what_it_names() -> None:
     )
 
     def function(**everything: Any) -> float:
-        assert everything == {name: getattr(one, name) for name in FIELDS}
+        assert everything == {name: getattr(sample, name) for name in FIELDS}
         assert everything["query"] == "pr"
         return 1.0
 
-    assert FunctionReward(function)([one]).rewards == [1.0]
+    assert FunctionReward(function)([sample]).rewards == [1.0]
 
     def some(label: str, reference: str, missing: int = 5, *, info: dict[str, int]) -> float:
         assert (label, reference, missing, info) == ("l", "f", 5, {"k": 1})
         return 2.0
 
-    assert FunctionReward(some)([one]).rewards == [2.0]
+    assert FunctionReward(some)([sample]).rewards == [2.0]
 
 
 def test_other_libraries_names_are_known() -> None:
@@ -81,9 +81,9 @@ def test_other_libraries_names_are_known() -> None:
         assert kwargs["responses"] == completions and "response" not in kwargs
         return [float(c == "r" and p == "p" and g == "f") for c, p, g in zip(completions, prompts, ground_truth)]  # noqa: B905
 
-    one = RewardInput(prompt="p", response="r", reference="f", label="l")
-    assert FunctionReward(verl)([one]).rewards == [1.0]
-    assert FunctionReward(trl)([one, one]).rewards == [1.0, 1.0]
+    sample = RewardInput(prompt="p", response="r", reference="f", label="l")
+    assert FunctionReward(verl)([sample]).rewards == [1.0]
+    assert FunctionReward(trl)([sample, sample]).rewards == [1.0, 1.0]
 
 
 def test_a_function_of_trl_receives_columns_of_the_data() -> None:
@@ -358,13 +358,13 @@ def test_async_functions_overlap_and_are_canceled() -> None:
 
 def test_every_kind_works_inside_a_running_loop() -> None:
     async def work() -> list[list[float]]:
-        found = []
+        rewards = []
         for function in (as_told, slow_or_not, doubled):
             inputs = [sample("1", reference="0"), sample("2", reference="0")]
             reward = FunctionReward(function)
             assert reward(inputs) == await reward.score_async(inputs)
-            found.append(reward(inputs).rewards)
-        return found
+            rewards.append(reward(inputs).rewards)
+        return rewards
 
     assert asyncio.run(work()) == [[1.0, 2.0], [1.0, 2.0], [2.0, 4.0]]
 
@@ -440,10 +440,10 @@ def test_the_source_of_a_reward_is_known_again(tmp_path: Path) -> None:
     assert first == written("b.py", "# the same\ndef score(response):\n    return 1.0\n")
     assert first is not None and first != written("c.py", "def score(response): return 2.0")
     assert as_reward("exact_match").source() is None and as_reward(["exact_match", "length"]).source() is None
-    one, other = (
+    source, other_source = (
         as_reward(["length", f"{tmp_path}/{name}:score"], names=["a", "b"]).source() for name in ("a.py", "c.py")
     )
-    assert one is not None and one != other
+    assert source is not None and source != other_source
 
 
 def test_a_file_goes_to_processes_by_its_path(tmp_path: Path) -> None:
@@ -483,13 +483,13 @@ def test_a_functions_own_options_go_to_it(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_the_functions_own_is_the_functions() -> None:
-    def told(response: str, *, time_limit: float = 1.0) -> float:
+    def limit_of(response: str, *, time_limit: float = 1.0) -> float:
         return time_limit
 
-    for limit, own, call in ((2.0, 2.0, 60.0), (90.0, 90.0, 100.0), (None, 1.0, None)):
-        reward = as_reward(told, time_limit=limit)
+    for limit, own_limit, call in ((2.0, 2.0, 60.0), (90.0, 90.0, 100.0), (None, 1.0, None)):
+        reward = as_reward(limit_of, time_limit=limit)
         assert isinstance(reward, FunctionReward)
-        assert (reward(samples("a")).rewards, reward.time_limit) == ([own], call)
+        assert (reward(samples("a")).rewards, reward.time_limit) == ([own_limit], call)
     slow = "```python\nimport time\ntime.sleep(60)\n```"
     scores = as_reward("code_match", time_limit=1.0)([sample(slow, reference={"inputs": [""], "outputs": [""]})])
     assert scores.rewards == [0.0] and scores.metrics["timed_out"] == [1.0]

@@ -46,7 +46,7 @@ def llama(**more: Any) -> Any:
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    made = GPT2Config(
+    settings = GPT2Config(
         vocab_size=300,
         n_embd=32,
         n_layer=2,
@@ -56,12 +56,12 @@ def gpt2() -> Any:
         pad_token_id=2,
         initializer_range=0.2,
     )
-    return GPT2ForSequenceClassification(made).eval()
+    return GPT2ForSequenceClassification(settings).eval()
 
 
 def bert() -> Any:
     torch.manual_seed(0)
-    made = BertConfig(
+    settings = BertConfig(
         vocab_size=300,
         hidden_size=32,
         num_hidden_layers=2,
@@ -71,10 +71,10 @@ def bert() -> Any:
         initializer_range=0.2,
         max_position_embeddings=64,
     )
-    return BertForSequenceClassification(made).eval()
+    return BertForSequenceClassification(settings).eval()
 
 
-def one(prompt: list[int], response: list[int], **more: Any) -> RewardInput:
+def reward_input(prompt: list[int], response: list[int], **more: Any) -> RewardInput:
     return RewardInput(
         prompt=more.pop("text", "p"), response=more.pop("said", "r"), prompt_ids=prompt, response_ids=response, **more
     )
@@ -86,7 +86,12 @@ def alone(model: Any, ids: list[int]) -> float:
         return float(model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]))
 
 
-INPUTS = [one([5, 6], [7, 8, 2]), one([9], [2]), one([4, 4, 4, 4], [11, 12, 13, 14, 15]), one([7], [2, 2, 2])]
+INPUTS = [
+    reward_input([5, 6], [7, 8, 2]),
+    reward_input([9], [2]),
+    reward_input([4, 4, 4, 4], [11, 12, 13, 14, 15]),
+    reward_input([7], [2, 2, 2]),
+]
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -111,9 +116,9 @@ def test_the_score_is_that_of_the_last_token_in_any_batch(make: Any, options: di
 )
 def test_batches_do_not_matter(rows: list[list[int]], size: int, tokens: int) -> None:
     model = _MODEL
-    inputs = [one([], row) for row in rows]
-    whole = ModelReward(model, batch_size=99)(inputs).rewards
-    assert ModelReward(model, batch_size=size, token_budget=tokens)(inputs).rewards == pytest.approx(whole, abs=1e-5)
+    inputs = [reward_input([], row) for row in rows]
+    expected = ModelReward(model, batch_size=99)(inputs).rewards
+    assert ModelReward(model, batch_size=size, token_budget=tokens)(inputs).rewards == pytest.approx(expected, abs=1e-5)
 
 
 _MODEL = llama()
@@ -136,8 +141,8 @@ def test_half_precision_and_a_path_and_a_config(tmp_path: Path) -> None:
     halved = ModelReward(tmp_path, dtype=torch.bfloat16)
     assert next(halved.model.parameters()).dtype == torch.bfloat16
     assert halved(INPUTS).rewards == pytest.approx(expected, abs=0.3)
-    fresh = as_reward(config())
-    assert isinstance(fresh, ModelReward) and all(map(math.isfinite, fresh(INPUTS).rewards))
+    untrained = as_reward(config())
+    assert isinstance(untrained, ModelReward) and all(map(math.isfinite, untrained(INPUTS).rewards))
     with pytest.raises(ValueError, match="num_labels 2, expected 1"):
         ModelReward(config(num_labels=2))
     with pytest.raises(ValueError, match="model: got int"):
@@ -209,7 +214,7 @@ def test_a_score_that_is_not_finite_is_its_samples_error() -> None:
 
 
 def test_a_sample_that_is_too_long_or_empty_is_its_own_error() -> None:
-    scores = ModelReward(Sum(), max_length=5, name="rm")([*INPUTS, one([], [])])
+    scores = ModelReward(Sum(), max_length=5, name="rm")([*INPUTS, reward_input([], [])])
     assert scores.errors[2] == "rm: got 9 tokens, expected at most 5 (max_length)"
     assert scores.errors[4] is not None and "no token ids" in scores.errors[4]
     assert scores.rewards[:2] == [28.0, 11.0]
@@ -244,7 +249,10 @@ def test_a_module_written_for_lightrft_gets_its_texts() -> None:
             assert raw_images == [["i"], []] and labels == ["l", None]
             return {"score": torch.tensor([float(len(text)) for text in prompt_and_output])}
 
-    inputs = [one([1], [2], text="ab", said="c", images=("i",), label="l"), one([1], [2], text="abcd", said="e")]
+    inputs = [
+        reward_input([1], [2], text="ab", said="c", images=("i",), label="l"),
+        reward_input([1], [2], text="abcd", said="e"),
+    ]
     assert TextModelReward(Written())(inputs).rewards == [3.0, 5.0]
     assert Scorer(Written())(inputs).rewards == [3.0, 5.0]
 
@@ -272,20 +280,20 @@ class Seen(torch.nn.Module):
 def test_the_policys_ids_are_used_as_they_are() -> None:
     for options in ({}, {"tokenizer": words(), "policy_tokenizer": words()}):
         model = Seen()
-        ModelReward(model, **options)([one([5, 5], [7, 2], text="the", said="fox")])
+        ModelReward(model, **options)([reward_input([5, 5], [7, 2], text="the", said="fox")])
         assert model.rows == [[5, 5, 7, 2]]
 
 
 def test_another_tokenizer_reads_the_texts() -> None:
     tokenizer = bytes_()
     chat = [{"role": "user", "content": "hi"}]
-    told = one([1], [2], text="hi", said="ho", messages=chat)
-    bare = one([1], [2], text="hi", said="ho")
+    with_texts = reward_input([1], [2], text="hi", said="ho", messages=chat)
+    bare = reward_input([1], [2], text="hi", said="ho")
     cases = [
-        (told, "auto", "<|user|>hi<|end|><|assistant|>ho<|end|>"),
+        (with_texts, "auto", "<|user|>hi<|end|><|assistant|>ho<|end|>"),
         (bare, "auto", "hiho"),
         (bare, "chat", "<|user|>hi<|end|><|assistant|>ho<|end|>"),
-        (told, "text", "hiho"),
+        (with_texts, "text", "hiho"),
     ]
     for sample, template, text in cases:
         for policy in (None, words()):

@@ -114,13 +114,13 @@ def test_a_function_that_cannot_be_loaded_is_one_error(tmp_path: Path, monkeypat
 
 
 def test_an_interpreter_that_is_not_there_is_one_error() -> None:
-    here = multiprocessing.spawn.get_executable()
+    executable = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable("/nowhere/python")
     try:
         with pytest.raises(PoolError, match="did not start: FileNotFoundError"):
             FunctionReward(abs_of, pool="process")(samples(*"123"))
     finally:
-        multiprocessing.set_executable(here)
+        multiprocessing.set_executable(executable)
 
 
 def abs_of(response: str) -> float:

@@ -32,10 +32,10 @@ class Counting(torch.nn.Module):
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
         self.scale = scale
-        self.asked: list[list[int]] = []
+        self.scored: list[list[int]] = []
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        self.asked += [row[mask.bool()].tolist() for row, mask in zip(sequences, attention_mask, strict=True)]
+        self.scored += [row[mask.bool()].tolist() for row, mask in zip(sequences, attention_mask, strict=True)]
         return self.scale * (sequences * attention_mask).sum(-1)
 
 
@@ -77,19 +77,23 @@ def test_a_part_that_fails_takes_the_reward_but_not_the_metrics() -> None:
 
 
 def test_names_and_weights_are_checked() -> None:
-    one = FunctionReward(as_told)
-    for options, said in [
+    reward = FunctionReward(as_told)
+    for options, message in [
         ({"weights": [1.0, 2.0]}, "weights: got 2, expected 1"),
         ({"weights": {"b": 1.0}}, "unknown component 'b'"),
         ({"weights": {}}, "missing for 'a'"),
         ({"weights": [math.nan]}, "weight of 'a'"),
         ({"weights": [1.0], "combine": sum}, "beside combine"),
     ]:
-        with pytest.raises(ValueError, match=said):
-            CombinedReward({"a": one}, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            CombinedReward({"a": reward}, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="names: got"):
         as_reward([as_told, as_told], names=["a", "a"])
-    assert list(as_reward([as_told, as_told, one])(samples("1")).metrics) == ["as_told0", "as_told1", "FunctionReward"]
+    assert list(as_reward([as_told, as_told, reward])(samples("1")).metrics) == [
+        "as_told0",
+        "as_told1",
+        "FunctionReward",
+    ]
 
 
 def test_combine_replaces_the_sum() -> None:
@@ -116,7 +120,7 @@ def test_parts_that_wait_run_side_by_side() -> None:
 
 
 def test_what_is_no_reward_is_refused() -> None:
-    for wrong, said in [
+    for wrong, message in [
         (None, "got None"),
         ([], "an empty list"),
         (3, "got int"),
@@ -124,7 +128,7 @@ def test_what_is_no_reward_is_refused() -> None:
         ("math:cosinus", "has no function 'cosinus'"),
         ([as_told, None], "got None"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             as_reward(wrong)
     with pytest.raises(ValueError, match="cannot be combined with a FunctionReward"):
         as_reward(FunctionReward(as_told), workers=2)
@@ -163,7 +167,7 @@ def test_each_label_has_its_own_components_and_models_see_only_theirs() -> None:
     assert same(scores.metrics["safety"], [NAN, 30.0, NAN, 50.0])
     assert same(scores.metrics["long"], [1.0, NAN, NAN, NAN])
     assert same(scores.metrics["gsm8k_rule"], [NAN, NAN, 7.0, NAN])
-    assert sorted(value.asked) == [[1, 2], [5]] and sorted(safety.asked) == [[3], [5]]
+    assert sorted(value.scored) == [[1, 2], [5]] and sorted(safety.scored) == [[3], [5]]
     again = asyncio.run(reward.score_async(inputs))
     assert again.rewards == scores.rewards
     assert set(reward(inputs[1:2]).metrics) == set(scores.metrics)
@@ -181,9 +185,9 @@ def test_a_recipe_does_not_depend_on_order(labels: list[str], random: Any) -> No
     random.shuffle(order)
     straight, mixed = recipe(inputs), recipe([inputs[i] for i in order])
     assert [straight.rewards[i] for i in order] == mixed.rewards
-    for one, reward in zip(inputs, straight.rewards, strict=True):
-        f, g = float(len(one.response)), float(ord(one.response[0]))
-        assert reward == {"a": f, "b": 2 * f - g, "c": g}[one.label]
+    for reward_input, reward in zip(inputs, straight.rewards, strict=True):
+        f, g = float(len(reward_input.response)), float(ord(reward_input.response[0]))
+        assert reward == {"a": f, "b": 2 * f - g, "c": g}[reward_input.label]
 
 
 @pytest.mark.parametrize("label", ["valu", None, 3, ["value"]])
@@ -196,7 +200,7 @@ def test_an_unknown_label_is_an_error_before_anything_runs(label: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "message"),
     [
         ({"a": [("format", None, 1.0), ("acuracy", None, 1.0)]}, "function 'acuracy'.*did you mean 'accuracy'"),
         ({"a": [("model", "valu", 1.0)]}, "model 'valu'.*did you mean 'value'"),
@@ -210,9 +214,9 @@ def test_an_unknown_label_is_an_error_before_anything_runs(label: Any) -> None:
         ({"a": [("model", "value", 1.0), ("rule", "value", 1.0)]}, "'value' as a model and a function"),
     ],
 )
-def test_an_unknown_component_is_an_error_at_construction(recipe: Any, said: str) -> None:
+def test_an_unknown_component_is_an_error_at_construction(recipe: Any, message: str) -> None:
     functions = {"format": as_told, "accuracy": as_told, "value": as_told}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Recipe(recipe, functions=functions, models={"value": Counting()})
 
 
@@ -260,9 +264,9 @@ def mixed(
 def test_rules_alone_see_the_response_alone() -> None:
     seen: dict[str, Any] = {}
 
-    def reward_fn(**given: Any) -> Any:
-        seen.update(given)
-        return mixed(**given)
+    def reward_fn(**arguments: Any) -> Any:
+        seen.update(arguments)
+        return mixed(**arguments)
 
     prompt = r"put it in \boxed{} after <think> </think>: "
     inputs = [sample("4", prompt=prompt, reference="4", label="gsm8k_rule"), sample("5", reference="4", label="x")]
@@ -279,7 +283,7 @@ def test_models_run_where_the_recipe_needs_them() -> None:
     reward = lightrft_reward([value, safety], mixed, label_map, recipe)
     scores = reward([with_ids("value", 1), with_ids("safety", 2), with_ids("rule", 3, reference="r")])
     assert scores.rewards == [1.0, 20.0, 1.0]
-    assert (value.asked, safety.asked) == ([[1]], [[2]])
+    assert (value.scored, safety.scored) == ([[1]], [[2]])
     assert asyncio.run(reward.score_async([with_ids("value", 4)])).rewards == [4.0]
     with pytest.raises(ValueError, match="label: got 'valu'"):
         reward([with_ids("valu", 1)])
@@ -303,10 +307,10 @@ def test_one_model_is_its_own_score() -> None:
 
 
 def test_what_a_reward_fn_gives_is_checked() -> None:
-    def short(**given: Any) -> Any:
+    def short(**arguments: Any) -> Any:
         return torch.zeros(1), {}
 
-    def unnumbered(**given: Any) -> Any:
+    def unnumbered(**arguments: Any) -> Any:
         return [1, math.nan], {"m": torch.tensor([1, 2])}
 
     inputs = samples("a", "b")

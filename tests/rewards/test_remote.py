@@ -79,7 +79,7 @@ def test_batches_keep_the_order_and_overlap() -> None:
         reward = RemoteReward(server.url, batch_size=4, concurrency=3)
         assert reward(samples(*map(str, range(30)), prompt="")).rewards == list(range(30))
         assert [len(request["queries"]) for request in server.requests].count(4) == 7
-        assert 1 < server.most <= 3
+        assert 1 < server.max_concurrent <= 3
 
 
 def test_metrics_come_along() -> None:
@@ -168,7 +168,7 @@ def test_a_refused_connection_is_tried_again_and_then_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (400, "status 400"),
         (404, "status 404"),
@@ -179,13 +179,17 @@ def test_a_refused_connection_is_tried_again_and_then_recorded() -> None:
         ("list", "gave a list of 2, expected"),
     ],
 )
-def test_what_cannot_pass_is_asked_once_and_fails_its_request(fault: Any, said: str) -> None:
+def test_what_cannot_pass_is_asked_once_and_fails_its_request(fault: Any, message: str) -> None:
     with serve(faults={0: fault}) as server:
         reward = RemoteReward(server.url, batch_size=2, concurrency=1, backoff=QUICK)
         scores = reward(samples("a", "b", "c", "d"))
     assert len(server.requests) == 2
     assert [math.isnan(value) for value in scores.rewards] == [True, True, False, False]
-    assert said in (scores.errors[0] or "") and said in (scores.errors[1] or "") and scores.errors[2:] == [None, None]
+    assert (
+        message in (scores.errors[0] or "")
+        and message in (scores.errors[1] or "")
+        and scores.errors[2:] == [None, None]
+    )
 
 
 def test_a_wrong_number_of_scores_is_raised() -> None:
@@ -194,14 +198,14 @@ def test_a_wrong_number_of_scores_is_raised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [("nan", "gave nan, expected a finite number"), ("text", "gave str ('good')"), ("null", "gave NoneType")],
 )
-def test_a_score_that_is_none_is_its_samples_error(fault: str, said: str) -> None:
+def test_a_score_that_is_none_is_its_samples_error(fault: str, message: str) -> None:
     with serve(faults=[fault]) as server:
         scores = RemoteReward(server.url)(samples("a", "bb"))
     assert math.isnan(scores.rewards[0]) and scores.rewards[1] == 5.0
-    assert said in (scores.errors[0] or "") and scores.errors[1] is None
+    assert message in (scores.errors[0] or "") and scores.errors[1] is None
 
 
 def test_integers_become_floats() -> None:
@@ -319,9 +323,9 @@ def test_bytes_files_and_data_go_as_they_are(tmp_path: Path) -> None:
     path.write_bytes(raw)
     data = "data:image/webp;base64," + base64.b64encode(raw).decode()
     encoder = ImageEncoder()
-    for given in (raw, bytearray(raw), path, data, {"bytes": raw, "path": "gone.webp"}, {"path": path}, {"image": raw},
+    for image in (raw, bytearray(raw), path, data, {"bytes": raw, "path": "gone.webp"}, {"path": path}, {"image": raw},
                   {"image_url": {"url": data}}):  # fmt: skip
-        assert base64.b64decode(encoder.text(given)) == raw
+        assert base64.b64decode(encoder.text(image)) == raw
     for bad in ("http://elsewhere/a.png", Path("nothing.png"), 3, {"a": 1}, np.zeros((2, 3, 3)) - 1, "data:;base64,abc",
                 b"no image", raw[:20], str(path), path.as_uri(), {"path": str(path)}):  # fmt: skip
         with pytest.raises(ValueError, match="image: got"):
@@ -336,12 +340,14 @@ def test_a_file_that_a_record_names_is_not_sent(tmp_path: Path) -> None:
     secret.write_text("hunter2")
     named: list[Any] = [str(path), path, path.as_uri(), {"path": str(path)}, {"image_url": {"url": str(path)}}]
     records = [Experience(eid=EID(0, i), tokens=[1, 2], prompt_length=1, prompt_text="", response_text=str(i),
-                          info={"images": [one]}) for i, one in enumerate([*named, content])]  # fmt: skip
-    asked = Prompt(text="", images=[str(path)])
-    own = Sample(prompt=asked, eid=EID(0, 9), prompt_ids=[1], response_ids=[2], text="own", finish_reason="stop")
+                          info={"images": [image]}) for i, image in enumerate([*named, content])]  # fmt: skip
+    prompt = Prompt(text="", images=[str(path)])
+    own_sample = Sample(
+        prompt=prompt, eid=EID(0, 9), prompt_ids=[1], response_ids=[2], text="own", finish_reason="stop"
+    )
     stolen = sample("stolen", images=[secret])
     with serve() as server:
-        scores = RemoteReward(server.url)([*records, own, stolen])
+        scores = RemoteReward(server.url)([*records, own_sample, stolen])
     (sent,) = server.requests
     assert sent["queries"] == ["5", "own"] and [len(images) for images in sent["images"]] == [1, 1]
     assert [base64.b64decode(images[0]) for images in sent["images"]] == [content] * 2

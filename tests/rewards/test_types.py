@@ -22,40 +22,45 @@ from tests.rewards.server import serve
 from tests.tiny import bytes_, words
 
 
-def made(**more: object) -> Sample:
-    given: dict[str, object] = {
+def make_sample(**more: object) -> Sample:
+    fields: dict[str, object] = {
         "prompt": Prompt(text="the quick", reference="fox", label="animals", info={"level": 2}),
         "eid": EID(1, 2, suffix="a"),
         "prompt_ids": words()("the quick").input_ids,
         "response_ids": [*words()("brown fox").input_ids, 2],
         "finish_reason": "stop",
     }
-    return Sample(**{**given, **more})  # type: ignore[arg-type]
+    return Sample(**{**fields, **more})  # type: ignore[arg-type]
 
 
 def test_a_sample_is_decoded_without_special_tokens() -> None:
-    one = RewardInput.of(made(), words())
-    assert (one.prompt, one.response) == ("the quick", "brown fox")
-    assert one.query == "the quickbrown fox"
-    assert (one.reference, one.label, one.info, one.finish_reason) == ("fox", "animals", {"level": 2}, "stop")
-    assert one.eid is not None and one.eid.uid == "1/2/0/0/a"
-    assert list(one.response_ids)[-1] == 2
+    reward_input = RewardInput.of(make_sample(), words())
+    assert (reward_input.prompt, reward_input.response) == ("the quick", "brown fox")
+    assert reward_input.query == "the quickbrown fox"
+    assert (reward_input.reference, reward_input.label, reward_input.info, reward_input.finish_reason) == (
+        "fox",
+        "animals",
+        {"level": 2},
+        "stop",
+    )
+    assert reward_input.eid is not None and reward_input.eid.uid == "1/2/0/0/a"
+    assert list(reward_input.response_ids)[-1] == 2
 
 
 def test_the_engines_text_is_used_as_it_is() -> None:
-    assert RewardInput.of(made(text="brown fox!")).response == "brown fox!"
+    assert RewardInput.of(make_sample(text="brown fox!")).response == "brown fox!"
 
 
 def test_neither_text_nor_tokenizer_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"sample 1/2/0/0/a: got no response text and no tokenizer"):
-        RewardInput.of(made())
+        RewardInput.of(make_sample())
 
 
 def test_a_chat_keeps_its_messages() -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "text", "text": "there"}]}]
-    one = RewardInput.of(made(prompt=Prompt(messages=chat), text="hello"))
-    assert one.messages == tuple(chat)
-    assert one.prompt == "hi\nthere"
+    reward_input = RewardInput.of(make_sample(prompt=Prompt(messages=chat), text="hello"))
+    assert reward_input.messages == tuple(chat)
+    assert reward_input.prompt == "hi\nthere"
 
 
 def test_an_experience_of_several_turns_leaves_the_tool_out() -> None:
@@ -69,15 +74,15 @@ def test_an_experience_of_several_turns_leaves_the_tool_out() -> None:
         action_mask=[by_model for ids, by_model in parts for _ in ids],
         info={"reference": "5", "label": "math"},
     )
-    one = RewardInput.of(record, tokenizer)
-    assert (one.prompt, one.response) == ("q: ", "ask \nfive")
-    assert (one.reference, one.label) == ("5", "math")
+    reward_input = RewardInput.of(record, tokenizer)
+    assert (reward_input.prompt, reward_input.response) == ("q: ", "ask \nfive")
+    assert (reward_input.reference, reward_input.label) == ("5", "math")
 
 
 def test_a_sample_and_its_record_are_the_same_to_a_reward() -> None:
     chat = [{"role": "user", "content": "hi"}]
     reply = {"role": "assistant", "content": "brown fox"}
-    sample = made(prompt=Prompt(messages=chat, reference="r", label="l"), text="brown fox", message=reply)
+    sample = make_sample(prompt=Prompt(messages=chat, reference="r", label="l"), text="brown fox", message=reply)
     first, second = RewardInput.of(sample, words()), RewardInput.of(sample.to_experience(), words())
     assert (first.prompt, first.response, first.reference) == (second.prompt, second.response, second.reference)
     assert [dict(m) for m in first.messages or ()] == second.messages
@@ -111,7 +116,7 @@ def test_the_input_of_a_record_equals_that_of_its_sample(
         info={"level": 2},
     )
     reply = {"role": "assistant", "content": "brown fox"} if chat else None
-    sample = made(prompt=prompt, text=text, message=reply, info={"retokenized": True})
+    sample = make_sample(prompt=prompt, text=text, message=reply, info={"retokenized": True})
     for record in (sample.to_experience(), Experiences([sample.to_experience()])[0]):
         scored = RewardInput.from_record(record, tokenizer)
         readable = sample.replace(text="") if text is None and tokenizer is None else sample
@@ -119,7 +124,7 @@ def test_the_input_of_a_record_equals_that_of_its_sample(
 
 
 def test_a_record_without_text_needs_no_tokenizer_for_a_reward_of_ids() -> None:
-    record = made().to_experience()
+    record = make_sample().to_experience()
     assert RewardInput.from_record(record).response == ""
     with pytest.raises(ValueError, match="got no response text and no tokenizer"):
         RewardInput.of(record)
@@ -128,7 +133,7 @@ def test_a_record_without_text_needs_no_tokenizer_for_a_reward_of_ids() -> None:
 def test_a_sample_becomes_a_record_with_all_its_columns() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     prompt = Prompt(messages=[{"role": "user", "content": "hi"}], tools=[tool], reference="r", label="l", info={"a": 1})
-    sample = made(
+    sample = make_sample(
         prompt=prompt,
         logprobs=[-0.5, -0.25, -1.0],
         logprobs_kind="raw",
@@ -157,7 +162,7 @@ def test_a_sample_becomes_a_record_with_all_its_columns() -> None:
     assert record.info == {"a": 1, "b": 2, "reference": "r", "label": "l"} and record.metrics == {"seconds": 0.5}
     assert record.reward is None
 
-    failed = made(logprobs=None, finish_reason="error", error="lost").to_experience()
+    failed = make_sample(logprobs=None, finish_reason="error", error="lost").to_experience()
     assert failed.info["error"] == "lost" and not any(failed.action_mask.tolist())
 
 
@@ -169,9 +174,9 @@ def test_other_things_are_refused() -> None:
 
 
 def test_rewards_take_samples_and_records_and_inputs_alike() -> None:
-    sample = made(text="brown fox")
+    sample = make_sample(text="brown fox")
     record = sample.to_experience()
-    given = [sample, record, RewardInput.of(sample)]
+    inputs = [sample, record, RewardInput.of(sample)]
 
     def right(response: str, reference: str) -> float:
         return float(response == f"brown {reference}")
@@ -187,15 +192,15 @@ def test_rewards_take_samples_and_records_and_inputs_alike() -> None:
     recipe = {"animals": [("exact_match", None, 1.0)]}
     for source, score in ((right, 1.0), (later, 1.0), (Width(), size), ([right, later], 2.0), (recipe, 0.0)):
         reward = as_reward(source)
-        some = given if source is not recipe else [sample, RewardInput.of(sample)]
+        some = inputs if source is not recipe else [sample, RewardInput.of(sample)]
         assert reward(some).rewards == [score] * len(some)
         assert asyncio.run(reward.score_async(some)).rewards == [score] * len(some)
-        for one in (sample, record, RewardInput.of(sample), "text", None):
-            with pytest.raises(ValueError, match=f"inputs: got a single {type(one).__name__}, expected a list of"):
-                reward(one)  # type: ignore[arg-type]
+        for single in (sample, record, RewardInput.of(sample), "text", None):
+            with pytest.raises(ValueError, match=f"inputs: got a single {type(single).__name__}, expected a list of"):
+                reward(single)  # type: ignore[arg-type]
     assert as_reward(right)(Experiences([record, record])).rewards == [1.0, 1.0]
     with serve(lambda body: {"rewards": [len(body["queries"])] * len(body["queries"])}) as server:
-        assert as_reward(server.url)(given).rewards == [3.0] * 3
+        assert as_reward(server.url)(inputs).rewards == [3.0] * 3
     with pytest.raises(ValueError, match="sample: got int"):
         as_reward(right)([3])
 
