@@ -108,7 +108,7 @@ class Response:
     """A sample in progress: `advance` adds a token; `finish` and `stop` are its finish and stop reasons."""
 
     def __init__(self, server: Server, prompt: list[int], options: dict[str, Any]) -> None:
-        self.tokenizer, self.how, self.prompt = server.tokenizer, options, prompt
+        self.tokenizer, self.options, self.prompt = server.tokenizer, options, prompt
         self.stopping = server.stopping
         self.steps: list[Step] = []
         self.finish: str | None = None
@@ -122,18 +122,18 @@ class Response:
         step = next(self._tokens)
         self.steps.append(step)
         self.text = self.tokenizer.decode([step.id for step in self.steps], skip_special_tokens=True)
-        if step.id == 2 and not self.how["ignore_eos"]:
+        if step.id == 2 and not self.options["ignore_eos"]:
             self.finish = "stop"
-        elif step.id in self.how["stop_token_ids"]:
+        elif step.id in self.options["stop_token_ids"]:
             self.finish, self.stop = "stop", step.id
-        elif len(self.steps) >= self.how["min_tokens"]:
-            for stop in self.how["stop"]:
+        elif len(self.steps) >= self.options["min_tokens"]:
+            for stop in self.options["stop"]:
                 start = self.text.find(stop)
                 if start >= 0:
                     self.finish, self.stop = "stop", stop
-                    self.text = self.text[: start + (len(stop) if self.how["include_stop"] else 0)]
+                    self.text = self.text[: start + (len(stop) if self.options["include_stop"] else 0)]
                     break
-        if self.finish is None and len(self.steps) == self.how["max_tokens"]:
+        if self.finish is None and len(self.steps) == self.options["max_tokens"]:
             self.finish = "length"
 
 
@@ -465,9 +465,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            self.whole(200, self.server.app.get(self.path))
+            self.send_json(200, self.server.app.get(self.path))
         except Refused as error:
-            self.whole(error.status, {"error": {"message": str(error)}})
+            self.send_json(error.status, {"error": {"message": str(error)}})
 
     def do_POST(self) -> None:
         app: Server = self.server.app
@@ -485,7 +485,7 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 self.reply(app, body)
             except Refused as error:
-                self.whole(error.status, {"error": {"message": str(error)}})
+                self.send_json(error.status, {"error": {"message": str(error)}})
         except OSError:
             with app.counts:
                 app.broken += 1
@@ -497,7 +497,7 @@ class _Handler(BaseHTTPRequestHandler):
     def reply(self, app: Server, body: dict[str, Any]) -> None:
         fault = app.fault(body, "status")
         if fault is not None:
-            self.whole(fault.status, {"error": {"message": fault.message}}, fault.headers)
+            self.send_json(fault.status, {"error": {"message": fault.message}}, fault.headers)
             return
         if "stream" in app.lacks:
             body = {**body, "stream": False}
@@ -537,7 +537,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f": ping\n\ndata: {data}\n\n".encode())
         self.wfile.flush()
 
-    def whole(self, status: int, reply: Any, headers: dict[str, str] | None = None) -> None:
+    def send_json(self, status: int, reply: Any, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(reply).encode()
         self.send_response(status)
         for name, value in {**(headers or {}), "content-length": str(len(data))}.items():

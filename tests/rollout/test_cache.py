@@ -20,9 +20,9 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.integers(0, 30), st.sampled_from([1, 4]))
-def test_the_cache_equals_a_concatenating_one(moves: list[Any], most: int, step: int) -> None:
+def test_the_cache_equals_a_concatenating_one(moves: list[Any], expected_length: int, step: int) -> None:
     plain, larger = (DynamicCache(config=LlamaConfig(num_hidden_layers=2)) for _ in range(2))
-    preallocate(larger, most, step)
+    preallocate(larger, expected_length, step)
     rows, draw = 3, torch.Generator().manual_seed(0)
     for move in moves:
         if isinstance(move, list):
@@ -65,9 +65,9 @@ def test_other_kinds_of_layers_are_unchanged() -> None:
     assert kinds.count("DynamicSlidingWindowLayer") == 5
 
 
-@pytest.mark.parametrize("most", [0, 5, 100])
-def test_the_cache_grows_beyond_the_expected_length(most: int) -> None:
-    cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), most)
+@pytest.mark.parametrize("length", [0, 5, 100])
+def test_the_cache_grows_beyond_the_expected_length(length: int) -> None:
+    cache = preallocate(DynamicCache(config=LlamaConfig(num_hidden_layers=1)), length)
     states = torch.arange(8.0).view(1, 1, 2, 4)
     for i in range(5):
         keys, _ = cache.update(states + i, states, 0)

@@ -134,25 +134,27 @@ TEXTS = st.lists(st.sampled_from(["t", "h", "e", " ", "\n", "é", "<|end|>", "<|
 def test_endings_drop_only_equal_tokens(head: str, first: str, other: str) -> None:
     renderer = Renderer(merging())
     before, now = head + first, head + other
-    ours, theirs = renderer.endings(before, now)
+    ending, ending_now = renderer.endings(before, now)
     encoded, encoded_now = renderer.encode(before), renderer.encode(now)
-    left_out = len(encoded) - len(ours)
+    left_out = len(encoded) - len(ending)
     assert (
-        encoded[left_out:] == ours and encoded_now[left_out:] == theirs and encoded[:left_out] == encoded_now[:left_out]
+        encoded[left_out:] == ending
+        and encoded_now[left_out:] == ending_now
+        and encoded[:left_out] == encoded_now[:left_out]
     )
 
 
 def test_glue_is_special_tokens_and_white_space() -> None:
     renderer = Renderer(tiny.bytes_())
 
-    def found(sampled: str, rendered: str) -> Drift:
+    def drift_of(sampled: str, rendered: str) -> Drift:
         return compare_tokens(ids(tiny.bytes_(), sampled), ids(tiny.bytes_(), rendered), renderer.decode)
 
-    assert found("a<|end|>b", "a<|end|>b").outcome == "clean"
-    assert found("a \n<|end|>b", "a<|end|>b") == Drift(outcome="realigned", what="glue", kept=2, rendered=0)
-    assert found("a<|end|>b", "a<pad>b") == Drift(outcome="realigned", what="glue", kept=1, rendered=1)
-    assert found("thinking a", "a") == Drift(outcome="forked", what="text", kept=9, rendered=0)
-    assert found("a", "a b").outcome == "forked"
+    assert drift_of("a<|end|>b", "a<|end|>b").outcome == "clean"
+    assert drift_of("a \n<|end|>b", "a<|end|>b") == Drift(outcome="realigned", what="glue", kept=2, rendered=0)
+    assert drift_of("a<|end|>b", "a<pad>b") == Drift(outcome="realigned", what="glue", kept=1, rendered=1)
+    assert drift_of("thinking a", "a") == Drift(outcome="forked", what="text", kept=9, rendered=0)
+    assert drift_of("a", "a b").outcome == "forked"
 
 
 @given(st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)), st.lists(st.integers(9, 12)))

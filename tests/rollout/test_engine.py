@@ -438,11 +438,11 @@ def test_records_have_all_fields_of_a_sample(sample):
 
 
 @given(st.integers(1, 8), st.just(0.0) | st.floats(1e-6, 10), st.floats(1, 5), st.floats(0, 20), st.floats(0, 1))
-def test_waits_grow_up_to_the_limit(tries, first, factor, most, jitter):
-    waits = list(Backoff(tries=tries, first=first, factor=factor, max_wait=most, jitter=jitter).waits())
+def test_waits_grow_up_to_the_limit(tries, first, factor, max_wait, jitter):
+    waits = list(Backoff(tries=tries, first=first, factor=factor, max_wait=max_wait, jitter=jitter).waits())
     assert len(waits) == tries - 1
     for i, wait in enumerate(waits):
-        length = min(first * factor**i, most)
+        length = min(first * factor**i, max_wait)
         assert length * (1 - jitter) * (1 - 1e-9) <= wait <= length * (1 + 1e-9)
 
 
@@ -500,9 +500,9 @@ def test_forms_of_a_single_prompt() -> None:
     ):
         (sample,) = engine.generate(prompt)
         assert sample.prompt.messages in (None, (message,)) and sample.prompt.token_ids in (None, (5, 6))
-    for odd in (None, b"hi", 5):
+    for invalid in (None, b"hi", 5):
         with pytest.raises(ValueError, match="prompts: got"):
-            engine.generate(odd)
+            engine.generate(invalid)
 
 
 @pytest.mark.parametrize(

@@ -343,18 +343,18 @@ def test_an_engine_that_rendered_the_observation_itself() -> None:
     first = episode.tokens
     episode.append_sample(given_sample(first, [20, END]))
     episode.observe(RESULT)
-    theirs = [*first, 20, END, *ids(tokenizer, "<|tool|> 42 <|end|><|assistant|>")]
-    episode.append_sample(given_sample(theirs, [21, END]))
+    rendered = [*first, 20, END, *ids(tokenizer, "<|tool|> 42 <|end|><|assistant|>")]
+    episode.append_sample(given_sample(rendered, [21, END]))
     (record,) = episode.experiences()
-    assert record.tokens.tolist() == [*theirs, 21, END] and trained(record) == [20, END, 21, END]
+    assert record.tokens.tolist() == [*rendered, 21, END] and trained(record) == [20, END, 21, END]
     assert record.info["drift"][0]["outcome"] == "clean" and record.info["drift"][0]["by"] == "engine"
     # Without an observation of ours the rest of its prompt is one.
-    theirs = [*theirs, 21, END, 50, 51]
-    episode.append_sample(given_sample(theirs, [22, END]))
+    rendered = [*rendered, 21, END, 50, 51]
+    episode.append_sample(given_sample(rendered, [22, END]))
     episode.observe(RESULT)
     episode.append_sample(given_sample([], [23, END]))
     (record,) = episode.experiences()
-    assert record.tokens.tolist()[: len(theirs)] == theirs and trained(record)[-4:] == [22, END, 23, END]
+    assert record.tokens.tolist()[: len(rendered)] == rendered and trained(record)[-4:] == [22, END, 23, END]
     assert [drift["outcome"] for drift in record.info["drift"]] == ["clean", "clean", "unchecked"]
 
 
@@ -365,12 +365,16 @@ def test_an_engine_with_other_tokens_starts_a_branch() -> None:
     first = episode.tokens
     episode.append_sample(given_sample(first, [*letters, END]))
     episode.observe(RESULT)
-    theirs = ids(tokenizer, tokenizer.apply_chat_template(episode.messages, tokenize=False, add_generation_prompt=True))
-    assert theirs != episode.tokens
-    episode.append_sample(given_sample(theirs, [21, END]))
+    rendered = ids(
+        tokenizer, tokenizer.apply_chat_template(episode.messages, tokenize=False, add_generation_prompt=True)
+    )
+    assert rendered != episode.tokens
+    episode.append_sample(given_sample(rendered, [21, END]))
     record, two = episode.experiences()
     assert record.tokens.tolist() == [*first, *letters, END] and trained(record) == [*letters, END]
-    assert two.tokens.tolist() == [*theirs, 21, END] and trained(two) == [21, END] and two.prompt_length == len(theirs)
+    assert (
+        two.tokens.tolist() == [*rendered, 21, END] and trained(two) == [21, END] and two.prompt_length == len(rendered)
+    )
     drift = two.info["drift"][0]
     assert (drift["outcome"], drift["by"], drift["policy"]) == ("realigned", "engine", "fork")
     without = Episode(prompt=[1])
@@ -468,8 +472,8 @@ def test_an_episode_that_failed_at_once_has_a_record() -> None:
 
 def test_a_context_limit_truncates_and_then_rejects_turns() -> None:
     tokenizer = tiny.bytes_()
-    room = 25
-    episode = chat(tokenizer, "12345", "a long answer", "never", context_limit=16 + room)
+    spare = 25
+    episode = chat(tokenizer, "12345", "a long answer", "never", context_limit=16 + spare)
     assert len(episode.tokens) == 17 and episode.tokens_left == 24
     episode.act()
     episode.observe(RESULT)
@@ -630,12 +634,12 @@ def test_rewards_of_turns_are_on_their_last_tokens() -> None:
     episode.score_turn(0.75, turn=0)  # thought better of
     (record,) = episode.experiences(reward=2.0)
     assert record.reward == 3.0
-    where = record.token_level_reward.nonzero()[:, 0].tolist()
-    assert [record.token_level_reward[i].item() for i in where] == [0.75, 0.25, 2.0]
+    places = record.token_level_reward.nonzero()[:, 0].tolist()
+    assert [record.token_level_reward[i].item() for i in places] == [0.75, 0.25, 2.0]
     ends = [
         segment["stop"] - 1 - record.prompt_length for segment in record.info["segments"] if segment["kind"] == "model"
     ]
-    assert where == ends
+    assert places == ends
     assert record.info["segments"][1]["reward"] == 0.75
     to_go = estimate("reinforce", [record]).returns[0]
     assert to_go[record.action_mask].tolist() == [3.0, 3.0, 2.25, 2.25, 2.0, 2.0]
@@ -1032,8 +1036,8 @@ class Driving(RuleBasedStateMachine):
             new = text(self.tokenizer, sample.response_ids[len(begun) :])
             self.sampled += sampled_count
             self.written[i] += new
-            cut = left is not None and len(tokens) - len(begun) > left
-            assert sample.finish_reason == ("length" if cut else reason)
+            is_truncated = left is not None and len(tokens) - len(begun) > left
+            assert sample.finish_reason == ("length" if is_truncated else reason)
         else:
             assert sample.finish_reason == "length" and not sample.response_ids
         # Where nothing is left, a turn that waited for its observation still waits; a paused one ends.

@@ -239,8 +239,8 @@ def test_prompts_are_counted_by_the_tokenizer(server):
     ids = tiny.bytes_()("a long prompt")["input_ids"]
     with OpenAIEngine(server.url, tokenizer=tiny.bytes_()) as engine:
         options = {"max_tokens": 3, "prompt_overflow": "left"}
-        cut, short, chat = engine.generate(["a long prompt", "ab", CHAT], max_prompt_tokens=6, **options)
-        assert list(cut.prompt_ids) == ids[-6:] and list(short.prompt_ids) == tiny.bytes_()("ab")["input_ids"]
+        truncated, short, chat = engine.generate(["a long prompt", "ab", CHAT], max_prompt_tokens=6, **options)
+        assert list(truncated.prompt_ids) == ids[-6:] and list(short.prompt_ids) == tiny.bytes_()("ab")["input_ids"]
         assert list(chat.prompt_ids) == rendered(CHAT)[-6:]
         assert chat.info["prompt_truncated_from"] == len(rendered(CHAT)) and "prompt_truncated_from" not in short.info
         assert set(server.paths) == {"/v1/completions"}

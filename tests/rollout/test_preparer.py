@@ -174,12 +174,12 @@ def test_a_chat_with_images_in_and_outside_its_messages(preparer: PromptPreparer
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
     prepared = preparer.prepare(Prompt(messages=chat, images=[green]))
     assert prepared.text == "<|system|>s<|end|><|user|><image>and<image><|end|><|assistant|>"
-    want = preparer.prepare(Prompt(text=prepared.text, images=[red, green]))
-    assert prepared.ids == want.ids and prepared.media is not None and want.media is not None
-    assert prepared.media["pixel_values"] is want.media["pixel_values"]
+    expected = preparer.prepare(Prompt(text=prepared.text, images=[red, green]))
+    assert prepared.ids == expected.ids and prepared.media is not None and expected.media is not None
+    assert prepared.media["pixel_values"] is expected.media["pixel_values"]
     part = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(encoded(red)).decode()}}
     other = preparer.prepare(Prompt(messages=[{"role": "user", "content": [part]}]))
-    assert other.media is not None and torch.equal(other.media["pixel_values"], want.media["pixel_values"][:1])
+    assert other.media is not None and torch.equal(other.media["pixel_values"], expected.media["pixel_values"][:1])
     assert parts[0]["image"] is red  # the caller's messages are as they were
     marked = preparer.prepare(Prompt(messages=[{"role": "user", "content": "<image>?"}], images=red))
     assert marked.ids.count(IMAGE) == 4

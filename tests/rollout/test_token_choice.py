@@ -151,8 +151,8 @@ def test_each_row_follows_its_rule(seed: int, rules: list[TokenRule], vocabulary
             allowed[list(rule.forbidden)] = -np.inf  # never there, as in training; what is early is
             cool = (allowed - scores.max()) / rule.temperature
             tempered = cool[token] - np.log(np.exp(cool - cool.max()).sum()) - cool.max()
-        want = {"processed": math.log(shares[token]), "tempered": tempered, "raw": raw}[rule.logprobs_kind]
-        assert choice.logprobs[i].item() == pytest.approx(want, abs=2e-5, rel=1e-6)
+        expected = {"processed": math.log(shares[token]), "tempered": tempered, "raw": raw}[rule.logprobs_kind]
+        assert choice.logprobs[i].item() == pytest.approx(expected, abs=2e-5, rel=1e-6)
         # Alone, and in another place, it gets the same.
         alone = chosen(logits[i : i + 1], [rule], numbers[i : i + 1])
         assert alone.ids.item() == token and alone.logprobs.item() == pytest.approx(choice.logprobs[i].item(), abs=1e-6)
@@ -252,8 +252,8 @@ def test_number_of_operations() -> None:
     views = ("slice", "view", "unsqueeze", "select", "expand", "detach", "alias")
     heavy = [name for name in plain if not any(f"aten.{view}." in name for view in views)]
     assert len(heavy) <= 26, heavy
-    cut = operations([TokenRule(top_k=5), TokenRule(min_p=0.1), TokenRule(top_k=9, top_p=0.9)])
-    for names in (plain, cut):
+    filtered = operations([TokenRule(top_k=5), TokenRule(min_p=0.1), TokenRule(top_k=9, top_p=0.9)])
+    for names in (plain, filtered):
         assert not [name for name in names if any(wait in name for wait in WAITS)], names
     assert not [name for name in plain if "aten.sort" in name or "topk" in name]
-    assert not [name for name in cut if "aten.sort" in name]
+    assert not [name for name in filtered if "aten.sort" in name]

@@ -86,14 +86,14 @@ def test_greedy_equals_generate(make: Any) -> None:
     ended = 0
     for ids, sample in zip(PROMPTS, samples, strict=True):
         row = torch.tensor([ids])
-        want = model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=24)
-        assert sample.response_ids == want[0, len(ids) :].tolist()
+        expected = model.generate(row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=24)
+        assert sample.response_ids == expected[0, len(ids) :].tolist()
         assert sample.finish_reason == ("stop" if sample.response_ids[-1] == 2 else "length")
         assert sample.logprobs_kind == "raw"
         ended += sample.finish_reason == "stop"
     padded = torch.tensor([[0] * (10 - len(ids)) + ids for ids in PROMPTS])
-    want = model.generate(padded, attention_mask=(padded != 0).long(), do_sample=False, max_new_tokens=24)
-    for row, sample in zip(want[:, 10:].tolist(), samples, strict=True):
+    expected = model.generate(padded, attention_mask=(padded != 0).long(), do_sample=False, max_new_tokens=24)
+    for row, sample in zip(expected[:, 10:].tolist(), samples, strict=True):
         assert row[: len(sample.response_ids)] == sample.response_ids
 
 
@@ -118,9 +118,9 @@ def test_logprobs_equal_a_forward_pass(make: Any, kind: Any, record_property: An
     largest = 0.0
     for i, sample in enumerate(samples):
         assert sample.logprobs is not None and sample.logprobs_kind == kind
-        want = log_probs(full_logits(model, sample), sample, samplings[i // 2], kind)
-        assert want.isfinite().all(), "a token was sampled that its rule forbids"
-        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - want).abs().max().item())
+        expected = log_probs(full_logits(model, sample), sample, samplings[i // 2], kind)
+        assert expected.isfinite().all(), "a token was sampled that its rule forbids"
+        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max().item())
     record_property("largest difference", largest)
     print(f"{make.__name__}, {kind}: largest difference {largest:.1e}")
     assert largest < 1e-5
@@ -144,8 +144,8 @@ def test_bfloat16_log_probs(record_property: Any) -> None:
 
 def test_temperature_zero_has_raw_logprobs() -> None:
     sample = engine().generate([PROMPTS[0]], temperature=0, max_tokens=5, logprobs="processed")[0]
-    want = log_probs(full_logits(llama(), sample), sample, Sampling(), "raw")
-    torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+    expected = log_probs(full_logits(llama(), sample), sample, Sampling(), "raw")
+    torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), expected, atol=1e-5, rtol=0)
     assert sample.logprobs_kind == "raw"
     assert sample.to_experience().sampling["logprobs"] == "raw"
     without = engine().generate([PROMPTS[0]], temperature=0, max_tokens=5, logprobs=None)[0]
@@ -165,21 +165,21 @@ def outcome(samples: list[Sample]) -> dict[str, Any]:
 def test_samples_do_not_depend_on_the_batch() -> None:
     prompts = numbered(PROMPTS)
     sampling = Sampling(n=3, max_tokens=20, seed=11, top_p=0.98, stop=["a"], min_tokens=1)
-    want = engine().generate(prompts, sampling)
-    assert len({tuple(sample.response_ids) for sample in want}) == 12
+    expected = engine().generate(prompts, sampling)
+    assert len({tuple(sample.response_ids) for sample in expected}) == 12
     for rows, tokens in ((1, 10**6), (2, 10**6), (5, 10**6), (256, 64), (256, 1)):
         other = engine(max_batch_rows=rows, max_batch_tokens=tokens)
-        assert outcome(other.generate(prompts[::-1], sampling)) == outcome(want), (rows, tokens)
+        assert outcome(other.generate(prompts[::-1], sampling)) == outcome(expected), (rows, tokens)
     alone = [sample for prompt in prompts for sample in engine().generate(prompt, sampling)]
-    assert outcome(alone) == outcome(want)
-    for sample, two in zip(alone, want, strict=True):
+    assert outcome(alone) == outcome(expected)
+    for sample, two in zip(alone, expected, strict=True):
         assert sample.logprobs == pytest.approx(two.logprobs, abs=1e-5)
     unnamed = [engine().generate(PROMPTS, sampling) for _ in range(2)]
     assert [sample.response_ids for sample in unnamed[0]] == [sample.response_ids for sample in unnamed[1]]
     assert unnamed[0][0].eid.batch != unnamed[1][0].eid.batch
     again = engine().generate(prompts, sampling)
-    assert [str(sample.eid) for sample in again] == [str(sample.eid) for sample in want]
-    assert outcome(engine().generate(prompts, sampling, seed=12)) != outcome(want)
+    assert [str(sample.eid) for sample in again] == [str(sample.eid) for sample in expected]
+    assert outcome(engine().generate(prompts, sampling, seed=12)) != outcome(expected)
 
 
 def test_samples_follow_the_distribution_of_the_model() -> None:
@@ -334,8 +334,8 @@ def test_first_temperature() -> None:
     model = llama()
     sampling = Sampling(temperature=0.7, first_temperature=9.0, top_k=20, seed=3, max_tokens=4, n=8)
     for sample in sampler.generate(PROMPTS, sampling):
-        want = log_probs(full_logits(model, sample), sample, sampling, "processed")
-        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+        expected = log_probs(full_logits(model, sample), sample, sampling, "processed")
+        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), expected, atol=1e-5, rtol=0)
 
 
 def test_a_first_token_that_ends_the_response() -> None:
@@ -395,8 +395,8 @@ def test_samples_resumed_with_newer_weights() -> None:
     for before, sample in zip(old, sampler.generate(old), strict=True):
         assert sample.response_ids[:5] == before.response_ids and sample.logprobs[:5] == before.logprobs
         assert sample.versions == [4] * 5 + [5] * 5
-        want = log_probs(full_logits(model, sample), sample, Sampling(), "processed")[5:]
-        torch.testing.assert_close(torch.tensor(sample.logprobs[5:], dtype=torch.float64), want, atol=1e-5, rtol=0)
+        expected = log_probs(full_logits(model, sample), sample, Sampling(), "processed")[5:]
+        torch.testing.assert_close(torch.tensor(sample.logprobs[5:], dtype=torch.float64), expected, atol=1e-5, rtol=0)
 
 
 def test_versions_that_change_during_a_call() -> None:
@@ -455,8 +455,8 @@ def test_canceled_from_another_thread() -> None:
     assert max(lengths) < 200 and sorted(lengths)[5] == 0  # the second batch had not begun
     for sample in samples:
         assert len(sample.logprobs) == len(sample.versions) == len(sample.response_ids) and sample.prompt_ids
-    want = engine().generate(numbered(PROMPTS), n=3, max_tokens=200, seed=1, ignore_eos=True)
-    assert outcome(engine().generate(samples)) == outcome(want)
+    expected = engine().generate(numbered(PROMPTS), n=3, max_tokens=200, seed=1, ignore_eos=True)
+    assert outcome(engine().generate(samples)) == outcome(expected)
 
 
 def test_canceled_before_the_start() -> None:
@@ -494,7 +494,7 @@ def test_streams_yield_finished_samples_and_can_be_left() -> None:
 def test_async() -> None:
     sampler = engine()
     sampling = Sampling(n=2, max_tokens=12, seed=3, ignore_eos=True)
-    want = sampler.generate(numbered(PROMPTS), sampling)
+    expected = sampler.generate(numbered(PROMPTS), sampling)
 
     async def both() -> tuple[Any, ...]:
         async def streamed() -> list[Sample]:
@@ -503,8 +503,8 @@ def test_async() -> None:
         return await asyncio.wait_for(asyncio.gather(sampler.agenerate(numbered(PROMPTS), sampling), streamed()), SOON)
 
     complete, streamed = asyncio.run(both())
-    assert outcome(complete) == outcome(streamed) == outcome(want)
-    assert [sample.eid.rid for sample in complete] == [sample.eid.rid for sample in want]
+    assert outcome(complete) == outcome(streamed) == outcome(expected)
+    assert [sample.eid.rid for sample in complete] == [sample.eid.rid for sample in expected]
 
 
 def test_a_canceled_task_cancels_the_call() -> None:
@@ -567,8 +567,8 @@ def test_a_bad_prompt_fails_alone() -> None:
         (10, "extra: got ['beam_width'], expected none"),
     ):
         assert words_ in errors[i], errors[i]
-    want = engine().generate(prompts[:1], samplings[0], batch="x")
-    assert len(want) == 2
+    expected = engine().generate(prompts[:1], samplings[0], batch="x")
+    assert len(expected) == 2
     for sample in samples:
         assert sample.failed == (sample.error is not None) and sample.to_experience().eid == sample.eid
 
@@ -599,12 +599,12 @@ def test_models_without_a_key_value_cache_are_rejected() -> None:
 
 def test_wrapped_models_are_unwrapped() -> None:
     plain = tiny.llama()
-    want = TransformersEngine(plain).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids
+    expected = TransformersEngine(plain).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids
     compiled = torch.compile(plain)
     parallel = torch.nn.Module()
     parallel.module = plain
     for wrapped in (compiled, parallel):
-        assert TransformersEngine(wrapped).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids == want
+        assert TransformersEngine(wrapped).generate([[5, 6]], max_tokens=4, seed=1, batch=0)[0].response_ids == expected
 
 
 def test_resuming_with_other_options_is_recorded() -> None:
@@ -648,10 +648,10 @@ def test_batches_that_do_not_fit_in_memory_are_halved() -> None:
     model = llama()
     unsplit = engine(model).generate(numbered(PROMPTS), n=4, max_tokens=12, seed=1, ignore_eos=True)
 
-    def crowded(most: int) -> Any:
+    def crowded(capacity: int) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> None:
             ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
-            if ids.shape[0] * (ids.shape[1] + cache.get_seq_length()) > most:
+            if ids.shape[0] * (ids.shape[1] + cache.get_seq_length()) > capacity:
                 raise torch.OutOfMemoryError("CUDA out of memory (as a test says)")
 
         return model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -709,10 +709,10 @@ def test_the_model_is_unchanged() -> None:
 
 def test_dropout_is_off_while_sampling() -> None:
     model = llama(attention_dropout=0.5)
-    want = engine(model).generate([PROMPTS[1]], max_tokens=12, seed=1, ignore_eos=True)[0]
+    expected = engine(model).generate([PROMPTS[1]], max_tokens=12, seed=1, ignore_eos=True)[0]
     model.train()
     again = engine(model).generate([PROMPTS[1]], max_tokens=12, seed=1, ignore_eos=True)[0]
-    assert again.response_ids == want.response_ids and again.logprobs == want.logprobs
+    assert again.response_ids == expected.response_ids and again.logprobs == expected.logprobs
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -739,8 +739,8 @@ def test_sliding_windows(stride: int) -> None:
     sampler = engine(model)
     sampler.runner.stride = stride
     for sample in sampler.generate(PROMPTS, samplings):
-        want = log_probs(full_logits(model, sample), sample, Sampling(), "processed")
-        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+        expected = log_probs(full_logits(model, sample), sample, Sampling(), "processed")
+        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [llama, qwen3, gpt2])
@@ -750,10 +750,10 @@ def test_keys_and_values_in_steps(make: Any) -> None:
     plain, stepped = engine(make()), engine(make())
     assert plain.runner.stride == 1
     stepped.runner.stride = 8
-    want = plain.generate(numbered(PROMPTS), samplings)
+    expected = plain.generate(numbered(PROMPTS), samplings)
     samples = stepped.generate(numbered(PROMPTS), samplings)
-    assert outcome(samples) == outcome(want)
-    for sample, two in zip(samples, want, strict=True):
+    assert outcome(samples) == outcome(expected)
+    for sample, two in zip(samples, expected, strict=True):
         assert sample.logprobs == pytest.approx(two.logprobs, abs=1e-5)
 
 
@@ -768,8 +768,8 @@ def test_a_lora_model() -> None:
     base = engine(llama()).generate(PROMPTS, n=2, max_tokens=10, seed=1, ignore_eos=True)
     assert [sample.response_ids for sample in base] != [sample.response_ids for sample in samples]
     for sample in samples:
-        want = log_probs(full_logits(model, sample), sample, Sampling(), "processed")
-        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), want, atol=1e-5, rtol=0)
+        expected = log_probs(full_logits(model, sample), sample, Sampling(), "processed")
+        torch.testing.assert_close(torch.tensor(sample.logprobs, dtype=torch.float64), expected, atol=1e-5, rtol=0)
 
 
 class Wrapper:
@@ -832,10 +832,10 @@ def test_no_one_and_two_images_in_one_call(record_property: Any) -> None:
     largest = 0.0
     for sample in samples:
         assert sample.error is None and sample.sampling["suppress"] == [IMAGE] and IMAGE not in sample.response_ids
-        want = log_probs(
+        expected = log_probs(
             full_logits(model, sample, **(sample.media or {})), sample, Sampling(temperature=2.0), "processed"
         )
-        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - want).abs().max().item())
+        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max().item())
     record_property("largest difference", largest)
     assert largest < 1e-5
     assert samples[0].media is samples[2].media and samples[3].media is None
@@ -858,13 +858,13 @@ def test_resumed_samples_reuse_processed_images() -> None:
         Prompt(text="b", eid=EID(batch=0, task=1)),
     ]
     sampling = Sampling(n=2, max_tokens=12, seed=4, ignore_eos=True)
-    want = TransformersEngine(model, processor).generate(prompts, sampling)
+    expected = TransformersEngine(model, processor).generate(prompts, sampling)
     sampler = TransformersEngine(model, processor)
     paused = sampler.generate(prompts, sampling, pause_after=5)
     on = sampler.generate(paused)
-    assert outcome(on) == outcome(want) and on[0].media is paused[0].media
+    assert outcome(on) == outcome(expected) and on[0].media is paused[0].media
     lost = [sample.replace(media=None) for sample in paused]  # read back from somewhere without its media
-    assert outcome(sampler.generate(lost)) == outcome(want)
+    assert outcome(sampler.generate(lost)) == outcome(expected)
 
 
 def test_bfloat16_vision() -> None:
@@ -875,8 +875,8 @@ def test_bfloat16_vision() -> None:
     gaps = []
     for sample in samples:
         media = {name: value.to(torch.bfloat16) for name, value in (sample.media or {}).items()}
-        want = log_probs(full_logits(model, sample, **media), sample, Sampling(), "processed")
-        gaps.append((torch.tensor(sample.logprobs) - want).abs())
+        expected = log_probs(full_logits(model, sample, **media), sample, Sampling(), "processed")
+        gaps.append((torch.tensor(sample.logprobs) - expected).abs())
     assert torch.cat(gaps).mean() < 0.02
 
 
@@ -917,8 +917,8 @@ def test_spatial_positions(qwen_vl: Any, stride: int, record_property: Any) -> N
             kinds = torch.tensor([[int(token == tiny.IMAGE) for token in (*sample.prompt_ids, *sample.response_ids)]])
             assert media["mm_token_type_ids"].tolist() == kinds[:, : len(sample.prompt_ids)].tolist()
             media["mm_token_type_ids"] = kinds
-        want = log_probs(full_logits(qwen_vl, sample, **media), sample, Sampling(), "processed")
-        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - want).abs().max().item())
+        expected = log_probs(full_logits(qwen_vl, sample, **media), sample, Sampling(), "processed")
+        largest = max(largest, (torch.tensor(sample.logprobs, dtype=torch.float64) - expected).abs().max().item())
     record_property("largest difference", largest)
     print(f"positions in space: largest difference {largest:.1e}")
     assert largest < 1e-4
@@ -932,7 +932,7 @@ def test_greedy_with_images_equals_generate(qwen_vl: Any) -> None:
     prompt = pictured([(4, 8), (4, 4)], 3)
     sample = TransformersEngine(qwen_vl).generate([prompt, pictured([], 1)], temperature=0, max_tokens=10)[0]
     ids = torch.tensor([sample.prompt_ids])
-    want = qwen_vl.generate(
+    expected = qwen_vl.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -941,7 +941,7 @@ def test_greedy_with_images_equals_generate(qwen_vl: Any) -> None:
         suppress_tokens=[tiny.IMAGE, tiny.VIDEO, tiny.START],
     )
     qwen_vl.model.rope_deltas = None
-    assert sample.response_ids == want[0, ids.shape[1] :].tolist()
+    assert sample.response_ids == expected[0, ids.shape[1] :].tolist()
 
 
 def test_an_actor_has_one_engine() -> None:
@@ -953,7 +953,7 @@ def test_an_actor_has_one_engine() -> None:
     other = TransformersEngine(actor, max_batch_rows=2)
     assert other is not shared and other.tokenizer is actor.tokenizer and 7 in other.runner.suppressed
     assert TransformersEngine(copy.deepcopy(actor)) is not shared
-    gone = weakref.ref(actor)
+    reference = weakref.ref(actor)
     del actor, shared, other
     gc.collect()
-    assert gone() is None
+    assert reference() is None

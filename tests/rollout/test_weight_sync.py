@@ -75,12 +75,12 @@ def test_an_update_in_the_middle_of_a_response() -> None:
             return False
 
     (sample,) = engine.generate([[5, 6, 7]], max_tokens=200, ignore_eos=True, seed=0, cancel=UpdatingCancel())
-    cut = list(sample.versions or ()).index(2)
-    assert 0 < cut < 200 and sample.versions == [1] * cut + [2] * (200 - cut)
+    switch = list(sample.versions or ()).index(2)
+    assert 0 < switch < 200 and sample.versions == [1] * switch + [2] * (200 - switch)
     # The first tokens are those of the first weights; a token's log-prob is from the pass that it was sampled from.
-    (first,) = TransformersEngine(tiny.llama()).generate([[5, 6, 7]], max_tokens=cut, ignore_eos=True, seed=0)
-    assert sample.response_ids[:cut] == first.response_ids
-    assert list(sample.logprobs or ())[:cut] == pytest.approx(list(first.logprobs or ()), abs=1e-5)
+    (first,) = TransformersEngine(tiny.llama()).generate([[5, 6, 7]], max_tokens=switch, ignore_eos=True, seed=0)
+    assert sample.response_ids[:switch] == first.response_ids
+    assert list(sample.logprobs or ())[:switch] == pytest.approx(list(first.logprobs or ()), abs=1e-5)
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:
