@@ -27,21 +27,21 @@ def read(path: str | Path | None) -> list[dict[str, Any]]:
     """The records of a file, which must be strict JSON."""
     if path is None:
         raise AssertionError("nothing was saved")
-    found: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
-    return found
+    saved: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=refuse)
+    return saved
 
 
 def ids(text: str) -> list[int]:
     """A text's token ids."""
-    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
-    return found
+    token_ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return token_ids
 
 
 def record(prompt: str, response: str, eid: EID | None = None, **more: Any) -> Experience:
     """A record with every per-token array that a trainer leaves, each value telling its place."""
     first, then = ids(prompt), [*ids(response), END]
     places = torch.arange(len(then), dtype=torch.float32)
-    given: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "tokens": [*first, *then],
         "prompt_length": len(first),
         "reward": 1.0,
@@ -57,7 +57,7 @@ def record(prompt: str, response: str, eid: EID | None = None, **more: Any) -> E
         "prompt_text": prompt,
         "response_text": response,
     }
-    return Experience(**({"eid": eid} if eid is not None else {}), **{**given, **more})
+    return Experience(**({"eid": eid} if eid is not None else {}), **{**columns, **more})
 
 
 def rollout(groups: int, size: int, step: int = 5) -> list[Experience]:

@@ -86,7 +86,7 @@ MADE: dict[str, Any] = {
 DECODERS = {name: Decoder(tokenizer) for name, tokenizer in MADE.items()}
 
 
-def whole(name: str, ids: list[int]) -> str:
+def decode_all(name: str, ids: list[int]) -> str:
     tokenizer = MADE[name]
     if name == "foreign":
         return tokenizer.decode(ids)
@@ -103,23 +103,23 @@ def test_any_text_with_special_tokens(name: str, text: str, specials: list[tuple
     ends = {"bytes": (0, 2), "byte-level": (0, 1), "foreign": (256, 257)}[name]
     for at, which in specials:
         ids.insert(min(at, len(ids)), ends[which])
-    found, places = DECODERS[name].decode_with_ends(ids)
-    assert found == whole(name, ids)
-    check(found, places, ids)
+    decoded, places = DECODERS[name].decode_with_ends(ids)
+    assert decoded == decode_all(name, ids)
+    check(decoded, places, ids)
     if not specials:
-        assert found == text
+        assert decoded == text
 
 
 @pytest.mark.parametrize("name", list(MADE))
 @settings(max_examples=40)
 @given(draw=st.data())
 def test_any_ids(name: str, draw: st.DataObject) -> None:
-    most = 258 if name == "foreign" else len(MADE[name])
-    ids = draw.draw(st.lists(st.integers(0, most - 1), max_size=24))
-    found, places = DECODERS[name].decode_with_ends(ids)
-    check(found, places, ids)
+    vocabulary = 258 if name == "foreign" else len(MADE[name])
+    ids = draw.draw(st.lists(st.integers(0, vocabulary - 1), max_size=24))
+    decoded, places = DECODERS[name].decode_with_ends(ids)
+    check(decoded, places, ids)
     if name != "pieces":  # bytes that are no character show as one mark for all of them, not for each
-        assert found == whole(name, ids)
+        assert decoded == decode_all(name, ids)
 
 
 def check(text: str, ends: Any, ids: list[int]) -> None:
@@ -135,7 +135,7 @@ def test_pieces_are_what_the_tokenizer_says() -> None:
     ids = at(["<s>", "▁the", "▁fox", *(f"<0x{byte:02X}>" for byte in "😀".encode()), "▁a", "é", "</s>"])
     for some in (ids, ids[1:]):
         text, ends = DECODERS["pieces"].decode_with_ends(some)
-        assert text == whole("pieces", some)
+        assert text == decode_all("pieces", some)
         check(text, ends, some)
     text, ends = DECODERS["pieces"].decode_with_ends(ids)
     assert text == "<s> the fox😀 aé</s>"
@@ -148,8 +148,8 @@ def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     decoder = DECODERS["bytes"]
     text, ends = decoder.decode_with_ends(MADE["bytes"].encode("a😀b", add_special_tokens=False))
     assert text == "a😀b" and ends.tolist() == [1, 1, 1, 1, 2, 3]
-    cut, places = decoder.decode_with_ends(MADE["bytes"].encode("a😀", add_special_tokens=False)[:-1])
-    assert cut == "a�" and places[-1] == 2
+    truncated, places = decoder.decode_with_ends(MADE["bytes"].encode("a😀", add_special_tokens=False)[:-1])
+    assert truncated == "a�" and places[-1] == 2
 
 
 def test_special_tokens() -> None:

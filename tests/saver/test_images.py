@@ -32,9 +32,9 @@ def png(image: Image.Image) -> bytes:
 
 
 def batch(images: list[Any]) -> Any:
-    made = from_experiences(rollout(1, len(images)))
-    made.raw_images = images
-    return made
+    built = from_experiences(rollout(1, len(images)))
+    built.raw_images = images
+    return built
 
 
 def files(folder: Path) -> list[str]:
@@ -47,31 +47,31 @@ def saver(folder: Path, **options: Any) -> TrajectorySaver:
 
 def test_equal_images_are_stored_once_and_every_file_is_shown(tmp_path: Path) -> None:
     red, blue = picture("red"), picture("blue")
-    given = [[red, blue], red, [picture("red"), [None, blue.copy()]], None]
-    found = read(saver(tmp_path).save_trajectories([batch(given)], 4)[0])
+    images = [[red, blue], red, [picture("red"), [None, blue.copy()]], None]
+    saved = read(saver(tmp_path).save_trajectories([batch(images)], 4)[0])
     first, second = "images/step4_exp0_sample0_img0.png", "images/step4_exp0_sample0_img1.png"
-    assert [one.get("image_paths") for one in found] == [[first, second], [first], [first, None, second], None]
-    assert [one["has_images"] for one in found] == [True, True, True, False]
-    assert [one.get("num_images") for one in found] == [2, 1, 3, None]
+    assert [entry.get("image_paths") for entry in saved] == [[first, second], [first], [first, None, second], None]
+    assert [entry["has_images"] for entry in saved] == [True, True, True, False]
+    assert [entry.get("num_images") for entry in saved] == [2, 1, 3, None]
     assert files(tmp_path) == ["step4_exp0_sample0_img0.png", "step4_exp0_sample0_img1.png"]
-    for path, name in zip(found[0]["image_paths"], found[0]["image_sha256"], strict=True):
+    for path, name in zip(saved[0]["image_paths"], saved[0]["image_sha256"], strict=True):
         assert hashlib.sha256((tmp_path / path).read_bytes()).hexdigest() == name
     with Image.open(tmp_path / second) as written:
         assert written.convert("RGB").getpixel((0, 0)) == (0, 0, 255)
 
 
 def test_a_list_of_no_image_is_one_all_the_same(tmp_path: Path) -> None:
-    found = read(saver(tmp_path).save_trajectories([batch([[None], [], None])], 1)[0])
-    assert [one["has_images"] for one in found] == [True, False, False] and files(tmp_path) == []
-    assert found[0]["image_paths"] == [None] and found[0]["num_images"] == 1 and "num_images" not in found[1]
+    saved = read(saver(tmp_path).save_trajectories([batch([[None], [], None])], 1)[0])
+    assert [entry["has_images"] for entry in saved] == [True, False, False] and files(tmp_path) == []
+    assert saved[0]["image_paths"] == [None] and saved[0]["num_images"] == 1 and "num_images" not in saved[1]
 
 
 def test_one_bare_image_of_an_item(tmp_path: Path) -> None:
     item = split_experience_batch(from_experiences([record("a", "b")]))[0]
     for images, count in ((picture("red"), 1), ([picture("red"), picture("blue")], 2)):
         item.raw_images = images
-        (found,) = read(saver(tmp_path).save_trajectories([item], count)[0])
-        assert found["num_images"] == count and len(set(found["image_paths"])) == count
+        (saved,) = read(saver(tmp_path).save_trajectories([item], count)[0])
+        assert saved["num_images"] == count and len(set(saved["image_paths"])) == count
     assert isinstance(item, BufferItem) and item.raw_images[0].size == (12, 8)
 
 
@@ -79,17 +79,17 @@ def test_the_callers_image_stays_as_it_is(tmp_path: Path) -> None:
     large = picture("red", (1024, 600))
     large.info["note"] = "mine"
     before = large.copy()
-    (found,) = read(saver(tmp_path, max_image_size=256).save_trajectories([batch([large])], 1)[0])
+    (saved,) = read(saver(tmp_path, max_image_size=256).save_trajectories([batch([large])], 1)[0])
     assert large == before and large.size == (1024, 600) and large.info == {"note": "mine"}
-    with Image.open(tmp_path / found["image_paths"][0]) as written:
+    with Image.open(tmp_path / saved["image_paths"][0]) as written:
         assert written.size == (256, 150) and written.format == "PNG" and not written.info
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "I", "F", "I;16"])
 @pytest.mark.parametrize("size", [(9, 5), (90, 50)])
 def test_every_kind_of_pixels(mode: str, size: tuple[int, int], tmp_path: Path) -> None:
-    (found,) = read(saver(tmp_path, max_image_size=30).save_trajectories([batch([Image.new(mode, size)])], 1)[0])
-    with Image.open(tmp_path / found["image_paths"][0]) as written:
+    (saved,) = read(saver(tmp_path, max_image_size=30).save_trajectories([batch([Image.new(mode, size)])], 1)[0])
+    with Image.open(tmp_path / saved["image_paths"][0]) as written:
         assert max(written.size) == min(max(size), 30)
 
 
@@ -99,13 +99,13 @@ def test_images_stand_the_right_way_up(tmp_path: Path) -> None:
     exif[0x0112] = 6  # a quarter turn
     picture("red", (20, 10)).save(data, "JPEG", exif=exif)
     turned = Image.open(io.BytesIO(data.getvalue()))
-    found = read(saver(tmp_path).save_trajectories([batch([turned, data.getvalue(), picture("red", (20, 10))])], 1)[0])
+    saved = read(saver(tmp_path).save_trajectories([batch([turned, data.getvalue(), picture("red", (20, 10))])], 1)[0])
     sizes = []
-    for one in found:
-        with Image.open(tmp_path / one["image_paths"][0]) as written:
+    for entry in saved:
+        with Image.open(tmp_path / entry["image_paths"][0]) as written:
             sizes.append(written.size)
     assert sizes == [(10, 20), (10, 20), (20, 10)] and turned.size == (20, 10)
-    assert found[0]["image_paths"] == found[1]["image_paths"]
+    assert saved[0]["image_paths"] == saved[1]["image_paths"]
 
 
 def test_whatever_users_have(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_whatever_users_have(tmp_path: Path) -> None:
     file = tmp_path / "red.png"
     file.write_bytes(png(red))
     address = "data:image/png;base64," + base64.b64encode(png(red)).decode()
-    given = [
+    images = [
         png(red),
         file,
         str(file),
@@ -122,22 +122,24 @@ def test_whatever_users_have(tmp_path: Path) -> None:
         np.asarray(red),
         torch.from_numpy(np.array(red)),
     ]
-    found = read(saver(tmp_path / "out").save_trajectories([batch([[one] for one in given])], 1)[0])
-    assert {one["image_paths"][0] for one in found} == {"images/step1_exp0_sample0_img0.png"}
+    saved = read(saver(tmp_path / "out").save_trajectories([batch([[entry] for entry in images])], 1)[0])
+    assert {entry["image_paths"][0] for entry in saved} == {"images/step1_exp0_sample0_img0.png"}
     assert len(files(tmp_path / "out")) == 1
 
 
 @pytest.mark.filterwarnings("ignore:saving trajectories")
 def test_an_image_that_cannot_be_had(tmp_path: Path) -> None:
-    made = saver(tmp_path)
-    given = [[b"no image", picture("red")], ["https://example.org/a.png"], [tmp_path / "none.png"], [7]]
-    path, stats = made.save_trajectories([batch(given)], 1)
-    found = read(path)
-    assert found[0]["image_paths"] == [None, "images/step1_exp0_sample0_img1.png"] and found[0]["num_images"] == 2
-    assert all(one["has_images"] for one in found)  # they have one, which is not to be had
-    assert [one["image_paths"] for one in found[1:]] == [one["image_sha256"] for one in found[1:]] == [[None]] * 3
-    assert stats == {"trajectory/save_errors": 3.0} and "cannot be read" in found[0]["notes"][0]
-    assert not found[1].get("notes")  # nothing is fetched, and that is no error
+    image_saver = saver(tmp_path)
+    images = [[b"no image", picture("red")], ["https://example.org/a.png"], [tmp_path / "none.png"], [7]]
+    path, stats = image_saver.save_trajectories([batch(images)], 1)
+    saved = read(path)
+    assert saved[0]["image_paths"] == [None, "images/step1_exp0_sample0_img1.png"] and saved[0]["num_images"] == 2
+    assert all(entry["has_images"] for entry in saved)  # they have one, which is not to be had
+    assert (
+        [entry["image_paths"] for entry in saved[1:]] == [entry["image_sha256"] for entry in saved[1:]] == [[None]] * 3
+    )
+    assert stats == {"trajectory/save_errors": 3.0} and "cannot be read" in saved[0]["notes"][0]
+    assert not saved[1].get("notes")  # nothing is fetched, and that is no error
 
 
 def test_images_of_messages(tmp_path: Path) -> None:
@@ -148,17 +150,17 @@ def test_images_of_messages(tmp_path: Path) -> None:
         {"type": "image", "image": "https://example.org/a.png"},
     ]
     row = record("a", "b", messages=[{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}])
-    (found,) = read(saver(tmp_path).save_trajectories([row], 2)[0])
-    assert found["image_paths"] == ["images/step2_exp0_sample0_img0.png", None]
-    content = found["messages"][0]["content"]
-    assert content[1] == {"type": "image_url", "image_url": f"sha256:{found['image_sha256'][0]}"}
+    (saved,) = read(saver(tmp_path).save_trajectories([row], 2)[0])
+    assert saved["image_paths"] == ["images/step2_exp0_sample0_img0.png", None]
+    content = saved["messages"][0]["content"]
+    assert content[1] == {"type": "image_url", "image_url": f"sha256:{saved['image_sha256'][0]}"}
     assert content[2] == parts[2] and row.messages[0]["content"] == parts
     path = tmp_path / "private.png"
     path.write_bytes(png(picture("blue")))
     parts = [{"type": "image", "path": str(path)}, {"type": "image_url", "image_url": {"url": path.as_uri()}}]
     row = record("c", "d", messages=[{"role": "user", "content": parts}, {"role": "assistant", "content": "d"}])
-    (found,) = read(saver(tmp_path / "other").save_trajectories([row], 3)[0])
-    assert found["image_paths"] == [None, None] and found["notes"][0] == "images[0]: a path in a record, not opened"
+    (saved,) = read(saver(tmp_path / "other").save_trajectories([row], 3)[0])
+    assert saved["image_paths"] == [None, None] and saved["notes"][0] == "images[0]: a path in a record, not opened"
 
 
 def _items(rows: Any) -> Any:
@@ -168,43 +170,43 @@ def _items(rows: Any) -> Any:
 @pytest.mark.parametrize("form", [list, from_experiences, _items])
 def test_images_that_records_keep_of_their_prompt(tmp_path: Path, form: Any) -> None:
     colours = ("red", "blue")
-    rows = [record("a", "b", info={"images": [png(picture(one)), None], "colour": one}) for one in colours]
-    given = form(rows)
-    found = read(saver(tmp_path).save_trajectories([given] if form is from_experiences else given, 2)[0])
+    rows = [record("a", "b", info={"images": [png(picture(color)), None], "colour": color}) for color in colours]
+    experiences = form(rows)
+    saved = read(saver(tmp_path).save_trajectories([experiences] if form is from_experiences else experiences, 2)[0])
     assert len(files(tmp_path)) == 2
-    for one in found:
-        (name,) = one["image_sha256"]
-        text = str(one)
+    for entry in saved:
+        (name,) = entry["image_sha256"]
+        text = str(entry)
         assert f"sha256:{name}" in text and "$bytes" not in text  # the file's name where the bytes stood
-        with Image.open(tmp_path / one["image_paths"][0]) as written:
+        with Image.open(tmp_path / entry["image_paths"][0]) as written:
             assert written.size == (12, 8)
 
 
 def test_within_the_json(tmp_path: Path) -> None:
-    given = batch([[picture("red", (90, 50)), None]])
-    (found,) = read(saver(tmp_path, save_images_separately=False, max_image_size=30).save_trajectories([given], 1)[0])
-    assert found["num_images"] == 2 and "image_paths" not in found and found["images_base64"][1] is None
-    with Image.open(io.BytesIO(base64.b64decode(found["images_base64"][0]))) as written:
+    images = batch([[picture("red", (90, 50)), None]])
+    (saved,) = read(saver(tmp_path, save_images_separately=False, max_image_size=30).save_trajectories([images], 1)[0])
+    assert saved["num_images"] == 2 and "image_paths" not in saved and saved["images_base64"][1] is None
+    with Image.open(io.BytesIO(base64.b64decode(saved["images_base64"][0]))) as written:
         assert written.size == (30, 17)
     assert not (tmp_path / "images").exists()
 
 
 def test_saves_do_not_share_names(tmp_path: Path) -> None:
-    made = saver(tmp_path)
+    image_saver = saver(tmp_path)
     for prefix, colour in (("trajectories", "red"), ("eval", "blue")):
-        made.save_trajectories([batch([picture(colour)])], 4, prefix=prefix)
+        image_saver.save_trajectories([batch([picture(colour)])], 4, prefix=prefix)
     assert files(tmp_path) == ["eval_step4_exp0_sample0_img0.png", "step4_exp0_sample0_img0.png"]
     for prefix, pixel in (("trajectories", (255, 0, 0)), ("eval", (0, 0, 255))):
-        (found,) = read(tmp_path / f"{prefix}_step_4.json")
-        with Image.open(tmp_path / found["image_paths"][0]) as written:
+        (saved,) = read(tmp_path / f"{prefix}_step_4.json")
+        with Image.open(tmp_path / saved["image_paths"][0]) as written:
             assert written.getpixel((0, 0)) == pixel
 
 
 def test_a_save_that_is_replaced_leaves_no_image_behind(tmp_path: Path) -> None:
-    made = saver(tmp_path)
-    made.save_trajectories([batch([picture("red"), picture("blue")])], 4)
-    made.save_trajectories([batch([picture("red"), picture("blue")])], 40)
-    made.save_trajectories([batch([None, picture("green")])], 4)
+    image_saver = saver(tmp_path)
+    image_saver.save_trajectories([batch([picture("red"), picture("blue")])], 4)
+    image_saver.save_trajectories([batch([picture("red"), picture("blue")])], 40)
+    image_saver.save_trajectories([batch([None, picture("green")])], 4)
     assert files(tmp_path) == [
         "step40_exp0_sample0_img0.png", "step40_exp0_sample1_img0.png", "step4_exp0_sample1_img0.png"
     ]  # fmt: skip
@@ -213,24 +215,24 @@ def test_a_save_that_is_replaced_leaves_no_image_behind(tmp_path: Path) -> None:
 
 
 def test_an_image_of_an_earlier_step_takes_no_more_room(tmp_path: Path) -> None:
-    made = saver(tmp_path)
+    image_saver = saver(tmp_path)
     for step in (1, 2):
-        made.save_trajectories([batch([picture("red")])], step)
-    one, two = ((tmp_path / "images" / f"step{step}_exp0_sample0_img0.png").stat() for step in (1, 2))
-    assert one.st_ino == two.st_ino
+        image_saver.save_trajectories([batch([picture("red")])], step)
+    first, second = ((tmp_path / "images" / f"step{step}_exp0_sample0_img0.png").stat() for step in (1, 2))
+    assert first.st_ino == second.st_ino
     (tmp_path / "images" / "step2_exp0_sample0_img0.png").unlink()
-    made.save_trajectories([batch([picture("red")])], 3)
+    image_saver.save_trajectories([batch([picture("red")])], 3)
     with Image.open(tmp_path / "images" / "step3_exp0_sample0_img0.png") as written:
         assert written.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_only_images_of_kept_samples_are_written(tmp_path: Path) -> None:
     rows = [record("Q", "a", EID(1, g, run, suffix=f"{g}{run}")) for g in range(4) for run in range(2)]
-    made = from_experiences(rows)
-    made.raw_images = [[picture("red", (4 + i, 4))] for i in range(8)]
-    found = read(saver(tmp_path).save_trajectories([made], 1, 4)[0])
-    assert files(tmp_path) == sorted(Path(path).name for one in found for path in one["image_paths"])
-    assert len(found) == len(files(tmp_path)) == 4
+    rollouts = from_experiences(rows)
+    rollouts.raw_images = [[picture("red", (4 + i, 4))] for i in range(8)]
+    saved = read(saver(tmp_path).save_trajectories([rollouts], 1, 4)[0])
+    assert files(tmp_path) == sorted(Path(path).name for entry in saved for path in entry["image_paths"])
+    assert len(saved) == len(files(tmp_path)) == 4
 
 
 class Refuses:
@@ -244,10 +246,10 @@ class Refuses:
 
 @pytest.mark.filterwarnings("ignore:saving trajectories")
 def test_a_record_that_fails_leaves_no_image(tmp_path: Path) -> None:
-    made = from_experiences([record("a", "b" * 20), record("a", "c"), record("a", "d")])
-    made.raw_images = [[picture("red"), picture("blue")], [picture("blue")], [picture("green")]]
-    found = read(TrajectorySaver(tmp_path, Refuses()).save_trajectories([made.pack()], 1)[0])
-    assert [one["image_paths"] for one in found] == [
+    rollouts = from_experiences([record("a", "b" * 20), record("a", "c"), record("a", "d")])
+    rollouts.raw_images = [[picture("red"), picture("blue")], [picture("blue")], [picture("green")]]
+    saved = read(TrajectorySaver(tmp_path, Refuses()).save_trajectories([rollouts.pack()], 1)[0])
+    assert [entry["image_paths"] for entry in saved] == [
         ["images/step1_exp0_sample1_img0.png"], ["images/step1_exp0_sample2_img0.png"]
     ]  # fmt: skip
     assert files(tmp_path) == ["step1_exp0_sample1_img0.png", "step1_exp0_sample2_img0.png"]

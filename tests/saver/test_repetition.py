@@ -15,9 +15,9 @@ from rollbook.io.trajectories import REFLECTIONS, count_reflections, repeat_scor
 def by_definition(text: str) -> float:
     suffixes = sorted(text[i:] for i in range(len(text)))
     total = 0
-    for one, other in pairwise(suffixes):
-        while one[:1] and one[:1] == other[:1]:
-            one, other, total = one[1:], other[1:], total + 1
+    for left, right in pairwise(suffixes):
+        while left[:1] and left[:1] == right[:1]:
+            left, right, total = left[1:], right[1:], total + 1
     return 2 * total / (len(text) * (len(text) + 1)) if len(text) > 1 else 0.0
 
 
@@ -46,5 +46,5 @@ WORDS += ["actually", "_wrong", "wrong", "rethink", "\u212a", "rethin\u212a", "m
 @given(st.lists(st.sampled_from([*WORDS, " ", " ", ".", "_", "7"]), max_size=30))
 def test_reflections(words: list[str]) -> None:
     text = "".join(words)
-    found = {name: len(re.findall(rf"\b{phrase}\b", text, re.IGNORECASE)) for name, phrase in REFLECTIONS.items()}
-    assert count_reflections(text) == (found if text else {})
+    counts = {name: len(re.findall(rf"\b{phrase}\b", text, re.IGNORECASE)) for name, phrase in REFLECTIONS.items()}
+    assert count_reflections(text) == (counts if text else {})

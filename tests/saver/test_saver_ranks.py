@@ -67,49 +67,49 @@ def scenes(rank: int) -> dict[str, dict[str, Any]]:
 
 def calls_of_some(rank: int, folder: str) -> dict[str, Any]:
     """Saves that not every process calls, or one calls after the first has gone on."""
-    mine = rollout(6, 2)[6 * rank : 6 * rank + 6]
-    found: dict[str, Any] = {}
+    own_rows = rollout(6, 2)[6 * rank : 6 * rank + 6]
+    outcomes: dict[str, Any] = {}
     for name, caller in (("first only", 0), ("other only", 1)):
         saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, wait_seconds=0.5)
         if rank == caller:
             start = time.monotonic()
-            found[name] = saver.save_trajectories(mine, 5, 100)
-            found[f"{name}, again"] = [time.monotonic() - start]
-            found[f"{name}, again"] += saver.save_trajectories(mine, 6, 100)
-            found[f"{name}, again"].append(time.monotonic() - start)
+            outcomes[name] = saver.save_trajectories(own_rows, 5, 100)
+            outcomes[f"{name}, again"] = [time.monotonic() - start]
+            outcomes[f"{name}, again"] += saver.save_trajectories(own_rows, 6, 100)
+            outcomes[f"{name}, again"].append(time.monotonic() - start)
     saver = TrajectorySaver(f"{folder}/late", TOKENIZER, wait_seconds=0.1)
     if rank:
         torch.distributed.barrier()
-    found["late"] = saver.save_trajectories(mine, 5, 100)
+    outcomes["late"] = saver.save_trajectories(own_rows, 5, 100)
     if not rank:
         torch.distributed.barrier()
     torch.distributed.barrier()
     saver._rendezvous.seconds = 60.0
-    found["in time"] = saver.save_trajectories(mine, 6, 100)
-    return found
+    outcomes["in time"] = saver.save_trajectories(own_rows, 6, 100)
+    return outcomes
 
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     try:
-        found: dict[str, Any] = {}
+        outcomes: dict[str, Any] = {}
         for name, call in scenes(rank).items():
             options = {key: call.pop(key) for key in ("keep", "process_group", "background") if key in call}
             if options.get("process_group") is SINGLE_PROCESS and rank:
-                found[name] = None, None  # a saver that one process has for itself
+                outcomes[name] = None, None  # a saver that one process has for itself
                 continue
             saver = TrajectorySaver(f"{folder}/{name}", TOKENIZER, **options)
-            found[name] = saver.save_trajectories(step=5, **call)
+            outcomes[name] = saver.save_trajectories(step=5, **call)
             saver.flush()
-        found |= calls_of_some(rank, folder)
-        Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+        outcomes |= calls_of_some(rank, folder)
+        Path(f"{folder}/{rank}.json").write_text(json.dumps(outcomes))
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each process's calls gave, by rank, and the folder."""
     folder = tmp_path_factory.mktemp("ranks")
     mp.start_processes(worker, args=(str(folder),), nprocs=WORLD, start_method="fork")
@@ -119,85 +119,88 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
 ALL = [row.eid.uid for row in rollout(6, 2)]
 
 
-def saved(told: Any, name: str) -> list[dict[str, Any]]:
+def saved(answers: Any, name: str) -> list[dict[str, Any]]:
     """The records of a scene, which the first process alone wrote."""
-    found, folder = told
-    assert [one[name] for one in found[1:]] == [[None, None]] * (WORLD - 1)
+    outcomes, folder = answers
+    assert [of_rank[name] for of_rank in outcomes[1:]] == [[None, None]] * (WORLD - 1)
     path = folder / name / "trajectories_step_5.json"
-    assert found[0][name][0] == str(path)
+    assert outcomes[0][name][0] == str(path)
     return read(path)
 
 
 @pytest.mark.parametrize("name", ["apart", "copies", "behind"])
-def test_the_union_without_copies(told: Any, name: str) -> None:
-    assert [one["uid"] for one in saved(told, name)] == ALL
+def test_the_union_without_copies(answers: Any, name: str) -> None:
+    assert [entry["uid"] for entry in saved(answers, name)] == ALL
 
 
 @pytest.mark.parametrize("name", ["unnamed", "unnamed copies"])
-def test_samples_without_ids(told: Any, name: str) -> None:
-    found = saved(told, name)
-    assert [one["text"] for one in found] == [one["text"] for one in saved(told, "apart")]
-    assert len({one["uid"] for one in found}) == len(ALL)
+def test_samples_without_ids(answers: Any, name: str) -> None:
+    entries = saved(answers, name)
+    assert [entry["text"] for entry in entries] == [entry["text"] for entry in saved(answers, "apart")]
+    assert len({entry["uid"] for entry in entries}) == len(ALL)
 
 
-def test_places_are_of_the_process_that_had_it(told: Any) -> None:
-    places = [(one["rank"], one["experience_index"], one["sample_in_exp"]) for one in saved(told, "apart")]
+def test_places_are_of_the_process_that_had_it(answers: Any) -> None:
+    places = [(entry["rank"], entry["experience_index"], entry["sample_in_exp"]) for entry in saved(answers, "apart")]
     assert places == [(rank, i, 0) for rank in range(WORLD) for i in range(6)]
 
 
-def test_the_same_is_kept_as_in_one_process(told: Any, tmp_path: Path) -> None:
+def test_the_same_is_kept_as_in_one_process(answers: Any, tmp_path: Path) -> None:
     alone = TrajectorySaver(tmp_path, TOKENIZER)
     path, stats = alone.save_trajectories(rollout(6, 2), 5, 5, compute_stats="all")
-    found = saved(told, "few")
-    assert [(one["uid"], one["kept"], one["kept_weight"]) for one in found] == [
-        (one["uid"], one["kept"], one["kept_weight"]) for one in read(path)
+    entries = saved(answers, "few")
+    assert [(entry["uid"], entry["kept"], entry["kept_weight"]) for entry in entries] == [
+        (entry["uid"], entry["kept"], entry["kept_weight"]) for entry in read(path)
     ]
-    assert told[0][0]["few"][1] == pytest.approx(stats)
-    _, whole = alone.save_trajectories(rollout(6, 2), 6, 100, compute_stats=True)
-    assert told[0][0]["apart"][1] == pytest.approx(whole) == stats
+    assert answers[0][0]["few"][1] == pytest.approx(stats)
+    _, full_stats = alone.save_trajectories(rollout(6, 2), 6, 100, compute_stats=True)
+    assert answers[0][0]["apart"][1] == pytest.approx(full_stats) == stats
 
 
-def test_a_process_without_samples_takes_part(told: Any) -> None:
-    assert [one["uid"] for one in saved(told, "one is empty")] == ALL[:6]
-    assert [one["uid"] for one in saved(told, "the first is empty")] == ALL[6:]
-    assert [one["all are empty"] for one in told[0]] == [[None, None]] * WORLD
+def test_a_process_without_samples_takes_part(answers: Any) -> None:
+    assert [entry["uid"] for entry in saved(answers, "one is empty")] == ALL[:6]
+    assert [entry["uid"] for entry in saved(answers, "the first is empty")] == ALL[6:]
+    assert [entry["all are empty"] for entry in answers[0]] == [[None, None]] * WORLD
 
 
-def test_a_process_that_fails_costs_its_own_samples(told: Any) -> None:
-    assert [one["uid"] for one in saved(told, "one fails")] == ALL[:6]
-    assert [one["uid"] for one in saved(told, "the first fails")] == ALL[6:]
+def test_a_process_that_fails_costs_its_own_samples(answers: Any) -> None:
+    assert [entry["uid"] for entry in saved(answers, "one fails")] == ALL[:6]
+    assert [entry["uid"] for entry in saved(answers, "the first fails")] == ALL[6:]
     for name, count in (("one fails", 1), ("the first fails", 1), ("all fail", 2), ("bad choice", 1)):
-        assert told[0][0][name][1] == {"trajectory/save_errors": count}
+        assert answers[0][0][name][1] == {"trajectory/save_errors": count}
     for name in ("all fail", "bad choice"):
-        assert [one[name][0] for one in told[0]] == [None] * WORLD
-        assert not list((told[1] / name).glob("*.json"))
+        assert [of_rank[name][0] for of_rank in answers[0]] == [None] * WORLD
+        assert not list((answers[1] / name).glob("*.json"))
 
 
-def test_images_of_every_process(told: Any) -> None:
-    found = saved(told, "images")
+def test_images_of_every_process(answers: Any) -> None:
+    entries = saved(answers, "images")
     first, other = "images/step5_exp0_sample0_img0.png", "images/step5_rank1_exp0_sample0_img0.png"
-    assert [one["image_paths"] for one in found] == [[first]] * 6 + [[other], [first]] * 3
-    assert sorted(one.name for one in (told[1] / "images" / "images").iterdir()) == [Path(first).name, Path(other).name]
+    assert [entry["image_paths"] for entry in entries] == [[first]] * 6 + [[other], [first]] * 3
+    assert sorted(file.name for file in (answers[1] / "images" / "images").iterdir()) == [
+        Path(first).name,
+        Path(other).name,
+    ]
 
 
-def test_a_process_by_itself(told: Any) -> None:
-    assert [one["uid"] for one in saved(told, "alone")] == ALL[:6]
+def test_a_process_by_itself(answers: Any) -> None:
+    assert [entry["uid"] for entry in saved(answers, "alone")] == ALL[:6]
 
 
-def test_a_call_of_the_first_process_alone_saves_its_samples(told: Any) -> None:
-    first, _ = told[0]
-    assert [one["uid"] for one in read(first["first only"][0])] == ALL[:6] and first["first only"][1] is None
+def test_a_call_of_the_first_process_alone_saves_its_samples(answers: Any) -> None:
+    first, _ = answers[0]
+    assert [entry["uid"] for entry in read(first["first only"][0])] == ALL[:6] and first["first only"][1] is None
     waited, path, stats, total = first["first only, again"]
-    assert [one["uid"] for one in read(path)] == ALL[:6] and stats is None
+    assert [entry["uid"] for entry in read(path)] == ALL[:6] and stats is None
     assert total - waited < waited, "the second call does not wait"
 
 
-def test_a_call_of_another_process_alone_returns(told: Any) -> None:
-    assert told[0][1]["other only"] == told[0][1]["other only, again"][1:3] == [None, None]
-    assert not list((told[1] / "other only").glob("*.json"))
+def test_a_call_of_another_process_alone_returns(answers: Any) -> None:
+    assert answers[0][1]["other only"] == answers[0][1]["other only, again"][1:3] == [None, None]
+    assert not list((answers[1] / "other only").glob("*.json"))
 
 
-def test_a_process_that_comes_late_is_waited_for_the_next_time(told: Any) -> None:
-    first, other = told[0]
-    assert [one["uid"] for one in read(first["late"][0])] == ALL[:6] and other["late"] == [None, None]
-    assert [one["uid"] for one in read(first["in time"][0])] == ALL and other["in time"] == [None, None]
+def test_a_process_that_comes_late_is_waited_for_the_next_time(answers: Any) -> None:
+    first, other = answers[0]
+    assert [entry["uid"] for entry in read(first["late"][0])] == ALL[:6] and other["late"] == [None, None]
+    assert [entry["uid"] for entry in read(first["in time"][0])] == ALL and other["in time"] == [None, None]

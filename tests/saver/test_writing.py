@@ -57,9 +57,9 @@ for line in sys.stdin:
 
 def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
     """At every call that touches the disk, and at any moment: the old file is there, or the new one."""
-    given: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     seen = set()
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], **given) as parent:
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], **pipes) as parent:
         assert parent.stdin is not None and parent.stdout is not None
         for turn in (*range(9), *range(100, 106)):
             parent.stdin.write(f"{turn}\n")
@@ -69,16 +69,16 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
                 time.sleep(0.007 * (turn - 99))
                 os.kill(child, signal.SIGKILL)
             assert parent.stdout.readline() == "gone\n"
-            found = json.loads((tmp_path / "trajectories_step_1.json").read_bytes())
-            assert len(set(found)) == 1 and len(found) == 4
+            saved = json.loads((tmp_path / "trajectories_step_1.json").read_bytes())
+            assert len(set(saved)) == 1 and len(saved) == 4
             image = (tmp_path / "images" / "step1_exp0_sample0_img0.png").read_bytes()
             assert len(image) % 10_000 == 0 and image == image[: len(image) // 10_000] * 10_000
-            seen.add(found[0][:8])
-            assert all(one.name.startswith(".") for one in tmp_path.rglob("*.partial"))
+            seen.add(saved[0][:8])
+            assert all(file.name.startswith(".") for file in tmp_path.rglob("*.partial"))
         parent.stdin.close()
     assert len(seen) > 3 and list(tmp_path.rglob("*.partial"))
-    for one in tmp_path.rglob("*.partial"):
-        os.utime(one, (0, 0))
+    for file in tmp_path.rglob("*.partial"):
+        os.utime(file, (0, 0))
     TrajectoryFiles(tmp_path, True)  # what was left long ago goes
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -86,8 +86,8 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", ["fsync", "replace"])
 @pytest.mark.filterwarnings("ignore:saving trajectories")
 def test_a_disk_that_fails_leaves_the_old_file(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = TrajectorySaver(tmp_path, TOKENIZER)
-    path, _ = made.save_trajectories(rollout(1, 2), 1)
+    saver = TrajectorySaver(tmp_path, TOKENIZER)
+    path, _ = saver.save_trajectories(rollout(1, 2), 1)
     before = read(path)
 
     def full(*_: Any) -> None:
@@ -95,26 +95,29 @@ def test_a_disk_that_fails_leaves_the_old_file(at: str, tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(f"rollbook.io.trajectories.os.{at}", full)
-        assert made.save_trajectories(rollout(2, 2), 1) == (None, {"trajectory/save_errors": 1.0})
-    assert read(path) == before and sorted(one.name for one in tmp_path.iterdir()) == ["images", Path(path or "").name]
-    assert "No space left" in made.errors[0]
+        assert saver.save_trajectories(rollout(2, 2), 1) == (None, {"trajectory/save_errors": 1.0})
+    assert read(path) == before and sorted(file.name for file in tmp_path.iterdir()) == [
+        "images",
+        Path(path or "").name,
+    ]
+    assert "No space left" in saver.errors[0]
 
 
 def test_in_the_background(tmp_path: Path) -> None:
-    made = TrajectorySaver(tmp_path, TOKENIZER, background=True, mark_high_entropy_tokens=True)
+    saver = TrajectorySaver(tmp_path, TOKENIZER, background=True, mark_high_entropy_tokens=True)
     rows = rollout(2, 2)
-    path, stats = made.save_trajectories(rows, 1, compute_stats=True)
+    path, stats = saver.save_trajectories(rows, 1, compute_stats=True)
     assert path == str(tmp_path / "trajectories_step_1.json") and stats is None
     for row in rows:
         row.advantages.fill_(99.0)  # training goes on with the same memory
-    made.flush()
-    found = read(path)
-    assert all(one["advantages"][0] == 0.5 for one in found)
-    _, stats = made.save_trajectories(rows, 2, compute_stats=True)
-    mean = sum(one["response_token_count"] for one in found) / len(found)
+    saver.flush()
+    saved = read(path)
+    assert all(entry["advantages"][0] == 0.5 for entry in saved)
+    _, stats = saver.save_trajectories(rows, 2, compute_stats=True)
+    mean = sum(entry["response_token_count"] for entry in saved) / len(saved)
     assert stats is not None and stats["trajectory/response_token_count_mean"] == mean  # of the save before
-    made.flush()
-    assert len(read(tmp_path / "trajectories_step_2.json")) == 4 and made.dropped == 0
+    saver.flush()
+    assert len(read(tmp_path / "trajectories_step_2.json")) == 4 and saver.dropped == 0
 
 
 class Slow:
@@ -133,28 +136,28 @@ class Slow:
 
 def test_what_finds_no_room_is_dropped_and_counted(tmp_path: Path) -> None:
     tokenizer = Slow()
-    made = TrajectorySaver(tmp_path, tokenizer, background=True)
-    found = [made.save_trajectories(rollout(1, 1), 0)]
+    saver = TrajectorySaver(tmp_path, tokenizer, background=True)
+    outcomes = [saver.save_trajectories(rollout(1, 1), 0)]
     assert tokenizer.begun.wait(60)  # that one is being written: of the others, so many wait as there is room for
-    found += [made.save_trajectories(rollout(1, 1), step) for step in range(1, 6)]
+    outcomes += [saver.save_trajectories(rollout(1, 1), step) for step in range(1, 6)]
     tokenizer.go.set()
-    made.flush()
-    taken = [path for path, _ in found if path is not None]
-    assert len(taken) == 3 and made.dropped == 6 - len(taken)
-    assert found[-1] == (None, {"trajectory/dropped": float(made.dropped)})
+    saver.flush()
+    taken = [path for path, _ in outcomes if path is not None]
+    assert len(taken) == 3 and saver.dropped == 6 - len(taken)
+    assert outcomes[-1] == (None, {"trajectory/dropped": float(saver.dropped)})
     assert sorted(map(str, tmp_path.glob("*.json"))) == sorted(taken)
 
 
 @pytest.mark.filterwarnings("ignore:saving trajectories")
 def test_errors_in_the_background_come_with_the_next_save(tmp_path: Path) -> None:
-    made = TrajectorySaver(tmp_path / "in", TOKENIZER, background=True)
+    saver = TrajectorySaver(tmp_path / "in", TOKENIZER, background=True)
     (tmp_path / "in" / "trajectories_step_1.json").mkdir()
     (tmp_path / "in" / "trajectories_step_1.json" / "x").touch()
-    assert made.save_trajectories(rollout(1, 1), 1)[1] is None
-    made.flush()
-    assert made.error_count == 1
-    assert made.save_trajectories(rollout(1, 1), 2)[1] == {"trajectory/save_errors": 1.0}
-    made.flush()
+    assert saver.save_trajectories(rollout(1, 1), 1)[1] is None
+    saver.flush()
+    assert saver.error_count == 1
+    assert saver.save_trajectories(rollout(1, 1), 2)[1] == {"trajectory/save_errors": 1.0}
+    saver.flush()
 
 
 def test_a_program_that_ends_has_written_everything(tmp_path: Path) -> None:
@@ -170,17 +173,17 @@ def test_a_program_that_ends_has_written_everything(tmp_path: Path) -> None:
 
 def test_a_saver_that_nobody_holds_writes_what_it_took(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = Slow()
-    made = TrajectorySaver(tmp_path, tokenizer, background=True)
-    path, _ = made.save_trajectories(rollout(1, 1), 1)
-    del made
-    threads = [one for one in threading.enumerate() if one.name == "rollbook saver"]
+    saver = TrajectorySaver(tmp_path, tokenizer, background=True)
+    path, _ = saver.save_trajectories(rollout(1, 1), 1)
+    del saver
+    threads = [thread for thread in threading.enumerate() if thread.name == "rollbook saver"]
     tokenizer.go.set()
     for _ in range(600):
         gc.collect()  # the last to hold it is the job itself, in the thread that it must not wait for
-        if not any(one.is_alive() for one in threads):
+        if not any(thread.is_alive() for thread in threads):
             break
         time.sleep(0.02)
-    assert len(read(path)) == 1 and not any(one.is_alive() for one in threads)
+    assert len(read(path)) == 1 and not any(thread.is_alive() for thread in threads)
     assert "join" not in capfd.readouterr().err
 
 
