@@ -34,7 +34,7 @@ def _arrow() -> dict[str, Callable[[], bytes]]:
     nothing = message_of(3, Flat([("<q", 0), Flat(pairs=[]), Flat(pairs=[])]))
     key, long = text_of("k"), text_of(b"v" * 200_000)
 
-    def many() -> Flat:
+    def many_pairs() -> Flat:
         return Flat(items=[Flat([key, long])] * 5_000)
 
     def ballast() -> Flat:
@@ -57,12 +57,14 @@ def _arrow() -> dict[str, Callable[[], bytes]]:
         return sealed(schema_message(Flat(items=columns), more), nothing)
 
     return {
-        "metadata of the schema": lambda: schema(more=many()),
-        "metadata of its message": lambda: sealed(message_of(1, Flat([None, Flat(items=[])]), 0, many()), nothing),
-        "metadata of the batch": lambda: sealed(
-            schema_message(Flat(items=[])), message_of(3, Flat([None, Flat(pairs=[]), Flat(pairs=[])]), 0, many())
+        "metadata of the schema": lambda: schema(more=many_pairs()),
+        "metadata of its message": lambda: sealed(
+            message_of(1, Flat([None, Flat(items=[])]), 0, many_pairs()), nothing
         ),
-        "metadata of a column": lambda: schema(field_of(key, "null", more=many())),
+        "metadata of the batch": lambda: sealed(
+            schema_message(Flat(items=[])), message_of(3, Flat([None, Flat(pairs=[]), Flat(pairs=[])]), 0, many_pairs())
+        ),
+        "metadata of a column": lambda: schema(field_of(key, "null", more=many_pairs())),
         "a long name": lambda: schema(*[field_of(long, "null")] * 5_000),
         "a long inner name": lambda: schema(wide(5_000, long)),
         "a column a million times": lambda: schema(*[field_of(key, "null")] * 1_000_000),

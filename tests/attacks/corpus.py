@@ -116,11 +116,11 @@ def dpo() -> list[Experience]:
 def mixed_types() -> list[Experience]:
     """Fields whose type changes from record to record, so that `__dtype` columns say which each has."""
     kinds = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
-    whole = (torch.int32, torch.int8, torch.uint16, torch.int64)
+    integer_types = (torch.int32, torch.int8, torch.uint16, torch.int64)
     return [
         Experience(
             eid=eid(30 + i),
-            tokens=torch.tensor([1, 2, 3, 4], dtype=whole[i]),
+            tokens=torch.tensor([1, 2, 3, 4], dtype=integer_types[i]),
             logprobs=torch.tensor([-0.5, 0.25, 1.0], dtype=kinds[i]),
             returns=torch.tensor([1, 0, 1], dtype=torch.bool if i % 2 else torch.uint8),
             advantages=torch.ones(3, dtype=torch.bfloat16),
@@ -244,17 +244,19 @@ def declared_records() -> dict[str, list[Experience]]:
 def frames() -> dict[str, bytes]:
     """Good frames by name: every kind of content, every compression, none and two in a row."""
     records = declared_records()
-    made = {name: Experience.serialize_many(rows) for name, rows in records.items()}
+    by_name = {name: Experience.serialize_many(rows) for name, rows in records.items()}
     everything = [row for rows in records.values() for row in rows]
-    made["everything"] = Experience.serialize_many(everything)
-    made["unknown"] = frame_of(unknown_batch())
-    made["empty"] = Experience.serialize_many([])
-    made["two"] = made["minimal"] + made["dpo"]
-    made["three"] = made["minimal"] + made["empty"] + made["mixed_types"]
+    by_name["everything"] = Experience.serialize_many(everything)
+    by_name["unknown"] = frame_of(unknown_batch())
+    by_name["empty"] = Experience.serialize_many([])
+    by_name["two"] = by_name["minimal"] + by_name["dpo"]
+    by_name["three"] = by_name["minimal"] + by_name["empty"] + by_name["mixed_types"]
     for compression in ("zstd", "lz4"):
         for name in ("minimal", "single_turn", "odd_shapes", "everything"):
-            made[f"{name}.{compression}"] = bytes(wire.encode(records.get(name, everything), compression=compression))
-    return made
+            by_name[f"{name}.{compression}"] = bytes(
+                wire.encode(records.get(name, everything), compression=compression)
+            )
+    return by_name
 
 
 def columns_of(rows: list[Experience]) -> dict[str, pa.Array]:
@@ -313,11 +315,11 @@ class Parts:
 
     def join(self, **lies: Any) -> bytes:
         """The frame again, with some fields other than they should be, and the header's checksum right."""
-        told = dataclasses.replace(self, **lies)
-        numbers = [getattr(told, entry.name) for entry in dataclasses.fields(told)[:-1]]
+        header = dataclasses.replace(self, **lies)
+        numbers = [getattr(header, entry.name) for entry in dataclasses.fields(header)[:-1]]
         head = wire.HEADER.pack(*numbers)
         return b"".join(
-            (head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), told.stored, bytes(-len(told.stored) % 64))
+            (head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), header.stored, bytes(-len(header.stored) % 64))
         )
 
 
@@ -365,16 +367,16 @@ class Message:
 
 def messages(body: bytes) -> list[Message]:
     """The schema and the batches of a good stream."""
-    found, start = [], 0
+    parsed, start = [], 0
     while body[start : start + 8] != END:
         size = struct.unpack_from("<i", body, start + 4)[0]
         data = start + 8 + size
         root = start + 8 + struct.unpack_from("<I", body, start + 8)[0]
         at = slot(body, root, 3)
         stop = data + (struct.unpack_from("<q", body, at)[0] if at else 0)
-        found.append(Message(start, start + 8, data, stop))
+        parsed.append(Message(start, start + 8, data, stop))
         start = stop
-    return found
+    return parsed
 
 
 def slot(body: bytes, table: int, index: int) -> int:
@@ -571,7 +573,7 @@ def trxp(rows: list[Experience]) -> bytes:
 
 def steady(pickled: bytes) -> bytes:
     """The same pickle in every process: torch names a storage by its address, in digits, which mean nothing."""
-    return re.sub(rb"(?<=\0\0\0)[0-9]{12,16}", lambda found: b"0" * len(found[0]), pickled)
+    return re.sub(rb"(?<=\0\0\0)[0-9]{12,16}", lambda match: b"0" * len(match[0]), pickled)
 
 
 def trxp_of(meta: Any, tensors: bytes = struct.pack("<Q", 2) + b"{}", lies: dict[str, int] | None = None) -> bytes:
@@ -585,7 +587,7 @@ def legacy_pickle(states: list[dict[str, Any]], protocol: int = 4, single: bool 
     """Records as Trinity pickled them before TRXP: instances of a module that is made for the moment and not kept."""
     name = "trinity.common.experience"
     module = types.ModuleType(name)
-    made = []
+    rows = []
     for class_name in ("Experience", "EID", "CustomField"):
         setattr(module, class_name, type(class_name, (), {"__module__": name}))
     for state in states:
@@ -594,12 +596,12 @@ def legacy_pickle(states: list[dict[str, Any]], protocol: int = 4, single: bool 
         if isinstance(state.get("eid"), dict):
             row.eid = module.EID()
             row.eid.__dict__.update(state["eid"])
-        made.append(row)
+        rows.append(row)
     parents = {part: sys.modules.get(part) for part in ("trinity", "trinity.common", name)}
     sys.modules.update({"trinity": types.ModuleType("trinity"), "trinity.common": types.ModuleType("trinity.common")})
     sys.modules[name] = module
     try:
-        return steady(pickle.dumps(made[0] if single else made, protocol=protocol))
+        return steady(pickle.dumps(rows[0] if single else rows, protocol=protocol))
     finally:
         for part, before in parents.items():
             if before is None:

@@ -69,7 +69,7 @@ class Case:
     """One input, how it came to be, and how it is to be read."""
 
     data: bytes
-    how: str
+    change: str
     recomputed: bool
     """Whether checksum and lengths are right, so that the bytes come to what lies behind them."""
     foreign: bool = False
@@ -137,19 +137,19 @@ def _hostile() -> list[bytes]:
 Mutation = Callable[[random.Random, bytearray, range], None]
 
 
-def _flip(rng: random.Random, data: bytearray, where: range) -> None:
-    data[rng.choice(where)] ^= 1 << rng.randrange(8)
+def _flip(rng: random.Random, data: bytearray, region: range) -> None:
+    data[rng.choice(region)] ^= 1 << rng.randrange(8)
 
 
-def _set(rng: random.Random, data: bytearray, where: range) -> None:
-    data[rng.choice(where)] = rng.choice((0, 1, 2, 0x7F, 0x80, 0xC0, 0xFE, 0xFF, rng.randrange(256)))
+def _set(rng: random.Random, data: bytearray, region: range) -> None:
+    data[rng.choice(region)] = rng.choice((0, 1, 2, 0x7F, 0x80, 0xC0, 0xFE, 0xFF, rng.randrange(256)))
 
 
-def _number(rng: random.Random, data: bytearray, where: range) -> None:
+def _number(rng: random.Random, data: bytearray, region: range) -> None:
     """An aligned number, set to one that lies on an edge or moved a little."""
     form, size = rng.choice((("<H", 2), ("<I", 4), ("<I", 4), ("<Q", 8), ("<Q", 8), ("<Q", 8)))
-    first = where.start + -where.start % size
-    places = range(first, where.stop - size + 1, size)
+    first = region.start + -region.start % size
+    places = range(first, region.stop - size + 1, size)
     if not places:
         return
     at = rng.choice(places)
@@ -160,23 +160,23 @@ def _number(rng: random.Random, data: bytearray, where: range) -> None:
     struct.pack_into(form, data, at, value % (1 << 8 * size))
 
 
-def _swap(rng: random.Random, data: bytearray, where: range) -> None:
-    words = range(where.start + -where.start % 8, where.stop - 7, 8)
+def _swap(rng: random.Random, data: bytearray, region: range) -> None:
+    words = range(region.start + -region.start % 8, region.stop - 7, 8)
     if len(words) > 1:
         a, b = rng.choice(words), rng.choice(words)
         data[a : a + 8], data[b : b + 8] = data[b : b + 8], data[a : a + 8]
 
 
-def _copy(rng: random.Random, data: bytearray, where: range) -> None:
-    size = min(rng.choice((4, 8, 16, 32, 64)), len(where))
-    a, b = (rng.randrange(where.start, where.stop - size + 1) // 4 * 4 for _ in range(2))
+def _copy(rng: random.Random, data: bytearray, region: range) -> None:
+    size = min(rng.choice((4, 8, 16, 32, 64)), len(region))
+    a, b = (rng.randrange(region.start, region.stop - size + 1) // 4 * 4 for _ in range(2))
     part = data[a : a + size]
     data[b : b + len(part)] = part
 
 
-def _blank(rng: random.Random, data: bytearray, where: range) -> None:
-    size = min(rng.choice((4, 8, 16, 100)), len(where))
-    at = rng.randrange(where.start, where.stop - size + 1)
+def _blank(rng: random.Random, data: bytearray, region: range) -> None:
+    size = min(rng.choice((4, 8, 16, 100)), len(region))
+    at = rng.randrange(region.start, region.stop - size + 1)
     data[at : at + size] = rng.choice((bytes(size), b"\xff" * size, rng.randbytes(size)))
 
 
@@ -206,9 +206,9 @@ def _resize(rng: random.Random, data: bytearray, others: list[bytes], words: lis
 
 def _mutate(rng: random.Random, data: bytearray, regions: list[range]) -> None:
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 5, 9))):
-        where = rng.choice(regions)
-        if len(where) >= 8:
-            rng.choice(IN_PLACE)(rng, data, where)
+        region = rng.choice(regions)
+        if len(region) >= 8:
+            rng.choice(IN_PLACE)(rng, data, region)
 
 
 # --- makers ---------------------------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def _offsets(inputs: Inputs, rng: random.Random) -> Case:
     """Damage in the buffers, in offsets and validity above all."""
     target = rng.choice([target for target in inputs.targets if target.spans])
     body = bytearray(target.body)
-    wanted = rng.choice((("offsets",), ("offsets", "validity"), ("data",), ("offsets", "data", "validity")))
-    spans = [span for span in target.spans if span[0] in wanted] or target.spans
+    kinds = rng.choice((("offsets",), ("offsets", "validity"), ("data",), ("offsets", "data", "validity")))
+    spans = [span for span in target.spans if span[0] in kinds] or target.spans
     regions = [range(start, start + size + -size % 8) for _, start, size in spans]
     _mutate(rng, body, regions)
     if rng.random() < 0.15:
@@ -287,19 +287,34 @@ def _anywhere(inputs: Inputs, rng: random.Random) -> Case:
 
 def _crossed(inputs: Inputs, rng: random.Random) -> Case:
     """The schema of one frame over the batch of another, and frames behind frames."""
-    one, other = rng.choice(inputs.targets), rng.choice(inputs.targets)
+    schema_target, batch_target = rng.choice(inputs.targets), rng.choice(inputs.targets)
     kind = rng.randrange(3)
     if kind == 0:
-        body = one.body[: one.batch.start] + other.body[other.batch.start :]
-        return Case(_seal(rng, body, other), f"schema of {one.name}, batch of {other.name}", recomputed=True)
+        body = schema_target.body[: schema_target.batch.start] + batch_target.body[batch_target.batch.start :]
+        return Case(
+            _seal(rng, body, batch_target),
+            f"schema of {schema_target.name}, batch of {batch_target.name}",
+            recomputed=True,
+        )
     if kind == 1:
-        body = bytearray(one.body)
-        start, stop = one.batch.start, min(one.batch.stop, one.batch.start + len(other.batch))
-        body[start:stop] = other.body[other.batch.start : other.batch.start + stop - start]
-        return Case(_seal(rng, bytes(body), one), f"metadata of {other.name} in {one.name}", recomputed=True)
-    body = bytearray(other.body)
-    _mutate(rng, body, [other.schema, other.batch, range(other.batch.stop, len(body))])
-    return Case(one.frame + _seal(rng, bytes(body), other), f"{one.name}, then {other.name}", recomputed=True)
+        body = bytearray(schema_target.body)
+        start, stop = (
+            schema_target.batch.start,
+            min(schema_target.batch.stop, schema_target.batch.start + len(batch_target.batch)),
+        )
+        body[start:stop] = batch_target.body[batch_target.batch.start : batch_target.batch.start + stop - start]
+        return Case(
+            _seal(rng, bytes(body), schema_target),
+            f"metadata of {batch_target.name} in {schema_target.name}",
+            recomputed=True,
+        )
+    body = bytearray(batch_target.body)
+    _mutate(rng, body, [batch_target.schema, batch_target.batch, range(batch_target.batch.stop, len(body))])
+    return Case(
+        schema_target.frame + _seal(rng, bytes(body), batch_target),
+        f"{schema_target.name}, then {batch_target.name}",
+        recomputed=True,
+    )
 
 
 def _rebuilt(inputs: Inputs, rng: random.Random) -> Case:
@@ -379,18 +394,18 @@ def _foreign(inputs: Inputs, rng: random.Random) -> Case:
     return Case(corpus.trxp_of(bytes(meta), bytes(tensors), lies), "TRXP", recomputed=lies is None, foreign=True)
 
 
-def _odd(inputs: Inputs, rng: random.Random) -> Case:
+def _odd_values(inputs: Inputs, rng: random.Random) -> Case:
     """Whole pickles of records in which one to three values are of any type at all."""
-    odd = {rng.choice(inputs.keys): _value(inputs, rng) for _ in range(rng.choice((1, 1, 2, 3)))}
+    oddities = {rng.choice(inputs.keys): _value(inputs, rng) for _ in range(rng.choice((1, 1, 2, 3)))}
     kind = rng.randrange(4)
     if kind == 0:
-        data = corpus.legacy_pickle([{**rng.choice(inputs.states), **odd}], protocol=rng.randrange(2, 6))
+        data = corpus.legacy_pickle([{**rng.choice(inputs.states), **oddities}], protocol=rng.randrange(2, 6))
     else:
-        item = {**inputs.item, **({"rollbook": {**inputs.item["rollbook"], **odd}} if kind == 1 else odd)}
+        item = {**inputs.item, **({"rollbook": {**inputs.item["rollbook"], **oddities}} if kind == 1 else oddities)}
         if kind == 3:
             item[rng.choice(list(item))] = _value(inputs, rng)
         data = corpus.trxp_of({"version": 1, "num_items": 1, "items": [item]}, inputs.tensors)
-    return Case(data, f"odd values under {list(odd)}", recomputed=True, foreign=True)
+    return Case(data, f"odd values under {list(oddities)}", recomputed=True, foreign=True)
 
 
 def _value(inputs: Inputs, rng: random.Random) -> Any:
@@ -431,7 +446,7 @@ _MAKERS: list[tuple[float, Callable[[Inputs, random.Random], Case]]] = [
     (0.05, _header),
     (0.08, _raw),
     (0.11, _foreign),
-    (0.05, _odd),
+    (0.05, _odd_values),
 ]
 
 
@@ -456,26 +471,26 @@ class Watch:
         self.seen: list[str] = []
         sys.addaudithook(self._hook)
 
-    def _hook(self, event: str, given: tuple[Any, ...]) -> None:
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.armed:
             return
         if event == "open":
-            if not self._writes(given):
+            if not self._writes(arguments):
                 return
         elif not event.startswith(self.EVENTS) or event in ("os.listdir", "os.scandir"):
             return
-        if event == "ctypes.dlopen" and given == (None,):
+        if event == "ctypes.dlopen" and arguments == (None,):
             # The process itself, which the writer asks for to have large frames' pages at once.
             return
-        if event == "ctypes.dlsym" and given[1] == "madvise":
+        if event == "ctypes.dlsym" and arguments[1] == "madvise":
             return
         self.armed = False
-        self.seen.append(f"{event} {str(given)[:200]}")
+        self.seen.append(f"{event} {str(arguments)[:200]}")
         raise Tripped(self.seen[-1])
 
     @staticmethod
-    def _writes(given: tuple[Any, ...]) -> bool:
-        _, mode, flags = (*given, None, None)[:3]
+    def _writes(arguments: tuple[Any, ...]) -> bool:
+        _, mode, flags = (*arguments, None, None)[:3]
         return (
             bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
         )
@@ -560,7 +575,7 @@ def child(seed: int, first: int, count: int, state: Path) -> int:
         totals["foreign"] += case.foreign
         totals["decoded" if taken else "refused"] += not wrong
         if wrong:
-            print(json.dumps({"number": number, "how": case.how, "wrong": wrong}), flush=True)
+            print(json.dumps({"number": number, "how": case.change, "wrong": wrong}), flush=True)
     gc.collect()
     grown = _resident() - resident
     if grown > SPARE:
@@ -630,11 +645,11 @@ class Campaign:
                     while self.todo and len(running) < self.jobs:
                         running.append(self._start(self.todo.pop(), Path(folder)))
                     time.sleep(0.1)
-                    running = [one for one in running if not self._finished(one)]
+                    running = [child for child in running if not self._finished(child)]
             finally:
-                for one in running:
-                    one.process.kill()
-                    one.process.wait()
+                for child in running:
+                    child.process.kill()
+                    child.process.wait()
         self._summary(time.monotonic() - begin)
         return 1 if self.failures or self.totals["frames"] < self.frames else 0
 
@@ -643,10 +658,10 @@ class Campaign:
         state, output = folder / f"{name}.state", folder / f"{name}.out"
         state.write_bytes(struct.pack("<q", -1))
         switches = ["-O"] if batch.optimised else []
-        given = [str(self.seed), str(batch.first), str(batch.count), str(state)]
+        child_arguments = [str(self.seed), str(batch.first), str(batch.count), str(state)]
         with output.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, *switches, "-W", "ignore", "-m", "tests.attacks.fuzz", "--child", *given],
+                [sys.executable, *switches, "-W", "ignore", "-m", "tests.attacks.fuzz", "--child", *child_arguments],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
                 stdout=file,
@@ -655,27 +670,27 @@ class Campaign:
             )
         return Running(batch, process, state, output)
 
-    def _finished(self, one: Running) -> bool:
+    def _finished(self, child: Running) -> bool:
         """Whether a child is done, or had to be ended because its input does not come to an end."""
-        code = one.process.poll()
-        number = struct.unpack("<q", one.state.read_bytes())[0]
+        code = child.process.poll()
+        number = struct.unpack("<q", child.state.read_bytes())[0]
         if code is None:
-            if number != one.last:
-                one.last, one.since = number, time.monotonic()
+            if number != child.last:
+                child.last, child.since = number, time.monotonic()
                 return False
-            if time.monotonic() - one.since < (self.PATIENCE if number >= 0 else self.PATIENCE_AT_FIRST):
+            if time.monotonic() - child.since < (self.PATIENCE if number >= 0 else self.PATIENCE_AT_FIRST):
                 return False
-            one.process.kill()
-            one.process.wait()
-        lines, words = self._lines(one.output)
+            child.process.kill()
+            child.process.wait()
+        lines, words = self._lines(child.output)
         for line in lines:
             if "totals" in line:
                 self.totals.update(line["totals"])
-                self.totals["optimised"] += line["totals"]["frames"] * one.batch.optimised
+                self.totals["optimised"] += line["totals"]["frames"] * child.batch.optimised
             else:
-                self._failed(line["number"], one.batch.optimised, f"{line['how']}\n{line['wrong']}")
+                self._failed(line["number"], child.batch.optimised, f"{line['how']}\n{line['wrong']}")
         if not any("totals" in line for line in lines):
-            self._died(one, code, number, words)
+            self._died(child, code, number, words)
         else:
             print(f"{self.totals['frames']:>8} of {self.frames} inputs, {len(self.failures)} failures", flush=True)
         return True
@@ -690,22 +705,22 @@ class Campaign:
                 words.append(line)
         return lines, "\n".join(words[-40:])
 
-    def _died(self, one: Running, code: int | None, number: int, words: str) -> None:
+    def _died(self, child: Running, code: int | None, number: int, words: str) -> None:
         """A child that did not come to its end: keep the input it was at, and have the rest read by another."""
         if code is None:
-            why = f"did not come to an end within {self.PATIENCE:.0f} s"
+            reason = f"did not come to an end within {self.PATIENCE:.0f} s"
         elif code < 0:
-            why = f"ended by {signal.Signals(-code).name}"
+            reason = f"ended by {signal.Signals(-code).name}"
         else:
-            why = f"exited with {code}"
-        self._failed(max(number, one.batch.first), one.batch.optimised, f"{why}\n{words}")
-        if number < one.batch.first:
+            reason = f"exited with {code}"
+        self._failed(max(number, child.batch.first), child.batch.optimised, f"{reason}\n{words}")
+        if number < child.batch.first:
             # It fell before its first input: another would fall too.
             return
-        self.totals["frames"] += number + 1 - one.batch.first
-        rest = one.batch.first + one.batch.count - number - 1
+        self.totals["frames"] += number + 1 - child.batch.first
+        rest = child.batch.first + child.batch.count - number - 1
         if rest > 0 and len(self.failures) < 1000:
-            self.todo.append(Batch(number + 1, rest, one.batch.optimised))
+            self.todo.append(Batch(number + 1, rest, child.batch.optimised))
 
     def _failed(self, number: int, optimised: bool, wrong: str) -> None:
         self.failures.append((number, optimised, wrong))
@@ -716,7 +731,7 @@ class Campaign:
         case = self.inputs.make(number)
         path = self.save / f"{self.seed}-{number}.bin"
         path.write_bytes(case.data)
-        path.with_suffix(".txt").write_text(f"seed {self.seed}, input {number}: {case.how}\n{wrong}\n")
+        path.with_suffix(".txt").write_text(f"seed {self.seed}, input {number}: {case.change}\n{wrong}\n")
 
     def _summary(self, took: float) -> None:
         kinds: dict[str, list[tuple[int, bool]]] = collections.defaultdict(list)
@@ -762,15 +777,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--replay", type=Path, default=None, help="read one saved input and say what comes of it")
     parser.add_argument("--child", nargs=4, metavar=("SEED", "FIRST", "COUNT", "STATE"), help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.child:
-        seed, first, count = map(int, given.child[:3])
-        return child(seed, first, count, Path(given.child[3]))
-    if given.replay:
-        return replay(given.replay)
-    seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
-    save = given.save or Path(tempfile.gettempdir()) / f"rollbook-fuzz-{seed}"
-    return Campaign(given.frames, seed, given.jobs, save, given.batch).run()
+    options = parser.parse_args(arguments)
+    if options.child:
+        seed, first, count = map(int, options.child[:3])
+        return child(seed, first, count, Path(options.child[3]))
+    if options.replay:
+        return replay(options.replay)
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    save = options.save or Path(tempfile.gettempdir()) / f"rollbook-fuzz-{seed}"
+    return Campaign(options.frames, seed, options.jobs, save, options.batch).run()
 
 
 if __name__ == "__main__":

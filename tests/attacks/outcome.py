@@ -38,32 +38,32 @@ def judged(read: Callable[[], Any]) -> Any:
         return None
 
 
-def used(rows: list[Experience], many: Experiences | None = None) -> None:
+def used(rows: list[Experience], experiences: Experiences | None = None) -> None:
     """Write again what was read, and take its columns through what is done with columns.
 
     What cannot be done must be said with a `ValueError`.
     """
     with contextlib.suppress(ValueError):
         wire.encode(rows)
-    if many is None:
+    if experiences is None:
         return
     with contextlib.suppress(ValueError):
-        wire.encode(many)
+        wire.encode(experiences)
     with contextlib.suppress(ValueError):
-        to_table(many, portable=True).validate(full=True)
+        to_table(experiences, portable=True).validate(full=True)
     with contextlib.suppress(ValueError):
-        backwards = many[::-1]
-        Experiences.concat([backwards, many[1:], many]).rows()
+        backwards = experiences[::-1]
+        Experiences.concat([backwards, experiences[1:], experiences]).rows()
     with contextlib.suppress(ValueError):
-        many.group_by("task")
-        many.token_lengths().sum()
-        many.prompt_lengths().sum()
+        experiences.group_by("task")
+        experiences.token_lengths().sum()
+        experiences.prompt_lengths().sum()
 
 
 def decoded(data: Any, **options: Any) -> bool:
     """Whether `wire.decode` took the bytes; what it gave is made into rows and written again. With `verify=False`, some
     rows are read alone as well."""
-    many = judged(lambda: wire.decode(data, **options))
+    experiences = judged(lambda: wire.decode(data, **options))
     if not options.get("verify", True):
         slots = range(0, min(wire.HEADER.unpack_from(data)[6], 8), 2) if len(data) >= wire.HEADER_BYTES else [0]
         ranges = judged(
@@ -73,10 +73,10 @@ def decoded(data: Any, **options: Any) -> bool:
         )
         if ranges is not None:
             judged(ranges.rows)
-    rows = None if many is None else judged(many.rows)
+    rows = None if experiences is None else judged(experiences.rows)
     if rows is None:
         return False
-    used(rows, many)
+    used(rows, experiences)
     return True
 
 
@@ -88,8 +88,8 @@ def stacked(*frames: bytes) -> bool:
     if stack is None:
         return False
     judged(lambda: stack.arrays(list(FIELDS)))
-    many = judged(lambda: stack.experiences(verify=False))
-    rows = None if many is None else judged(many.rows)
+    experiences = judged(lambda: stack.experiences(verify=False))
+    rows = None if experiences is None else judged(experiences.rows)
     if rows is None:
         return False
     assert exact_rows(rows) == exact_rows(wire.decode(b"".join(frames), verify=False).rows())
@@ -165,8 +165,8 @@ class Meter:
     def _marks(self) -> tuple[int, int]:
         """Bytes resident: at the highest, and now."""
         if self._status < 0:
-            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            return most, most
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return peak, peak
         text = os.pread(self._status, 8192, 0)
         highest, now = (re.search(rb"\n%s:\s+(\d+) kB" % name, text) for name in (b"VmHWM", b"VmRSS"))
         assert highest is not None

@@ -90,9 +90,9 @@ def test_overlapping_buffers_are_refused() -> None:
     places = corpus.batch_places(parts.body)
     spans = [struct.unpack_from("<qq", parts.body, at) for at in places.buffers]
     filled = [i for i, (_, size) in enumerate(spans) if size]
-    for one, other in itertools.pairwise(filled):
-        edit = (places.buffers[other], "<q", spans[one][0])
-        assert "overlap" in refusal(resealed(parts, edit)), (one, other)
+    for left, right in itertools.pairwise(filled):
+        edit = (places.buffers[right], "<q", spans[left][0])
+        assert "overlap" in refusal(resealed(parts, edit)), (left, right)
     for i in filled[:-1]:
         longer = (places.buffers[i] + 8, "<q", spans[-1][0] + spans[-1][1] - spans[i][0])
         assert "overlap" in refusal(resealed(parts, longer)), i
@@ -326,14 +326,14 @@ def test_extension_types_by_their_metadata_alone_are_refused(name: str, state: b
 
 def known_columns() -> dict[str, pa.DataType]:
     """Every physical column that the table knows, with the type it must have."""
-    found: dict[str, pa.DataType] = {}
+    columns: dict[str, pa.DataType] = {}
     for field in fields.FIELDS.values():
-        found[field.name] = PLAIN_TYPES.get((field.kind, ""), pa.large_list(pa.int64()))
+        columns[field.name] = PLAIN_TYPES.get((field.kind, ""), pa.large_list(pa.int64()))
         if field.trailing:
-            found[field.name] = pa.large_list(pa.list_(pa.list_(pa.int64(), 2), 2))
+            columns[field.name] = pa.large_list(pa.list_(pa.list_(pa.int64(), 2), 2))
         for side in fields.SIDES[field.kind]:
-            found[f"{field.name}__{side}"] = PLAIN_TYPES[field.kind, side]
-    return found
+            columns[f"{field.name}__{side}"] = PLAIN_TYPES[field.kind, side]
+    return columns
 
 
 WRONG = [
@@ -458,13 +458,13 @@ def test_null_where_a_value_must_be_is_refused(column: str) -> None:
 
 
 def test_one_number_for_a_whole_axis_is_refused_where_it_cannot_stand() -> None:
-    one = pa.array([3, None, None], pa.int64())
+    scalars = pa.array([3, None, None], pa.int64())
     versions = pa.array([None, [1] * 4, [1] * 5], pa.large_list(pa.int32()))
-    assert decoded(frame_with(policy_versions=versions, policy_versions__one=one))
+    assert decoded(frame_with(policy_versions=versions, policy_versions__one=scalars))
     for column in ("logprobs", "advantages", "chosen", "routed_experts", "action_mask"):
         rows = [None, None, None] if column not in RESPONSE else [None, [0] * 4, [0] * 5]
         kind = pa.uint8() if column == "action_mask" else pa.int32()
-        refusal(frame_with(**{column: pa.array(rows, pa.large_list(kind)), f"{column}__one": one}))
+        refusal(frame_with(**{column: pa.array(rows, pa.large_list(kind)), f"{column}__one": scalars}))
 
 
 SIDES = ("other", "one", "raw", "dtype")
@@ -685,10 +685,10 @@ def test_frames_whose_columns_do_not_go_together_are_refused_or_read() -> None:
         lambda: pa.array(["a", "b", "c"]),
         lambda: pa.array([[1], [2], [3]]),
     ]
-    for one in made_up:
-        for other in made_up:
-            data = frame_with(made_up=one()) + frame_with(made_up=other())
-            assert decoded(data) == (one is other)
+    for left in made_up:
+        for right in made_up:
+            data = frame_with(made_up=left()) + frame_with(made_up=right())
+            assert decoded(data) == (left is right)
     experts = [torch.zeros(2, 2, 2, dtype=torch.int16), torch.zeros(2, 3, 1, dtype=torch.int64)]
     rows = [Experience(tokens=[1, 2, 3], routed_experts=value) for value in experts]
     assert decoded(b"".join(row.serialize() for row in rows))

@@ -95,7 +95,7 @@ def everything(book: rollbook.book.Book) -> Iterator[Callable[[], Any]]:
     yield lambda: list(book.where().scan())
     yield lambda: list(book.where().scan(["tokens", "reward", "uid"]))
     yield lambda: book.sql("select * from experiences", seconds=20).rows()
-    yield lambda: book.sql(f"select count(*), {', '.join(f'({each})' for each in COUNTED)}", seconds=20).rows()
+    yield lambda: book.sql(f"select count(*), {', '.join(f'({column})' for column in COUNTED)}", seconds=20).rows()
     yield book.counts
     yield lambda: rollbook.book.keep_rates(book)
     yield lambda: len(book)
@@ -128,20 +128,20 @@ def survived(folder: Path, modes: str = "ra") -> set[str]:
     outside the folder changes or is read, no time and no memory beyond what the book's size deserves."""
     outside = {path: path.read_bytes() for path in folder.parent.iterdir() if path.is_file() and not path.is_symlink()}
     meter, start = Meter(), time.monotonic()
-    said: set[str] = set()
+    accepted: set[str] = set()
     for mode in modes:
         try:
             book = rollbook.open(folder, mode)
         except BookError as error:
             assert str(error).strip()
-            said.add("open")
+            accepted.add("open")
             continue
         with book:
             for i, read in enumerate(everything(book)):
-                found: list[Any] = []
-                if refused(lambda read=read, found=found: found.append(read())):
-                    said.add(f"{mode}{i}")
-                assert SECRET not in repr(found)
+                answers: list[Any] = []
+                if refused(lambda read=read, answers=answers: answers.append(read())):
+                    accepted.add(f"{mode}{i}")
+                assert SECRET not in repr(answers)
     assert time.monotonic() - start < SECONDS
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     assert meter.peak() < 4 * SPARE + 8 * size, f"{meter.peak() >> 20} MiB"
@@ -151,7 +151,7 @@ def survived(folder: Path, modes: str = "ra") -> set[str]:
         assert path.read_bytes() == data, path
     canaries = [path for path in folder.parent.iterdir() if path.name == "canary"]
     assert canaries == []
-    return said
+    return accepted
 
 
 def test_the_book_itself_is_well(folder: Path) -> None:
@@ -200,9 +200,9 @@ def test_a_place_that_is_none(value: Any, folder: Path) -> None:
         assert len(book.get(["//0/0/0000"])) == 1
 
 
-@pytest.mark.parametrize("what", ["segment", "segments", "ledger", "wal", "shm", "journal"])
+@pytest.mark.parametrize("kind", ["segment", "segments", "ledger", "wal", "shm", "journal"])
 @pytest.mark.parametrize("to", ["file", "pipe", "device", "folder", "nothing"])
-def test_links_pipes_and_devices(what: str, to: str, folder: Path) -> None:
+def test_links_pipes_and_devices(kind: str, to: str, folder: Path) -> None:
     path = {
         "segment": segment(folder),
         "segments": folder / "segments",
@@ -210,7 +210,7 @@ def test_links_pipes_and_devices(what: str, to: str, folder: Path) -> None:
         "wal": folder / "ledger.sqlite-wal",
         "shm": folder / "ledger.sqlite-shm",
         "journal": folder / "ledger.sqlite-journal",
-    }[what]
+    }[kind]
     beside = folder.parent / "moved"
     if path.exists():
         shutil.move(path, beside)
@@ -325,9 +325,9 @@ def test_values_of_any_type(table: str, template: Path, tmp_path: Path) -> None:
     for column in COLUMNS[table]:
         for value, last in itertools.islice(turns, 1):
             folder = Path(shutil.copytree(template, tmp_path / "book"))
-            where = f"WHERE rowid = (SELECT MAX(rowid) FROM {table})" if last else ""
+            condition = f"WHERE rowid = (SELECT MAX(rowid) FROM {table})" if last else ""
             with ledger(folder) as connection, contextlib.suppress(sqlite3.IntegrityError):
-                connection.execute(f"UPDATE OR IGNORE {table} SET {column} = ? {where}", (value,))
+                connection.execute(f"UPDATE OR IGNORE {table} SET {column} = ? {condition}", (value,))
             with contextlib.suppress(BookError), rollbook.open(folder) as book:
                 for read in everything(book):
                     refused(read)
@@ -477,7 +477,7 @@ def test_records_that_are_others(folder: Path) -> None:
     """Frames whose records have other ids, media that are frames, and frames that are media."""
     with_part(folder, wire.encode([record(suffix=f"other-{i}", info={"i": i}) for i in range(9)]))
     with rollbook.open(folder, "r") as book:
-        assert {each.kind for each in book.check().findings} >= {"another"}
+        assert {finding.kind for finding in book.check().findings} >= {"another"}
     with ledger(folder) as connection:
         connection.execute("UPDATE media SET segment = (SELECT segment FROM records LIMIT 1), start = 64")
     survived(folder)

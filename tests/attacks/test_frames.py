@@ -23,8 +23,8 @@ SMALL = ["minimal", "minimal.zstd", "minimal.lz4"]
 @pytest.mark.parametrize("name", FRAMES)
 def test_the_frames_that_are_attacked_are_good_ones(name: str) -> None:
     frame = FRAMES[name]
-    many = wire.decode(frame)
-    assert Experience.deserialize_many(frame) == many.rows() == wire.decode(wire.encode(many)).rows()
+    experiences = wire.decode(frame)
+    assert Experience.deserialize_many(frame) == experiences.rows() == wire.decode(wire.encode(experiences)).rows()
     assert streamed(frame)
     assert decoded(frame, verify=False)
 
@@ -122,13 +122,13 @@ HEADER_LIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", SMALL)
 def test_one_lie_in_the_header_is_refused(name: str, lie: dict[str, Any]) -> None:
     parts = corpus.take_apart(FRAMES[name])
-    told = {key: getattr(parts, key) + n if isinstance(n, int) and -64 <= n < 0 else n for key, n in lie.items()}
-    if told.get("flags") == parts.flags:
-        told["flags"] = 0
-    refusal(parts.join(**told))
-    assert not streamed(parts.join(**told))
+    header = {key: getattr(parts, key) + n if isinstance(n, int) and -64 <= n < 0 else n for key, n in lie.items()}
+    if header.get("flags") == parts.flags:
+        header["flags"] = 0
+    refusal(parts.join(**header))
+    assert not streamed(parts.join(**header))
     if "checksum" not in lie:
-        assert not decoded(parts.join(**told), verify=False)
+        assert not decoded(parts.join(**header), verify=False)
 
 
 def test_a_wrong_header_checksum_is_refused() -> None:

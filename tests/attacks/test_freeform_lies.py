@@ -126,11 +126,11 @@ BAD_TAGS: dict[str, Any] = {
     **{f"float {text!r}": {"$float": text} for text in ("", "1.5", "NaN", "infinity", "nan ", 1, None, [], {})},
     **{f"text {text!r}": {"$text": text} for text in ("0", "zz", "ff", "c0 80", "ed", 5, None, [])},
     **{f"bytes {text!r}": {"$bytes": text} for text in ("A", "A===", "AAAA\n", "A AA", "Ä", 5, None, [], "AA==AA==")},
-    **{f"tuple {held!r}": {"$tuple": held} for held in ({}, "ab", 5, None)},
-    **{f"dict {held!r}": {"$dict": held} for held in ([], "ab", 5, None)},
+    **{f"tuple {content!r}": {"$tuple": content} for content in ({}, "ab", 5, None)},
+    **{f"dict {content!r}": {"$dict": content} for content in ([], "ab", 5, None)},
     **{
-        f"map {held!r}": {"$map": held}
-        for held in ({}, 5, None, "ab", [1], [[1]], [[1, 2, 3]], [[[], 1]], [[{}, 1]], ["ab", "c"], [None])
+        f"map {content!r}": {"$map": content}
+        for content in ({}, 5, None, "ab", [1], [[1]], [[1, 2, 3]], [[[], 1]], [[{}, 1]], ["ab", "c"], [None])
     },
     "map with a tensor as key": {"$map": [[tensor(), 1]]},
     "map with an array as key": {"$map": [[array(), 1]]},

@@ -15,8 +15,8 @@ from tests.attacks.outcome import ROOT
 
 
 def test_inputs_follow_from_the_seed_and_are_what_they_should_be() -> None:
-    one, same_seed, other_seed = fuzz.Inputs(20), fuzz.Inputs(20), fuzz.Inputs(21)
-    cases = [one.make(number) for number in range(1000)]
+    first, same_seed, other_seed = fuzz.Inputs(20), fuzz.Inputs(20), fuzz.Inputs(21)
+    cases = [first.make(number) for number in range(1000)]
     assert all(case.data == same_seed.make(number).data for number, case in enumerate(cases[:200]))
     assert not all(case.data == other_seed.make(number).data for number, case in enumerate(cases[:200]))
     assert len({case.data for case in cases}) > 0.9 * len(cases)
@@ -53,7 +53,7 @@ def harm(number):
 {harms}
 
 def read(case, number):
-    if case.how != "warm-up":
+    if case.change != "warm-up":
         outcome.judged(lambda: harm(number))
     return plain(case, number)
 

@@ -83,8 +83,8 @@ def sources(folder: Path) -> dict[str, Callable[[], Source]]:
         return of_file(file, lambda: read_parquet(file))
 
     def dataset() -> Source:
-        made = to_hf(Experiences(records()))
-        return lambda: from_hf(made), lambda: encode(from_hf(made))
+        hf_dataset = to_hf(Experiences(records()))
+        return lambda: from_hf(hf_dataset), lambda: encode(from_hf(hf_dataset))
 
     def dataset_on_disk() -> Source:
         import datasets
@@ -179,16 +179,16 @@ def write_on(rows: list[Experience]) -> int:
             assert name
     for i, row in enumerate(rows):
         for name, tensor in tensors_of(row):
-            wanted = torch.full(tensor.shape, i % 2 + 1, dtype=torch.float32).to(tensor.dtype)
-            assert bool((tensor == wanted).all()), f"row {i}: {name} is not what was written: {tensor}"
+            expected = torch.full(tensor.shape, i % 2 + 1, dtype=torch.float32).to(tensor.dtype)
+            assert bool((tensor == expected).all()), f"row {i}: {name} is not what was written: {tensor}"
     return count
 
 
 WAYS: dict[str, Callable[[Any], list[Experience]]] = {
-    "rows": lambda many: many.rows() if isinstance(many, Experiences) else many,
-    "one by one": lambda many: [many[i] for i in range(len(many))],
+    "rows": lambda experiences: experiences.rows() if isinstance(experiences, Experiences) else experiences,
+    "one by one": lambda experiences: [experiences[i] for i in range(len(experiences))],
     "in order": list,
-    "a slice": lambda many: list(many[1:]),
+    "a slice": lambda experiences: list(experiences[1:]),
 }
 
 
@@ -236,8 +236,8 @@ def test_every_tensor_from_every_source_can_be_written_on(name: str, report: dic
 
 
 def test_every_tensor_field_is_among_the_records() -> None:
-    found = {name.partition("[")[0].partition(".")[0] for row in records() for name, _ in tensors_of(row)}
-    assert {field.name for field in fields.tensor_fields()} | {"multi_modal_inputs", "info"} <= found
+    names = {name.partition("[")[0].partition(".")[0] for row in records() for name, _ in tensors_of(row)}
+    assert {field.name for field in fields.tensor_fields()} | {"multi_modal_inputs", "info"} <= names
     kinds = {tensor.dtype for row in records() for _, tensor in tensors_of(row)}
     assert kinds >= {getattr(torch, name) for name in fields.DTYPES if hasattr(torch, name)}
 

@@ -190,10 +190,10 @@ def test_entries_are_counted(words: list[Any], times: int, nested: bool, options
 
 
 def test_records_that_compress_well_are_read(tmp_path: Path) -> None:
-    many = Experiences([Experience(tokens=[1, 2, 3] * 100, prompt_length=2, prompt_text="a" * 1000)] * 2000)
+    experiences = Experiences([Experience(tokens=[1, 2, 3] * 100, prompt_length=2, prompt_text="a" * 1000)] * 2000)
     path = tmp_path / "x.parquet"
-    write_parquet(many, path)
-    assert read_parquet(path) == many
+    write_parquet(experiences, path)
+    assert read_parquet(path) == experiences
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ class Call:
 
 def by_name(module: str, name: str, *arguments: str) -> bytes:
     """A pickle that calls `module.name` by its name alone, whether or not there is such a thing."""
-    given = b"".join(b"X" + struct.pack("<I", len(a.encode())) + a.encode() for a in arguments)
-    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"(" + given + b"tR."
+    encoded = b"".join(b"X" + struct.pack("<I", len(a.encode())) + a.encode() for a in arguments)
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"(" + encoded + b"tR."
 
 
 def nested_in(value: Any) -> dict[str, bytes]:
@@ -138,9 +138,9 @@ def test_a_pickle_that_calls_is_refused_and_calls_nothing(name: str, tmp_path: P
     left = tmp_path / "left"
     meter = Meter()
     before = set(sys.modules)
-    for where, data in nested_in(hostile(str(left))[name]).items():
-        assert refused(data), where
-        assert not left.exists(), where
+    for place, data in nested_in(hostile(str(left))[name]).items():
+        assert refused(data), place
+        assert not left.exists(), place
     assert meter.peak() < SPARE
     assert "antigravity" not in set(sys.modules) - before
 
@@ -180,13 +180,13 @@ def test_a_name_is_never_imported(module: str, name: str) -> None:
 
 
 def test_a_module_that_would_tell_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = tmp_path / "told"
-    (tmp_path / "rollbook_attack_canary.py").write_text(f"open({str(told)!r}, 'w')\n")
+    marker = tmp_path / "told"
+    (tmp_path / "rollbook_attack_canary.py").write_text(f"open({str(marker)!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for protocol in (b"", b"\x80\x02", b"\x80\x04", b"\x80\x05"):
         refused(protocol + b"crollbook_attack_canary\nrun\n(tR.")
     refused(b"\x80\x04\x8c\x16rollbook_attack_canary\x8c\x03run\x93)R.")
-    assert not told.exists()
+    assert not marker.exists()
     assert "rollbook_attack_canary" not in sys.modules
 
 
